@@ -1,0 +1,65 @@
+"""Train a plain PyTorch function on every device, without changing its loop."""
+
+from parallelize.backends.balanced.plan import Plan, plan
+from parallelize.backends.balanced.plugin import BalancedBackend
+from parallelize.backends.ddp import DDPBackend
+from parallelize.backends.ddp2 import DDP2Backend
+from parallelize.backends.dp import DPBackend
+from parallelize.backends.fsdp import FSDPBackend
+from parallelize.checkpoint.loading import load
+from parallelize.checkpoint.rotation import checkpoints
+from parallelize.checkpoint.saving import save
+from parallelize.collectives import all_gather, all_reduce, barrier, broadcast, main_first
+from parallelize.contracts import Amp
+from parallelize.data.loader import shard_loader
+from parallelize.decorator import distributed
+from parallelize.errors import (
+    ConfigError,
+    LaunchError,
+    MissingDependencyError,
+    ParallelizeError,
+    SyncError,
+    WorkerError,
+)
+from parallelize.launchers.slurm.job import Job
+from parallelize.launchers.slurm.plugin import SlurmLauncher
+from parallelize.model import no_sync, parallel_model
+from parallelize.runtime import device, is_main, local_rank, rank, world_size
+from parallelize.stopping import should_stop
+
+__all__ = [
+    "Amp",
+    "BalancedBackend",
+    "ConfigError",
+    "DDP2Backend",
+    "DDPBackend",
+    "DPBackend",
+    "FSDPBackend",
+    "Job",
+    "LaunchError",
+    "MissingDependencyError",
+    "ParallelizeError",
+    "Plan",
+    "SlurmLauncher",
+    "SyncError",
+    "WorkerError",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "checkpoints",
+    "device",
+    "distributed",
+    "is_main",
+    "load",
+    "local_rank",
+    "main_first",
+    "no_sync",
+    "parallel_model",
+    "plan",
+    "rank",
+    "save",
+    "shard_loader",
+    "should_stop",
+    "world_size",
+]

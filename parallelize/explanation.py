@@ -1,0 +1,59 @@
+"""What a call would do, as text for a person: processes, devices, precision, what was changed on her behalf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallelize import registry
+from parallelize.contracts import Precision
+from parallelize.layout import Layout
+from parallelize.world import World
+
+__all__ = ["explanation"]
+
+
+def explanation(layout: Layout, world: World | None, *, name: str, queue: str | None = None) -> str:
+    """A short table of what is known before anything starts.
+
+    Args:
+        layout: the processes and what each drives.
+        world: where a launcher has placed this process; None: nobody has.
+        name: the function's.
+        queue: name of the launcher that takes the call for later; None: none does.
+    """
+    config = layout.config
+    drives = [", ".join(str(device) for device in devices) for devices in layout.devices]
+    rows = {
+        "backend": f"{config.backend.name} (one process per {config.backend.process_per})",
+        "processes": f"{layout.num_nodes} node(s) x {layout.local_world_size} = {layout.world_size}",
+        "devices": "; ".join(f"local rank {rank}: {devices}" for rank, devices in enumerate(drives)),
+        "starts": _how(layout, world)
+        if queue is None
+        else f"nothing here: a job of {layout.num_nodes} node(s), by {queue}",
+        "collectives": layout.process_group_backend,
+        "precision": _precision(layout),
+        "seed": "none: no global generator is touched" if config.seed is None else str(config.seed),
+        "timeout": f"{config.timeout.total_seconds():g} s",
+        "restarts": str(config.max_restarts),
+        "logs": config.logs,
+    }
+    width = max(len(row) for row in rows)
+    lines = [f"{name} would run as", *(f"  {row:<{width}}  {text}" for row, text in rows.items())]
+    return "\n".join([*lines, *(f"  note: {warning}" for warning in layout.warnings)])
+
+
+def _precision(layout: Layout) -> str:
+    if layout.config.amp is None:
+        return "fp32"
+    find: Any = registry.find
+    precision: Precision = find("precision", layout.config.amp_engine)()
+    return precision.describe(layout.config.amp, device_type=layout.device_type)
+
+
+def _how(layout: Layout, world: World | None) -> str:
+    if world is not None:
+        return f"nothing: a launcher has placed this process as rank {world.rank} of {world.world_size}"
+    if layout.world_size == 1:
+        return "nothing: runs in the calling process"
+    launcher = layout.config.launcher
+    return f"{layout.local_world_size} processes on this node, by {launcher.name if launcher else 'elastic'}"

@@ -1,0 +1,258 @@
+"""The one road into a worker: from a freshly started process to the user's function, and back to the caller.
+
+launcher ──(Orders)──> run ── environment, signals, __main__ ──> perform ── runtime, seed ──> train(...)
+caller  <──(Outcome file)── written before anything is torn down ─────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import multiprocessing
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import cloudpickle
+import torch
+
+from parallelize.allocation import STOP_FILE
+from parallelize.errors import LaunchError
+from parallelize.layout import Layout
+from parallelize.runtime import Runtime, activate
+from parallelize.task import Outcome, Task, modules_in
+from parallelize.world import World, detect
+
+__all__ = ["Orders", "entered", "outcome_path", "run", "seed_everything", "task_path"]
+
+_KEPT = "TORCHELASTIC_"  # variables of the agent that started this process
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a launcher tells each process it starts.
+
+    Args:
+        folder: private folder of this run; holds the task, gets the outcomes.
+        environ: the caller's variables at the call, with what the launcher changed.
+        launcher_pid: when this process is gone, the worker has nobody left to work for.
+        start_method: how this process starts others by default, those of a DataLoader for one.
+    """
+
+    folder: str
+    environ: Mapping[str, str]
+    launcher_pid: int
+    start_method: str
+
+
+def task_path(folder: Path) -> Path:
+    """Where a run keeps its task."""
+    return folder / "task"
+
+
+def outcome_path(folder: Path, rank: int, attempt: int) -> Path:
+    """Where a rank leaves its outcome; every restart of the group has its own."""
+    return folder / f"outcome.{rank}.{attempt}"
+
+
+def run(orders: Orders) -> None:
+    """A worker's life: called in a fresh process in which the agent has set torchrun's variables.
+
+    Leaves an Outcome in the run's folder: before the process group is taken down, which peers take for a failure.
+    """
+    world = detect(os.environ)
+    assert world is not None
+    folder = Path(orders.folder)
+    path = outcome_path(folder, world.rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    os.setsid()  # a group of its own: what this process starts can be ended with it
+    try:
+        _settle(orders, world)
+        task = Task.read(task_path(folder), device=_default_device())
+        _fill_main(task.function)
+        _perform(task, world, path)
+    except BaseException as error:  # noqa: BLE001 - whatever ends a rank is its outcome
+        _fail(world, error, path)
+
+
+def _perform(task: Task, world: World, path: Path) -> None:
+    modules = modules_in(task.args, task.kwargs) if world.is_main and task.layout.config.update_modules else []
+    with entered(task.layout.masked(), world) as runtime:
+        try:
+            value = _value(task)
+            if runtime.device.type != "cpu":
+                torch.accelerator.synchronize()  # a kernel that failed says so here
+            wanted = value if world.is_main or task.all_ranks else None
+            Outcome.returned(world, wanted, modules).write(path)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        except BaseException as error:  # noqa: BLE001 - before the process group is taken down
+            _fail(world, error, path)
+    _flush()
+
+
+def _value(task: Task) -> Any:
+    # Only now: before, a signal may find this process waiting for peers inside compiled code, where no handler runs.
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return task.function(*task.args, **task.kwargs)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        return None
+
+
+def _fail(world: World, error: BaseException, path: Path) -> NoReturn:
+    """End this rank and all it started at once: peers that are gone cannot help to take a process group down."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that being stopped does not take the place of the cause
+    Outcome.raised(world, error).write(path)
+    _flush()
+    os.killpg(0, signal.SIGKILL)
+    os._exit(1)  # never reached
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader may be gone
+            stream.flush()
+
+
+@contextlib.contextmanager
+def entered(layout: Layout, world: World) -> Iterator[Runtime]:
+    """This process as one of a run: its Runtime active, its random generators seeded if the request says so."""
+    with activate(Runtime(world, layout)) as runtime:
+        if layout.config.seed is not None:
+            seed_everything(layout.config.seed)
+        yield runtime
+
+
+def seed_everything(seed: int) -> None:
+    """Set every generator that user code draws from: random, NumPy where it is loaded, torch on all devices."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _settle(orders: Orders, world: World) -> None:
+    """Make a process of the fork server look like a child of the caller."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith(_KEPT)}
+    os.environ.clear()
+    os.environ.update({**orders.environ, **kept, **world.env()})
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": inner levels follow
+    if threads.isdigit() and int(threads) > 0:  # libraries that are loaded have read the fork server's value
+        torch.set_num_threads(int(threads))
+    _settle_signals()
+    _end_with(orders.launcher_pid)
+    multiprocessing.set_start_method(orders.start_method, force=True)
+    _draw_afresh()
+    _settle_output(world)
+
+
+def _settle_signals() -> None:
+    """Where a file tells a run to stop, the signals that ask a job for it tell this process nothing."""
+    if not hasattr(signal, "pthread_sigmask"):
+        return
+    asking = {signal.SIGUSR1, signal.SIGUSR2}
+    if STOP_FILE in os.environ:
+        for number in asking:
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, asking)  # blocked by whoever started the fork server
+
+
+def _draw_afresh() -> None:
+    """Forks of one server would all draw the same numbers, in every rank of every call."""
+    torch.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _settle_output(world: World) -> None:
+    # Unbuffered: nothing that was printed is lost with a worker that is killed. The caller reads UTF-8.
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(number, "wb", closefd=False), "utf-8", "backslashreplace", write_through=True)
+        for number in (1, 2)
+    )
+    faulthandler.enable()
+    sys.breakpointhook = _refuse_breakpoint
+    if not world.is_main:
+        # Once is enough: rank 0 shows the same ones. Filters stay, so that -W error still raises on every rank.
+        warnings.showwarning = lambda *_args, **_kwargs: None
+
+
+def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise LaunchError(
+        "breakpoint() in a worker process",
+        why="several processes cannot share one keyboard: the debugger would wait for input that never comes",
+        fix="run in one process, where it works: PARALLELIZE_PROCESSES=1 (or PARALLELIZE_GPUS=1) before the command",
+    )
+
+
+def _terminate(_signum: int, _frame: FrameType | None) -> None:
+    # Once: `finally` blocks run, and are not interrupted by a second one.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _end_with(launcher_pid: int) -> None:
+    """End this process when the launcher ends, however it ends; a fork server's children are nobody's otherwise."""
+    if not hasattr(os, "pidfd_open"):
+        threading.Thread(target=_poll_parent, name="parallelize-launcher-watch", daemon=True).start()
+        return
+    try:
+        launcher = os.pidfd_open(launcher_pid)
+    except ProcessLookupError:
+        os._exit(1)
+    threading.Thread(target=_watch, args=(launcher,), name="parallelize-launcher-watch", daemon=True).start()
+
+
+def _watch(launcher: int) -> None:
+    poll = select.poll()
+    poll.register(launcher, select.POLLIN)
+    poll.poll()
+    _end_group()
+
+
+def _poll_parent() -> None:
+    parent, wait = os.getppid(), threading.Event()
+    while os.getppid() == parent:
+        wait.wait(1.0)
+    _end_group()
+
+
+def _end_group() -> None:
+    """`finally` blocks get a few seconds; then this process and all it started are gone."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(5.0)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _default_device() -> torch.device:
+    """Where tensors of the arguments go that were on an accelerator: the device of this local rank."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+
+
+def _fill_main(function: Any) -> None:
+    """Give this process's __main__ what the caller's had, as far as it came along.
+
+    Pickle finds a class of __main__ by its name there; torch.save(model), DataLoader workers and all_gather_object
+    all rely on it.
+    """
+    names = vars(sys.modules["__main__"])
+    for name, value in getattr(function, "__globals__", {}).items():
+        if not name.startswith("__"):
+            names.setdefault(name, value)
+    for kind in list(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.values()):
+        if kind.__module__ == "__main__" and "." not in kind.__qualname__:
+            names.setdefault(kind.__name__, kind)

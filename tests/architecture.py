@@ -1,0 +1,338 @@
+"""The rules of the code's shape, each a function from sources to what breaks it."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+__all__ = [
+    "ENVIRONMENT",
+    "PACKAGE",
+    "Sources",
+    "aimless_ignores",
+    "cycles",
+    "environment_access",
+    "exports",
+    "global_statements",
+    "names_of_files",
+    "plugin_imports",
+    "public_names",
+    "read",
+    "sizes",
+    "undocumented_tests",
+    "upward_imports",
+]
+
+PACKAGE = "parallelize"
+ROOT = Path(__file__).parents[1]
+
+# Path below the root, with "/" -> text.
+Sources = Mapping[str, str]
+
+# A file imports only from the floors above its own line here, that is: from lower ones. Folders stand for their files.
+FLOORS: tuple[frozenset[str], ...] = (
+    frozenset({"allocation", "errors", "store"}),
+    frozenset({"containers", "hostlist", "network"}),
+    frozenset({"world"}),
+    frozenset({"devices"}),
+    frozenset({"contracts"}),
+    frozenset({"registry"}),
+    frozenset({"options"}),
+    frozenset({"support"}),
+    frozenset({"config"}),
+    frozenset({"layout"}),
+    frozenset({"explanation", "payload", "placement"}),
+    frozenset({"task"}),
+    frozenset({"queueing", "runtime"}),
+    frozenset({"worker"}),
+    frozenset({"announcements", "backends", "collectives", "launchers", "precision"}),
+    frozenset({"inplace", "stopping"}),
+    frozenset({"checkpoint", "data", "decorator", "model"}),
+    frozenset({"", "cli"}),  # "": parallelize/__init__.py
+)
+
+# One plug-in each: they never import each other. A file without PLUGIN is no plug-in, what several of them share.
+PLUGIN_FOLDERS = frozenset({"backends", "launchers", "precision"})
+
+# The only files that may touch os.environ, each with its reason. Everything else is handed a mapping.
+ENVIRONMENT: Mapping[str, str] = {
+    "decorator": "the call is a public entry point: it hands the variables to config and world as a mapping",
+    "launchers.slurm.step": "a program of its own, that srun starts: it hands its variables on",
+    "model": "parallel_model is a public entry point too: it hands the variables to config and world as a mapping",
+    "runtime": "the helpers enter here without a decorator: it hands the variables to world as a mapping; gloo reads "
+    "its interface from a variable when the group is made",
+    "stopping": "should_stop is a public entry point; the file that it looks for is named there for workers too",
+    "worker": "writes its own process's variables before anything reads them",
+}
+
+MAX_FILE_LINES = 320
+MAX_FUNCTION_LINES = 45
+MAX_PARAMETERS = 7
+MAX_NESTING = 3
+
+_FORBIDDEN_FILES = frozenset({"common", "helpers", "misc", "util", "utils"})
+_COMPOUND = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def read(folder: str) -> Sources:
+    """Every Python file below `folder` of this repository."""
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def _modules(sources: Sources) -> dict[str, ast.Module]:
+    """Name inside the package ("", "config", "backends.ddp", "data" for a folder's __init__) -> its tree."""
+    trees = {}
+    for path, text in sources.items():
+        parts = path.removesuffix(".py").split("/")[1:]
+        trees[".".join(part for part in parts if part != "__init__")] = ast.parse(text)
+    return trees
+
+
+def _imported(tree: ast.Module, known: Mapping[str, object]) -> Iterator[str]:
+    """Modules of the package that a file imports anywhere: in functions, for TYPE_CHECKING, by a literal name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            full = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            each = [f"{base}.{alias.name}" for alias in node.names]
+            full = [name if name[len(PACKAGE) + 1 :] in known else base for name in each]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            full = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        else:
+            continue
+        for name in full:
+            if name.startswith("."):
+                yield name
+            if name == PACKAGE or name.startswith(f"{PACKAGE}."):
+                yield name[len(PACKAGE) + 1 :]
+
+
+def _edges(sources: Sources) -> dict[str, set[str]]:
+    modules = _modules(sources)
+    return {name: set(_imported(tree, modules)) for name, tree in modules.items()}
+
+
+def _unit(module: str) -> str:
+    return module.split(".", 1)[0]
+
+
+def upward_imports(sources: Sources) -> list[str]:
+    """Imports of a floor that is not below the file's own; files of one folder may import each other."""
+    floor = {unit: number for number, units in enumerate(FLOORS) for unit in units}
+    found = [f"{name or '__init__'} is on no floor" for name in _edges(sources) if _unit(name) not in floor]
+    for name, targets in _edges(sources).items():
+        for target in sorted(targets):
+            if target.startswith("."):
+                found.append(f"{name} imports {target}: relative")
+            elif _unit(target) not in floor or _unit(name) not in floor:
+                found.append(f"{name} imports {target}: one of them is on no floor")
+            elif not (floor[_unit(target)] < floor[_unit(name)] or (_unit(target) == _unit(name) and "." in name)):
+                found.append(f"{name} imports {target}: not a lower floor")
+    return found
+
+
+def plugin_imports(sources: Sources) -> list[str]:
+    """Imports of a plug-in by another file of its folder; a plug-in may be a folder of files that do so."""
+    plugins = {name for name, tree in _modules(sources).items() if any(name == "PLUGIN" for name in _assigned(tree))}
+    return [
+        f"{name} imports the plug-in {target}"
+        for name, targets in _edges(sources).items()
+        for target in sorted(targets)
+        if _unit(name) in PLUGIN_FOLDERS
+        and _unit(target) == _unit(name)
+        and _plugin(target) != _plugin(name)
+        and _plugin(target) in {_plugin(each) for each in plugins}
+    ]
+
+
+def _plugin(module: str) -> str:
+    # backends.balanced.schedule belongs to backends.balanced
+    return ".".join(module.split(".")[:2])
+
+
+def _assigned(tree: ast.Module) -> set[str]:
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+def cycles(sources: Sources) -> list[str]:
+    """Circles of imports, lazy ones included, each once."""
+    edges, found, done = _edges(sources), [], set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            found.append(" -> ".join(each or "__init__" for each in (*path[path.index(name) :], name)))
+        elif name not in done:
+            for target in sorted(edges.get(name, ())):
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in sorted(edges):
+        visit(name, ())
+    return found
+
+
+def names_of_files(sources: Sources) -> list[str]:
+    """Folders' __init__ files that are not empty, and files named for no idea at all."""
+    found = [
+        f"{path} is not empty"
+        for path, text in sources.items()
+        if path.endswith("/__init__.py") and path != f"{PACKAGE}/__init__.py" and text.strip()
+    ]
+    return found + [f"{path} names no idea" for path in sources if Path(path).stem in _FORBIDDEN_FILES]
+
+
+def sizes(sources: Sources) -> list[str]:
+    """Files and functions that are too long, too wide or too deep."""
+    found = []
+    for path, text in sources.items():
+        lines = text.splitlines()
+        if len(lines) > MAX_FILE_LINES:
+            found.append(f"{path} has {len(lines)} lines, more than {MAX_FILE_LINES}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, _FUNCTIONS):
+                measures = (
+                    ("lines of code", _code_lines(node, lines), MAX_FUNCTION_LINES),
+                    ("parameters", _parameters(node), MAX_PARAMETERS),
+                    ("levels of nesting", _nesting(node.body), MAX_NESTING),
+                )
+                found += [
+                    f"{path}: {node.name} has {n} {what}, more than {most}" for what, n, most in measures if n > most
+                ]
+    return found
+
+
+def _code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
+    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    if not body:
+        return 0
+    text = (line.strip() for line in lines[body[0].lineno - 1 : node.end_lineno])
+    return sum(1 for line in text if line and not line.startswith("#"))
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many a caller must know: all but self, cls and keyword-only ones that have a default."""
+    positional = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
+    return len([name for name in positional if name not in ("self", "cls")]) + node.args.kw_defaults.count(None)
+
+
+def _nesting(body: list[ast.stmt]) -> int:
+    return max((_depth(statement) for statement in body), default=0)
+
+
+def _depth(statement: ast.stmt) -> int:
+    if not isinstance(statement, _COMPOUND):  # a function in a function is measured on its own
+        return 0
+    blocks = [getattr(statement, name, []) for name in ("body", "finalbody")]
+    blocks += [each.body for each in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ()))]
+    otherwise = getattr(statement, "orelse", [])
+    is_elif = isinstance(statement, ast.If) and len(otherwise) == 1 and isinstance(otherwise[0], ast.If)
+    deeper = 1 + max(_nesting(block) for block in (*blocks, [] if is_elif else otherwise))
+    return max(deeper, _nesting(otherwise)) if is_elif else deeper
+
+
+def _exported(tree: ast.Module) -> list[str] | None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            return [str(name) for name in ast.literal_eval(node.value)]
+    return None
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Constants, classes, functions: the order that ruff's RUF022 writes."""
+    return (0 if name.isupper() else 1 if name[:1].isupper() else 2), name
+
+
+def exports(sources: Sources) -> list[str]:
+    """Files whose __all__ is missing, unsorted, names what is not there, or forgets a public function or class."""
+    found = []
+    for path, text in sources.items():
+        if path.endswith("/__init__.py"):
+            continue
+        tree = ast.parse(text)
+        listed = _exported(tree)
+        if listed is None:
+            found.append(f"{path} has no __all__")
+            continue
+        defined = {node.name for node in tree.body if isinstance(node, (*_FUNCTIONS, ast.ClassDef))}
+        public = {name for name in defined if not name.startswith("_")}
+        if listed != sorted(listed, key=_order):
+            found.append(f"{path}: __all__ is not sorted")
+        found += [f"{path}: {name} is public and not in __all__" for name in sorted(public - set(listed))]
+        found += [f"{path}: {name} of __all__ is not there" for name in sorted(set(listed) - defined - _assigned(tree))]
+    return found
+
+
+def public_names(source: str) -> list[str]:
+    """What is wrong with parallelize/__init__.py: anything but imports and an equal, sorted __all__."""
+    tree = ast.parse(source)
+    listed, found = _exported(tree), []
+    imported = [alias.asname or alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names]
+    allowed = (ast.ImportFrom, ast.Assign, ast.Expr)
+    found += [f"line {node.lineno} is no import" for node in tree.body if not isinstance(node, allowed)]
+    found += [f"{name} is defined here" for name in sorted(_assigned(tree) - {"__all__"})]
+    if listed is None or listed != sorted(listed, key=_order):
+        found.append("__all__ is missing or not sorted")
+    public = {name for name in imported if name != "annotations"}
+    found += [f"{name} is not both imported and in __all__" for name in sorted(public ^ set(listed or ()))]
+    return found
+
+
+def environment_access(sources: Sources, allowed: Mapping[str, str] = ENVIRONMENT) -> list[str]:
+    """Files that touch this process's variables without standing in `allowed`, and files there that do not."""
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    touching = set()
+    for module, tree in _modules(sources).items():
+        for node in ast.walk(tree):
+            attribute = isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
+            imported = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
+            if attribute or imported:
+                touching.add(module)
+    found = [f"{module} touches the environment" for module in sorted(touching - allowed.keys())]
+    idle = sorted(allowed.keys() - touching)
+    return found + [f"{module} is allowed the environment and leaves it alone" for module in idle]
+
+
+def global_statements(sources: Sources) -> list[str]:
+    """Every `global` statement."""
+    return [
+        f"{path}:{node.lineno} global {', '.join(node.names)}"
+        for path, text in sources.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Global)
+    ]
+
+
+def aimless_ignores(sources: Sources) -> list[str]:
+    """Comments that silence a checker without naming the rule and, after # or -, the reason."""
+    rule = r"noqa:\s*[A-Z]+\d+(?:,\s*[A-Z]+\d+)*|(?:type|pyright):\s*ignore\[[\w, -]+\]"
+    silenced = re.compile(r"#\s*(?:noqa|(?:type|pyright):\s*ignore)\b")
+    reasoned = re.compile(rf"#\s*(?:{rule})\s+[#-]\s*\S")
+    return [
+        f"{path}:{token.start[0]} {token.string}"
+        for path, text in sources.items()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT and silenced.search(token.string) and not reasoned.search(token.string)
+    ]
+
+
+def undocumented_tests(sources: Sources) -> list[str]:
+    """Tests whose docstring is missing or longer than its one sentence."""
+    return [
+        f"{path}: {node.name}"
+        for path, text in sources.items()
+        if Path(path).name.startswith("test_")
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, _FUNCTIONS) and node.name.startswith("test_") and not ast.get_docstring(node)
+    ]

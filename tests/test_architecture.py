@@ -1,0 +1,202 @@
+"""The code keeps its shape; each rule is shown to see what breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import architecture
+import pytest
+from architecture import Sources
+
+PACKAGE = architecture.read("parallelize")
+TESTS = architecture.read("tests")
+SCRIPTS = {**architecture.read("examples"), **architecture.read("benchmarks")}
+
+RULES: dict[Callable[[Sources], list[str]], Sources] = {
+    architecture.upward_imports: PACKAGE,
+    architecture.plugin_imports: PACKAGE,
+    architecture.cycles: PACKAGE,
+    architecture.names_of_files: PACKAGE,
+    architecture.sizes: PACKAGE,
+    architecture.exports: PACKAGE,
+    architecture.environment_access: PACKAGE,
+    architecture.global_statements: {**PACKAGE, **SCRIPTS},
+    architecture.aimless_ignores: {**PACKAGE, **TESTS, **SCRIPTS},
+    architecture.undocumented_tests: TESTS,
+}
+
+
+def function(body: str, parameters: str = "") -> str:
+    return f"def f({parameters}):\n" + "".join(f"    {line}\n" for line in body.splitlines())
+
+
+# rule, a tree that breaks it, a part of what the rule must say
+BROKEN: list[tuple[Callable[[Sources], list[str]], Sources, str]] = [
+    (architecture.upward_imports, {"parallelize/world.py": "from parallelize.config import Config"}, "not a lower"),
+    (architecture.upward_imports, {"parallelize/world.py": "import parallelize.config"}, "not a lower floor"),
+    (architecture.upward_imports, {"parallelize/world.py": "from parallelize import all_reduce"}, "not a lower floor"),
+    (architecture.upward_imports, {"parallelize/world.py": function("import parallelize.model")}, "not a lower floor"),
+    (architecture.upward_imports, {"parallelize/world.py": "import_module('parallelize.model')"}, "not a lower floor"),
+    (
+        architecture.upward_imports,
+        {"parallelize/backends/dp.py": "import parallelize.precision.apex"},
+        "not a lower",
+    ),
+    (architecture.upward_imports, {"parallelize/model.py": "import parallelize.decorator"}, "not a lower floor"),
+    (architecture.upward_imports, {"parallelize/world.py": "from .errors import ConfigError"}, "relative"),
+    (architecture.upward_imports, {"parallelize/extra.py": ""}, "extra is on no floor"),
+    (
+        architecture.plugin_imports,
+        {
+            "parallelize/backends/dp.py": "PLUGIN = 1",
+            "parallelize/backends/ddp2.py": "import parallelize.backends.dp",
+        },
+        "backends.ddp2 imports the plug-in backends.dp",
+    ),
+    (
+        architecture.plugin_imports,
+        {
+            "parallelize/backends/balanced/__init__.py": "",
+            "parallelize/backends/balanced/plan.py": "PLUGIN: type = 1",
+            "parallelize/backends/dp.py": "from parallelize.backends.balanced import plan",
+        },
+        "backends.dp imports the plug-in backends.balanced.plan",
+    ),
+    (
+        architecture.cycles,
+        {
+            "parallelize/data/loader.py": "import parallelize.data.sampling",
+            "parallelize/data/sampling.py": "if TYPE_CHECKING:\n    from parallelize.data.loader import Loader",
+        },
+        "data.loader -> data.sampling -> data.loader",
+    ),
+    (architecture.names_of_files, {"parallelize/data/__init__.py": "x = 1"}, "is not empty"),
+    (architecture.names_of_files, {"parallelize/data/utils.py": ""}, "names no idea"),
+    (architecture.sizes, {"parallelize/a.py": "x = 1\n" * 321}, "has 321 lines"),
+    (architecture.sizes, {"parallelize/a.py": function('"""Doc."""\n# why\n' + "x = 1\n\n" * 46)}, "46 lines of code"),
+    (architecture.sizes, {"parallelize/a.py": function("...", "self, a, b, c, d, e, f, *, g, h, i=1")}, "8 parameters"),
+    (
+        architecture.sizes,
+        {"parallelize/a.py": function("if a:\n  for b in c:\n    with d:\n      while e: f")},
+        "4 levels of nesting",
+    ),
+    (
+        architecture.sizes,
+        {"parallelize/a.py": function("try: a\nexcept b:\n  if c: d\n  elif e:\n    if f:\n      if g: h")},
+        "4 levels of nesting",
+    ),
+    (architecture.exports, {"parallelize/a.py": ""}, "no __all__"),
+    (architecture.exports, {"parallelize/a.py": "__all__ = ['b', 'A']\nA = b = 1"}, "not sorted"),
+    (architecture.exports, {"parallelize/a.py": "__all__ = []\ndef b(): ..."}, "b is public and not in __all__"),
+    (architecture.exports, {"parallelize/a.py": "__all__ = ['b']"}, "b of __all__ is not there"),
+    (architecture.environment_access, {"parallelize/layout.py": "import os\nos.environ['A']"}, "layout touches"),
+    (architecture.environment_access, {"parallelize/layout.py": "import os\nos.getenv('A')"}, "layout touches"),
+    (architecture.environment_access, {"parallelize/layout.py": "from os import environ"}, "layout touches"),
+    (architecture.environment_access, {"parallelize/runtime.py": ""}, "runtime is allowed the environment and leaves"),
+    (architecture.global_statements, {"parallelize/a.py": function("global b\nb = 1")}, "global b"),
+    (architecture.aimless_ignores, {"parallelize/a.py": "x = 1  # noqa"}, "a.py:1"),
+    (architecture.aimless_ignores, {"parallelize/a.py": "x = 1  # noqa: E501"}, "a.py:1"),
+    (architecture.aimless_ignores, {"parallelize/a.py": "x = 1  # type: ignore  # because"}, "a.py:1"),
+    (architecture.undocumented_tests, {"tests/test_a.py": "def test_b(): ..."}, "test_b"),
+]
+
+ALLOWED: list[tuple[Callable[[Sources], list[str]], Sources]] = [
+    (architecture.upward_imports, {"parallelize/world.py": "from parallelize.errors import ConfigError"}),
+    (
+        architecture.upward_imports,
+        {"parallelize/config.py": "", "parallelize/layout.py": "from parallelize import config"},
+    ),
+    (architecture.upward_imports, {"parallelize/data/loader.py": "from parallelize.data.sampling import shard"}),
+    (
+        architecture.plugin_imports,
+        {
+            "parallelize/precision/native.py": "import parallelize.precision.levels\nPLUGIN = 1",
+            "parallelize/precision/levels.py": "",
+        },
+    ),
+    (
+        architecture.plugin_imports,
+        {
+            "parallelize/backends/balanced/engine.py": "import parallelize.backends.balanced.plan\nPLUGIN = 1",
+            "parallelize/backends/balanced/plan.py": "",
+        },
+    ),
+    (architecture.sizes, {"parallelize/a.py": function("if a: b\nelif c: d\nelif e: f\nelif g: h\nelse: i")}),
+    (architecture.sizes, {"parallelize/a.py": function("...", "*, a=1, b=1, c=1, d=1, e=1, f=1, g=1, h=1")}),
+    (
+        architecture.exports,
+        {"parallelize/a.py": "__all__ = ['LIMIT', 'Shard', 'rank']\nLIMIT = Shard = rank = 1"},
+    ),
+    (architecture.aimless_ignores, {"parallelize/a.py": "x = 1  # type: ignore[arg-type]  # torch's stub is wrong"}),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_holds(rule: Callable[[Sources], list[str]]) -> None:
+    """Nothing in this repository breaks the rule."""
+    assert rule(RULES[rule]) == []
+
+
+@pytest.mark.parametrize(("rule", "sources", "named"), BROKEN)
+def test_the_rule_sees_what_breaks_it(rule: Callable[[Sources], list[str]], sources: Sources, named: str) -> None:
+    """A tree that breaks the rule is named."""
+    assert any(named in found for found in rule(sources)), rule(sources)
+
+
+@pytest.mark.parametrize(("rule", "sources"), ALLOWED)
+def test_the_rule_lets_the_rest_pass(rule: Callable[[Sources], list[str]], sources: Sources) -> None:
+    """What looks like a breach and is none passes."""
+    assert rule(sources) == []
+
+
+def test_every_rule_has_a_tree_that_breaks_it() -> None:
+    """No rule is without its meta-test."""
+    assert {rule for rule, _, _ in BROKEN} == RULES.keys()
+
+
+def test_the_package_names_what_it_imports() -> None:
+    """`parallelize.__all__` is sorted and equal to what __init__ imports, which is all it does."""
+    assert architecture.public_names(PACKAGE["parallelize/__init__.py"]) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("from a import b\n__all__ = []", "b is not both"),
+        ("__all__ = ['b']", "b is not both"),
+        ("from a import b, c\n__all__ = ['c', 'b']", "not sorted"),
+        ("import os\n__all__ = []", "line 1 is no import"),
+        ("x = 1\n__all__ = []", "x is defined here"),
+    ],
+)
+def test_a_wrong_package_file_is_seen(source: str, named: str) -> None:
+    """A name that is missing, out of order or made on the spot is named."""
+    assert any(named in found for found in architecture.public_names(source))
+
+
+INERT = """
+import sys, threading
+import psutil
+{lines}
+assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
+assert not psutil.Process().children(), psutil.Process().children()
+assert not {{"apex", "submitit"}} & sys.modules.keys()
+"""
+
+
+def test_importing_starts_nothing(run_script: Callable[..., object]) -> None:
+    """A fresh interpreter that imports the package has no new process or thread, and no optional package."""
+    run_script(INERT.format(lines="import parallelize"))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "import subprocess; subprocess.Popen(['sleep', '1'])",
+        "sys.modules['apex'] = sys",
+    ],
+)
+def test_an_import_that_starts_something_is_seen(lines: str, run_script: Callable[..., object]) -> None:
+    """The check above fails on a thread, a process and an optional package."""
+    assert "AssertionError" in run_script(INERT.format(lines=lines), check=False).stderr
