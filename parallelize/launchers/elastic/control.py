@@ -1,0 +1,244 @@
+"""What the agents of a run's nodes tell each other: who is there, who failed, what came of it.
+
+node 0 serves one store at MASTER_ADDR:MASTER_PORT for as long as its process lives; under it, for every call
+    joined/<node>         host, and what it was asked for      all wait for all
+    <attempt>/port        where the workers of this attempt meet
+    <attempt>/abort       some node has failed: stop
+    <attempt>/report/<n>  outcomes and deaths of that node     all judge from the same reports
+    <attempt>/done/<n>    its workers have all returned        a call succeeds when all have
+    beat/<node>           still there
+    result/<rank>         an outcome, in pieces that the store takes
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import pickle
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from parallelize.errors import ConfigError, LaunchError
+from parallelize.launchers.elastic.agent import Death
+from parallelize.network import is_own
+from parallelize.store import serve_store
+from parallelize.world import Node
+
+__all__ = ["Control", "meet"]
+
+_PIECE = 4 << 20  # bytes; the store refuses values above 8 MiB
+_LOOK_EVERY_S = 0.05
+_BEAT_EVERY_S = 1.0
+_LOST_AFTER_S = 10.0
+_REPORTS_WITHIN_S = 10.0
+
+
+def meet(node: Node, *, num_nodes: int, request: str, timeout: timedelta) -> Control:
+    """Wait until every node of the run has made the same call.
+
+    Args:
+        node: where the nodes meet, and which this is.
+        num_nodes: how many there are.
+        request: what this node was asked for, compared with the others'.
+        timeout: how long to wait for the others.
+
+    Raises:
+        LaunchError: somebody did not come in time; says who did.
+        ConfigError: two nodes have one number, or were asked for different things.
+    """
+    store, node_rank = _join(node, num_nodes, timeout)
+    control = Control(dist.PrefixStore(f"call/{next(_calls)}", store), node_rank, num_nodes, timeout)
+    control.wait_for_all(request)
+    return control
+
+
+_calls = itertools.count()  # every node makes its calls in the same order
+
+
+@functools.cache
+def _join(node: Node, num_nodes: int, timeout: timedelta) -> tuple[dist.Store, int]:
+    """The store of the run, and this node's number; once in a process, so that a second call finds the first's."""
+    hosts = node.node_rank == 0 or (node.node_rank is None and is_own(node.master_addr))
+    store = _served(node, timeout) if hosts else None
+    node_rank = node.node_rank
+    if store is not None:
+        node_rank = 0
+    else:
+        store = _reached(node, timeout)
+    if node_rank is None:
+        node_rank = store.add("numbered", 1)
+    if node_rank >= num_nodes or store.add(f"node/{node_rank}", 1) > 1:
+        raise ConfigError(
+            f"node {node_rank} of num_nodes={num_nodes} on {socket.gethostname()}",
+            why="there is another node of that number, or one more node than asked for",
+            fix="give every node its own NODE_RANK from 0, or none of them any",
+        )
+    return store, node_rank
+
+
+def _served(node: Node, timeout: timedelta) -> dist.Store | None:
+    """The store, if this process is the one to serve it; None: another process of this machine does."""
+    try:
+        return serve_store(node.master_addr, node.master_port, timeout)
+    except OSError as exc:
+        if node.node_rank is None:
+            return None
+        raise LaunchError(
+            f"node 0 cannot listen at {node.master_addr}:{node.master_port}",
+            why=str(exc),
+            fix="set MASTER_ADDR to an address of node 0 and MASTER_PORT to a free port, the same on every node",
+        ) from exc
+
+
+def _reached(node: Node, timeout: timedelta) -> dist.Store:
+    try:
+        return dist.TCPStore(node.master_addr, node.master_port, is_master=False, timeout=timeout)
+    except (dist.DistError, OSError, RuntimeError) as exc:
+        raise LaunchError(
+            f"no node 0 at {node.master_addr}:{node.master_port} within {timeout.total_seconds():g} s",
+            why=str(exc).partition("\n")[0],
+            fix="start the script on node 0 too, and let MASTER_ADDR and MASTER_PORT name it on every node",
+        ) from exc
+
+
+class Control:
+    """One call, as its nodes see it.
+
+    Args:
+        store: theirs, under a name of this call.
+        node_rank: this node.
+        num_nodes: nodes in all.
+        timeout: of a wait for all.
+    """
+
+    def __init__(self, store: dist.Store, node_rank: int, num_nodes: int, timeout: timedelta) -> None:
+        self.store, self.node_rank, self.num_nodes = store, node_rank, num_nodes
+        self._timeout_s = timeout.total_seconds()
+        self._beaten = 0.0
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        self.lost: list[int] = []  # nodes that have said nothing for long
+
+    def wait_for_all(self, request: str) -> None:
+        """Say that this node is here, wait for the others, compare what all were asked for."""
+        self.store.set(f"joined/{self.node_rank}", json.dumps([socket.gethostname(), request]))
+        keys = [f"joined/{rank}" for rank in range(self.num_nodes)]
+        if not self._until(lambda: self.store.check(keys), self._timeout_s):
+            raise self._missing(keys)
+        said = [json.loads(self.store.get(key)) for key in keys]
+        differing = {text for _, text in said}
+        if len(differing) > 1:
+            listed = "; ".join(f"node {rank} ({host}): {text}" for rank, (host, text) in enumerate(said))
+            raise ConfigError(
+                "the nodes of this run were asked for different things",
+                why=listed,
+                fix="start the same script with the same options on every node",
+            )
+
+    def _missing(self, keys: Sequence[str]) -> LaunchError:
+        here = {rank: json.loads(self.store.get(key))[0] for rank, key in enumerate(keys) if self.store.check([key])}
+        came = ", ".join(f"node {rank} from {host}" for rank, host in here.items())
+        absent = ", ".join(str(rank) for rank in range(self.num_nodes) if rank not in here)
+        return LaunchError(
+            f"{len(here)} of {self.num_nodes} nodes came within {self._timeout_s:g} s: {came}",
+            why=f"node {absent} did not: not started, or it cannot reach MASTER_ADDR:MASTER_PORT",
+            fix="start the script on every node, or correct num_nodes; timeout= gives them longer",
+        )
+
+    # --- one attempt: failures spread, success is everybody's ---
+
+    def publish(self, name: str, value: str) -> None:
+        """Set a value of this call."""
+        self.store.set(name, value)
+
+    def read(self, name: str) -> str:
+        """A value of this call, waited for.
+
+        Raises:
+            LaunchError: nobody set it in time.
+        """
+        if not self._until(lambda: self.store.check([name]), self._timeout_s):
+            raise LaunchError(
+                f"no {name} within {self._timeout_s:g} s", why="node 0 is gone", fix="see node 0's output"
+            )
+        return str(self.store.get(name).decode())
+
+    def has_failed(self, attempt: int) -> bool:
+        """Whether some node has failed, or has not been heard of; also tells the others that this one is there."""
+        if time.monotonic() - self._beaten > _BEAT_EVERY_S:
+            self._beaten = time.monotonic()
+            self.store.set(f"beat/{self.node_rank}", str(self._beaten))
+            self.lost = self._silent_nodes(self._beaten)
+        return bool(self.lost) or self.store.check([f"{attempt}/abort"])
+
+    def _silent_nodes(self, now: float) -> list[int]:
+        for rank in range(self.num_nodes):
+            beat = self.store.get(f"beat/{rank}") if self.store.check([f"beat/{rank}"]) else b""
+            if rank not in self._heard or self._heard[rank][0] != beat:
+                self._heard[rank] = (beat, now)
+        return [rank for rank, (_, since) in self._heard.items() if now - since > _LOST_AFTER_S]
+
+    def report(self, attempt: int, outcomes: Sequence[bytes], deaths: Sequence[Death]) -> None:
+        """Tell what became of this node's workers in an attempt that failed somewhere."""
+        self._put(f"{attempt}/report/{self.node_rank}", pickle.dumps((list(outcomes), list(deaths))))
+        self.store.set(f"{attempt}/abort", "1")
+
+    def reports(self, attempt: int) -> tuple[list[bytes], list[Death]]:
+        """What became of the workers of every node that still answers."""
+        keys = [f"{attempt}/report/{rank}" for rank in range(self.num_nodes) if rank not in self.lost]
+        self._until(lambda: self.store.check(keys), _REPORTS_WITHIN_S)
+        outcomes: list[bytes] = []
+        deaths: list[Death] = []
+        for key in keys:
+            if self.store.check([key]):
+                theirs, died = pickle.loads(self._take(key))  # written by a node of the same user's run
+                outcomes += theirs
+                deaths += died
+        return outcomes, deaths
+
+    def all_done(self, attempt: int) -> bool:
+        """Say that this node's workers have returned; whether every node's have."""
+        self.store.set(f"{attempt}/done/{self.node_rank}", "1")
+        return self.store.check([f"{attempt}/done/{rank}" for rank in range(self.num_nodes)])
+
+    # --- what came of it ---
+
+    def exchange(self, own: dict[int, Path], wanted: Sequence[int], folder: Path) -> dict[int, Path]:
+        """Give the wanted outcomes that are this node's, get the others' into `folder`."""
+        for rank in sorted(own.keys() & set(wanted)):
+            self._put(f"result/{rank}", own[rank].read_bytes())
+        paths = dict(own)
+        for rank in (each for each in wanted if each not in own):
+            paths[rank] = folder / f"fetched.{rank}"
+            paths[rank].write_bytes(self._take(f"result/{rank}"))
+        self.store.set(f"fetched/{self.node_rank}", "1")
+        if self.node_rank == 0:  # the store ends with this process
+            self._until(lambda: self.store.check([f"fetched/{n}" for n in range(self.num_nodes)]), self._timeout_s)
+        return paths
+
+    def _put(self, name: str, value: bytes) -> None:
+        pieces = range(0, max(len(value), 1), _PIECE)
+        for number, start in enumerate(pieces):
+            piece: Any = value[start : start + _PIECE]  # declared as str, taken as bytes
+            self.store.set(f"{name}/piece/{number}", piece)
+        self.store.set(name, str(len(pieces)))
+
+    def _take(self, name: str) -> bytes:
+        count = int(self.read(name))
+        return b"".join(self.store.get(f"{name}/piece/{number}") for number in range(count))
+
+    @staticmethod
+    def _until(fact: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait by looking: a wait inside the store would not let signals through."""
+        end = time.monotonic() + timeout_s
+        while not fact():
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK_EVERY_S)
+        return True

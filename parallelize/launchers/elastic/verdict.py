@@ -1,0 +1,158 @@
+"""Which of several failures is the cause, and how the caller hears of it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallelize.errors import WorkerError
+from parallelize.launchers.elastic.agent import Death
+from parallelize.task import Outcome
+
+__all__ = ["verdict", "was_stopped"]
+
+# What a rank says when a peer is gone, raised again or not: torch's own types, and gloo's plain RuntimeErrors.
+_ECHO = re.compile(r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE)
+_TAIL_LINES = 20
+_FIXES = {
+    "SIGKILL": "if you did not send it, the kernel did: look for 'Out of memory' in its log, and use less memory",
+    "SIGSEGV": "a compiled extension failed: its stack is in the rank's output",
+    "SIGTERM": "if you did not send it, the machine did: look into the log of its job scheduler",
+}
+
+
+def verdict(
+    outcomes: Sequence[Outcome],
+    deaths: Sequence[Death],
+    *,
+    world_size: int,
+    logs: Path,
+    earlier: Sequence[BaseException] = (),
+) -> BaseException:
+    """The exception to raise in the caller: the earliest cause, with rank, host and traceback as notes.
+
+    Args:
+        outcomes: of every rank that left one.
+        deaths: workers that ended by themselves, as the agents noticed them.
+        world_size: ranks in all.
+        logs: folder in which each rank's output is.
+        earlier: what ended the attempts before this one.
+    """
+    told = {outcome.rank: outcome for outcome in outcomes}
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    silent = {death.rank: death for death in deaths if death.rank not in {outcome.rank for outcome in failed}}
+    cause = _cause(failed, list(silent.values()))
+    error = _of_death(cause, logs) if isinstance(cause, Death) else _of_outcome(cause, world_size)
+    said = {rank: _account(told.get(rank), silent.get(rank)) for rank in range(world_size) if rank != cause.rank}
+    _note(error, f"the others: {_grouped(said)}" if said else "there is no other rank")
+    for attempt, before in enumerate(earlier):
+        _note(error, f"attempt {attempt} had failed with {_line(before)}")
+    return error
+
+
+def _cause(failed: Sequence[Outcome], silent: Sequence[Death]) -> Outcome | Death:
+    """The first to fail by itself; a death is noticed late, an echo is early."""
+    causes = [each for each in failed if not was_stopped(each) and not _is_echo(each)]
+    first_cause = min(causes, key=_when, default=None)
+    first_death = min(silent, key=lambda death: death.seen_at, default=None)
+    if first_cause is not None and (first_death is None or _when(first_cause) <= first_death.seen_at):
+        return first_cause
+    return first_death or min(failed, key=_when)
+
+
+def _when(outcome: Outcome) -> float:
+    return float("inf") if outcome.failed_at is None else outcome.failed_at
+
+
+def was_stopped(outcome: Outcome) -> bool:
+    """Whether a rank ended because it was asked to, and not of itself."""
+    return isinstance(outcome.error, SystemExit) and outcome.error.code == 128 + signal.SIGTERM
+
+
+def _is_echo(outcome: Outcome) -> bool:
+    return bool(_ECHO.search(outcome.traceback))
+
+
+def _of_outcome(outcome: Outcome, world_size: int) -> BaseException:
+    error = outcome.error
+    assert error is not None
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1
+        ended = -signal.SIGTERM if was_stopped(outcome) else code
+        error = _worker_error(outcome.rank, outcome.host, ended, how=f"SystemExit({error.code!r})")
+    if isinstance(error, WorkerError):
+        error.rank, error.host = outcome.rank, outcome.host
+    _note(error, f"rank {outcome.rank} of {world_size} on {outcome.host} (pid {outcome.pid}) raised this:")
+    _note(error, outcome.traceback.rstrip())
+    return error
+
+
+def _of_death(death: Death, logs: Path) -> WorkerError:
+    error = _worker_error(death.rank, death.host, death.exitcode, how="it left no exception")
+    tail = _tail(logs, death.rank)
+    if tail:
+        _note(error, f"last lines of rank {death.rank}:\n{tail}")
+    return error
+
+
+def _worker_error(rank: int, host: str, exitcode: int, *, how: str) -> WorkerError:
+    name = _signal_name(exitcode)
+    fix = _FIXES.get(name or "", "raise an exception instead, so that its reason can be shown here")
+    error = WorkerError(f"rank {rank} on {host} {_ended(exitcode)}", why=how, fix=fix)
+    error.rank, error.host, error.exitcode, error.signal_name = rank, host, exitcode, name
+    return error
+
+
+def _signal_name(exitcode: int) -> str | None:
+    known = {each.value: each.name for each in signal.Signals}
+    return known.get(-exitcode, f"signal {-exitcode}") if exitcode < 0 else None
+
+
+def _ended(exitcode: int) -> str:
+    name = _signal_name(exitcode)
+    return f"was ended by {name}" if name else f"ended with exit code {exitcode}"
+
+
+def _account(outcome: Outcome | None, death: Death | None) -> str:
+    """What became of a rank that is not the cause, in a few words."""
+    if death is not None:
+        return _ended(death.exitcode)
+    if outcome is None or was_stopped(outcome):
+        return "stopped"
+    if outcome.error is None:
+        return "had returned"
+    return "lost the connection" if _is_echo(outcome) else _line(outcome.error)
+
+
+def _line(error: BaseException) -> str:
+    reason = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {reason[:120]}" if reason else type(error).__name__
+
+
+def _grouped(said: dict[int, str]) -> str:
+    """Ranks by what is said of them, on one line however many they are."""
+    ranks: dict[str, list[int]] = {}
+    for rank, words in said.items():
+        ranks.setdefault(words, []).append(rank)
+    return "; ".join(f"rank{'s' * (len(each) > 1)} {_ranges(each)}: {words}" for words, each in ranks.items())
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """1, 2, 3, 7 as 1-3, 7."""
+    starts = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def _tail(logs: Path, rank: int) -> str:
+    text = "".join(path.read_text(errors="replace") for path in sorted(logs.glob(f"rank{rank}.*")) if path.is_file())
+    return "\n".join(text.splitlines()[-_TAIL_LINES:])
+
+
+def _note(error: BaseException, text: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:  # Python 3.10 prints no notes, but whoever looks finds them where 3.11 keeps them
+        error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]  # not in 3.10's stub

@@ -1,0 +1,170 @@
+"""Inside jobs of a real cluster whose host names lead nowhere: srun, sbatch, salloc, a shell, torchrun."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster import Cluster
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from parallelize.hostlist import first_host
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(120)]
+
+SCRIPT = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from parallelize import distributed, parallel_model, rank, shard_loader
+
+@distributed(**{"timeout": 60, **json.loads(sys.argv[1])})
+def where():
+    total = torch.ones(1) * rank()
+    dist.all_reduce(total)
+    return [total.item(), dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 0)), os.uname().nodename]
+
+@distributed(**{"timeout": 60, **json.loads(sys.argv[1])})
+def train():
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(3, 1), torch.linspace(-1, 1, 48).reshape(16, 3)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16 // dist.get_world_size())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with parallel_model(model):
+        for _ in range(5):
+            for inputs, wanted in shard_loader(loader):
+                loss = torch.nn.functional.mse_loss(model(inputs), wanted)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    return [model.weight.flatten().tolist(), model.bias.tolist()]
+
+try:
+    said = {"train": train, "where": where}[sys.argv[2]]()
+except Exception as error:
+    said = [type(error).__name__, str(error)]
+print(json.dumps(said), flush=True)
+"""
+
+Says = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    """A user's script: its options, and what it should do."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def command(script: str, what: str = "where", **options: Any) -> list[str]:
+    return [sys.executable, script, json.dumps(options), what]
+
+
+def values(done: subprocess.CompletedProcess[str]) -> list[Any]:
+    """What every process has printed."""
+    lines = [line.removeprefix("^@") for line in done.stdout.splitlines()]  # a terminal's echo
+    found = [json.loads(line) for line in lines if line.startswith("[")]
+    assert found, done.stderr
+    return found
+
+
+def alone() -> Sequence[Sequence[float]]:
+    """The same training in one process, on whole batches."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(3, 1), torch.linspace(-1, 1, 48).reshape(16, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        for inputs, wanted in DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16):
+            loss = torch.nn.functional.mse_loss(model(inputs), wanted)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return [model.weight.flatten().tolist(), model.bias.tolist()]
+
+
+def test_one_task_per_process_trains_like_one_process(cluster: Cluster, script: str) -> None:
+    """Two nodes x two tasks join one world; their weights are those of a single process, to 1e-5."""
+    done = cluster.run("srun", "-N2", "--ntasks-per-node=2", *command(script, "train"), timeout_s=100)
+    each = values(done)
+    assert len(each) == 4
+    expected = [number for part in alone() for number in part]
+    for weights, bias in each:
+        torch.testing.assert_close(torch.tensor([*weights, *bias]), torch.tensor(expected), rtol=0, atol=1e-5)
+
+
+def test_one_task_per_node_starts_the_nodes_processes(cluster: Cluster, script: str) -> None:
+    """Each of two tasks stands for its node, and starts two processes there."""
+    done = cluster.run("srun", "-N2", "--ntasks-per-node=1", *command(script, processes=2), timeout_s=100)
+    assert values(done) == [[6.0, 4, 2, "n1"]] * 2
+
+
+def test_ranks_dealt_in_turn(cluster: Cluster, script: str) -> None:
+    """Under salloc, `srun -m cyclic` puts rank 1 on the second node: everybody finds its place."""
+    inside = ["srun", "-m", "cyclic", "--ntasks-per-node=2", *command(script)]
+    done = cluster.run("salloc", "-N2", "--ntasks-per-node=2", *inside, timeout_s=100)
+    assert [value[:2] for value in values(done)] == [[6.0, 4]] * 4
+
+
+def test_a_job_script(cluster: Cluster, script: str, tmp_path: Path) -> None:
+    """In one job of two nodes: no srun, `--ntasks` alone, another request than the tasks, torchrun on one node."""
+    quoted = " ".join(f"'{part}'" for part in command(script))
+    alone_on_node = " ".join(f"'{part}'" for part in command(script, processes=2, num_nodes=1))
+    too_many = " ".join(f"'{part}'" for part in command(script, processes=1, num_nodes=3))
+    torchrun = (
+        f"{sys.executable} -m torch.distributed.run --nproc-per-node=2 --master-addr=127.0.0.1 --master-port=29611"
+    )
+    lines = [
+        "#!/bin/bash",
+        "#SBATCH --nodes=2 --ntasks=2",
+        quoted,
+        alone_on_node,
+        f"srun {quoted}",
+        f"srun {too_many} | tail -n 1",
+        f"{torchrun} {script} '{{}}' where",
+    ]
+    (tmp_path / "job.sh").write_text("\n".join(lines))
+    done = cluster.run("sbatch", "--wait", f"--output={tmp_path}/log", str(tmp_path / "job.sh"), timeout_s=110)
+    text = (tmp_path / "log").read_text()
+    said = [json.loads(line) for line in text.splitlines() if line.startswith(('["', "[1.0"))]
+    assert len(said) == 7, text
+    refused, local, first, second, mismatch, *launched = said
+    assert refused[0] == "ConfigError", done.stderr
+    assert "srun python train.py" in refused[1]
+    assert local == [1.0, 2, 2, "n1"]
+    assert [each[:2] for each in (first, second)] == [[1.0, 2]] * 2
+    assert "nodes: 3 asked for, 2 started" in mismatch[1]
+    assert "#SBATCH --nodes=3\n    #SBATCH --ntasks-per-node=1" in mismatch[1]
+    assert launched == [[1.0, 2, 2, "n1"]] * 2
+
+
+def test_a_shell_on_a_compute_node(cluster: Cluster, script: str) -> None:
+    """`srun --pty` on a node of its own: a call starts its processes there, like anywhere else."""
+    inside = " ".join(f"'{part}'" for part in ["srun", "-N1", "-n1", "--pty", *command(script, processes=2)])
+    done = cluster.run("script", "--quiet", "--return", "--command", inside, "/dev/null", timeout_s=100)
+    assert values(done) == [[1.0, 2, 2, "n1"]]
+
+
+HOSTS = st.lists(
+    st.sampled_from(["n1", "n[1-2]", "rack[1-2]-node[3-4]", "a[01-03,7]b", "gpu-a100-[005-010]", "x", "r1n[9-11]"]),
+    min_size=1,
+    max_size=3,
+).map(",".join)
+
+
+@given(nodelist=HOSTS)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_first_host_is_slurms(cluster: Cluster, nodelist: str) -> None:
+    """Of any list of hosts, as `scontrol show hostnames` has it."""
+    expanded = cluster.run("scontrol", "show", "hostnames", nodelist).stdout.split()
+    assume(expanded)  # Slurm itself knows no suffix behind a lone bracket
+    assert first_host(nodelist) == expanded[0]

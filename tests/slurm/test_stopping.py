@@ -1,0 +1,151 @@
+"""Time limits and preemption on a real cluster: jobs stop at a step, and go on from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster, wait_for
+
+from parallelize import SlurmLauncher, distributed, is_main, rank, should_stop
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def count(folder: str, steps: int, pause_s: float = 0.05) -> dict[str, Any]:
+    """Counts to `steps` across attempts, saving where it stops; every rank must stop at the same step."""
+    saved = Path(folder) / "saved.pt"
+    state = torch.load(saved) if saved.exists() else {"step": 0, "starts": []}
+    state["starts"].append(state["step"])
+    for step in range(state["step"], steps):
+        if is_main():
+            (Path(folder) / "step").write_text(f"{os.environ.get('SLURM_RESTART_COUNT', '0')} {step}")
+        if should_stop():
+            stopped = [None] * dist.get_world_size()
+            dist.all_gather_object(stopped, step)
+            assert len(set(stopped)) == 1, stopped
+            if is_main():
+                torch.save({**state, "step": step}, saved)
+            return {"stopped": step, "rank": rank()}
+        time.sleep(pause_s)
+    return {"starts": state["starts"], "attempt": os.environ.get("SLURM_RESTART_COUNT", "0")}
+
+
+def counting(folder: Path, *, num_nodes: int = 1, processes: int = 2, **options: Any) -> Any:
+    launcher = SlurmLauncher(folder=folder / "jobs", **{"time": "10:00", **options})
+    return distributed(launcher=launcher, num_nodes=num_nodes, processes=processes, timeout=60)(count)
+
+
+def has_begun(folder: Path) -> Any:
+    return (folder / "step").exists
+
+
+def restarts(cluster: Cluster, job_id: str) -> str:
+    shown = cluster.run("scontrol", "show", "job", job_id, "--oneliner").stdout
+    return shown.partition("Restarts=")[2].split()[0]
+
+
+def test_a_signalled_job_of_an_array_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """One of two is told to stop: it alone is requeued, and goes on from the step at which all its ranks stopped."""
+    folders = [tmp_path / name for name in ("left", "right")]
+    for folder in folders:
+        folder.mkdir()
+    jobs = counting(tmp_path, processes=2).submit_many([{"folder": str(each), "steps": 100} for each in folders],
+                                                       at_most=1)  # fmt: skip
+    wait_for(has_begun(folders[0]), 60, jobs[0].logs)
+    cluster.run("scancel", "--signal=USR2", "--batch", jobs[0].id)
+    first, second = (job.result(timeout_s=150) for job in jobs)
+    assert first["attempt"] == "1"
+    assert first["starts"][0] == 0
+    assert 0 < first["starts"][1] < 100
+    assert second == {"starts": [0], "attempt": "0"}
+    left = sorted(path.name for path in jobs[0].log.parent.glob(f"*{jobs[0].id}*"))
+    assert left == sorted(
+        [f"{jobs[0].id}.log", f"result.{jobs[0].id}", f"stop.{jobs[0].id}.0", f"stop.{jobs[0].id}.0.heeded"]
+    )
+
+
+def test_a_preempted_job_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """A job of higher priority takes both nodes; the first stops on both at one step, waits, and goes on."""
+    job = counting(tmp_path, num_nodes=2, processes=1, partition="main", sbatch={"exclusive": True}).submit(
+        str(tmp_path), steps=100
+    )
+    wait_for(has_begun(tmp_path), 60, job.logs)
+    done = cluster.run("sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "--wrap", "sleep 1")
+    assert done.returncode == 0, done.stderr
+    value = job.result(timeout_s=150)
+    assert value["attempt"] == "1", job.logs()
+    assert 0 < value["starts"][1] < 100
+    assert restarts(cluster, job.id) == "1"
+
+
+def test_a_job_whose_tasks_are_asked_to_end_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """TERM to srun's task alone, as a cluster with control groups sends it on preemption, and the job still runs."""
+    job = counting(tmp_path, processes=1).submit(str(tmp_path), steps=100)
+    wait_for(has_begun(tmp_path), 60, job.logs)
+    guard = [str(job.log.parent / "guard.sh")]
+    (task,) = (each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[1:2] == guard)
+    task.send_signal(signal.SIGTERM)
+    assert job.result(timeout_s=150)["attempt"] == "1"
+
+
+def test_no_more_requeues_than_asked_for(cluster: Cluster, tmp_path: Path) -> None:
+    """max_requeues=0: what the function returns when it is told to stop is the result."""
+    job = counting(tmp_path, processes=1, max_requeues=0).submit(str(tmp_path), steps=100_000)
+    wait_for(has_begun(tmp_path), 60, job.logs)
+    cluster.run("scancel", "--signal=USR2", "--batch", job.id)
+    assert job.result(timeout_s=60)["stopped"] > 0
+
+
+SCRIPT = """
+import os, pathlib, signal, sys, time
+import torch.distributed as dist
+from parallelize import distributed, rank, should_stop
+
+@distributed(timeout=60, processes=int(sys.argv[2]))
+def train():
+    step = 0
+    while not should_stop():
+        pathlib.Path(sys.argv[1], "step").touch()
+        step += 1
+        time.sleep(0.02)
+    steps = [None] * dist.get_world_size()
+    dist.all_gather_object(steps, step)
+    return len(set(steps))
+
+print(train(), signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_users_own_job_script_is_told_too(cluster: Cluster, tmp_path: Path, processes: int) -> None:
+    """`sbatch --signal` reaches srun's tasks, ranks or starters of them: all stop at one step, handlers are gone."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = f"srun {sys.executable} {script} {tmp_path} {processes}"
+    done = cluster.run("sbatch", "--parsable", "-N2", "--ntasks-per-node=1", "-o", f"{tmp_path}/log", "--wrap", command)
+    wait_for(has_begun(tmp_path), 60, "the tasks start")
+    cluster.run("scancel", "--signal=USR1", done.stdout.strip())
+    wait_for(lambda: not cluster.run("squeue", "-h").stdout, 40, "the job ends")
+    assert sorted((tmp_path / "log").read_text().splitlines())[:2] == ["1 True", "1 True"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_time_limit_is_no_end(cluster: Cluster, tmp_path: Path) -> None:
+    """A limit of one minute, a signal before it: the job goes on after each, to the last step."""
+    options = {"time": 1, "stop_before": timedelta(seconds=20)}
+    job = counting(tmp_path, processes=2, **options).submit(str(tmp_path), steps=90, pause_s=1.0)
+    value = job.result(timeout_s=500)
+    assert int(value["attempt"]) >= 1
+    assert value["starts"] == sorted(set(value["starts"]))

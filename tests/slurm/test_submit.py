@@ -1,0 +1,178 @@
+"""From the login node of a real cluster to a returned value."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster, wait_for
+
+from parallelize import ConfigError, Job, LaunchError, SlurmLauncher, WorkerError, distributed, rank
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+class BoomError(Exception):
+    def __init__(self, number: int, word: str) -> None:
+        super().__init__(f"{word} {number}")
+        self.number = number
+
+
+def work(what: str = "return", factor: int = 1, started: str = "") -> dict[str, Any]:
+    total = torch.ones(1) * rank()
+    dist.all_reduce(total)
+    print(f"rank {rank()} is here")
+    if started:
+        Path(started).touch()
+    if what != "return":
+        if what == "raise" and rank() == dist.get_world_size() - 1:
+            raise BoomError(3, "boom")
+        time.sleep(300)
+    return {
+        "total": total.item() * factor,
+        "host": os.uname().nodename,
+        "variables": [os.environ.get("GREETING"), os.environ.get("SUM")],
+        "job": os.environ["SLURM_JOB_ID"],
+    }
+
+
+def submittable(folder: Path, *, num_nodes: int = 1, processes: int = 1, **options: Any) -> Any:
+    launcher = SlurmLauncher(folder=folder / "jobs", time="10:00", **options)
+    return distributed(launcher=launcher, num_nodes=num_nodes, processes=processes, timeout=60)(work)
+
+
+def test_two_nodes_return_rank_0s_value(cluster: Cluster, tmp_path: Path) -> None:
+    """Four processes meet by addresses alone; value, state, output and a second finder of the job are right."""
+    options = {"env": {"GREETING": "it's $HOME"}, "setup": ["export SUM=$((1 + 1))"], "sbatch": {"gres": "gpu:2"}}
+    job = submittable(tmp_path, num_nodes=2, processes=2, **options).submit(factor=2)
+    value = job.result(timeout_s=100)
+    assert value == {"total": 12.0, "host": "n1", "variables": ["it's $HOME", "2"], "job": job.id}
+    assert job.done()
+    wait_for(lambda: job.state == "COMPLETED", 10, lambda: job.state)
+    assert "rank 0 is here" in job.logs()
+    again = Job.attach(job.id, tmp_path / "jobs")
+    assert (again.result(), again.log) == (value, job.log)
+
+
+def test_a_failure_of_rank_3_comes_back_as_itself(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A call waits for its job; ranks 0 to 2 sleep, and the exception has its type, its place and its job's output."""
+    with pytest.raises(BoomError) as raised:
+        submittable(tmp_path, num_nodes=2, processes=2)("raise")
+    assert raised.value.number == 3
+    notes = "\n".join(getattr(raised.value, "__notes__", []))
+    assert "rank 3 of 4 on n2" in notes
+    assert "rank 0 is here" in notes
+    shown = capsys.readouterr()
+    assert "rank 0 is here" in shown.out
+    assert "RUNNING" in shown.err
+
+
+def test_an_array_runs_every_call(cluster: Cluster, tmp_path: Path) -> None:
+    """Four calls in one array, two at a time: each value at its place."""
+    jobs = submittable(tmp_path).submit_many([{"started": str(tmp_path / f"{n}"), "factor": n} for n in range(4)],
+                                             at_most=2)  # fmt: skip
+    assert [job.id.partition("_")[2] for job in jobs] == ["0", "1", "2", "3"]
+    assert len({job.id.partition("_")[0] for job in jobs}) == 1
+    running = cluster.run("scontrol", "show", "job", jobs[0].id.partition("_")[0], "--oneliner").stdout
+    assert "ArrayTaskThrottle=2" in running
+    values = [job.result(timeout_s=100) for job in jobs]
+    assert len({value["job"] for value in values}) == 4
+    assert all((tmp_path / f"{n}").exists() for n in range(4))
+
+
+def test_a_running_job_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    """Its result says who has ended it, and nothing of it is left on the nodes."""
+    job = submittable(tmp_path, processes=2).submit("sleep", started=str(tmp_path / "started"))
+    wait_for((tmp_path / "started").exists, 60, job.logs)
+    job.cancel()
+    with pytest.raises(WorkerError, match=f"job {job.id} ended as CANCELLED") as raised:
+        job.result(timeout_s=60)
+    assert str(job.log) in "\n".join(getattr(raised.value, "__notes__", []))
+
+
+def test_a_job_killed_outright_is_reported(cluster: Cluster, tmp_path: Path) -> None:
+    """SIGKILL to all of its processes leaves no word of theirs; the state of the job is known all the same."""
+    job = submittable(tmp_path).submit("sleep", started=str(tmp_path / "started"))
+    wait_for((tmp_path / "started").exists, 60, job.logs)
+    cluster.run("scancel", "--signal=KILL", "--full", job.id)
+    with pytest.raises(WorkerError, match=f"job {job.id} ended as (FAILED|CANCELLED)"):
+        job.result(timeout_s=60)
+
+
+def test_a_job_that_waits_has_no_result_yet(cluster: Cluster, tmp_path: Path) -> None:
+    """It is PENDING, its result does not come in time, and cancelled in the queue it never will."""
+    job = submittable(tmp_path, sbatch={"hold": True}).submit()
+    assert (job.state, job.done(), job.logs()) == ("PENDING", False, "")
+    with pytest.raises(TimeoutError, match="PENDING"):
+        job.result(timeout_s=0.5)
+    job.cancel()
+    with pytest.raises(WorkerError, match="CANCELLED"):
+        job.result(timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"partition": "nowhere"}, "invalid partition"),
+        ({"sbatch": {"no-such-flag": 1}}, "unrecognized option"),
+        ({"constraint": "a100"}, "[Ii]nvalid feature"),
+    ],
+)
+def test_a_refusal_has_slurms_words(cluster: Cluster, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    """Unknown partition, flag or feature: an error of the request, before any job."""
+    with pytest.raises(ConfigError, match=said):
+        submittable(tmp_path, **options).submit()
+
+
+def test_a_script_does_what_submit_does(cluster: Cluster, tmp_path: Path) -> None:
+    """Written to a path with a space, handed to sbatch by hand, found by number in the folder beside it."""
+    path = tmp_path / "my job.sh"
+    submittable(tmp_path).sbatch_script(path, factor=5)
+    done = cluster.run("sbatch", "--parsable", str(path), cwd=tmp_path)
+    job_id = done.stdout.strip()
+    assert job_id, done.stderr
+    value = Job.attach(job_id, f"{path}.job").result(timeout_s=100)
+    assert value["job"] == job_id
+
+
+def test_ctrl_c_leaves_the_job_and_a_second_ends_it(cluster: Cluster, tmp_path: Path) -> None:
+    """The first says how to end the job, the second does."""
+    code = f"""
+    from parallelize import SlurmLauncher, distributed
+    launcher = SlurmLauncher(folder={str(tmp_path / "jobs")!r}, sbatch={{"hold": True}})
+    distributed(launcher=launcher, processes=1)(lambda: 1)()
+    """
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(line.strip() for line in code.splitlines()))
+    with subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            lines = [process.stderr.readline()]
+            assert "PENDING" in lines[0]
+            job_id = lines[0].split()[2].rstrip(":")
+            process.send_signal(signal.SIGINT)
+            lines.append(process.stderr.readline())
+            assert f"scancel {job_id}" in lines[-1]
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
+            assert "KeyboardInterrupt" in process.stderr.read()
+        finally:
+            process.kill()
+    assert "CANCELLED" in cluster.run("scontrol", "show", "job", job_id).stdout
+
+
+def test_an_unknown_job_is_refused(tmp_path: Path) -> None:
+    """Nothing in the folder goes by that number."""
+    with pytest.raises(LaunchError, match="no job 4711"):
+        Job.attach(4711, tmp_path)

@@ -1,0 +1,251 @@
+"""Mixed precision across ranks: real gloo processes against hand-written loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from parallelize import distributed, rank
+
+STEPS = 5
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def batch(step: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + of)
+    return torch.randn(6, 4, generator=generator), torch.randint(0, 3, (6,), generator=generator)
+
+
+def test_bf16_equals_autocast_around_ddp_by_hand():
+    """Two ranks, an unchanged loop: the weights are those of hand-written autocast over DistributedDataParallel."""
+
+    @distributed(processes=2)
+    def train(by_hand):
+        from torch.nn.parallel import DistributedDataParallel
+
+        from parallelize import parallel_model
+
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if by_hand:
+            wrapped = DistributedDataParallel(model)
+            for step in range(STEPS):
+                x, y = batch(step, rank())
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = F.cross_entropy(wrapped(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        else:
+            with parallel_model(model):
+                for step in range(STEPS):
+                    x, y = batch(step, rank())
+                    loss = F.cross_entropy(model(x), y)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+        return [each.detach() for each in model.parameters()]
+
+    expected = train(by_hand=True)
+    for found in train.options(amp="bf16").all_ranks(by_hand=False):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_inf_on_one_rank_is_inf_on_all_under_ddp():
+    """An inf in one rank's batch travels with the averaged gradients: all ranks leave out that step."""
+
+    @distributed(processes=2)
+    def train(infinite):
+        from torch.nn.parallel import DistributedDataParallel
+
+        from parallelize.contracts import Amp
+        from parallelize.precision.session import Policy, mixed_precision
+
+        model = net()
+        engine = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        policy = Policy(device=torch.device("cpu"), scaling=Amp(init_scale=2.0**10, growth_interval=2))
+        scales = []
+        with mixed_precision(policy, models=[model]) as session:
+            for step in range(STEPS):
+                x, y = batch(step, rank())
+                if infinite and step == 2 and rank() == 1:
+                    x[0, 0] = float("inf")
+                optimizer.zero_grad()
+                F.cross_entropy(session.route(engine, x), y).backward()
+                optimizer.step()
+                scales.append(session.state_dict()["scale"])
+        return [each.detach().clone() for each in model.parameters()], scales
+
+    (one, scales), (other, others) = train.all_ranks(infinite=True)
+    assert scales == others == [1024, 2048, 1024, 1024, 2048]
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert all(each.isfinite().all() for each in one)
+    (clean, clean_scales), _ = train.all_ranks(infinite=False)
+    assert clean_scales == [1024, 2048, 2048, 4096, 4096]
+    assert not torch.equal(clean[0], one[0])
+
+
+def test_scaling_in_a_block_equals_grad_scaler_around_ddp():
+    """The whole road, block, engine, guards and scaling, on two ranks: accumulation, no_sync, clipping, a scheduler."""
+
+    @distributed(processes=2, amp="bf16")
+    def train(by_hand):
+        import contextlib
+
+        from torch.nn.parallel import DistributedDataParallel
+
+        from parallelize import no_sync, parallel_model
+        from parallelize.contracts import Amp
+        from parallelize.precision.native import NativePrecision
+        from parallelize.precision.session import Policy, mixed_precision
+
+        def scaling_only(self, *, models, device, **_):
+            return mixed_precision(Policy(device=device, scaling=Amp(init_scale=2.0**10)), models=models)
+
+        NativePrecision.open = scaling_only
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=by_hand)
+        engine = DistributedDataParallel(model) if by_hand else model
+        unsynced = engine.no_sync if by_hand else lambda: no_sync(model)
+        with contextlib.nullcontext() if by_hand else parallel_model(model):
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                for micro in range(2):
+                    x, y = batch(10 * step + micro, rank())
+                    if step == 3 and micro == 1 and rank() == 0:
+                        x[0, 0] = float("inf")
+                    with unsynced() if micro == 0 else contextlib.nullcontext():
+                        scaler.scale(F.cross_entropy(engine(x), y) / 2).backward()
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+        return [each.detach() for each in model.parameters()]
+
+    expected = train(by_hand=True)
+    assert all(each.isfinite().all() for each in expected)
+    for found in train.all_ranks(by_hand=False):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class Spiked(nn.Module):
+    """A model one of whose weights gets an infinite gradient when it is told to; the others theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 3))
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, infinite: bool) -> torch.Tensor:
+        loss = F.linear(x, self.weight, self.bias).square().mean()
+        # Row 0 lies in the part of rank 0 alone.
+        spike = torch.zeros(4, 3)
+        spike[0, 0] = float("inf") if infinite else 0.0
+        return loss + (self.weight * spike).sum()
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_ranks_agree_on_inf_in_sharded_gradients(agree):
+    """Under fully_shard inf lies in one rank's part: all leave the step out; did they not agree, one alone would."""
+
+    @distributed(processes=2)
+    def train():
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        from parallelize.contracts import Amp
+        from parallelize.precision.session import Policy, mixed_precision
+
+        model = Spiked()
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = Policy(
+            device=torch.device("cpu"),
+            scaling=Amp(init_scale=2.0**10, growth_interval=1),
+            agree=lambda flag: dist.all_reduce(flag, dist.ReduceOp.MAX) if agree else None,
+        )
+        seen = []
+        with mixed_precision(policy, models=[model]) as session:
+            for step in range(3):
+                optimizer.zero_grad()
+                before = model.weight.to_local().detach().clone()
+                session.route(model, batch(step, rank())[0][:, :3], infinite=step == 1).backward()
+                optimizer.step()
+                moved = not torch.equal(before, model.weight.to_local())
+                seen.append((moved, session.state_dict()["scale"]))
+        return seen
+
+    one, other = train.all_ranks()
+    assert one == [(True, 2048), (False, 1024), (True, 2048)]
+    assert other == (one if agree else [(True, 2048), (True, 4096), (True, 8192)])
+
+
+@pytest.mark.parametrize("amp", ["O1", "O2", "O3"])
+def test_fsdp_trains_like_ddp(amp):
+    """The same loop under fsdp and under ddp: equal losses up to rounding, weights whole and in fp32 after."""
+
+    @distributed(processes=2)
+    def train():
+        from parallelize import all_reduce, parallel_model
+
+        model = nn.Sequential(net(), nn.BatchNorm1d(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses, seen = [], set()
+        model[0][0].register_forward_pre_hook(lambda each, _: seen.add(("linear", each.weight.dtype)))
+        model[1].register_forward_pre_hook(lambda each, _: seen.add(("batch norm", each.weight.dtype)))
+        with parallel_model(model, optimizers=optimizer):
+            for step in range(STEPS):
+                x, y = batch(step, rank())
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(all_reduce(loss.detach(), "mean"))
+        return torch.stack(losses), [each.detach() for each in model.parameters()], seen
+
+    losses, weights, seen = train.options(amp=amp, backend="fsdp")()
+    expected, expected_weights, expected_seen = train.options(amp=amp)()
+    full = torch.float32
+    types = {"O1": (full, full), "O2": (torch.bfloat16, full), "O3": (torch.bfloat16, torch.bfloat16)}[amp]
+    assert seen == expected_seen == {("linear", types[0]), ("batch norm", types[1])}
+    assert {each.dtype for each in weights} == {full}
+    torch.testing.assert_close(losses, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(weights, expected_weights, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("amp", ["O1", "O2", "O3"])
+def test_levels_under_ddp_follow_full_precision(amp):
+    """Each level trains near the full-precision trajectory, ranks stay equal, and weights are fp32 after."""
+
+    @distributed(processes=2)
+    def train():
+        from parallelize import parallel_model
+
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with parallel_model(model):
+            for step in range(STEPS):
+                x, y = batch(step, rank())
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        return [each.detach() for each in model.parameters()]
+
+    one, other = train.options(amp=amp).all_ranks()
+    full = train()
+    assert all(torch.equal(a, b) and a.dtype is torch.float32 for a, b in zip(one, other, strict=True))
+    torch.testing.assert_close(one, full, rtol=0.05, atol=0.02)
+    assert not all(torch.equal(a, b) for a, b in zip(one, full, strict=True))

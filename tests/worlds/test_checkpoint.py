@@ -1,0 +1,353 @@
+"""save, load and checkpoints in real worlds of two and three, under every backend."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from parallelize import (
+    FSDPBackend,
+    ParallelizeError,
+    SyncError,
+    barrier,
+    checkpoints,
+    distributed,
+    is_main,
+    load,
+    parallel_model,
+    rank,
+    save,
+    shard_loader,
+)
+from parallelize.checkpoint import loading, meeting, saving
+from parallelize.checkpoint.archive import read
+from parallelize.checkpoint.digest import digest
+
+
+def net() -> nn.Module:
+    """A new one, the same every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(48, 4, generator=generator), torch.randn(48, 3, generator=generator))
+
+
+def steps(model, optimizer, scheduler, loader, count: int) -> None:
+    for _, (x, y) in zip(range(count), loader, strict=False):
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+
+
+def things(model):
+    """What a training loop has beside a model that is in a block already."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return {
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": shard_loader(DataLoader(samples(), batch_size=2, shuffle=True)),
+    }
+
+
+def write(path, backend):
+    """Train a little, save, go on; what was saved, and what came of going on, on this rank."""
+    model = net()
+    with parallel_model(model, backend=backend):
+        rest = things(model)
+        steps(model, *rest.values(), 3)
+        save(path, model=model, **rest, note="here")
+        return torch.rand(1).item()
+
+
+def go_on(path, backend):
+    """Load into new things, draw a number, take two steps; the weights after them."""
+    model = net()
+    with parallel_model(model, backend=backend):
+        rest = things(model)
+        note = load(path, model=model, **rest)["note"]
+        drawn, place = torch.rand(1).item(), rest["loader"].state_dict()
+        learnt = dict(rest["optimizer"].state_dict()["param_groups"][0])
+        save(path.with_suffix(".again"), model=model, **rest)
+        steps(model, *rest.values(), 2)
+    return (
+        note,
+        drawn,
+        (place["epoch"], place["start"]),
+        learnt["lr"],
+        [each.detach().clone() for each in model.parameters()],
+    )
+
+
+WORLDS = [("ddp", 2), ("fsdp", 2), ("ddp", 1), ("fsdp", 3), ("dp", 1), ("ddp2", 1)]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A file of each kind of world, and what each rank drew next."""
+    folder = tmp_path_factory.mktemp("written")
+
+    def one(backend, processes):
+        path = folder / f"{backend}{processes}.pt"
+        return path, distributed(backend=backend, processes=processes)(write).all_ranks(path, backend)
+
+    return {world: one(*world) for world in [("ddp", 2), ("fsdp", 2), ("ddp", 1)]}
+
+
+@pytest.mark.parametrize("source", [("ddp", 2), ("fsdp", 2), ("ddp", 1)], ids=lambda world: f"{world[0]}{world[1]}")
+@pytest.mark.parametrize("target", WORLDS, ids=lambda world: f"{world[0]}{world[1]}")
+def test_any_world_loads_what_any_other_has_saved(written, source, target):
+    """Under every backend and in every world the run goes on from the same state, and ranks agree on the next."""
+    path, drawn = written[source]
+    backend, processes = target
+    found = distributed(backend=backend, processes=processes)(go_on).all_ranks(path, backend)
+    for rank_, (note, number, place, lr, weights) in enumerate(found):
+        assert (note, place) == ("here", (0, 6 * source[1]))
+        assert lr == pytest.approx(0.1 * 0.9**3)
+        assert (number == drawn[rank_]) if processes == source[1] else True
+        assert digest(weights) == digest(found[0][4])
+    first, again = read(path).entries, read(path.with_suffix(".again")).entries
+    for name in ("model", "optimizer", "scheduler"):
+        assert digest(first[name].state) == digest(again[name].state)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_files_of_all_backends_hold_the_same(written, backend):
+    """The file of a sharded run has whole tensors under clean names."""
+    model = net()
+    load(written[backend, 2][0], model=model)
+    other = net()
+    load(written["ddp", 2][0], model=other)
+    for (name, mine), (_, theirs) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
+        if "running" not in name and "num_batches" not in name:  # each rank's own under fsdp
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_rank_0_alone_may_save(tmp_path, caplog):
+    """`if is_main(): save(...)` ends after seconds the first time, at once after that, and says what is missing."""
+
+    @distributed(processes=2)
+    def run():
+        model, seconds = net(), []
+        with parallel_model(model):
+            for number in range(3):
+                started = time.monotonic()
+                if is_main():
+                    save(tmp_path / "a.pt", model=model, number=number)
+                seconds.append(time.monotonic() - started)
+            barrier()
+        return seconds, load(tmp_path / "a.pt", rng=False)
+
+    with caplog.at_level(logging.WARNING):
+        seconds, found = run()
+    assert found == {"number": 2}
+    assert seconds[0] < 8
+    assert max(seconds[1:]) < 1
+
+
+def test_a_rank_that_comes_late_is_not_lost(tmp_path):
+    """A rank that reaches save() after rank 0 has given it up finds the file written, and the next call has both."""
+
+    @distributed(processes=2)
+    def run():
+        store = torch.distributed.distributed_c10d._get_default_store()
+        for number in range(2):
+            if rank() == 1 and number == 0:
+                store.wait(["saved"])
+            save(tmp_path / f"{number}.pt", number=number)
+            if is_main():
+                store.set("saved", "yes")
+            barrier()  # as a training step is one
+        drawn = torch.rand(1).item()
+        load(tmp_path / "1.pt")
+        return drawn == torch.rand(1).item()
+
+    assert run.all_ranks() == [True, True]
+
+
+WHOLE = FSDPBackend(full_state_dict=True)
+CALLS = {
+    "fsdp save": ("fsdp", lambda path, model: save(path, model=model), "rank 1 did not come within"),
+    "fsdp load": ("fsdp", lambda path, model: load(path, model=model), "rank 1 did not come within"),
+    "whole load": (WHOLE, lambda path, model: load(path, model=model), "rank 1 did not come within"),
+    "load in a block": ("ddp", lambda path, model: load(path, model=model), "rank 1 did not come within"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_that_needs_all_ranks_says_so(tmp_path, case, capfd):
+    """In the log within seconds, then by an error; before anything has changed."""
+    backend, call, message = CALLS[case]
+    save(tmp_path / "a.pt", model=net())
+
+    @distributed(processes=2, backend=backend)
+    def run():
+        # In this process, which ends with the call.
+        meeting.LATE_S, saving.ALONE_S, loading.ALONE_S = 0.5, 2.0, 2.0
+        model = net()
+        with parallel_model(model):
+            before = model[0].bias
+            started = time.monotonic()
+            if is_main():
+                with pytest.raises(SyncError, match=message) as caught:
+                    call(tmp_path / "a.pt", model)
+                assert "on all ranks" in caught.value.faults[0].fix
+            seconds = time.monotonic() - started
+            assert model[0].bias is before
+            barrier()
+        return seconds
+
+    assert run() < 5
+    assert "rank 0 waits in" in capfd.readouterr().err
+
+
+def test_ranks_that_differ_are_told(tmp_path):
+    """Ranks that save to different files, or load different ones, are told by name; nothing is written."""
+    for number in range(2):
+        save(tmp_path / f"{number}.pt", model=net(), number=number)
+
+    @distributed(processes=2)
+    def run():
+        with pytest.raises(SyncError, match=r"rank 1 saves .*own1"):
+            save(tmp_path / f"own{rank()}.pt", x=1)
+        model = net()
+        with parallel_model(model), pytest.raises(SyncError, match=r"loads 0.pt .*; rank . loads|loads 1.pt"):
+            load(tmp_path / f"{rank()}.pt", model=model)
+
+    run.all_ranks()
+    assert not list(tmp_path.glob("own*"))
+
+
+def test_ranks_that_would_gather_other_things_are_told(tmp_path):
+    """Under fsdp, where saving gathers from all ranks, names that differ are told before anything is gathered."""
+
+    @distributed(processes=2, backend="fsdp")
+    def run():
+        model = net()
+        with parallel_model(model):
+            with pytest.raises(SyncError, match=r"rank 1 saves .*optimizer .*; rank 0 saves .*model"):
+                save(tmp_path / "a.pt", **{"optimizer" if rank() else "model": model})
+            barrier()
+
+    run.all_ranks()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_rank_0_cannot_write_reaches_all(tmp_path):
+    """Where rank 0 fails to write, every rank that has called raises, instead of waiting."""
+    (tmp_path / "file").write_text("")
+
+    @distributed(processes=2)
+    def run():
+        with pytest.raises(ParallelizeError, match="cannot write") as caught:
+            save(tmp_path / "file" / "a.pt", x=1)
+        return type(caught.value).__name__
+
+    assert run.all_ranks() == ["ParallelizeError", "SyncError"]
+
+
+def train(folder, kills, backend, every, in_background=False):
+    """A run as a user writes it; in attempt n the rank kills[n][1] is killed after step kills[n][0]."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+    with parallel_model(model, backend=backend):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        loader = shard_loader(DataLoader(samples(), batch_size=4, shuffle=True))
+        rest = {"optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+        with checkpoints(folder, every=every, in_background=in_background, model=model, **rest) as saved:
+            first = saved.steps
+            for _ in range(loader.epoch, 3):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    F.mse_loss(model(x), y).backward()
+                    optimizer.step()
+                    saved.step()
+                    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+                    if attempt < len(kills) and kills[attempt] == (saved.steps, rank()):
+                        os.kill(os.getpid(), signal.SIGKILL)
+                scheduler.step()
+    return first, saved.steps, scheduler.get_last_lr(), [each.detach().clone() for each in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """What a run of two processes comes to, by backend."""
+
+    def of(backend):
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        return distributed(processes=2, seed=1)(train)(folder, [], backend, 100)
+
+    return {backend: of(backend) for backend in ("ddp", "fsdp")}
+
+
+# The world at every step of three epochs of six: which step, which rank, which backend.
+KILLS = st.lists(st.tuples(st.integers(1, 18), st.integers(0, 1)), min_size=1, max_size=2)
+HOW = {
+    "kills": KILLS,
+    "backend": st.sampled_from(["ddp", "fsdp"]),
+    "every": st.sampled_from([1, 4, 7, "0.02s"]),
+    "in_background": st.booleans(),
+}
+
+
+@pytest.mark.slow
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(**HOW)
+def test_a_killed_run_continues_where_it_was(tmp_path_factory, uninterrupted, kills, backend, every, in_background):
+    """With max_restarts= a run whose ranks are killed at any step ends bitwise as one that is left alone."""
+    again(tmp_path_factory.mktemp("killed"), uninterrupted[backend], sorted(kills), (backend, every, in_background))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(**HOW)
+def test_many_killed_runs_continue(tmp_path_factory, uninterrupted, kills, backend, every, in_background):
+    """The same, many times."""
+    again(tmp_path_factory.mktemp("killed"), uninterrupted[backend], sorted(kills), (backend, every, in_background))
+
+
+def again(folder, expected, kills, options):
+    run = distributed(processes=2, seed=1, max_restarts=2)(train)
+    for _, *found in run.all_ranks(folder, kills, *options):
+        assert digest(found) == digest(list(expected[1:]))
+
+
+def test_a_restart_begins_at_the_last_file(tmp_path, uninterrupted, caplog):
+    """A rank killed after step 11 of a run that saves every 4 goes on from step 8; one line tells of the restart."""
+    run = distributed(processes=2, seed=1, max_restarts=1)(train)
+    first, *found = run(tmp_path, [(11, 1)], "ddp", 4)
+    assert first == 8
+    assert digest(found) == digest(list(uninterrupted["ddp"][1:]))
+    assert caplog.text.count("restart 1 of 1 after WorkerError: rank 1") == 1
+
+
+def test_ranks_that_do_not_save_together_are_told(tmp_path):
+    """Ranks that have counted different steps are named, with both files."""
+
+    @distributed(processes=2)
+    def run():
+        with checkpoints(tmp_path, every=1000, model=net()) as saved:
+            for _ in range(1 + rank()):
+                saved.step()
+            with pytest.raises(SyncError, match=r"rank 1 saves .*step-000000002.*; rank 0 saves .*step-000000001"):
+                saved.save()
+            saved.steps = saved._saved = 0
+
+    run.all_ranks()
+    assert list(tmp_path.iterdir()) == []

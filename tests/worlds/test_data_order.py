@@ -1,0 +1,62 @@
+"""What each process of a real world is given, against torch's DistributedSampler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from parallelize import device, distributed, rank, shard_loader, world_size
+
+
+def dataset(length):
+    return TensorDataset(torch.arange(length), torch.arange(length) * 10)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_those_of_the_distributed_sampler(shuffle, workers):
+    """Three epochs by themselves equal three with set_epoch by hand, also with worker processes."""
+
+    @distributed(processes=2)
+    def run():
+        data = dataset(23)
+        loader = DataLoader(data, batch_size=4, shuffle=shuffle, num_workers=workers)
+        sampler = DistributedSampler(data, world_size(), rank(), shuffle=shuffle)
+        reference = DataLoader(data, batch_size=4, sampler=sampler)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            expected = [(x.tolist(), y.tolist()) for x, y in reference]
+            batches = list(shard_loader(loader))
+            assert len(shard_loader(loader)) == len(batches)
+            assert all(x.device == y.device == device() for x, y in batches)
+            assert [(x.tolist(), y.tolist()) for x, y in batches] == expected
+
+    run()
+
+
+def test_data_pipes_divide_themselves():
+    """torch shards a data pipe with a sharding filter by the process group: nothing is done to it twice."""
+
+    @distributed(processes=2)
+    def run():
+        pipe = IterableWrapper(range(10)).sharding_filter()
+        return [value for batch in shard_loader(DataLoader(pipe, batch_size=2)) for value in batch.tolist()]
+
+    assert sorted(value for values in run.all_ranks() for value in values) == list(range(10))
+
+
+def test_the_bar_is_on_rank_0_and_counts_all_samples(capfd):
+    """One bar, labelled, with the samples of both processes."""
+
+    @distributed(processes=2, logs="all")
+    def run():
+        for _ in shard_loader(DataLoader(dataset(10), batch_size=2), progress="train"):
+            pass
+
+    run()
+    err = capfd.readouterr().err
+    assert "train: 100%" in err
+    assert "10/10" in err
+    assert err.count("100%") == 1

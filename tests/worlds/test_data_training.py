@@ -1,0 +1,207 @@
+"""Training and evaluation on shares: what all processes together do is what one would have done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from parallelize import SyncError, barrier, distributed, no_sync, parallel_model, rank, shard_loader
+
+
+def data(length):
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(length, 3, generator=generator), torch.randn(length, 1, generator=generator))
+
+
+def model():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def loss_of(net, x, y):
+    return nn.functional.mse_loss(net(x.double()), y.double()) + 0.01 * sum(
+        each.pow(2).sum() for each in net.parameters()
+    )
+
+
+def alone(length, batch_size, epochs):
+    """One process whose batches are those of all processes together."""
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    for epoch in range(epochs):
+        order = torch.randperm(length, generator=torch.Generator().manual_seed(epoch))
+        for indices in order.split(batch_size):
+            optimizer.zero_grad()
+            loss_of(net, *data(length)[indices]).backward()
+            optimizer.step()
+    return torch.cat([each.detach().flatten() for each in net.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [(23, {}), (17, {}), (9, {}), (13, {}), (17, {"backend": "fsdp"}), (17, {"amp": "bf16"})],
+    ids=["23", "17", "9", "13", "17 fsdp", "17 amp"],
+)
+def test_weighted_steps_are_those_of_one_process(length, options):
+    """Three ranks, uneven last batches and one missing: the weights and the optimizer equal one process's, to 1e-12."""
+
+    @distributed(processes=3, **options)
+    def train():
+        loader, net = DataLoader(data(length), batch_size=4, shuffle=True), model()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+        with parallel_model(net, optimizers=optimizer):
+            for _ in range(3):
+                for x, y in shard_loader(loader, tail="weighted"):
+                    optimizer.zero_grad()
+                    loss_of(net, x, y).backward()
+                    optimizer.step()
+        return torch.cat([each.detach().flatten() for each in net.parameters()])
+
+    expected = alone(length, 12, 3)
+    for weights in train.all_ranks():
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
+
+
+def test_without_weights_they_are_not():
+    """The meta-test: with pad the same comparison fails, so it can fail."""
+
+    @distributed(processes=3)
+    def train():
+        loader, net = DataLoader(data(17), batch_size=4, shuffle=True), model()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+        with parallel_model(net):
+            for x, y in shard_loader(loader):
+                optimizer.zero_grad()
+                loss_of(net, x, y).backward()
+                optimizer.step()
+        return torch.cat([each.detach().flatten() for each in net.parameters()])
+
+    assert (train() - alone(17, 12, 1)).abs().max() > 1e-6
+
+
+def test_weights_accumulate():
+    """Under no_sync each micro-batch counts with its own weight: the gradient of the sum of one process's means."""
+
+    @distributed(processes=2)
+    def gradient():
+        net = model()
+        with parallel_model(net):
+            batches = list(enumerate(shard_loader(DataLoader(data(7), batch_size=2), tail="weighted")))
+            assert len(batches) == 2
+            loader = shard_loader(DataLoader(data(7), batch_size=2), tail="weighted")
+            for step, (x, y) in enumerate(loader):
+                if step == 0:
+                    with no_sync(net):
+                        nn.functional.mse_loss(net(x.double()), y.double()).backward()
+                else:
+                    nn.functional.mse_loss(net(x.double()), y.double()).backward()
+        return torch.cat([each.grad.flatten() for each in net.parameters()])
+
+    net = model()
+    x, y = data(7)[:]
+    for part in (slice(0, 4), slice(4, 7)):
+        nn.functional.mse_loss(net(x[part].double()), y[part].double()).backward()
+    expected = torch.cat([each.grad.flatten() for each in net.parameters()])
+    for grad in gradient.all_ranks():
+        torch.testing.assert_close(grad, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tail", ["pad", "exact", "weighted"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_results_come_back_in_dataset_order(tail, shuffle):
+    """gather gives every rank one row for each sample, whatever the tail repeated, of any container."""
+
+    @distributed(processes=3)
+    def evaluate():
+        loader = shard_loader(DataLoader(TensorDataset(torch.arange(16)), batch_size=4, shuffle=shuffle), tail=tail)
+        seen = torch.cat([x for (x,) in loader])
+        return loader.gather({"value": seen * 10, "rows": seen[:, None].expand(-1, 2)})
+
+    for gathered in evaluate.all_ranks():
+        assert gathered["value"].tolist() == [10 * each for each in range(16)]
+        assert gathered["rows"].shape == (16, 2)
+
+
+def test_a_rank_without_samples_gathers_too():
+    """Exact shares of fewer samples than processes: nobody waits."""
+
+    @distributed(processes=3)
+    def evaluate():
+        loader = shard_loader(DataLoader(TensorDataset(torch.arange(2)), batch_size=4), tail="exact")
+        seen = torch.cat([torch.zeros(0, dtype=torch.int64), *(x for (x,) in loader)])
+        return len(loader), loader.gather(seen).tolist()
+
+    assert evaluate.all_ranks() == [(1, [0, 1]), (1, [0, 1]), (0, [0, 1])]
+
+
+def test_one_rank_may_read_alone():
+    """Nothing collective happens in a loader: rank 0 evaluates while the others have gone on."""
+
+    @distributed(processes=2, timeout=20)
+    def evaluate():
+        barrier("connected")
+        if rank() == 0:
+            return len(list(shard_loader(DataLoader(TensorDataset(torch.arange(16)), batch_size=4, shuffle=True))))
+        return 0
+
+    assert evaluate.all_ranks() == [2, 0]
+
+
+DIFFERENCES = {
+    "epoch": ({}, lambda loader: loader.set_epoch(rank()), "reads epoch"),
+    "length": ({}, lambda _loader: None, "batches"),
+    "seed": ({"shuffle": True}, lambda _loader: None, "order"),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_processes_that_read_differently_are_told_at_the_first_step(difference):
+    """Another epoch, number of batches or seed on one rank is an error before the first collective of the epoch."""
+    options, change, told = DIFFERENCES[difference]
+
+    @distributed(processes=2, timeout=20)
+    def train():
+        length = 8 + 4 * rank() if difference == "length" else 8
+        generator = torch.Generator().manual_seed(rank()) if difference == "seed" else None
+        loader = shard_loader(DataLoader(data(length), batch_size=2, generator=generator, **options))
+        change(loader)
+        net = model()
+        with parallel_model(net):
+            for x, y in loader:
+                loss_of(net, x, y).backward()
+
+    with pytest.raises(SyncError, match=rf"rank \d {told}|rank \d reads epoch .*, where rank \d reads") as caught:
+        train()
+    assert "set_epoch() alike" in caught.value.faults[0].fix
+
+
+def test_what_one_process_reads_for_itself_is_nobodys_business():
+    """Rank 0 looks at a loader of its own between the first batch and the first step, and evaluates in between."""
+
+    @distributed(processes=2, timeout=20)
+    def train():
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loader, validation = DataLoader(data(9), batch_size=2, shuffle=True), DataLoader(data(5), batch_size=2)
+        steps = 0
+        with parallel_model(net):
+            for _ in range(2):
+                for step, (x, y) in enumerate(shard_loader(loader)):
+                    if rank() == 0 and step == 0:
+                        next(iter(shard_loader(DataLoader(data(3)))))
+                    optimizer.zero_grad()
+                    loss_of(net, x, y).backward()
+                    optimizer.step()
+                    steps += 1
+                with torch.no_grad():
+                    for x, y in shard_loader(validation, tail="exact"):
+                        loss_of(net, x, y)
+                    left_early = shard_loader(DataLoader(data(5)), tail="exact")
+                    for x, y in left_early:
+                        loss_of(net, x, y)
+                        break
+        return steps
+
+    assert train.all_ranks() == [6, 6]

@@ -1,0 +1,121 @@
+"""A call leaves nothing that the next one, or one beside it, would notice."""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallelize import ConfigError, distributed
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@distributed(processes=2)
+def total(number: int) -> tuple[int, int]:
+    value = torch.tensor([number])
+    dist.all_reduce(value)
+    return int(value.item()), dist.get_world_size()
+
+
+def test_calls_with_other_numbers_of_processes() -> None:
+    """Each call has a world of its own size."""
+    sizes = [2, 3, 1, 4, 2]
+    assert [total.options(processes=size)(1) for size in sizes] == [(size, size) for size in sizes]
+
+
+def test_a_call_after_a_failed_one() -> None:
+    """A failure leaves nothing behind that the next call could stumble over."""
+
+    @distributed(processes=2)
+    def fail() -> None:
+        raise LookupError("once")
+
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            fail()
+        assert total(5) == (10, 2)
+
+
+def test_two_threads_side_by_side() -> None:
+    """Calls at the same time have worlds of their own: no port, folder or group is shared."""
+    values: dict[int, list[tuple[int, int]]] = {}
+    together = threading.Barrier(2)
+
+    def work(number: int) -> None:
+        together.wait()
+        values[number] = [total.options(processes=number)(10**number) for _ in range(3)]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert values == {2: [(200, 2)] * 3, 3: [(3000, 3)] * 3}
+
+
+@distributed(processes=2)
+def look(*names: str) -> tuple[dict[str, str | None], int]:
+    return {name: os.environ.get(name) for name in names}, torch.get_num_threads()
+
+
+def test_the_environment_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables set, changed and removed between calls are so in the workers, though the fork server is older."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert look("NEW") == ({"NEW": None}, max(1, CORES // 2))
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    monkeypatch.setenv("NEW", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert look("NEW", "OMP_NUM_THREADS") == ({"NEW": "1", "OMP_NUM_THREADS": "3"}, 3)
+    monkeypatch.delenv("NEW")
+    assert look("NEW") == ({"NEW": None}, 3)
+    assert multiprocessing.forkserver._forkserver._forkserver_pid == server
+    assert "RANK" not in os.environ
+
+
+def test_the_environment_decides_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PARALLELIZE_PROCESSES at the call wins over the code."""
+    monkeypatch.setenv("PARALLELIZE_PROCESSES", "3")
+    assert total(1) == (3, 3)
+    monkeypatch.setenv("PARALLELIZE_PROCESSES", "many")
+    with pytest.raises(ConfigError, match="PARALLELIZE_PROCESSES='many'"):
+        total(1)
+
+
+def test_a_group_of_the_caller_is_its_own() -> None:
+    """A caller that has a process group keeps it through a call."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert total(1) == (2, 2)
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_dead_fork_server_is_replaced() -> None:
+    """Somebody may kill the fork server between two calls."""
+    total(1)
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    os.kill(server, 9)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+    assert total(1) == (2, 2)
+
+
+def test_a_decorated_function_is_one_inside_a_worker() -> None:
+    """Functions that travel by value find each other decorated, with all that a decorated function can do."""
+
+    @distributed(processes=2, seed=7)
+    def inner(number: int) -> int:
+        return number + dist.get_rank()
+
+    @distributed(processes=2)
+    def outer() -> tuple[int, list[int], str]:
+        return inner(10), inner.all_ranks(10), inner.options(processes=2).explain()
+
+    own, everyones, explained = outer()
+    assert (own, everyones) == (10, [10, 11])
+    assert "rank 0 of 2" in explained

@@ -1,0 +1,354 @@
+"""A decorated function can be called wherever Python runs, whatever the function is."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import parallelize
+from parallelize import ConfigError, distributed
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# No guard, and everything beside the function that a script has: model, dataset, constants, a loader with workers.
+EVERYTHING = """
+import io, os, sys
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+from parallelize import distributed
+
+print("top level")
+SCALE = 3
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.tensor(index * SCALE)
+
+class Net(torch.nn.Linear):
+    def double(self):
+        return 2 * self.weight.item()
+
+class Trainer:
+    def __init__(self):
+        self.steps = 5
+    @distributed(processes=2)
+    def fit(self, extra):
+        return self.steps + extra
+
+@distributed(processes=2)
+def train(net, *, flag):
+    assert flag
+    seen = [None, None]
+    dist.all_gather_object(seen, net)                       # pickles a class of __main__
+    torch.save(net, io.BytesIO())
+    loaded = [batch.tolist() for batch in DataLoader(Numbers(), batch_size=4, num_workers=2)]
+    assert sys.argv[1:] == ["--lr", "0.1"], sys.argv
+    return type(net).__name__, net.double() == seen[0].double(), loaded, __name__
+
+net = Net(1, 1)
+name, equal, loaded, main = train(net, flag=True)
+assert (name, equal, main) == ("Net", True, "__main__")
+assert loaded == [[0, 3, 6, 9], [12, 15, 18, 21]], loaded
+assert Trainer().fit(2) == 7
+back = distributed(processes=2)(lambda: Net(2, 1))()
+assert isinstance(back, Net)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "-c", "stdin"])
+def test_a_script_without_a_guard(how: str, run_script: Run) -> None:
+    """A file, `python -c` and standard input work alike, and run their top level once."""
+    done = run_script(EVERYTHING, how=how, args=("--lr", "0.1"))
+    assert done.stdout.split("\n") == ["top level", "done", ""]
+    assert done.stderr == ""
+
+
+def test_a_package_run_by_name_with_flags_in_a_changed_directory(tmp_path: Path) -> None:
+    """`python -O -X ... -W ... -m package` and its relative imports, sys.path and directory reach the workers."""
+    package, elsewhere, extra = tmp_path / "pkg", tmp_path / "outputs", tmp_path / "extra"
+    for folder in (package, elsewhere, extra):
+        folder.mkdir()
+    (extra / "late.py").write_text("VALUE = 42\n")
+    (package / "__init__.py").write_text("")
+    (package / "parts.py").write_text("class Part:\n    value = 1\n")
+    (package / "__main__.py").write_text(
+        textwrap.dedent(
+            """
+            import argparse, os, sys, warnings
+            from parallelize import distributed
+            from .parts import Part
+
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--scale", type=int)
+
+            @distributed(processes=2)
+            def main(scale):
+                import late
+                from .parts import Part as again
+                assert again is Part
+                return {
+                    "value": late.VALUE * scale * Part.value,
+                    "debug": __debug__,
+                    "X": sys.flags.utf8_mode,
+                    "W": [each[0] for each in warnings.filters if each[2] is FutureWarning],
+                    "cwd": os.getcwd(),
+                }
+
+            if __name__ == "__main__":
+                os.chdir(sys.argv.pop(1))
+                sys.path.append(sys.argv.pop(1))
+                print(main(**vars(parser.parse_args())))
+            """
+        )
+    )
+    flags = ["-O", "-X", "utf8", "-W", "error::FutureWarning"]
+    command = [sys.executable, *flags, "-m", "pkg", str(elsewhere), str(extra), "--scale", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = {"value": 84, "debug": False, "X": 1, "W": ["error"], "cwd": str(elsewhere)}
+    assert done.stdout == f"{expected}\n"
+
+
+REPL = """
+import torch
+from parallelize import distributed
+factor = 2
+@distributed(processes=2)
+def double(x):
+    return factor * x
+
+double(21)
+factor = 3
+double(21)
+"""
+
+
+def test_the_interactive_interpreter(tmp_path: Path) -> None:
+    """Functions typed at the prompt run, and see what was typed since."""
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"], input=REPL, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=True
+    )
+    assert done.stdout.split() == ["42", "63"]
+
+
+def test_a_notebook(tmp_path: Path) -> None:
+    """Cells call functions of other cells; output appears in the cell; an exception is the worker's."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    cells = [
+        "import torch\nfrom parallelize import distributed, rank\nclass Net(torch.nn.Linear): pass",
+        "@distributed(processes=2, logs='all')\ndef train(net):\n    print('at work', rank())\n    return net",
+        "isinstance(train(Net(1, 1)), Net)",
+        "@distributed(processes=2)\ndef fail():\n    raise KeyError('lr')",
+        "try:\n    fail()\nexcept KeyError as error:\n    print(error)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=50, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed, failed = ("".join(o.get("text", "") for o in notebook.cells[n].outputs) for n in (2, 4))
+    assert sorted(printed.splitlines()) == ["[rank 0] at work 0", "[rank 1] at work 1"]
+    assert [o.data["text/plain"] for o in notebook.cells[2].outputs if o.output_type == "execute_result"] == ["True"]
+    assert failed == "'lr'\n"
+
+
+@distributed(processes=2)
+def add(x: int, y: int = 0) -> int:
+    return x + y
+
+
+class Callable5:
+    def __call__(self, x: int) -> int:
+        return x + 5
+
+
+class Methods:
+    base = 100
+
+    def __init__(self, own: int) -> None:
+        self.own = own
+
+    @distributed(processes=2)
+    def method(self, x: int) -> int:
+        return self.own + x
+
+    @classmethod
+    @distributed(processes=2)
+    def of_class(cls, x: int) -> int:
+        return cls.base + x
+
+    @distributed(processes=2)
+    @classmethod
+    def of_class_too(cls, x: int) -> int:
+        return cls.base + x
+
+    @staticmethod
+    @distributed(processes=2)
+    def static(x: int) -> int:
+        return x
+
+    @distributed(processes=2)
+    @staticmethod
+    def static_too(x: int) -> int:
+        return x
+
+    def plain(self, x: int) -> int:
+        return self.own - x
+
+
+def closing_over(y: int) -> Callable[[int], int]:
+    def inner(x: int) -> int:
+        return x * y
+
+    return inner
+
+
+def doubled(function: Callable[[int], int]) -> Callable[[int], int]:
+    @functools.wraps(function)
+    def twice(x: int) -> int:
+        return 2 * function(x)
+
+    return twice
+
+
+@distributed(processes=2)
+@doubled
+def wrapped_below(x: int) -> int:
+    return x
+
+
+@doubled
+@distributed(processes=2)
+def wrapped_above(x: int) -> int:
+    return x
+
+
+ANY_FUNCTION: dict[str, tuple[Callable[[int], int], int]] = {
+    "function": (add, 1),
+    "lambda": (distributed(processes=2)(lambda x: -x), -1),
+    "closure": (distributed(processes=2)(closing_over(7)), 7),
+    "partial": (distributed(processes=2)(functools.partial(add.__wrapped__, y=9)), 10),
+    "partial of a decorated one": (functools.partial(add, y=9), 10),
+    "callable object": (distributed(processes=2)(Callable5()), 6),
+    "method": (Methods(20).method, 21),
+    "class method": (Methods.of_class, 101),
+    "class method, by an instance": (Methods(20).of_class_too, 101),
+    "static method": (Methods.static, 1),
+    "static method, below": (Methods(20).static_too, 1),
+    "bound method, decorated": (distributed(processes=2)(Methods(20).plain), 19),
+    "decorated below": (wrapped_below, 2),
+    "decorated above": (wrapped_above, 2),
+    "decorated twice": (distributed(processes=2)(add), 1),
+    "other options": (add.options(processes=3), 1),
+    "builtin": (distributed(processes=2)(abs), 1),
+}
+
+
+@pytest.mark.parametrize("kind", ANY_FUNCTION)
+def test_whatever_can_be_called(kind: str) -> None:
+    """Functions of every kind give what they would give undecorated."""
+    function, expected = ANY_FUNCTION[kind]
+    assert function(1) == expected
+
+
+def generator() -> Iterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (threading.Lock, r"cannot pickle '_thread\.lock' object"),
+        (lambda: open(os.devnull), "cannot pickle 'TextIOWrapper' object: an open file"),  # noqa: PTH123, SIM115 - it is what users pass
+        (generator, "cannot pickle 'generator' object"),
+    ],
+    ids=["lock", "file", "generator"],
+)
+def test_what_cannot_travel_is_named_before_anything_starts(
+    make: Callable[[], object], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable, argument or attribute is named, and no process was started for it."""
+    thing = make()
+    holder = Methods(0)
+    holder.own = {"deep": [1, thing]}  # type: ignore[assignment]  # what a user does
+    circle: dict[str, object] = {"thing": thing}
+    circle["circle"] = circle
+
+    @distributed(processes=2)
+    def uses() -> None:
+        print(thing)
+
+    def start(self: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
+    for call, name in [
+        (uses, "the variable 'thing'"),
+        (lambda: add(1, thing), "argument 1"),
+        (lambda: add(1, y=thing), "argument 'y'"),
+        (lambda: holder.method(2), "argument 0.own['deep'][1]"),
+        (lambda: add(circle), "argument 0['thing']"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(name) + " cannot travel to another process\n") as caught:
+            call()
+        assert re.search(named, str(caught.value))
+    if hasattr(thing, "close"):
+        thing.close()
+    with pytest.raises(AssertionError, match="a process was started"):
+        add(1)
+
+
+def test_a_function_of_a_module_that_workers_cannot_import(tmp_path: Path) -> None:
+    """A module that was loaded by its path alone travels by value, with its classes."""
+    import importlib.util
+
+    path = tmp_path / "loaded_by_path.py"
+    path.write_text(
+        "from parallelize import distributed\n"
+        "class Thing:\n    value = 8\n"
+        "def helper():\n    return Thing()\n"
+        "@distributed(processes=2)\ndef make():\n    return helper()\n"
+    )
+    spec = importlib.util.spec_from_file_location("loaded_by_path", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["loaded_by_path"] = module
+    try:
+        spec.loader.exec_module(module)
+        assert isinstance(module.make(), module.Thing)
+    finally:
+        del sys.modules["loaded_by_path"]
+
+
+@distributed(processes=2)
+def inner(x: int) -> tuple[int, int]:
+    return x, dist.get_world_size()
+
+
+@distributed(processes=2)
+def outer(x: int) -> list[tuple[int, int]]:
+    return [inner(x), inner.all_ranks(parallelize.rank())[1], inner.options(processes=3)(x)]
+
+
+def test_a_call_inside_a_call_just_runs() -> None:
+    """In a worker a decorated function is the function: same world, no processes."""
+    assert outer(5) == [(5, 2), (1, 2), (5, 2)]
+
+
+def test_the_callers_main_is_as_before() -> None:
+    """Neither __main__ nor the default start method of the calling process is changed by a call."""
+    main = sys.modules["__main__"]
+    before = (getattr(main, "__file__", None), main.__spec__, multiprocessing.get_start_method(allow_none=True))
+    add(1)
+    assert (getattr(main, "__file__", None), main.__spec__, multiprocessing.get_start_method(allow_none=True)) == before

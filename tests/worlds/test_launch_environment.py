@@ -1,0 +1,133 @@
+"""What a worker finds in its environment, and how its process group is made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallelize import distributed
+from parallelize.world import World
+
+SIZES = ["WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+NAMES = ["RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", *SIZES, "MASTER_ADDR", "MASTER_PORT"]
+
+
+@distributed(processes=2)
+def environment() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in NAMES}
+
+
+def test_the_variables_of_a_worker_are_torchruns() -> None:
+    """Code written for torchrun reads its place where it always did; every call has a port of its own."""
+    found = environment.all_ranks()
+    for number, variables in enumerate(found):
+        port = variables.pop("MASTER_PORT")
+        assert port is not None
+        assert 0 < int(port) < 65536
+        assert variables == {
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "NODE_RANK": "0",
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+        }
+
+
+def test_one_process_changes_no_variable() -> None:
+    """In the calling process the environment stays as it is."""
+    assert environment.options(processes=1)() == {name: os.environ.get(name) for name in NAMES}
+
+
+def by_hand(world: World) -> None:
+    store = dist.TCPStore(world.master_addr, world.master_port, world.world_size, is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=world.rank, world_size=world.world_size, timeout=timedelta(seconds=17)
+    )
+
+
+@distributed(processes=2)
+def made_how() -> tuple[float, int]:
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    return timeout.total_seconds(), int(value.item())
+
+
+def test_a_connection_of_ones_own() -> None:
+    """init_connection is called with the World instead of init_process_group."""
+    assert made_how.options(init_connection=by_hand)() == (17, 2)
+
+
+def test_the_timeout_reaches_the_process_group() -> None:
+    """`timeout=` is that of every collective."""
+    assert made_how.options(timeout=23)() == (23, 2)
+
+
+@distributed(processes=2)
+def own_group() -> int:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return int(value.item())
+
+
+def test_legacy_code_may_make_the_group_itself() -> None:
+    """init_process_group() by the environment, as under torchrun, works in a worker."""
+    assert own_group() == 2
+
+
+SCRIPT = """
+import pathlib, sys
+import torch.distributed as dist
+from parallelize import ConfigError, distributed, rank
+
+@distributed(**eval(sys.argv[2]))
+def train(x):
+    print("at work", flush=True)
+    return (lambda: x) if rank() else x, dist.get_world_size()
+
+folder = pathlib.Path(sys.argv[1])
+try:
+    said = [train(10), train(20), distributed()(rank).all_ranks()]
+except ConfigError as error:
+    said = error
+folder.joinpath(__import__("os").environ["RANK"]).write_text(str(said))
+"""
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path):
+    """Runs the script above under torchrun; what each rank wrote."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+
+    def run(options: dict[str, object]) -> list[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+        subprocess.run(
+            [*command, str(tmp_path), repr(options)], cwd=tmp_path, timeout=50, check=True, capture_output=True
+        )
+        return [(tmp_path / str(number)).read_text() for number in range(2)]
+
+    return run
+
+
+def test_under_torchrun_a_call_joins(torchrun) -> None:
+    """It starts nothing, gives rank 0's value on every rank (others may not even travel), and can be called again."""
+    assert torchrun({}) == [str([(10, 2), (20, 2), [0, 1]])] * 2
+
+
+def test_a_request_that_does_not_fit_torchruns_world_is_refused(torchrun) -> None:
+    """Both numbers are named, on every rank, before anything runs."""
+    for said in torchrun({"processes": 4}):
+        assert said.startswith("processes per node: 4 asked for, 2 started"), said

@@ -1,0 +1,311 @@
+"""A rank that fails, in every way and position, is one exception in the caller: the cause, soon, with the facts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallelize import WorkerError, distributed
+
+WITHIN_S = 5.0
+LONG_S = 300
+
+
+class TwoArgumentsError(Exception):
+    """Pickle would call it with its message alone."""
+
+    def __init__(self, left: int, right: str) -> None:
+        super().__init__(f"{left} and {right}")
+        self.left, self.right = left, right
+
+
+class LockedError(Exception):
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+class ForeignError(OSError):
+    """OSError pickles in a way of its own, by calling its class."""
+
+    def __init__(self, path: str, *, size: int) -> None:
+        super().__init__(28, "disk full", path)
+        self.size = size
+
+
+def segfault() -> None:
+    ctypes.string_at(0)
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+FAIL = {
+    "raise": lambda: raise_(TwoArgumentsError(1, "two")),
+    "sys.exit": lambda: sys.exit(3),
+    "os._exit": lambda: os._exit(3),
+    "os._exit(0)": lambda: os._exit(0),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": segfault,
+    "KeyboardInterrupt": lambda: raise_(KeyboardInterrupt()),
+    "locked": lambda: raise_(LockedError()),
+}
+
+# What the caller gets: the type, and attributes of the exception.
+EXPECTED: dict[str, tuple[type[BaseException], dict[str, object]]] = {
+    "raise": (TwoArgumentsError, {"left": 1, "right": "two", "args": ("1 and two",)}),
+    "sys.exit": (WorkerError, {"exitcode": 3, "signal_name": None}),
+    "os._exit": (WorkerError, {"exitcode": 3, "signal_name": None}),
+    "os._exit(0)": (WorkerError, {"exitcode": 0, "signal_name": None}),
+    "SIGKILL": (WorkerError, {"exitcode": -9, "signal_name": "SIGKILL"}),
+    "SIGSEGV": (WorkerError, {"exitcode": -11, "signal_name": "SIGSEGV"}),
+    "KeyboardInterrupt": (KeyboardInterrupt, {}),
+    "locked": (WorkerError, {"exitcode": None}),
+}
+
+
+def wait_in_collective() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def compute() -> None:
+    a = torch.randn(500, 500)
+    end = time.monotonic() + LONG_S
+    while time.monotonic() < end:
+        a = (a @ a).tanh()
+
+
+def sleep() -> None:
+    time.sleep(LONG_S)
+
+
+def sort_in_cpp() -> None:
+    """No Python runs for seconds, and no signal handler of it."""
+    while True:
+        torch.randn(20_000_000).sort()
+
+
+PEERS = {"collective": wait_in_collective, "compute": compute, "sleep": sleep, "c++": sort_in_cpp}
+
+
+@distributed(processes=3)
+def fail_among(peers: str, failing: tuple[int, ...], how: str, when: Path) -> str:
+    if dist.get_rank() not in failing:
+        PEERS[peers]()
+        return "went on"
+    when.with_suffix(f".{dist.get_rank()}").write_text(str(time.time()))
+    FAIL[how]()
+    return "did not fail"
+
+
+@pytest.mark.parametrize("how", FAIL)
+@pytest.mark.parametrize(
+    ("peers", "failing"),
+    [
+        ("collective", (0,)),
+        ("collective", (2,)),
+        ("collective", (0, 1)),
+        ("compute", (0,)),
+        ("compute", (2,)),
+        ("sleep", (0,)),
+        ("sleep", (1, 2)),
+    ],
+    ids=str,
+)
+def test_one_exception_says_which_rank_failed_and_how(
+    how: str, failing: tuple[int, ...], peers: str, tmp_path: Path
+) -> None:
+    """Whichever ranks fail, whatever the others do: the caller hears of a failed one, and of the fate of the others."""
+    expected, attributes = EXPECTED[how]
+    with pytest.raises(expected) as caught:
+        fail_among(peers, failing, how, tmp_path / "at")
+    elapsed = time.time() - min(float(path.read_text()) for path in tmp_path.iterdir())
+    error = caught.value
+    text = "\n".join([str(error), *error.__notes__])
+    assert type(error) is expected
+    assert elapsed < WITHIN_S
+    assert {name: getattr(error, name) for name in attributes} == attributes
+    assert any(f"rank {rank} " in text for rank in failing), text
+    assert os.uname().nodename in text
+    assert sum(note.startswith("the others: ") for note in error.__notes__) == 1
+    assert "gloo" not in text
+
+
+def test_ranks_that_are_deep_in_compiled_code_do_not_delay_it(tmp_path: Path) -> None:
+    """A worker that cannot run its signal handler is killed in time."""
+    with pytest.raises(TwoArgumentsError):
+        fail_among("c++", (1,), "raise", tmp_path / "at")
+    assert time.time() - float((tmp_path / "at.1").read_text()) < WITHIN_S
+
+
+def test_the_traceback_is_that_of_the_users_function(tmp_path: Path) -> None:
+    """The note with the traceback names the user's line, and none of this library's."""
+    with pytest.raises(TwoArgumentsError) as caught:
+        fail_among("sleep", (1,), "raise", tmp_path / "at")
+    who, trace, others = caught.value.__notes__
+    assert who.startswith(f"rank 1 of 3 on {os.uname().nodename} (pid ")
+    assert "in fail_among\n    FAIL[how]()" in trace
+    assert "worker.py" not in trace
+    assert others == "the others: ranks 0, 2: stopped"
+
+
+@distributed(processes=2)
+def raise_on_1(error: BaseException | None = None) -> None:
+    if dist.get_rank() == 1:
+        raise error or ForeignError("/scratch", size=7)
+
+
+def test_an_exception_that_pickle_cannot_rebuild_is_told_in_words() -> None:
+    """Where the type cannot be kept, the message, the reason and the traceback are."""
+    with pytest.raises(WorkerError, match=r"ForeignError: \[Errno 28\] disk full(.|\n)*__init__") as caught:
+        raise_on_1()
+    assert (caught.value.rank, caught.value.host) == (1, os.uname().nodename)
+    assert "raise error or ForeignError" in caught.value.__notes__[1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        FileNotFoundError(2, "No such file or directory", "data.csv"),
+        KeyError("lr"),
+        StopIteration(3),
+        AssertionError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_builtin_exceptions_come_as_they_are(error: BaseException) -> None:
+    """Type, arguments and text are those of the worker's exception."""
+    with pytest.raises(type(error)) as caught:
+        raise_on_1(error)
+    assert (str(caught.value), caught.value.args) == (str(error), error.args)
+
+
+@distributed(processes=3)
+def wrap_the_echo() -> None:
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as exc:
+        raise ValueError("training failed") from exc
+
+
+def test_an_echo_is_not_the_cause_even_when_it_is_raised_again() -> None:
+    """A rank that lost its peer and says so in its own words does not hide the peer."""
+    with pytest.raises(WorkerError, match=r"rank 2 on .* was ended by SIGKILL") as caught:
+        wrap_the_echo()
+    assert "the connection" in caught.value.__notes__[-1] or "stopped" in caught.value.__notes__[-1]
+
+
+@distributed(processes=2)
+def say_restore() -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError("could not restore the optimizer")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_runtime_error_of_the_user_is_no_echo() -> None:
+    """Only what torch says of a lost connection is set aside."""
+    with pytest.raises(RuntimeError, match="could not restore"):
+        say_restore()
+
+
+@distributed(processes=2, timeout=1)
+def miss_a_collective(released: Path) -> None:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+    while not released.exists():
+        time.sleep(0.01)
+
+
+def test_a_collective_that_times_out_is_the_cause_when_nobody_else_failed(tmp_path: Path) -> None:
+    """`timeout=` reaches the process group, and the rank that waited in vain is named."""
+    with pytest.raises(RuntimeError, match=r"[Tt]imed out waiting 1000ms") as caught:
+        miss_a_collective(tmp_path / "never")
+    assert caught.value.__notes__[0].startswith("rank 0 of 2 ")
+    assert caught.value.__notes__[-1] == "the others: rank 1: stopped"
+
+
+@distributed(processes=2)
+def lose_a_worker_to_sigterm() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_worker_that_somebody_ends_by_sigterm_is_named() -> None:
+    """SIGTERM from outside is the cause, although SIGTERM is also how the others are stopped."""
+    with pytest.raises(WorkerError, match=r"rank 1 on .* was ended by SIGTERM") as caught:
+        lose_a_worker_to_sigterm()
+    assert (caught.value.rank, caught.value.signal_name) == (1, "SIGTERM")
+
+
+@distributed(processes=2)
+def leave_early() -> int:
+    if dist.get_rank() == 1:
+        sys.exit()
+    return 7
+
+
+def test_sys_exit_without_a_code_returns_none() -> None:
+    """sys.exit() ends a rank's part in peace."""
+    assert leave_early.all_ranks() == [7, None]
+
+
+@distributed(processes=2)
+def return_a_lock(on: int) -> object:
+    if dist.get_rank() == on:
+        return {"model": 1, "lock": threading.Lock()}
+    time.sleep(LONG_S)
+    return None
+
+
+def test_a_value_that_cannot_travel_fails_at_once() -> None:
+    """The rank and the part of the value are named, and nobody waits for the others to finish."""
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"the returned value\['lock'\] cannot travel(.|\n)*lock") as caught:
+        return_a_lock(0)
+    assert time.monotonic() - started < WITHIN_S
+    assert (caught.value.rank, caught.value.host) == (0, os.uname().nodename)
+
+
+class OpensBadly:
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("no number",)
+
+
+@distributed(processes=2)
+def return_what_cannot_be_opened() -> OpensBadly:
+    return OpensBadly()
+
+
+def test_a_value_that_cannot_be_rebuilt_here_says_so() -> None:
+    """An error of unpickling in the caller names the value, not pickle alone."""
+    with pytest.raises(WorkerError, match="cannot be rebuilt in the calling process\n  why: ValueError: invalid lit"):
+        return_what_cannot_be_opened()
+
+
+@distributed(processes=2)
+def print_and_die() -> None:
+    if dist.get_rank() == 1:
+        print("about to die", end="")
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(LONG_S)
+
+
+def test_the_last_words_of_a_killed_rank_are_in_the_exception() -> None:
+    """What a rank printed without a line's end, and did not flush, is not lost with it."""
+    with pytest.raises(WorkerError) as caught:
+        print_and_die()
+    assert any("last lines of rank 1:\nabout to die" in note for note in caught.value.__notes__)

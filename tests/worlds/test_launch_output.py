@@ -1,0 +1,149 @@
+"""What workers print arrives: live, whole, once, and said by whom."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parallelize import LaunchError, distributed, rank
+
+
+@distributed(processes=2)
+def talk() -> None:
+    print(f"out of {rank()}")
+    print(f"err of {rank()}", file=sys.stderr)
+    sys.stdout.write(f"é without end {rank()}")
+
+
+def test_rank_0_alone_is_shown_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a call in one process would print: once, without a prefix."""
+    talk()
+    assert capsys.readouterr() == ("out of 0\né without end 0", "err of 0\n")
+
+
+def test_all_ranks_are_shown_with_their_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """logs="all" puts the rank before each line."""
+    talk.options(logs="all")()
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == sorted(
+        f"[rank {number}] {text} {number}" for number in range(2) for text in ("out of", "é without end")
+    )
+    assert sorted(err.splitlines()) == [f"[rank {number}] err of {number}" for number in range(2)]
+
+
+def test_a_directory_gets_a_file_per_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files stay, and rank 0 is shown as well."""
+    talk.options(logs=str(tmp_path / "logs"))()
+    contents = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir() if path.suffix != ".json"}
+    assert contents == {
+        **{f"rank{number}.out": f"out of {number}\né without end {number}" for number in range(2)},
+        **{f"rank{number}.err": f"err of {number}\n" for number in range(2)},
+    }
+    assert capsys.readouterr().out == "out of 0\né without end 0"
+
+
+LIVE = """
+import pathlib, sys, time
+from parallelize import distributed
+
+@distributed(processes=2)
+def train(seen):
+    sys.stdout.write("step 1 ")
+    while not pathlib.Path(seen).exists():
+        time.sleep(0.01)
+
+train(sys.argv[1])
+"""
+
+
+def test_output_is_live(tmp_path: Path) -> None:
+    """A worker goes on only when its first words have been read, which had no line's end."""
+    seen, script = tmp_path / "seen", tmp_path / "script.py"
+    script.write_text(LIVE)
+    with subprocess.Popen([sys.executable, script, seen], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.read(7) == "step 1 "
+        seen.touch()
+        assert process.wait(40) == 0
+
+
+BAR = """
+import warnings
+from tqdm import tqdm
+from parallelize import distributed, rank
+
+@distributed(processes=2)
+def train():
+    warnings.warn("look out", stacklevel=1)
+    for _ in tqdm(range(20), ncols=60, mininterval=0, disable=rank() != 0):
+        pass
+
+train()
+"""
+
+
+def test_bars_and_warnings(tmp_path: Path) -> None:
+    """A bar stays on one line, and a warning of every rank is shown once."""
+    done = subprocess.run([sys.executable, "-c", BAR], capture_output=True, cwd=tmp_path, timeout=50, check=True)
+    err = done.stderr.decode()
+    assert err.count("look out") == 1, err
+    bar = err[err.index("\r") :]
+    assert bar.count("\n") == 1
+    assert bar.count("\r") > 5
+    assert "20/20" in bar
+
+
+@distributed(processes=2)
+def stop_to_debug() -> None:
+    breakpoint()
+
+
+def test_a_breakpoint_is_refused_with_the_way_to_have_one() -> None:
+    """It would wait for a keyboard that several processes cannot share."""
+    with pytest.raises(LaunchError, match=r"breakpoint\(\) in a worker(.|\n)*PARALLELIZE_PROCESSES=1"):
+        stop_to_debug()
+
+
+@distributed(processes=2)
+def ask() -> str:
+    return input("continue?")
+
+
+def test_input_does_not_wait() -> None:
+    """Standard input of a worker is empty."""
+    started = time.monotonic()
+    with pytest.raises(EOFError):
+        ask()
+    assert time.monotonic() - started < 20
+
+
+DEBUGGED = """
+from parallelize import distributed
+
+@distributed(processes=2)
+def train(x):
+    y = 6 * x
+    return y
+
+print("result", train(7))
+"""
+
+
+def test_one_process_runs_under_pdb(tmp_path: Path) -> None:
+    """PARALLELIZE_PROCESSES=1 puts the function into the calling process, where a breakpoint in it stops."""
+    script = tmp_path / "script.py"
+    script.write_text(DEBUGGED)
+    commands = ["-c", f"b {script}:7", "-c", "c", "-c", "p 'y is', y", "-c", "c", "-c", "q"]
+    done = subprocess.run(
+        ["env", "PARALLELIZE_PROCESSES=1", sys.executable, "-m", "pdb", *commands, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert "('y is', 42)" in done.stdout
+    assert "result 42" in done.stdout

@@ -1,0 +1,193 @@
+"""However the caller is stopped, nothing of a call goes on, and `finally` blocks have run where that is possible."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from parallelize import distributed
+
+GONE_WITHIN_S = 10.0
+
+SCRIPT = """
+import multiprocessing, os, pathlib, signal, subprocess, sys, time
+import torch
+from torch.utils.data import DataLoader
+import torch.distributed as dist
+from parallelize import distributed
+from parallelize.launchers.elastic.plugin import ElasticLauncher
+
+FOLDER = pathlib.Path(sys.argv[1])
+
+@distributed(processes=2, launcher=ElasticLauncher(start_method=sys.argv[2]))
+def train():
+    rank = dist.get_rank()
+    grandchild = subprocess.Popen(["sleep", "300"])
+    loading = iter(DataLoader(list(range(10**6)), num_workers=1))
+    next(loading)
+    try:
+        FOLDER.joinpath(f"ready.{rank}").touch()
+        while True:
+            time.sleep(0.01)
+    finally:
+        FOLDER.joinpath(f"finally.{rank}").touch()
+
+try:
+    train()
+except BaseException as error:
+    FOLDER.joinpath("caught").write_text(type(error).__name__)
+    raise
+finally:
+    FOLDER.joinpath("finally").touch()
+"""
+
+
+@dataclass
+class Script:
+    process: subprocess.Popen[str]
+    folder: Path
+    family: list[psutil.Process]
+
+    def assert_gone(self) -> None:
+        """The script and all that came of it end in time."""
+        self.process.wait(GONE_WITHIN_S)
+        _, alive = psutil.wait_procs(self.family, timeout=GONE_WITHIN_S)
+        assert not alive, [each.cmdline() for each in alive]
+
+    def has(self, *names: str) -> bool:
+        return all((self.folder / name).exists() for name in names)
+
+
+def wait_until(fact: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 40
+    while not fact():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Script]]:
+    """Starts the script and waits until its workers, their DataLoaders and their programs are at work."""
+    scripts: list[Script] = []
+
+    def start(start_method: str, *prefix: str) -> Script:
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(SCRIPT))
+        process = subprocess.Popen(
+            [*prefix, sys.executable, str(path), str(tmp_path), start_method],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        script = Script(process, tmp_path, [])
+        scripts.append(script)
+        wait_until(lambda: script.has("ready.0", "ready.1"), process)
+        script.family = psutil.Process(process.pid).children(recursive=True)
+        return script
+
+    yield start
+    for script in scripts:
+        for each in script.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        script.process.kill()
+        script.process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("number", "start_method"),
+    [(signal.SIGTERM, "forkserver"), (signal.SIGTERM, "spawn"), (signal.SIGHUP, "forkserver")],
+)
+def test_a_signal_to_the_caller_ends_everything(
+    number: signal.Signals, start_method: str, start: Callable[..., Script]
+) -> None:
+    """Workers run their `finally` blocks, then the caller does with the signal what it would have done anyway."""
+    script = start(start_method)
+    script.process.send_signal(number)
+    script.assert_gone()
+    assert script.has("finally.0", "finally.1")
+    assert script.process.returncode == -number
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_killed_caller_leaves_no_orphan(start_method: str, start: Callable[..., Script]) -> None:
+    """SIGKILL cannot be handled, and yet workers notice, run their `finally` blocks and end, with all they started."""
+    script = start(start_method)
+    assert len(script.family) >= 2 * 3
+    script.process.kill()
+    script.assert_gone()
+    assert script.has("finally.0", "finally.1")
+    assert not script.has("finally")
+
+
+def test_nohup_stays_in_force(start: Callable[..., Script]) -> None:
+    """A caller that ignores SIGHUP goes on, and so do its workers; SIGTERM still ends it."""
+    script = start("forkserver", "nohup")
+    os.killpg(script.process.pid, signal.SIGHUP)
+    script.process.send_signal(signal.SIGTERM)
+    script.assert_gone()
+    assert script.process.returncode == -signal.SIGTERM
+
+
+def test_ctrl_c_in_a_terminal_reaches_everyone_once(start: Callable[..., Script]) -> None:
+    """A terminal sends SIGINT to the whole group of the caller: one KeyboardInterrupt, and `finally` blocks."""
+    script = start("forkserver")
+    os.killpg(script.process.pid, signal.SIGINT)
+    script.assert_gone()
+    assert script.has("finally.0", "finally.1")
+    assert (script.folder / "caught").read_text() == "KeyboardInterrupt"
+    _, err = script.process.communicate()
+    assert err.count("KeyboardInterrupt") == 1, err
+    assert "torch/distributed/elastic" not in err
+    assert "leaked" not in err
+
+
+@distributed(processes=2)
+def ranks() -> int:
+    return dist.get_rank()
+
+
+def test_handlers_are_as_before_after_a_call() -> None:
+    """The caller's own handlers are in force again, whichever way the call ended."""
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
+    handlers = [lambda *_: None for _ in numbers]
+    before = [signal.signal(number, handler) for number, handler in zip(numbers, handlers, strict=True)]
+    try:
+        assert ranks.all_ranks() == [0, 1]
+        assert [signal.getsignal(number) for number in numbers] == handlers
+        with pytest.raises(ZeroDivisionError):
+            divide_by_zero()
+        assert [signal.getsignal(number) for number in numbers] == handlers
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
+
+
+@distributed(processes=2)
+def divide_by_zero() -> float:
+    return 1 / 0
+
+
+def test_a_call_works_in_another_thread() -> None:
+    """Only the main thread may have handlers, and a call needs none."""
+    values: list[list[int]] = []
+    thread = threading.Thread(target=lambda: values.append(ranks.all_ranks()))
+    thread.start()
+    thread.join()
+    assert values == [[0, 1]]

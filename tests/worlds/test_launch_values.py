@@ -1,0 +1,171 @@
+"""Arguments and values travel whole; what a worker does to its copy stays with it, but for trained modules."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallelize import distributed
+
+MIB = 2**20
+
+
+@distributed(processes=2)
+def echo(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    name: str
+    sizes: tuple[int, ...]
+
+
+def test_plain_values_arrive_unchanged() -> None:
+    """Strings that look like templates, numbers, containers and objects come back equal."""
+    args = ("a$$b ${local_rank}", float("inf"), 10**40, {"k": [None, {1, 2}]}, Settings("s", (1, 2)), b"\x00\xff")
+    assert echo(*args, key="${rank}") == (args, {"key": "${rank}"})
+
+
+@pytest.mark.parametrize("make", [lambda: bytes(100 * MIB), lambda: torch.arange(25 * MIB, dtype=torch.float32)])
+def test_a_hundred_megabytes_there_and_back(make: Any) -> None:
+    """Large values need no pipe that could fill up."""
+    big = make()
+    ((back,), _) = echo(big)
+    assert torch.equal(back, big) if isinstance(big, torch.Tensor) else back == big
+
+
+def test_tensors_of_every_kind() -> None:
+    """Types, layouts, views and gradients' flags are kept; a tensor with a history comes as a value."""
+    sent = {
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "view": torch.arange(12.0).view(3, 4).T[1:],
+        "sparse": torch.eye(3).to_sparse(),
+        "empty": torch.empty(0, 3),
+        "leaf": torch.ones(2, requires_grad=True),
+        "loss": torch.ones(2, requires_grad=True).sum(),
+        "meta": torch.empty(2, device="meta"),
+    }
+    ((back,), _) = echo(sent)
+    for name, tensor in sent.items():
+        same = (tensor.dtype, tensor.shape, tensor.layout, tensor.requires_grad, tensor.device)
+        assert (
+            back[name].dtype,
+            back[name].shape,
+            back[name].layout,
+            back[name].requires_grad,
+            back[name].device,
+        ) == same
+        if name != "meta":
+            assert torch.equal(back[name].to_dense(), tensor.to_dense())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(x)))
+
+
+def test_tied_weights_and_aliases_stay_so() -> None:
+    """What was one object or one storage before the journey is one after it."""
+    net, flat = Tied(), torch.zeros(10)
+    ((nets, first, second), _) = echo([net, net], flat[:5], flat[5:])
+    assert nets[0] is nets[1]
+    assert nets[0].head.weight is nets[0].embed.weight
+    first.untyped_storage()[0] = 1
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+@distributed(processes=2)
+def write_into(tensor: torch.Tensor) -> tuple[bool, float, float]:
+    shared = tensor.is_shared()
+    before = tensor.sum().item()
+    dist.barrier()
+    tensor += 1 + dist.get_rank()
+    dist.barrier()
+    return shared, before, tensor.mean().item()
+
+
+def test_a_write_is_seen_in_no_other_rank_and_not_in_the_caller() -> None:
+    """Every rank has the argument's pages to itself, however large it is."""
+    tensor = torch.zeros(4 * MIB)
+    assert write_into.all_ranks(tensor) == [(False, 0.0, 1.0), (False, 0.0, 2.0)]
+    assert not tensor.any()
+
+
+@distributed(processes=2)
+def train(*models: Any, **named: Any) -> None:
+    """Rank 0 and rank 1 do different things to their copies; rank 0's count."""
+    found = [*models, *named.values()]
+    nets = [each for item in found for each in (item if isinstance(item, (list, tuple)) else [item])]
+    nets = [each for item in nets for each in (item.values() if isinstance(item, dict) else [item])]
+    with torch.no_grad():
+        for net in nets:
+            for tensor in (*net.parameters(), *net.buffers()):
+                tensor.fill_(7 + dist.get_rank())
+
+
+def is_trained(net: nn.Module) -> bool:
+    return all(bool((tensor == 7).all()) for tensor in (*net.parameters(), *net.buffers()))
+
+
+def test_modules_come_back_trained_wherever_they_were_given() -> None:
+    """Rank 0's weights and buffers are in the caller's objects: by position, name, in containers; references hold."""
+    nets = [Tied() for _ in range(5)]
+    optimizer = torch.optim.SGD(nets[0].parameters(), lr=1.0)
+    held = nets[0].embed.weight
+    train(nets[0], [nets[1], {"a": nets[2]}], by_name=nets[3], again=(nets[4], nets[0]))
+    assert all(map(is_trained, nets))
+    assert held is nets[0].head.weight
+    assert optimizer.param_groups[0]["params"][0] is held
+    assert held.requires_grad
+    assert nets[0].norm.num_batches_tracked.item() == 7
+
+
+def test_modules_stay_as_they_were_when_told_so() -> None:
+    """update_modules=False leaves the caller's objects alone."""
+    net = Tied()
+    train.options(update_modules=False)(net)
+    assert not is_trained(net)
+
+
+@distributed(processes=2)
+def grow(net: nn.Linear) -> None:
+    net.weight = nn.Parameter(torch.ones(3, 1))
+
+
+def test_a_module_that_changed_its_shape_is_told_of() -> None:
+    """What cannot be copied back is named in a warning that points to the call."""
+    net = nn.Linear(1, 1)
+    with pytest.warns(UserWarning, match="Linear: weight changed shape or name") as caught:
+        grow(net)
+    assert caught[0].filename == __file__
+
+
+def test_a_module_in_one_process_is_the_very_object() -> None:
+    """With one process nothing is copied."""
+    net = Tied()
+    train.options(processes=1)(net)
+    assert is_trained(net)
+
+
+@distributed(processes=2)
+def own_rank() -> int:
+    return dist.get_rank()
+
+
+def test_values_of_all_ranks_come_in_order() -> None:
+    """`all_ranks` is a list by rank; a call is rank 0's value."""
+    assert own_rank.options(processes=3).all_ranks() == [0, 1, 2]
+    assert own_rank() == 0

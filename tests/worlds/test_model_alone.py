@@ -1,0 +1,311 @@
+"""parallel_model in scripts that no decorator runs: plain ones, and under torchrun."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from zoo import Mlp
+
+from parallelize import ConfigError, DDPBackend, all_gather, distributed, parallel_model, rank, runtime
+
+LEGACY = """
+import torch
+
+def legacy_train(model, loader, optimizer):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+from parallelize import parallel_model
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)]
+"""
+
+
+def test_a_legacy_script_needs_one_line(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """One device, no launcher: the weights are those of the script without the block."""
+    code = LEGACY + "{block}legacy_train(model, loader, optimizer)\nprint(model.weight.tolist())"
+    plain = run_script(code.format(block=""))
+    assert run_script(code.format(block="with parallel_model(model): ")).stdout == plain.stdout
+
+
+def test_a_legacy_script_under_torchrun(tmp_path: Path) -> None:
+    """torchrun's processes are joined, gradients averaged, and the process group is gone afterwards."""
+    script = tmp_path / "legacy.py"
+    script.write_text(
+        LEGACY
+        + "import torch.distributed as dist\n"
+        + "from parallelize import rank\n"
+        + "torch.manual_seed(rank())\n"
+        + "loader = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)]\n"
+        + "with parallel_model(model): legacy_train(model, loader, optimizer)\n"
+        + "assert not dist.is_initialized()\n"
+        + "open(f'weights{rank()}', 'w').write(str(model.weight.tolist()))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=50, capture_output=True)
+    assert (tmp_path / "weights0").read_text() == (tmp_path / "weights1").read_text()
+
+
+def test_a_group_of_the_users_own_is_used_and_kept(tmp_path: Path) -> None:
+    """A script that has called init_process_group keeps its group after the block."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = Mlp()
+        with parallel_model(model):
+            model(torch.ones(2, 6)).mean().backward()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_block_makes_and_ends_its_own_run() -> None:
+    """Inside, the helpers know the run; outside, there is none."""
+    with parallel_model(Mlp(), seed=3):
+        run = runtime.active()
+        assert run is not None
+        assert run.config.seed == 3
+    assert runtime.active() is None
+    assert not dist.is_initialized()
+
+
+def test_an_optimizer_made_before_trains() -> None:
+    """Parameters keep their identity when the model moves, so that either order of model and optimizer works."""
+    model = Mlp()
+    parameters = list(model.parameters())
+    with parallel_model(model):
+        assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+        assert all(each.device == runtime.device() for each in parameters)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"backend": "ddp", "processes": 2},
+            r"(?s)backend='ddp' for 2 processes.*@distributed.*torchrun.*backend='dp'",
+        ),
+        ({"backend": "ddq"}, r"did you mean 'ddp'"),
+        ({"bakend": "dp"}, r"did you mean 'backend'"),
+    ],
+)
+def test_requests_that_cannot_work_alone_are_refused(options: dict[str, Any], message: str) -> None:
+    """Each with its fix."""
+    with pytest.raises(ConfigError, match=message), parallel_model(Mlp(), **options):
+        pass
+
+
+def test_gpus_where_there_are_none_are_refused() -> None:
+    """The fault of the request, before the model is touched."""
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    with (
+        pytest.raises(ConfigError, match="no GPU that torch can use"),
+        parallel_model(Mlp(), backend="dp", gpus=[0, 1]),
+    ):
+        pass
+
+
+def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PARALLELIZE_BACKEND chooses for a script, as it does for a decorated function."""
+    monkeypatch.setenv("PARALLELIZE_BACKEND", "dp")
+    with parallel_model(Mlp(), backend="ddp"):
+        run = runtime.active()
+        assert run is not None
+        assert run.config.backend.name == "dp"
+
+
+def test_a_block_has_options_of_its_own_inside_a_run() -> None:
+    """How to compute may differ from block to block; where may not."""
+
+    @distributed(processes=2)
+    def train() -> None:
+        model = Mlp()
+        with parallel_model(model, backend=DDPBackend(gradient_as_bucket_view=True)):
+            model(torch.ones(2, 6)).mean().backward()
+            assert model.head.weight.grad is not None
+            assert model.head.weight.grad._is_view()
+        with pytest.raises(ConfigError, match=r"3 asked for, 2 started"), parallel_model(model, processes=3):
+            pass
+
+    train()
+
+
+def test_random_numbers_differ_by_rank_and_repeat_by_run() -> None:
+    """With seed=: the same model on every rank, then other numbers on each, the same ones in every run."""
+
+    @distributed(processes=2, seed=5)
+    def draw() -> list[float]:
+        before = torch.rand(()).item()
+        model = Mlp()
+        drawn = []
+        for _ in range(2):
+            with parallel_model(model):
+                drawn += [torch.rand(()).item(), random.random()]
+        weights = model.head.weight.sum().item()
+        return [before, weights, *drawn]
+
+    first, second = draw.all_ranks()
+    assert first[:2] == second[:2]
+    assert not set(first[2:]) & set(second[2:])
+    assert len(set(first)) == len(first)
+    assert draw.all_ranks() == [first, second]
+
+
+def test_without_a_seed_random_numbers_are_left_alone() -> None:
+    """The block draws nothing and seeds nothing."""
+    model = Mlp()
+    state = torch.random.get_rng_state()
+    with parallel_model(model):
+        pass
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_wrap_brings_the_users_own_ddp() -> None:
+    """wrap= is given the module and the World; a DistributedDataParallel it returns is watched like ours."""
+
+    def configure_ddp(module: nn.Module, world: Any) -> nn.Module:
+        assert world.world_size == 2
+        return nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1)
+
+    @distributed(processes=2, wrap=configure_ddp)
+    def train() -> torch.Tensor:
+        from parallelize import SyncError
+
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model):
+            model(torch.full((2, 6), rank() + 1.0)).mean().backward()
+            optimizer.step()
+            model.encoder(torch.ones(2, 6)).mean().backward()
+            with pytest.raises(SyncError, match="is not averaged"):
+                optimizer.step()
+        return model.head.weight.detach()
+
+    assert torch.equal(*train.all_ranks())
+
+
+class AverageByHand(nn.Module):
+    """What a user might bring instead of DDP: averages when it is told to."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.calls = 0
+
+    def forward(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.module(*args)
+
+
+def test_wrap_brings_any_module() -> None:
+    """Another wrapper runs under gradients, the plain model without; verify_every watches over its work."""
+    wrappers: list[AverageByHand] = []
+
+    def wrap(module: nn.Module, _world: Any) -> nn.Module:
+        wrappers.append(AverageByHand(module))
+        return wrappers[-1]
+
+    @distributed(processes=2, wrap=wrap, verify_every=1)
+    def train() -> int:
+        from parallelize import SyncError
+
+        torch.manual_seed(0)
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model):
+            model(torch.full((2, 6), rank() + 1.0)).mean().backward()
+            for each in model.parameters():
+                assert each.grad is not None
+                each.grad.copy_(all_gather(each.grad).mean(0))
+            optimizer.step()
+            with torch.no_grad():
+                model(torch.ones(2, 6))
+            model(torch.full((2, 6), rank() + 1.0)).mean().backward()
+            with pytest.raises(SyncError, match="differs between rank 0 and rank 1 after 2 optimizer steps"):
+                optimizer.step()
+        return wrappers[-1].calls
+
+    assert train() == 2
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd", "pair"])
+def test_gradients_travel_as_asked(hook: str) -> None:
+    """comm_hook: in half precision, as low-rank factors, or by the user's own hook."""
+    seen: list[int] = []
+
+    def own(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state.append(bucket.index())
+        return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    @distributed(processes=2)
+    def train() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Mlp()
+        with parallel_model(model, backend=DDPBackend(comm_hook=(seen, own) if hook == "pair" else hook)):
+            for _ in range(4):
+                model.zero_grad()
+                model(torch.full((2, 6), rank() + 1.0)).mean().backward()
+        assert bool(seen) == (hook == "pair")
+        return [each.grad for each in model.parameters() if each.grad is not None]
+
+    first, second = train.all_ranks()
+    assert len(first) == 4
+    assert all(map(torch.equal, first, second))
+
+
+def test_an_unknown_comm_hook_is_refused() -> None:
+    """Before anything runs."""
+    with pytest.raises(ConfigError, match=r"(?s)comm_hook='fp8'.*'powersgd'"):
+        DDPBackend(comm_hook="fp8")  # type: ignore[arg-type]  # the fault under test
+
+
+def test_sync_batchnorm_on_the_cpu_is_refused() -> None:
+    """torch's SyncBatchNorm needs GPUs: said at entry, and nothing is left changed."""
+
+    @distributed(processes=2)
+    def train() -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        refused = pytest.raises(ConfigError, match="sync_batchnorm=True on cpu")
+        with refused, parallel_model(model, backend=DDPBackend(sync_batchnorm=True)):
+            pass
+        assert type(model[1]) is nn.BatchNorm1d
+
+    train()
+
+
+def test_the_engine_is_freed_with_the_block() -> None:
+    """Communication buffers do not wait for the garbage collector."""
+
+    @distributed(processes=2)
+    def train() -> None:
+        import gc
+        import weakref
+
+        from parallelize.inplace.route import route_of
+
+        model = Mlp()
+        gc.collect()
+        gc.disable()
+        with parallel_model(model):
+            model(torch.ones(2, 6)).mean().backward()
+            route: Any = route_of(model)
+            engine = weakref.ref(route.director._engine.module)
+            del route
+        assert engine() is None
+
+    train()

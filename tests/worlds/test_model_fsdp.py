@@ -1,0 +1,377 @@
+"""What fsdp does beyond the contract: optimizers, blocks, meshes, loading, the refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from parallelize import ConfigError, FSDPBackend, SyncError, distributed, no_sync, parallel_model, rank
+
+WORLD = 2
+
+
+class Stack(nn.Module):
+    """A model of repeated blocks, with widths that two ranks cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 5)
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def seeded() -> Stack:
+    torch.manual_seed(7)
+    return Stack()
+
+
+def batch_of(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(WORLD * 4, 6, generator=torch.Generator().manual_seed(step)).chunk(WORLD)[rank]
+
+
+def trained_alone(*, steps: int, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> dict[str, torch.Tensor]:
+    model = seeded()
+    step_on = optimizer(model.parameters(), lr=0.05)
+    for step in range(steps):
+        step_on.zero_grad()
+        model(torch.cat([batch_of(rank, step) for rank in range(WORLD)])).square().mean().backward()
+        step_on.step()
+    return dict(model.state_dict())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(batch_of(rank(), step)).square().mean().backward()
+        optimizer.step()
+
+
+def assert_close(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(dict(weights), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_named_optimizer_follows_with_its_state() -> None:
+    """An optimizer made before, with momentum from steps before, continues inside and again after the block."""
+
+    @distributed(processes=WORLD)
+    def run() -> dict[str, torch.Tensor]:
+        model = seeded()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        parameters = list(model.parameters())
+
+        def alone(step: int) -> None:
+            optimizer.zero_grad()
+            model(torch.cat([batch_of(rank, step) for rank in range(WORLD)])).square().mean().backward()
+            optimizer.step()
+
+        alone(0)
+        with parallel_model(model, backend="fsdp", optimizers=optimizer):
+            assert all(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"])
+            train(model, optimizer, steps=range(1, 3))
+        assert all(one is other for one, other in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
+        assert not any(isinstance(value, DTensor) for state in optimizer.state.values() for value in state.values())
+        alone(3)
+        return model.state_dict()
+
+    for weights in run.all_ranks():
+        assert_close(weights, trained_alone(steps=4))
+
+
+def test_an_optimizer_that_was_not_named_is_refused() -> None:
+    """It holds parameters that are no longer the model's: said before its first step."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = seeded()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model, backend="fsdp"):
+            model(batch_of(rank())).mean().backward()
+            with pytest.raises(SyncError, match=r"(?s)SGD holds parameters that Stack had.*optimizers=optimizer"):
+                optimizer.step()
+
+    run()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sharded"),
+    [
+        (None, {"layers.0", "layers.1", "layers.2"}),
+        ([nn.Linear], {"stem", "layers.0", "layers.1", "layers.2", "head"}),
+        (31, {"stem"}),
+        (10**6, set()),
+    ],
+    ids=["default", "classes", "size", "one group"],
+)
+def test_blocks_are_chosen_as_asked(blocks: Any, sharded: set[str]) -> None:
+    """The members of module lists, modules of some classes, or those of some size; the rest is one group."""
+
+    @distributed(processes=WORLD)
+    def run() -> tuple[set[str], dict[str, torch.Tensor]]:
+        model = seeded()
+        with parallel_model(model, backend=FSDPBackend(blocks=blocks)):
+            found = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+            train(model, torch.optim.AdamW(model.parameters(), lr=0.05), steps=range(2))
+        return found, model.state_dict()
+
+    for found, weights in run.all_ranks():
+        assert found == sharded
+        assert_close(weights, trained_alone(steps=2))
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        FSDPBackend(reshard_after_forward=False),
+        FSDPBackend(cpu_offload=True),
+        FSDPBackend(shard_size=2),
+        FSDPBackend(roll_call_s=0),
+    ],
+    ids=["kept", "offloaded", "one copy", "no roll call"],
+)
+def test_options_change_no_result(backend: FSDPBackend) -> None:
+    """Where parameters wait, and for how long, is no business of the numbers."""
+
+    @distributed(processes=WORLD)
+    def run() -> dict[str, torch.Tensor]:
+        model = seeded()
+        with parallel_model(model, backend=backend):
+            train(model, torch.optim.AdamW(model.parameters(), lr=0.05), steps=range(2))
+            with torch.no_grad():
+                model(batch_of(rank()))
+        return model.state_dict()
+
+    assert_close(run(), trained_alone(steps=2))
+
+
+def test_copies_of_a_shared_model() -> None:
+    """shard_size=2 of four ranks: two copies, whose gradients are averaged."""
+
+    @distributed(processes=4)
+    def run() -> dict[str, torch.Tensor]:
+        model = seeded()
+        with parallel_model(model, backend=FSDPBackend(shard_size=2)):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            for step in range(2):
+                optimizer.zero_grad()
+                model(batch_of(rank() % WORLD, step)).square().mean().backward()
+                optimizer.step()
+        return model.state_dict()
+
+    for weights in run.all_ranks():
+        assert_close(weights, trained_alone(steps=2))
+
+
+def test_gathering_in_half_precision() -> None:
+    """torch's own policy: parameters compute in bfloat16 and are kept, and returned, in their own type."""
+
+    @distributed(processes=WORLD)
+    def run() -> set[torch.dtype]:
+        seen: set[torch.dtype] = set()
+        model = seeded()
+        model.head.register_forward_hook(lambda module, _args, _output: seen.add(module.weight.dtype))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        with parallel_model(model, backend=FSDPBackend(mixed_precision=policy)):
+            train(model, torch.optim.SGD(model.parameters(), 0.1), steps=range(1))
+        assert {each.dtype for each in model.parameters()} == {torch.float32}
+        return seen
+
+    assert run() == {torch.bfloat16}
+
+
+def test_a_wrong_shard_size_is_refused() -> None:
+    """Ranks divide evenly or not at all."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        refused = pytest.raises(ConfigError, match=r"(?s)shard_size=3 in a world of 2.*a divisor of 2")
+        with refused, parallel_model(seeded(), backend=FSDPBackend(shard_size=3)):
+            pass
+
+    run()
+
+
+def test_without_restore_the_parts_stay() -> None:
+    """restore=False runs no collective at the end: each rank keeps its parts, and the model says so when called."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = seeded()
+        with parallel_model(model, backend="fsdp", restore=False):
+            train(model, torch.optim.SGD(model.parameters(), 0.1), steps=range(1))
+        assert type(model.layers[0]) is nn.Linear
+        assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+        with pytest.raises(SyncError, match=r"(?s)Stack is in parts.*restore=False"):
+            model(batch_of(0))
+        with pytest.raises(ConfigError, match="in parts"), parallel_model(model):
+            pass
+
+    run()
+
+
+def test_a_sharded_state_dict_is_the_default() -> None:
+    """state_dict() is each rank's part, with the plain keys, unless whole tensors are asked for."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = seeded()
+        keys = list(model.state_dict())
+        with parallel_model(model, backend="fsdp"):
+            state = model.state_dict()
+            assert list(state) == keys
+            assert all(isinstance(value, DTensor) for value in state.values())
+            model.load_state_dict(state)
+
+    run()
+
+
+def test_a_module_replaced_inside_is_refused() -> None:
+    """Its parameters would be this rank's own."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = seeded()
+        with parallel_model(model, backend="fsdp"):
+            model.head = nn.Linear(5, 1)
+            with pytest.raises(SyncError, match="Stack has changed: head is another module"):
+                model(batch_of(rank()))
+
+    run()
+
+
+def test_unfreezing_inside_is_followed() -> None:
+    """A frozen block that is trained from some step on gets the gradients of one process."""
+
+    @distributed(processes=WORLD)
+    def run() -> dict[str, torch.Tensor]:
+        model = seeded()
+        model.layers.requires_grad_(False)
+        with parallel_model(model, backend="fsdp"):
+            model(batch_of(rank())).mean().backward()
+            model.zero_grad()
+            model.requires_grad_(True)
+            train(model, torch.optim.AdamW(model.parameters(), lr=0.05), steps=range(2))
+        assert all(each.requires_grad for each in model.parameters())
+        return model.state_dict()
+
+    assert_close(run(), trained_alone(steps=2))
+
+
+def test_tied_parameters_in_two_blocks_are_refused() -> None:
+    """A parameter is gathered with one block only; in one group it is tied as ever."""
+
+    class Tied(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2].weight = self.layers[0].weight
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = Tied()
+        refused = pytest.raises(ConfigError, match=r"layers.0.weight and layers.2.weight of Tied are one parameter")
+        with refused, parallel_model(model, backend="fsdp"):
+            pass
+        with parallel_model(model, backend=FSDPBackend(blocks=10**6)):
+            train(model, torch.optim.SGD(model.parameters(), 0.1), steps=range(1))
+        assert model.layers[2].weight is model.layers[0].weight
+
+    run()
+
+
+def test_classes_that_the_model_has_not_are_refused() -> None:
+    """Nothing would be sharded as asked."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        refused = pytest.raises(ConfigError, match=r"blocks=\['Conv2d'\].*\n.*no submodule of Stack")
+        with refused, parallel_model(seeded(), backend=FSDPBackend(blocks=[nn.Conv2d])):
+            pass
+
+    run()
+
+
+def test_comparing_parts_is_refused() -> None:
+    """verify_every has nothing to compare where every rank holds something else."""
+
+    @distributed(processes=WORLD, backend="fsdp", verify_every=1)
+    def run() -> None:
+        with pytest.raises(ConfigError, match="verify_every=1 with backend='fsdp'"), parallel_model(seeded()):
+            pass
+
+    run()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks_train(reentrant: bool) -> None:
+    """What a checkpoint computes again inside backward is no call past the model."""
+
+    class Checkpointed(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for layer in self.layers:
+                x = torch.tanh(torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant))
+            return self.head(x)
+
+    @distributed(processes=WORLD)
+    def run() -> dict[str, torch.Tensor]:
+        torch.manual_seed(7)
+        model = Checkpointed()
+        with parallel_model(model, backend="fsdp"):
+            train(model, torch.optim.AdamW(model.parameters(), lr=0.05), steps=range(2))
+        return model.state_dict()
+
+    assert_close(run(), trained_alone(steps=2))
+
+
+def test_clipping_and_accumulating_see_the_whole() -> None:
+    """clip_grad_norm_ clips by the norm over all parts; no_sync accumulates without sending."""
+
+    @distributed(processes=WORLD)
+    def run() -> tuple[float, dict[str, torch.Tensor]]:
+        model = seeded()
+        with parallel_model(model, backend="fsdp"):
+            optimizer = torch.optim.SGD(model.parameters(), 1.0)
+            with no_sync(model):
+                (model(batch_of(rank(), 0)).square().mean() / 2).backward()
+            (model(batch_of(rank(), 1)).square().mean() / 2).backward()
+            norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            whole = norm.full_tensor().item()
+        return whole, model.state_dict()
+
+    model = seeded()
+    for step in range(2):
+        for each in range(WORLD):
+            (model(batch_of(each, step)).square().mean() / 2 / WORLD).backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01).item()
+    torch.optim.SGD(model.parameters(), 1.0).step()
+    for norm, weights in run.all_ranks():
+        assert norm == pytest.approx(expected, rel=1e-4)
+        assert_close(weights, dict(model.state_dict()))
+
+
+def test_a_block_can_follow_a_block() -> None:
+    """fsdp, then ddp, then fsdp again on the same model and optimizer."""
+
+    @distributed(processes=WORLD)
+    def run() -> dict[str, torch.Tensor]:
+        model = seeded()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for step, backend in enumerate(("fsdp", "ddp", "fsdp")):
+            with parallel_model(model, backend=backend, optimizers=optimizer):
+                train(model, optimizer, steps=range(step, step + 1))
+        dist.barrier()
+        return model.state_dict()
+
+    assert_close(run(), trained_alone(steps=3))

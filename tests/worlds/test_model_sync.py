@@ -1,0 +1,572 @@
+"""Gradients that bypass the engine are refused before an optimizer steps; everything else equals one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import BRANCHED, ZOO, Branched, Mlp
+
+from parallelize import DDPBackend, SyncError, all_reduce, distributed, no_sync, parallel_model, rank
+from parallelize.inplace.guard import Guard
+
+WORLD = 2
+
+
+def batch_of(rank: int, *, samples: int = 4, step: int = 0) -> torch.Tensor:
+    """What a rank sees; the ranks' batches together are what one process sees."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(WORLD * samples, 6, generator=generator).chunk(WORLD)[rank]
+
+
+def seeded(make: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(7)
+    return make()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
+def assert_alone_is_the_same(ranks: list[Any], loss_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    """The gradients of every rank are those of one process on the mean of the ranks' losses."""
+    model = seeded(Mlp)
+    sum(loss_of(model, batch_of(rank)) / WORLD for rank in range(WORLD)).backward()
+    for got in ranks:
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def bypasses() -> dict[str, Callable[[Mlp, torch.Tensor], torch.Tensor]]:
+    def functional(model: Mlp, x: torch.Tensor) -> torch.Tensor:
+        weights = dict(model.named_parameters())
+        return torch.func.functional_call(model.encoder, {"weight": weights["encoder.weight"] * 2.0}, (x,)).sum()
+
+    return {
+        "submodule": lambda model, x: model.encoder(x).sum(),
+        "method": lambda model, x: model.loss(x),
+        "functional": functional,
+        "parameter": lambda model, _x: model.head.weight.square().sum(),
+    }
+
+
+@pytest.mark.parametrize("name", list(bypasses()))
+def test_a_gradient_that_bypasses_the_engine_is_refused(name: str) -> None:
+    """A submodule, a method, functional use or a bare parameter: SyncError names the parameter, weights are kept."""
+
+    @distributed(processes=WORLD)
+    def train() -> tuple[str, bool]:
+        model = seeded(Mlp)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        before = copy.deepcopy(model.state_dict())
+        with parallel_model(model):
+            bypasses()[name](model, batch_of(rank())).backward()
+            with pytest.raises(SyncError) as caught:
+                optimizer.step()
+        unchanged = all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+        return str(caught.value), unchanged
+
+    for message, unchanged in train.all_ranks():
+        assert "is not averaged over the ranks" in message
+        assert "head.weight of Mlp" in message if name == "parameter" else "encoder.weight of Mlp" in message
+        assert "methods=['encode']" in message
+        assert unchanged
+
+
+@pytest.mark.parametrize("name", list(bypasses()))
+def test_without_the_guard_ranks_would_drift_apart(name: str) -> None:
+    """What the guard refuses is no false alarm: with it switched off, each rank steps on a gradient of its own."""
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor]:
+        def watch_nothing(_guard: Guard) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+        Guard.watching = watch_nothing  # type: ignore[method-assign]  # in this process, which ends with the call
+        model = seeded(Mlp)
+        with parallel_model(model):
+            (bypasses()[name](model, batch_of(rank())) * (rank() + 1)).backward()
+            torch.optim.SGD(model.parameters(), 0.1).step()
+        return model.state_dict()
+
+    first, second = train.all_ranks()
+    assert not all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_a_reference_to_a_submodule_taken_before_the_block_is_refused() -> None:
+    """An old reference to a part of the model leads around the engine as well."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = seeded(Mlp)
+        encoder = model.encoder
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model):
+            model(batch_of(rank())).mean().backward()
+            optimizer.step()
+            encoder(batch_of(rank())).mean().backward()
+            with pytest.raises(SyncError, match=r"encoder.weight of Mlp is not averaged"):
+                optimizer.step()
+
+    train()
+
+
+def test_a_regulariser_in_the_same_backward_is_averaged() -> None:
+    """A loss of the model's output and of its parts takes one backward, and every gradient is averaged."""
+
+    def loss_of(model: Mlp, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean() + model.encoder(x).abs().mean() + model.head.weight.square().sum()
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Mlp)
+        with parallel_model(model):
+            loss_of(model, batch_of(rank())).backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), loss_of)
+
+
+def test_a_named_method_is_routed() -> None:
+    """methods=["loss"] runs a method through the engine: its gradients are averaged."""
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Mlp)
+        with parallel_model(model, methods=["loss"]):
+            model.loss(batch_of(rank())).backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+        assert "loss" not in vars(model)
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model.loss(x))
+
+
+def test_two_forwards_before_one_backward_are_averaged() -> None:
+    """Two calls of the model, one backward on the sum of their losses."""
+
+    def loss_of(model: Mlp, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean() + model(x + 1).mean()
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Mlp)
+        with parallel_model(model):
+            loss_of(model, batch_of(rank())).backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), loss_of)
+
+
+def test_two_backwards_for_two_forwards_are_refused() -> None:
+    """The second backward finds its gradients averaged by nobody, and says to sum the losses."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = seeded(Mlp)
+        with parallel_model(model):
+            first, second = model(batch_of(rank())).mean(), model(batch_of(rank())).square().mean()
+            first.backward()
+            second.backward()
+            with pytest.raises(SyncError, match="call backward once, on the sum"):
+                torch.optim.SGD(model.parameters(), 0.1).step()
+
+    train()
+
+
+def test_what_accumulated_around_the_engine_is_averaged_by_the_next_round() -> None:
+    """A bypass is no fault as long as a later backward through the model averages all that has accumulated."""
+
+    def loss_of(model: Mlp, x: torch.Tensor) -> torch.Tensor:
+        return model.encoder(x).mean() + model(x).mean()
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Mlp)
+        x = batch_of(rank())
+        with parallel_model(model):
+            model.encoder(x).mean().backward()
+            model(x).mean().backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), loss_of)
+
+
+def test_a_discarded_bypass_is_no_fault() -> None:
+    """Gradients that zero_grad has thrown away are nobody's business."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = seeded(Mlp)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model):
+            for set_to_none in (True, False):
+                model.encoder(batch_of(rank())).mean().backward()
+                optimizer.zero_grad(set_to_none=set_to_none)
+                optimizer.step()
+
+    train()
+
+
+def test_another_models_optimizer_steps_freely() -> None:
+    """The guard minds its own model's parameters only."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model, other = seeded(Mlp), nn.Linear(2, 2)
+        with parallel_model(model):
+            model.encoder(batch_of(rank())).mean().backward()
+            other(torch.ones(1, 2)).sum().backward()
+            torch.optim.SGD(other.parameters(), 0.1).step()
+
+    train()
+
+
+def test_unused_parameters_are_named() -> None:
+    """A branch without gradient is named, with the option, before the step and before torch's own error."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = seeded(Branched)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model):
+            model(batch_of(rank())).mean().backward()
+            with pytest.raises(SyncError, match=r"no gradient to right.weight, right.bias of Branched") as caught:
+                optimizer.step()
+            assert "DDPBackend(find_unused_parameters=True)" in str(caught.value)
+            with pytest.raises(SyncError, match=r"no gradient to right.weight"):
+                model(batch_of(rank()))
+
+    train()
+
+
+def test_unused_parameters_are_found_when_asked_for() -> None:
+    """find_unused_parameters=True trains a model with branches, also when ranks take different ones."""
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor]:
+        model = seeded(Branched)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model, backend=DDPBackend(find_unused_parameters=True), verify_every=1):
+            for step in range(4):
+                optimizer.zero_grad()
+                BRANCHED.loss(model(batch_of(rank(), step=step), right=(rank() + step) % 2 == 0)).backward()
+                optimizer.step()
+        return model.state_dict()
+
+    first, second = train.all_ranks()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_gradient_left_from_no_sync_alone_is_refused() -> None:
+    """What find_unused_parameters leaves alone, because the last micro-batch did not use it, is this rank's own."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = seeded(Branched)
+        x = batch_of(rank())
+        with parallel_model(model, backend=DDPBackend(find_unused_parameters=True)):
+            with no_sync(model):
+                model(x, right=True).mean().backward()
+            model(x).mean().backward()
+            with pytest.raises(SyncError, match=r"(?s)right.weight of Branched is not averaged.*under no_sync"):
+                torch.optim.SGD(model.parameters(), 0.1).step()
+
+    train()
+
+
+def test_a_step_inside_backward_is_refused() -> None:
+    """An optimizer in a hook of backward would step on gradients that are not averaged yet."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = seeded(Mlp)
+        optimizers = {each: torch.optim.SGD([each], 0.1) for each in model.parameters()}
+        with parallel_model(model):
+            for each in model.parameters():
+                each.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
+            with pytest.raises(SyncError, match="inside backward"):
+                model(batch_of(rank())).mean().backward()
+
+    train()
+
+
+def test_gradients_assigned_by_hand_are_compared() -> None:
+    """torch.autograd.grad averages nothing: refused where ranks differ, welcome once the user has averaged."""
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Mlp)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+
+        def assign(*, averaged: bool) -> None:
+            loss = model(batch_of(rank())).mean()
+            for each, gradient in zip(
+                model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+            ):
+                each.grad = all_reduce(gradient) if averaged else gradient
+
+        with parallel_model(model):
+            assign(averaged=False)
+            with pytest.raises(
+                SyncError, match=r"the gradient of encoder.weight of Mlp differs.*came from no backward"
+            ):
+                optimizer.step()
+            assign(averaged=True)
+            optimizer.step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).mean())
+
+
+def test_a_closure_is_checked_too() -> None:
+    """step(closure) steps on what the closure has left: a bypass in it is refused."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = seeded(Mlp)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+        def closure(through: bool) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(batch_of(rank())).mean() if through else model.loss(batch_of(rank()))
+            loss.backward()
+            return loss
+
+        with parallel_model(model, verify_every=1):
+            optimizer.step(lambda: closure(True))
+            with pytest.raises(SyncError, match="is not averaged"):
+                optimizer.step(lambda: closure(False))
+            with pytest.raises(SyncError, match="is not averaged"):
+                optimizer.step(closure=lambda: closure(False))
+
+    train()
+
+
+@pytest.mark.parametrize("start_frozen", [("head",), ("head", "encoder")])
+def test_unfreezing_inside_the_block_is_followed(start_frozen: tuple[str, ...]) -> None:
+    """A parameter unfrozen between forwards is averaged from the next forward on."""
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Mlp)
+        for name in start_frozen:
+            model.get_submodule(name).requires_grad_(False)
+        with parallel_model(model):
+            output = model(batch_of(rank())).mean()
+            if output.requires_grad:
+                output.backward()
+            model.requires_grad_(True)
+            model.zero_grad()
+            model(batch_of(rank())).mean().backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).mean())
+
+
+def test_replaced_parameters_are_followed() -> None:
+    """A submodule replaced, or load_state_dict(assign=True): the next forward trains the new parameters, alike."""
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Mlp)
+        with parallel_model(model):
+            model(batch_of(rank())).mean().backward()
+            torch.manual_seed(rank())
+            model.head = nn.Linear(8, 1)
+            model(batch_of(rank())).mean().backward()
+            model.load_state_dict(seeded(Mlp).state_dict(), assign=True)
+            model.requires_grad_(True).zero_grad()
+            model(batch_of(rank())).mean().backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).mean())
+
+
+def test_a_parameter_that_appears_after_the_last_forward_is_refused() -> None:
+    """Unfrozen and trained around the engine, with no forward in between: refused by name."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = seeded(Mlp)
+        model.head.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model):
+            model(batch_of(rank())).mean().backward()
+            model.head.requires_grad_(True)
+            model.head(torch.randn(3, 8)).mean().backward()
+            with pytest.raises(SyncError, match=r"(?s)head.weight of Mlp is not averaged.*unfrozen"):
+                optimizer.step()
+
+    train()
+
+
+def test_a_model_frozen_for_a_while_keeps_its_engine() -> None:
+    """A GAN that freezes its discriminator for the generator's step: gradients pass through and nothing is rebuilt."""
+
+    @distributed(processes=WORLD)
+    def train() -> tuple[Any, Any]:
+        torch.manual_seed(rank())
+        generator, discriminator = nn.Linear(6, 6), Mlp()
+        steps = torch.optim.SGD(generator.parameters(), 0.1), torch.optim.SGD(discriminator.parameters(), 0.1)
+        with parallel_model(generator, discriminator, verify_every=1) as (g, d):
+            assert g is generator
+            assert d is discriminator
+            for step in range(3):
+                x = batch_of(rank(), step=step)
+                discriminator.requires_grad_(True)
+                steps[1].zero_grad()
+                (discriminator(generator(x).detach()) - discriminator(x)).mean().backward()
+                steps[1].step()
+                discriminator.requires_grad_(False)
+                steps[0].zero_grad()
+                (-discriminator(generator(x))).mean().backward()
+                steps[0].step()
+        return generator.state_dict(), discriminator.state_dict()
+
+    first, second = train.all_ranks()
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("how", ["shape", "count", "frozen", "buffer"])
+def test_ranks_with_different_models_are_refused(how: str) -> None:
+    """Ranks whose models differ in a shape, a number, in what is trained or in a buffer: the first part is named."""
+
+    @distributed(processes=WORLD)
+    def train() -> str:
+        odd = rank() == 1
+        model = Mlp()
+        if how == "shape":
+            model.head = nn.Linear(8, 2 if odd else 1)
+        elif how == "count" and odd:
+            model.extra = nn.Linear(1, 1)
+        elif how == "frozen" and odd:
+            model.encoder.bias.requires_grad_(False)
+        elif how == "buffer" and odd:
+            model.register_buffer("table", torch.zeros(2))
+        with pytest.raises(SyncError) as caught, parallel_model(model):
+            pass
+        return str(caught.value)
+
+    named = {"shape": "head.weight", "count": "extra.weight", "frozen": "encoder.bias", "buffer": "table"}[how]
+    for message in train.all_ranks():
+        assert f"Mlp on rank 1 has {named} (" in message
+
+
+def test_verify_every_names_the_first_parameter_that_differs() -> None:
+    """A rank that changes a weight by itself is found at the next comparison, and not before."""
+
+    @distributed(processes=WORLD, verify_every=2)
+    def train() -> int:
+        model = seeded(Mlp)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        steps = 0
+
+        def run() -> None:
+            nonlocal steps
+            for step in range(6):
+                optimizer.zero_grad()
+                model(batch_of(rank(), step=step)).mean().backward()
+                if step == 2 and rank() == 1:
+                    model.encoder.bias.data[0] += 1e-6
+                optimizer.step()
+                steps += 1
+
+        differs = pytest.raises(SyncError, match=r"encoder.bias of Mlp differs .* rank 1 after 4 optimizer steps")
+        with differs, parallel_model(model):
+            run()
+        return steps
+
+    assert train.all_ranks() == [3, 3]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "part"])
+def test_checkpointed_forwards_are_averaged(reentrant: bool, whole: bool) -> None:
+    """Activation checkpointing of both kinds, of a part of the model and of the whole of it."""
+
+    class Checkpointed(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            encoded = torch.utils.checkpoint.checkpoint(self.encode, x, use_reentrant=reentrant)
+            return self.head(encoded)
+
+    def loss_of(model: Mlp, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_(True)  # the reentrant kind looks at its inputs only
+        output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant) if whole else model(x)
+        return output.square().mean()
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Mlp if whole else Checkpointed)
+        with parallel_model(model):
+            for _ in range(2):
+                model.zero_grad()
+                loss_of(model, batch_of(rank())).backward()
+                torch.optim.SGD(model.parameters(), 0.0).step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
+
+
+def test_a_static_graph_is_averaged() -> None:
+    """static_graph=True with nested backwards (reentrant checkpoints) and an unused parameter."""
+
+    class Static(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.never = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.utils.checkpoint.checkpoint(self.encode, x, use_reentrant=True))
+
+    @distributed(processes=WORLD, backend=DDPBackend(static_graph=True))
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Static)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        with parallel_model(model):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(batch_of(rank()).requires_grad_(True)).square().mean().backward()
+                optimizer.step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_the_zoo_trains_as_hand_written_ddp_does(name: str) -> None:
+    """Weights and buffers after some steps are bitwise those of torch's DistributedDataParallel on the same batches."""
+
+    @distributed(processes=WORLD)
+    def train() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        animal = ZOO[name]
+
+        def run(model: nn.Module, called: nn.Module) -> dict[str, torch.Tensor]:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            torch.manual_seed(rank())
+            for _ in range(4):
+                optimizer.zero_grad()
+                animal.loss(called(*animal.batch(4))).backward()
+                optimizer.step()
+            return copy.deepcopy(model.state_dict())
+
+        ours, theirs = seeded(animal.make), seeded(animal.make)
+        with parallel_model(ours):
+            mine = run(ours, ours)
+        return mine, run(theirs, nn.parallel.DistributedDataParallel(theirs))
+
+    for mine, theirs in train.all_ranks():
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            assert torch.equal(value, theirs[key]), key

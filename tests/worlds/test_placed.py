@@ -1,0 +1,95 @@
+"""Processes that another launcher has placed: they join the world it made, and start none themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import torch, torch.distributed as dist
+from parallelize import ConfigError, distributed, rank, world_size
+
+options = json.loads(sys.argv[1])
+
+@distributed(**options)
+def train(factor):
+    total = torch.ones(1) * rank()
+    dist.all_reduce(total)
+    return [total.item() * factor, rank(), world_size()]
+
+try:
+    said = [train(1), train(2), train.all_ranks(1)]
+except ConfigError as error:
+    said = str(error)
+sys.stdout.write(json.dumps(said) + "\\n")  # one write: lines of two ranks do not mix
+"""
+
+JOINED = [[1.0, 0, 2], [2.0, 0, 2], [[1.0, 0, 2], [1.0, 1, 2]]]
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+OPEN_MPI = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
+MPICH = ["mpiexec.hydra", "-n", "2", sys.executable]
+LAUNCHERS = {"torchrun": TORCHRUN, "open mpi": OPEN_MPI, "mpich": MPICH}
+
+
+def answers(launcher: str, folder: Path, options: dict[str, object]) -> list[object]:
+    """What each process says, in no order."""
+    command = LAUNCHERS[launcher]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"needs the command {command[0]!r}")
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [*command, str(script), json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", '"'))]
+    assert len(said) == 2, done.stderr
+    return said
+
+
+@pytest.mark.parametrize("launcher", list(LAUNCHERS))
+def test_joins_the_world_it_is_placed_in(launcher: str, tmp_path: Path) -> None:
+    """Two processes of one launcher: every call joins, each returns rank 0's value, and a second call works too."""
+    assert answers(launcher, tmp_path, {}) == [JOINED, JOINED]
+
+
+def test_a_request_that_does_not_fit_names_both(tmp_path: Path) -> None:
+    """processes=4 in a world of two: both numbers are in the error, on every rank."""
+    for said in answers("torchrun", tmp_path, {"processes": 4}):
+        assert "processes per node: 4 asked for, 2 started" in str(said)
+
+
+def test_processes_started_by_hand(tmp_path: Path) -> None:
+    """torchrun's variables set by hand, with no agent to serve a store: rank 0 serves it."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), "{}"],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [json.loads(process.communicate(timeout=50)[0]) for process in started] == [JOINED, JOINED]
+
+
+def _free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])

@@ -1,0 +1,90 @@
+"""Many calls in a row cost what one costs."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing.forkserver
+import multiprocessing.synchronize
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallelize import distributed
+
+CALLS = 200
+WARM = 20
+
+
+def ranks_add_up(number: int, net: nn.Module) -> tuple[int, torch.Tensor]:
+    """The same sum on every rank, with a model there and a tensor back; fails on the last rank for some numbers."""
+    if number % 10 == 9 and dist.get_rank() == dist.get_world_size() - 1:
+        raise ArithmeticError(number)
+    total = torch.tensor([number])
+    dist.all_reduce(total)
+    return int(total.item()), next(net.parameters()).detach() + 1
+
+
+def call(number: int, net: nn.Module) -> float:
+    """One call in one to three processes, checked; the seconds it took."""
+    processes = 1 + number % 3
+    function = distributed(processes=processes)(ranks_add_up)
+    started = time.monotonic()
+    if number % 10 == 9:
+        with pytest.raises(ArithmeticError, match=str(number)):
+            function(number, net)
+    else:
+        assert function(number, net)[0] == number * processes
+    return time.monotonic() - started
+
+
+def held() -> dict[str, object]:
+    """What this process and the fork server hold, once the garbage of torch elastic's agents is collected."""
+    gc.collect()
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    return {
+        "files here": psutil.Process().num_fds(),
+        "files of the fork server": psutil.Process(server).num_fds(),
+        "temporary files": len(list(Path(tempfile.gettempdir()).iterdir())),
+        "processes": sorted(each.pid for each in psutil.Process().children(recursive=True)),
+        "threads": sorted(each.name for each in threading.enumerate()),
+    }
+
+
+def recorded_semaphores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Gets the name of every semaphore that this process makes; other processes' are in the same folder."""
+    names: list[str] = []
+    make = multiprocessing.synchronize.SemLock._make_name
+
+    def record() -> str:
+        names.append(make())
+        return names[-1]
+
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "_make_name", staticmethod(record))
+    return names
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_calls_accumulate_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After calls of every kind, many more leave nothing behind, failures included, and the last are no slower."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    semaphores = recorded_semaphores(monkeypatch)
+    net = nn.Linear(1000, 250)
+    for number in range(WARM):
+        call(number, net)
+    before, resident = held(), psutil.Process().memory_info().rss
+    seconds = [call(number, net) for number in range(WARM, CALLS)]
+    assert held() == before
+    assert len(semaphores) > CALLS
+    assert not [name for name in semaphores if Path(f"/dev/shm/sem.{name.lstrip('/')}").exists()]
+    assert psutil.Process().memory_info().rss - resident < 100 * 2**20
+    quarter = len(seconds) // 4
+    assert statistics.median(seconds[-quarter:]) < 2 * statistics.median(seconds[:quarter]) + 0.1
