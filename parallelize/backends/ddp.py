@@ -1,0 +1,35 @@
+"""DistributedDataParallel: one process per device, gradients averaged over all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from parallelize.backends.averaging import Averaging, averaging_engine
+from parallelize.contracts import LEVELS, Engine, Inner, LocalEngine
+from parallelize.world import World
+
+__all__ = ["PLUGIN", "DDPBackend"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPBackend(Averaging):
+    """One process per device; gradients are averaged over all processes while backward still runs."""
+
+    name = "ddp"
+    process_per = "device"
+    amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset(LEVELS), "apex": frozenset(LEVELS)}
+
+    @override
+    def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
+        """DistributedDataParallel around `inner`; in a world of one, `inner` itself."""
+        if world.world_size == 1:
+            return LocalEngine(inner)
+        return averaging_engine(self, inner, inner=inner, device=devices[0])
+
+
+PLUGIN = DDPBackend

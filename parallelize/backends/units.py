@@ -1,0 +1,55 @@
+"""Which submodules of a model are gathered each on their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from parallelize.errors import ConfigError
+
+__all__ = ["refuse_ties", "units_of"]
+
+
+def units_of(model: nn.Module, blocks: Any) -> list[nn.Module]:
+    """The submodules that are gathered on their own, inner ones first."""
+    below = [module for module in model.modules() if module is not model and any(True for _ in module.parameters())]
+    if blocks is None:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        members = {child for each in lists for child in each}
+        # A list in a member of a list (the experts of a layer) goes with its member.
+        inside = {deep for each in members for deep in each.modules() if deep is not each}
+        chosen = [module for module in below if module in members - inside]
+    elif isinstance(blocks, int):
+        containers = (nn.ModuleList, nn.ModuleDict)
+        sizes = {module: sum(each.numel() for each in module.parameters()) for module in below}
+        chosen = [module for module in below if sizes[module] >= blocks and not isinstance(module, containers)]
+    else:
+        chosen = [module for module in below if isinstance(module, tuple(blocks))]
+        if not chosen:
+            raise ConfigError(
+                f"FSDPBackend(blocks={[kind.__name__ for kind in blocks]!r})",
+                why=f"no submodule of {type(model).__name__} with parameters is of these classes",
+                fix="name the classes of its repeated blocks, or leave blocks=None",
+            )
+    return chosen[::-1]
+
+
+def refuse_ties(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """A parameter of two units would be sharded with one and left whole in the other."""
+    home: dict[int, tuple[nn.Module, str]] = {}
+    innermost: dict[nn.Module, nn.Module] = {}
+    for unit in units:
+        for module in unit.modules():
+            innermost.setdefault(module, unit)
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            here = innermost.get(module, model), f"{path}.{name}".lstrip(".")
+            first = home.setdefault(id(parameter), here)
+            if first[0] is not here[0]:
+                raise ConfigError(
+                    f"{first[1]} and {here[1]} of {type(model).__name__} are one parameter in two blocks",
+                    why="a parameter is gathered with one block only",
+                    fix="choose FSDPBackend(blocks=...) so that both are in the same block, or in none",
+                )

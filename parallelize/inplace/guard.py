@@ -1,0 +1,235 @@
+"""Where each gradient of a model came from, so that no optimizer steps on one that was not averaged over the ranks.
+
+The rounds of a guard, as torch's reducer has them:
+
+    forward through the engine    the round opens
+    backward                      each parameter's gradient arrives and is averaged while backward goes on
+    end of backward               the round closes once the engine has averaged everything
+    any other backward            its gradients are this rank's own, until a later round averages what has accumulated
+    optimizer.step()              refused while the round is open, or while a gradient is this rank's own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from parallelize.contracts import Engine
+from parallelize.errors import SyncError
+from parallelize.inplace.agreement import compare
+from parallelize.inplace.structure import Structure
+
+__all__ = ["Guard"]
+
+_BYPASSED = "it was computed from this rank's batch alone: a submodule or a method other than forward was called, the \
+model was used functionally, or backward ran once more than the model"
+_UNSENT = "it was accumulated under no_sync, and no backward outside of no_sync has averaged it since"
+_FIX_BYPASSED = "call the model itself; name other methods, as in parallel_model(model, methods=['encode']); for \
+several forwards call backward once, on the sum of their losses"
+_FIX_UNSENT = "run forward and backward of the last micro-batch outside of no_sync, with every parameter in use"
+
+
+class Guard:
+    """Watches the gradients of one model while its engine runs.
+
+    Args:
+        structure: the model as the engine knows it.
+        engine: averages the gradients of what went through it.
+    """
+
+    def __init__(self, structure: Structure, *, engine: Engine) -> None:
+        self._structure = structure
+        self._names = tuple(structure.trained)
+        self._parameters = tuple(structure.trained.values())
+        self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._engine = engine
+        self._model_name = type(structure.model).__name__
+        self._is_open = False
+        self._arrived: set[int] = set()
+        self._is_end_awaited = False
+        self._own: dict[int, str] = {}
+        self._is_paused = False
+        self._has_run = False
+        self._has_arrived = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hooks on every parameter and on every optimizer's step, taken off at the end."""
+        with contextlib.ExitStack() as stack:
+            parameter: Any
+            for index, parameter in enumerate(self._parameters):
+                hook = functools.partial(self._on_gradient, index)
+                stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._on_step).remove)
+            yield
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time of a no_sync: forwards open no round."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def before_forward(self) -> None:
+        """The engine is about to run.
+
+        Raises:
+            SyncError: the last backward has left parameters without a gradient, so that others wait to be averaged.
+        """
+        if self._is_open and self._arrived and not self._is_paused and not self._has_settled(in_backward=False):
+            raise self._unused()
+
+    def after_forward(self) -> None:
+        """The engine has run: unless paused, its next backward averages."""
+        self._has_run = True
+        if not self._is_paused:
+            self._is_open = True
+            self._arrived.clear()
+
+    def inherit(self, other: Guard) -> None:
+        """Take over what another guard knows of the gradients that both watch."""
+        for index, why in other._own.items():
+            mine = self._index.get(id(other._parameters[index]))
+            if mine is not None:
+                self._own[mine] = why
+
+    def _on_gradient(self, index: int, _: torch.Tensor) -> None:
+        self._has_arrived = True
+        if not self._is_open:
+            self._own[index] = _UNSENT if self._is_paused else _BYPASSED
+            return
+        if self._is_paused:
+            raise SyncError(
+                f"backward inside no_sync({self._model_name}) of a forward outside of it",
+                why="the forward decides whether its backward averages gradients; this one's does",
+                fix="put forward and backward of the micro-batch inside the same no_sync, and evaluate under no_grad",
+            )
+        self._arrived.add(index)
+        if self._own:
+            self._own.pop(index, None)  # what it had of its own is averaged with the rest
+        if not self._is_end_awaited:
+            self._is_end_awaited = True
+            _queue_callback(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        # The engine may have queued its own end after ours; one more turn puts us last.
+        _queue_callback(self._on_backward_settled)
+
+    def _on_backward_settled(self) -> None:
+        self._is_end_awaited = False
+        self._has_settled(in_backward=True)
+
+    def _has_settled(self, *, in_backward: bool) -> bool:
+        if self._is_open and self._engine.is_reduced(in_backward=in_backward):
+            self._is_open = False
+        return not self._is_open
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before any optimizer steps."""
+        self._check(optimizer)
+        return _checked_closure(args, kwargs, check=functools.partial(self._check, optimizer))
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._structure.is_current():
+            self._refuse_newcomers(optimizer)
+        is_assigned = self._has_run and not self._has_arrived
+        self._has_run = self._has_arrived = False
+        if not self._own and not (self._is_open and self._arrived) and not is_assigned:
+            return
+        held = {self._index[id(each)] for each in _parameters_of(optimizer) if id(each) in self._index}
+        if not held:
+            return
+        if is_assigned:
+            self._compare_assigned(held)
+        if self._is_open and self._arrived:
+            self._refuse_unfinished()
+        for index in sorted(held & self._own.keys()):
+            gradient = self._parameters[index].grad
+            if gradient is None:
+                del self._own[index]
+            elif bool(gradient.count_nonzero()):
+                raise self._not_averaged(index)
+
+    def _compare_assigned(self, held: set[int]) -> None:
+        """Gradients that no backward has brought: from autograd.grad, averaged by the user or not."""
+        gradients = {self._names[index]: self._parameters[index].grad for index in sorted(held)}
+        assigned = {f"the gradient of {name}": each for name, each in gradients.items() if each is not None}
+        compare(
+            assigned, model_name=self._model_name, when="though it came from no backward; parallelize.all_reduce it"
+        )
+
+    def _refuse_newcomers(self, optimizer: torch.optim.Optimizer) -> None:
+        now = {id(each): name for name, each in self._structure.model.named_parameters() if each.requires_grad}
+        for each in _parameters_of(optimizer):
+            if id(each) in now and id(each) not in self._index and each.grad is not None:
+                raise SyncError(
+                    f"the gradient of {now[id(each)]} of {self._model_name} is not averaged over the ranks",
+                    why="it was unfrozen, added or replaced after the last forward of the model",
+                    fix=f"call the {self._model_name} once more, then backward and step",
+                )
+
+    def _refuse_unfinished(self) -> None:
+        if _is_in_backward():
+            raise SyncError(
+                f"an optimizer steps on parameters of {self._model_name} inside backward",
+                why="gradients are averaged over the ranks until backward ends",
+                fix="step after backward, not from a hook in it",
+            )
+        if not self._has_settled(in_backward=False):
+            raise self._unused()
+
+    def _not_averaged(self, index: int) -> SyncError:
+        why = self._own[index]
+        return SyncError(
+            f"the gradient of {self._names[index]} of {self._model_name} is not averaged over the ranks",
+            why=why,
+            fix=_FIX_BYPASSED if why is _BYPASSED else _FIX_UNSENT,
+        )
+
+    def _unused(self) -> SyncError:
+        missing = [name for index, name in enumerate(self._names) if index not in self._arrived]
+        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        return SyncError(
+            f"backward gave no gradient to {listed} of {self._model_name}",
+            why="gradients are averaged in groups, and the groups of these parameters still wait for them",
+            fix="use backend=DDPBackend(find_unused_parameters=True), freeze them (requires_grad_(False)), or let all "
+            "outputs take part in the loss",
+        )
+
+
+def _queue_callback(callback: Any) -> None:
+    # What torch's own reducers in Python use; the engine runs it when the backward that is running has ended.
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _checked_closure(args: tuple[Any, ...], kwargs: dict[str, Any], *, check: Any) -> Any:
+    """The arguments of step(closure) with a closure that is checked after each of its backwards; None without one."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+
+    @functools.wraps(closure)
+    def checked() -> Any:
+        loss = closure()
+        check()
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": checked}
+    return (args[0], checked, *args[2:]), kwargs
