@@ -1,0 +1,206 @@
+"""One batch as micro-batches, and their outputs as one batch again.
+
+Inputs: of the tensors anywhere in the arguments, those whose `batch_dim` is as long as the batch are cut, all other
+values go to every micro-batch. Outputs: tensors are joined along the dimension that follows the micro-batch's size;
+scalars are averaged, weighted by samples, which is exact for a loss that is a mean over samples; what is equal in all
+micro-batches is returned once. Anything else has no meaning for the whole batch and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from parallelize.backends.balanced import refusals
+from parallelize.containers import leaves, map_leaves
+
+__all__ = ["Batch", "Column", "batch_size", "columns", "rebuild", "shapes", "take"]
+
+
+def batch_size(inputs: Any, *, dim: int) -> int:
+    """How many samples a batch has: the length of the first tensor that has a batch dimension.
+
+    Raises:
+        ConfigError: there is none, or the batch is packed sequences.
+    """
+    args, kwargs = inputs
+    if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+        raise refusals.packed_sequence()
+    for leaf in leaves(inputs):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
+            return leaf.shape[dim]
+    raise refusals.no_batch(dim)
+
+
+def rebuild(like: Any, flat: Sequence[Any]) -> Any:
+    """Containers like those of `like`, around other leaves."""
+    values = iter(flat)
+    return map_leaves(lambda _: next(values), like)
+
+
+def take(inputs: Any, samples: int, *, dim: int) -> Any:
+    """The first samples of a batch."""
+    size = batch_size(inputs, dim=dim)
+
+    def first(leaf: Any) -> Any:
+        return leaf.narrow(dim, 0, min(samples, size)) if _is_cut(leaf, size, dim) else leaf
+
+    return map_leaves(first, inputs)
+
+
+class Batch:
+    """Inputs, cut.
+
+    Args:
+        inputs: arguments and keyword arguments.
+        microbatches: at most so many.
+        dim: the batch dimension of the inputs.
+
+    Attributes:
+        sizes: samples of each micro-batch.
+        parts: the inputs of each micro-batch, as flat lists; tensors that want a gradient are leaves of their own.
+    """
+
+    def __init__(self, inputs: Any, *, microbatches: int, dim: int) -> None:
+        self._inputs = inputs
+        self._dim = dim
+        flat = list(leaves(inputs))
+        size = batch_size(inputs, dim=dim)
+        count = max(1, min(microbatches, size))
+        self.sizes = tuple(size // count + (index < size % count) for index in range(count))
+        self._is_cut = [_is_cut(leaf, size, dim) for leaf in flat]
+        pieces = [self._pieces(leaf, is_cut) for leaf, is_cut in zip(flat, self._is_cut, strict=True)]
+        self.parts = [list(part) for part in zip(*pieces, strict=True)]
+        self.wanting = [(i, leaf) for i, leaf in enumerate(flat) if _wants_gradient(leaf)]
+
+    def inputs(self, index: int) -> Any:
+        """The arguments and keyword arguments of one micro-batch."""
+        return rebuild(self._inputs, self.parts[index])
+
+    def gradient(self, position: int, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """The gradient of an input, from those of its pieces; None if no micro-batch has one."""
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        if not self._is_cut[position]:
+            return torch.stack(found).sum(0) if len(found) > 1 else found[0]
+        pieces = [torch.zeros_like(self.parts[i][position]) if p is None else p for i, p in enumerate(parts)]
+        return torch.cat(pieces, self._dim)
+
+    def _pieces(self, leaf: Any, is_cut: bool) -> Sequence[Any]:  # noqa: FBT001  # pairs from a zip
+        if not isinstance(leaf, torch.Tensor) or (not is_cut and not leaf.requires_grad):
+            return [leaf] * len(self.sizes)
+        plain = leaf.detach()
+        pieces = (
+            torch.split(plain, list(self.sizes), self._dim) if is_cut else [plain.view_as(plain) for _ in self.sizes]
+        )
+        return [piece.detach().requires_grad_(leaf.requires_grad) for piece in pieces]
+
+
+def _is_cut(leaf: Any, size: int, dim: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == size
+
+
+def _wants_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+@dataclass(frozen=True)
+class Column:
+    """One output, over all micro-batches.
+
+    Args:
+        value: of the whole batch.
+        dim: along which it was joined; None: not at all.
+        weights: of each micro-batch in a mean; None: it is none.
+    """
+
+    value: Any
+    dim: int | None = None
+    weights: tuple[float, ...] | None = None
+
+    def without_value(self) -> Column:
+        """The same, without the value, for whoever must not keep it."""
+        return Column(None, dim=self.dim, weights=self.weights)
+
+    def gradients(self, gradient: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
+        """What a gradient of the whole is for each micro-batch."""
+        if self.weights is not None:
+            return [gradient * weight for weight in self.weights]
+        if self.dim is not None:
+            return torch.split(gradient, list(sizes), self.dim)
+        return [gradient, *[None] * (len(sizes) - 1)]
+
+
+def shapes(output: Any) -> tuple[tuple[int, ...] | None, ...]:
+    """Of every leaf of an output, None where it is no tensor."""
+    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves(output))
+
+
+def columns(
+    rows: Sequence[Sequence[Any]], sizes: Sequence[int], *, device: torch.device, dims: Mapping[int, int | None]
+) -> list[Column]:
+    """The outputs of micro-batches as those of the batch.
+
+    Args:
+        rows: of each micro-batch, its outputs as a flat list.
+        sizes: samples of each.
+        device: where joined tensors are.
+        dims: position of an output -> its batch dimension as far as it is known; None: it has none.
+
+    Raises:
+        ConfigError: an output that differs between micro-batches and has no batch dimension.
+    """
+    if len({len(row) for row in rows}) > 1:
+        raise refusals.uneven_outputs([len(row) for row in rows])
+    return [
+        _column(values, tuple(sizes), position=position, device=device, dims=dims)
+        for position, values in enumerate(zip(*rows, strict=True))
+    ]
+
+
+def _column(
+    values: tuple[Any, ...],
+    sizes: tuple[int, ...],
+    *,
+    position: int,
+    device: torch.device,
+    dims: Mapping[int, int | None],
+) -> Column:
+    first = values[0]
+    if len(values) == 1 or all(value is first for value in values):
+        is_ours = isinstance(first, torch.Tensor) and not (first.requires_grad and first.is_leaf)
+        # A copy: the user may change it in place, and backward needs the original.
+        return Column(first.detach().to(device, copy=True) if is_ours else first)
+    if not isinstance(first, torch.Tensor):
+        if any(value != first for value in values):
+            raise refusals.unjoinable(position, f"values {first!r} and others")
+        return Column(first)
+    if first.dim() == 0 and first.is_floating_point():
+        weights = tuple(size / sum(sizes) for size in sizes)
+        return Column(sum(v.detach().to(device) * w for v, w in zip(values, weights, strict=True)), weights=weights)
+    dim = _batch_dim(values, sizes, known=dims.get(position, -1))
+    if dim is not None:
+        return Column(torch.cat([value.detach().to(device) for value in values], dim), dim=dim)
+    if first.requires_grad or any(not torch.equal(value, first) for value in values):
+        raise refusals.unjoinable(position, f"tensors of {tuple(first.shape)} for {sizes[0]} samples")
+    return Column(first.detach().to(device))
+
+
+def _batch_dim(values: tuple[torch.Tensor, ...], sizes: tuple[int, ...], *, known: int | None) -> int | None:
+    """The dimension that follows the micro-batch's size: the known one, else the first.
+
+    Args:
+        values: of each micro-batch.
+        sizes: samples of each.
+        known: the dimension; None: there is none; -1: not known.
+    """
+    shapes_ = [value.shape for value in values]
+    fitting = [dim for dim in range(values[0].dim()) if all(s[dim] == n for s, n in zip(shapes_, sizes, strict=True))]
+    if known == -1:
+        return fitting[0] if fitting else None
+    return known if known in fitting else None

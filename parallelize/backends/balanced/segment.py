@@ -1,0 +1,114 @@
+"""A stay of a micro-batch on a stage: the operations of one autograd graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parallelize.backends.balanced.randomness import Streams
+
+__all__ = ["OUTSIDE", "Import", "Segment", "Stage", "run_backward"]
+
+OUTSIDE = -1
+"""The stage of the user's code: inputs come from it, outputs go to it."""
+
+_keys = itertools.count()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One place where segments run.
+
+    Args:
+        device: torch's.
+        cores: CPU cores of a stage on the CPU; empty: any.
+    """
+
+    device: torch.device
+    cores: frozenset[int] = frozenset()
+
+
+class Import:
+    """A tensor of another segment, and its copy here.
+
+    Args:
+        source: there.
+        local: here.
+    """
+
+    __slots__ = ("_version", "local", "source")
+
+    def __init__(self, source: torch.Tensor, local: torch.Tensor) -> None:
+        self.source = source
+        self.local = local
+        self._version = _version(local)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the copy has been changed in place."""
+        return _version(self.local) != self._version
+
+
+class Segment:
+    """A stay of a micro-batch on a stage.
+
+    Args:
+        stage: number of it.
+
+    Attributes:
+        key: what tensors made here carry.
+        imports: by id of the tensor, what came from other segments.
+        exports: tensors that went elsewhere, each with the leaf that took its place.
+        streams: its random numbers.
+    """
+
+    __slots__ = ("__weakref__", "exports", "imports", "key", "stage", "streams")
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.key = next(_keys)
+        self.imports: dict[int, Import] = {}
+        self.exports: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.streams = Streams(0)
+
+    def export(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The leaf that stands for a tensor elsewhere."""
+        leaf = tensor.detach().requires_grad_()
+        self.exports.append((tensor, leaf))
+        return leaf
+
+    def backward(self) -> None:
+        """From the gradients of what was exported to those of what was imported, and to the stage's shadows."""
+        wanted = [(tensor, leaf.grad) for tensor, leaf in self.exports if leaf.grad is not None]
+        if wanted:
+            run_backward(*zip(*wanted, strict=True))
+        self.imports.clear()
+        self.exports.clear()
+
+
+def run_backward(
+    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], *, inputs: Sequence[torch.Tensor] = ()
+) -> None:
+    """As torch.autograd.backward, past whoever has replaced it: loss scaling would scale this part of one again.
+
+    Args:
+        roots: where backward begins.
+        gradients: of each root.
+        inputs: whose gradients are computed and thrown away; empty: leaves get theirs.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(roots),
+        tuple(gradients),
+        keep_graph=False,
+        create_graph=False,
+        inputs=tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=not inputs,
+    )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,405 @@
+"""Models of many shapes, and pipelines over them whose cut is given instead of measured."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parallelize import parallel_model
+from parallelize.backends.balanced.plan import Plan, signature
+from parallelize.backends.balanced.plugin import BalancedBackend
+from parallelize.containers import leaves
+
+WIDTH = 16
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.short = nn.Conv2d(inputs, outputs, 1, stride) if inputs != outputs else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        y += x if self.short is None else self.short(x)
+        return self.relu(y)
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, 1, 1)
+        self.norm = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+        self.layers = nn.Sequential(Residual(8, 8, 1), Residual(8, 16, 2), Residual(16, 16, 1))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.relu(self.norm(self.stem(x)))).mean((2, 3)))
+
+
+class UNet(nn.Module):
+    """Skip connections that cross every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2, self.middle = (
+            nn.Conv2d(3, 4, 3, 1, 1),
+            nn.Conv2d(4, 8, 3, 1, 1),
+            nn.Conv2d(8, 8, 3, 1, 1),
+        )
+        self.up2, self.up1 = nn.ConvTranspose2d(8, 8, 2, 2), nn.ConvTranspose2d(8, 4, 2, 2)
+        self.join2, self.join1 = nn.Conv2d(16, 8, 3, 1, 1), nn.Conv2d(8, 2, 3, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.relu(self.down1(x))
+        b = torch.relu(self.down2(F.max_pool2d(a, 2)))
+        y = torch.relu(self.middle(F.max_pool2d(b, 2)))
+        y = torch.relu(self.join2(torch.cat([self.up2(y), b], 1)))
+        return self.join1(torch.cat([self.up1(y), a], 1))
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH), nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:  # B T D
+        B, T, D = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, 2, D // 2).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, D)
+        x = x + self.out(y)
+        return x + self.mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    """Tied embedding, positions from the shape, a loss inside if there are targets."""
+
+    def __init__(self, *, dropout: float = 0.0, tied: bool = True) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(11, WIDTH), nn.Embedding(8, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 11, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:  # B T
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return logits if targets is None else (logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+
+class Lstm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8)
+        self.first, self.second = nn.LSTM(8, 8, batch_first=True), nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # B T -> B T 11, B 8
+        y, _ = self.first(self.tokens(tokens))
+        y, (hidden, _) = self.second(y)
+        return self.head(y), hidden[-1]
+
+
+class Experts(nn.Module):
+    """Each sample goes through one expert; some get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.outer = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        weight, chosen = self.gate(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(-1)
+            if rows.numel():
+                y = y.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return self.outer(x + y)
+
+
+class EarlyExit(nn.Module):
+    """How far a micro-batch goes depends on its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if x.mean() > 0:
+                break
+        return self.head(x)
+
+
+class Reused(nn.Module):
+    """One layer called again and again, and a parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.tanh(self.layer(x)) * self.gain
+        return self.head(x)
+
+
+@dataclass
+class Towers:
+    """What a model takes or returns."""
+
+    left: Tensor
+    right: Tensor
+    names: list[str] = field(default_factory=list)
+
+
+class TwoTowers(nn.Module):
+    """A dataclass in, a dictionary with None and constants out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(8, 8), nn.Linear(4, 8), nn.Linear(16, 3)
+
+    def forward(self, towers: Towers, *, scale: float = 1.0, mask: Tensor | None = None) -> dict[str, Any]:
+        left = self.left(towers.left) * scale
+        z = torch.cat([left if mask is None else left * mask, self.right(towers.right)], -1)
+        return {"logits": self.head(torch.relu(z)), "z": z, "nothing": None, "scale": scale}
+
+
+class Doubled(torch.autograd.Function):
+    """An operation that no function mode sees."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return gradient * b, gradient * a
+
+
+class CustomFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        return self.c(Doubled.apply(self.b(h), h))
+
+
+class Triple(nn.Module):
+    """Keeps nothing for backward, so that its input may be changed in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 3.0
+
+
+class InPlace(nn.Module):
+    """Over three stages: h is made in the first, changed in place in the second, used in the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), Triple(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y = self.b(h)
+        h.mul_(0.5)
+        return self.c(y) + h
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with a batch.
+
+    Args:
+        make: the model.
+        inputs: arguments and keyword arguments for so many samples.
+        batch_dim: of inputs and outputs.
+        is_exact: whether a micro-batch computes what the whole batch does; batch norm does not, and neither does a
+            branch that depends on a mean over samples.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
+    batch_dim: int = 0
+    is_exact: bool = True
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 5),
+    )
+
+
+def _transformer() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that sequence-first encoders have no nested tensors
+        return nn.Transformer(WIDTH, 2, 1, 2, 32, dropout=0.0)
+
+
+def _encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+def _towers(n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (Towers(torch.randn(n, 8), torch.randn(n, 4), ["a", "b"]),), {"mask": torch.ones(n, 8), "scale": 0.5}
+
+
+def images(n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randn(n, 3, 16, 16),), {}
+
+
+def rows(n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randn(n, 8),), {}
+
+
+def tokens(n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randint(11, (n, 8)),), {}
+
+
+CASES: dict[str, Case] = {
+    "cnn": Case(_cnn, images),
+    "resnet": Case(ResNet, images, is_exact=False),
+    "unet": Case(UNet, images),
+    "gpt, tied": Case(Gpt, tokens),
+    "gpt, loss inside": Case(Gpt, lambda n: ((torch.randint(11, (n, 8)),), {"targets": torch.randint(11, (n, 8))})),
+    "transformer encoder": Case(_encoder, lambda n: ((torch.randn(n, 6, WIDTH),), {})),
+    "transformer, sequence first": Case(
+        _transformer, lambda n: ((torch.randn(7, n, WIDTH), torch.randn(5, n, WIDTH)), {}), batch_dim=1
+    ),
+    "lstm": Case(Lstm, tokens),
+    "experts": Case(Experts, rows),
+    "early exit": Case(EarlyExit, rows, is_exact=False),
+    "reused layer": Case(Reused, rows),
+    "two towers": Case(TwoTowers, _towers),
+    "custom function": Case(CustomFunction, rows),
+    "in place": Case(InPlace, rows),
+}
+
+
+def seeded(make: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(7)
+    return make()
+
+
+def batch_of(case: Case, samples: int = 8, *, seed: int = 1) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    torch.manual_seed(seed)
+    return case.inputs(samples)
+
+
+def events_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """Names of the submodules without submodules, as a forward calls them."""
+    called: list[str] = []
+    handles = [
+        module.register_forward_pre_hook(lambda _m, _a, name=name: called.append(name))  # type: ignore[misc]  # a default binds the name
+        for name, module in model.named_modules()
+        if name and not list(module.children())
+    ]
+    buffers = copy.deepcopy(dict(model.named_buffers()))
+    with torch.no_grad():
+        model(*args, **kwargs)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    for handle in handles:
+        handle.remove()
+    return called
+
+
+def plan_for(
+    model: nn.Module,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    stages: int = 2,
+    microbatches: int = 4,
+    device: str = "cpu",
+    **more: Any,
+) -> Plan:
+    """A plan with stages of equally many submodules: nothing is measured."""
+    events = events_of(model, *inputs)
+    bounds = tuple(len(events) * stage // stages for stage in range(stages + 1))
+    values: dict[str, Any] = {
+        "model": type(model).__name__,
+        "signature": signature(model),
+        "samples": 8,
+        "events": tuple(events),
+        "bounds": bounds,
+        "devices": (device,) * stages,
+        "microbatches": microbatches,
+        "draws": False,
+    }
+    return Plan(**{**values, **more})
+
+
+@contextlib.contextmanager
+def divided(
+    model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], *, batch_dim: int = 0, **options: Any
+) -> Iterator[Any]:
+    """The model, in a block whose plan is `plan_for`."""
+    plan = plan_for(model, inputs, output_dims=((0, batch_dim),), **options)
+    with parallel_model(model, backend=BalancedBackend(devices=plan.devices, plan=plan, batch_dim=batch_dim)) as same:
+        yield same
+
+
+def loss_of(output: Any) -> Tensor:
+    """A number that depends on every value of every output in another way."""
+    generator = torch.Generator().manual_seed(0)
+    total = torch.zeros(())
+    for leaf in leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            weight = torch.randn(leaf.shape, generator=generator).to(leaf.device) if leaf.dim() else 1.0
+            total = total + (leaf * weight).sum().cpu()
+    return total
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
+def assert_equal_gradients(got: nn.Module, expected: nn.Module, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    want = gradients(expected)
+    for name, gradient in gradients(got).items():
+        if want[name] is None or gradient is None:
+            assert (want[name] is None) == (gradient is None), name
+        else:
+            torch.testing.assert_close(
+                gradient, want[name], rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+def tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]

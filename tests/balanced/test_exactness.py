@@ -1,0 +1,194 @@
+"""A divided model computes what the undivided one does on the same micro-batches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from balanced.models import (
+    CASES,
+    Gpt,
+    assert_equal_gradients,
+    batch_of,
+    divided,
+    gradients,
+    loss_of,
+    seeded,
+    tensors,
+    tokens,
+)
+
+from parallelize.containers import map_leaves
+
+# Tied and reused weights are summed in another order, and so are some convolutions over copies of their inputs.
+SUMMED_OTHERWISE = {"gpt, tied", "gpt, loss inside", "reused layer", "cnn", "unet", "transformer, sequence first"}
+
+
+def run(model: Any, inputs: Any, **options: Any) -> Any:
+    with divided(model, inputs, **options) as same:
+        assert same is model
+        output = model(*inputs[0], **inputs[1])
+        loss_of(output).backward()
+    return output
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_micro_batches_over_stages_equal_micro_batches_on_one(name: str) -> None:
+    """Outputs, gradients and buffers over two stages are bit for bit those of one stage."""
+    case = CASES[name]
+    inputs, model = batch_of(case), seeded(case.make)
+    alone = copy.deepcopy(model)
+    output = run(model, inputs, stages=2, batch_dim=case.batch_dim)
+    expected = run(alone, inputs, stages=1, batch_dim=case.batch_dim)
+    assert type(output) is type(expected)
+    for got, want in zip(tensors(output), tensors(expected), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    rounding = 1e-5 if name in SUMMED_OTHERWISE else 0.0
+    assert_equal_gradients(model, alone, rtol=rounding, atol=rounding)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, alone.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_exact])
+def test_micro_batches_equal_the_whole_batch(name: str) -> None:
+    """Outputs and gradients are those of the plain model on the whole batch, but for rounding."""
+    case = CASES[name]
+    inputs, model = batch_of(case), seeded(case.make)
+    plain = copy.deepcopy(model)
+    output = run(model, inputs, stages=2, batch_dim=case.batch_dim)
+    expected = plain(*inputs[0], **inputs[1])
+    loss_of(expected).backward()
+    for got, want in zip(tensors(output), tensors(expected), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stages", [1, 3, 4])
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+def test_any_number_of_stages_and_micro_batches(stages: int, microbatches: int) -> None:
+    """Tied weights on any number of stages, in any number of micro-batches, have the gradients of the plain model."""
+    inputs, model = batch_of(CASES["gpt, tied"]), seeded(Gpt)
+    plain = copy.deepcopy(model)
+    run(model, inputs, stages=stages, microbatches=microbatches)
+    loss_of(plain(*inputs[0])).backward()
+    assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_change_in_place_reaches_every_stage() -> None:
+    """A tensor of the first stage that the second changes in place has its new values and history in the third."""
+    case = CASES["in place"]
+    inputs, model = batch_of(case), seeded(case.make)
+    plain = copy.deepcopy(model)
+    torch.testing.assert_close(run(model, inputs, stages=3), plain(*inputs[0]))
+    loss_of(plain(*inputs[0])).backward()
+    assert_equal_gradients(model, plain)
+
+
+@pytest.mark.parametrize("samples", [7, 5, 2, 1])
+def test_any_size_of_batch(samples: int) -> None:
+    """Batches that do not divide into micro-batches, or are smaller, give the gradients of the plain model."""
+    model = seeded(Gpt)
+    plain = copy.deepcopy(model)
+    with divided(model, batch_of(CASES["gpt, tied"])):
+        tokens_ = tokens(samples)[0][0]
+        logits, loss = model(tokens_, tokens_)
+        assert logits.shape == (samples, 8, 11)
+        loss.backward()
+    plain(tokens_, tokens_)[1].backward()
+    assert_equal_gradients(model, plain)
+
+
+def test_an_input_that_wants_a_gradient_gets_it() -> None:
+    """The gradient of the inputs is that of the plain model, for cut ones and for those every micro-batch sees."""
+    torch.manual_seed(0)
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.tanh(self.a(x) * scale)) * scale + x
+
+    model = Scaled()
+    plain = copy.deepcopy(model)
+    x, scale = torch.randn(7, 8, requires_grad=True), torch.tensor(0.7, requires_grad=True)
+    with divided(model, ((x.detach(),), {"scale": scale.detach()})):
+        got = torch.autograd.grad(loss_of(model(x, scale=scale)), [x, scale, *model.parameters()])
+    want = torch.autograd.grad(loss_of(plain(x, scale=scale)), [x, scale, *plain.parameters()])
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_twenty_steps_follow_the_plain_model() -> None:
+    """AdamW with accumulation and clipping, its optimizer made before the block, ends at the plain model's weights."""
+    model = seeded(Gpt)
+    plain = copy.deepcopy(model)
+    batches = [tokens(8)[0][0] for _ in range(20)]
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        for batch in batches:
+            for half in batch.chunk(2):
+                (model(half, half)[1] / 2).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    before = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    with divided(model, ((batches[0],), {}), microbatches=2):
+        train(model, before)
+    train(plain, torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-3))
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+def test_frozen_parts_stay_without_gradient() -> None:
+    """Where only the head is trained, nothing else gets a gradient, and the head's is the plain model's."""
+    model = seeded(lambda: Gpt(tied=False))
+    model.requires_grad_(requires_grad=False)
+    model.head.requires_grad_()
+    plain = copy.deepcopy(model)
+    inputs = batch_of(CASES["gpt, tied"])
+    run(model, inputs)
+    loss_of(plain(*inputs[0])).backward()
+    assert [name for name, gradient in gradients(model).items() if gradient is not None] == ["head.weight"]
+    assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_hugging_face_model_built_from_a_config() -> None:
+    """A Llama with its ModelOutput, positions and mask made inside has the plain model's loss and gradients."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=11,
+        max_position_embeddings=8,
+        use_cache=False,
+    )
+    model = seeded(lambda: transformers.LlamaForCausalLM(config))
+    plain = copy.deepcopy(model)
+    batch = {"input_ids": tokens(8)[0][0], "labels": tokens(8)[0][0]}
+    with divided(model, ((), batch)):
+        output = model(**batch)
+        output.loss.backward()
+    expected = plain(**batch)
+    expected.loss.backward()
+    assert type(output) is type(expected)
+    torch.testing.assert_close(output.loss, expected.loss)
+    assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_are_left_alone() -> None:
+    """The caller's batch has the same tensors, values and attributes after a forward."""
+    case = CASES["two towers"]
+    (towers,), kwargs = batch_of(case)
+    kept = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, towers)
+    with divided(seeded(case.make), ((towers,), kwargs)) as model:
+        loss_of(model(towers, **kwargs)).backward()
+    assert torch.equal(towers.left, kept.left)
+    assert towers.left.grad is None
+    assert towers.left.__dict__ == {}

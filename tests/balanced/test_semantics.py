@@ -1,0 +1,478 @@
+"""What users rely on besides numbers: hooks, modes, randomness, errors, memory, copies."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import gc
+import pickle
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from balanced.models import (
+    CASES,
+    Gpt,
+    ResNet,
+    assert_equal_gradients,
+    batch_of,
+    divided,
+    gradients,
+    images,
+    loss_of,
+    rows,
+    seeded,
+    tokens,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from parallelize import parallel_model
+from parallelize.backends.balanced.plugin import BalancedBackend
+from parallelize.backends.balanced.tape import active
+
+INPUTS = batch_of(CASES["gpt, tied"])
+X = INPUTS[0][0]
+
+
+def test_hooks_fire_once_with_the_whole_gradient() -> None:
+    """Tensor hooks and post-accumulate hooks of every parameter, tied ones too, fire once per backward."""
+    model = seeded(Gpt)
+    fired: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _g, n=name: fired.update({n: fired.get(n, 0) + 1}))
+        parameter.register_post_accumulate_grad_hook(
+            lambda _p, n=name: fired.update({f"{n}!": fired.get(f"{n}!", 0) + 1})
+        )
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    with divided(model, INPUTS):
+        loss_of(model(X)).backward()
+    assert set(fired.values()) == {1}
+    assert len(fired) == 2 * len(list(model.parameters()))
+    # Once when the test looks for the submodules that are called, once here.
+    assert len(calls) == 2
+
+
+def test_autograd_grad_leaves_grad_alone() -> None:
+    """torch.autograd.grad returns the plain model's gradients, also of a few parameters, and fills no .grad."""
+    model = seeded(Gpt)
+    plain = copy.deepcopy(model)
+    with divided(model, INPUTS):
+        got = torch.autograd.grad(loss_of(model(X)), list(model.parameters()))
+        few = torch.autograd.grad(loss_of(model(X)), [model.norm.weight])
+    want = torch.autograd.grad(loss_of(plain(X)), list(plain.parameters()))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(few[0], dict(zip(dict(model.named_parameters()), got, strict=True))["norm.weight"])
+    assert all(gradient is None for gradient in gradients(model).values())
+
+
+def test_two_forwards_and_one_backward() -> None:
+    """The gradients of a sum of two forwards are added up."""
+    model = seeded(Gpt)
+    plain = copy.deepcopy(model)
+    with divided(model, INPUTS):
+        (loss_of(model(X)) + 0.3 * loss_of(model(X.flip(0)))).backward()
+    (loss_of(plain(X)) + 0.3 * loss_of(plain(X.flip(0)))).backward()
+    assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_no_grad_inference_and_evaluation() -> None:
+    """Outputs without gradients are the plain model's, in every mode that records none."""
+    model = seeded(lambda: Gpt(dropout=0.5)).eval()
+    plain = copy.deepcopy(model)
+    with divided(model, INPUTS):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                output = model(X)
+                torch.testing.assert_close(output, plain(X))
+            assert not output.requires_grad
+        assert model(X).requires_grad
+
+
+def test_dropout_depends_on_the_seed_alone() -> None:
+    """Runs with one seed are bit for bit alike however threads are timed; another seed, and each sample, differ."""
+    model = seeded(lambda: Gpt(dropout=0.5))
+    first = model.blocks[0].mlp[0]
+    with divided(model, INPUTS, draws=True):
+        found = []
+        for delay in (0.0, 0.002, 0.0, 0.004):
+            handle = first.register_forward_pre_hook(lambda *_, d=delay: time.sleep(d))
+            torch.manual_seed(3)
+            model.zero_grad()
+            output = model(X)
+            loss_of(output).backward()
+            found.append((output.detach(), gradients(model)["tokens.weight"].clone()))
+            handle.remove()
+        torch.manual_seed(4)
+        other = model(X)
+        alike = model(X[:1].repeat(8, 1))
+    for output, gradient in found[1:]:
+        assert torch.equal(output, found[0][0])
+        assert torch.equal(gradient, found[0][1])
+    assert not torch.equal(other, found[0][0])
+    assert not torch.equal(alike[0], alike[2])
+
+
+def test_random_operators_without_a_generator_argument_are_seeded_too() -> None:
+    """torch.rand, rand_like and randn inside forward depend on the seed, and leave the global generator alone."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.a(x) * torch.rand(8) + torch.rand_like(x)
+            return self.b(x) + torch.randn(x.shape, device=x.device)
+
+    model = Noisy()
+    with divided(model, rows(8), draws=True):
+        x = torch.randn(8, 8)
+        found, after = [], []
+        for _ in range(3):
+            torch.manual_seed(5)
+            found.append(model(x))
+            after.append(torch.rand(()))
+    assert all(torch.equal(output, found[0]) for output in found)
+    assert after[0] == after[1] == after[2]
+
+
+def test_recomputing_changes_nothing() -> None:
+    """Gradients with recomputed activations are bit for bit those without, dropout and batch norm included."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8), nn.ReLU())
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(x))
+
+    model = seeded(Mixed)
+    other = copy.deepcopy(model)
+    inputs = rows(8)
+    for each, recompute in ((model, False), (other, True)):
+        with divided(each, inputs, draws=True, recompute=recompute):
+            torch.manual_seed(0)
+            loss_of(each(*inputs[0])).backward()
+        assert "forward" not in each.body[0].__dict__
+    assert_equal_gradients(other, model, rtol=0, atol=0)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_recomputing_keeps_less() -> None:
+    """Between forward and backward, what autograd keeps of the atoms are their inputs."""
+
+    def kept(*, recompute: bool) -> int:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8)) for _ in range(4)))
+        plan: dict[str, Any] = {"events": ("0", "1", "2", "3"), "bounds": (0, 2, 4), "recompute": recompute}
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with divided(model, rows(8), **plan), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = model(torch.randn(64, 8))
+        own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+        del output
+        return sum(size for pointer, size in sizes.items() if pointer not in own)
+
+    assert kept(recompute=True) < kept(recompute=False) / 4
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm_tracks_the_whole_batch(momentum: float | None) -> None:
+    """Running statistics of the first batch norm are the plain model's, uneven batch or not; a step counts once."""
+    model = seeded(ResNet)
+    model.norm.momentum = momentum
+    plain = copy.deepcopy(model)
+    x = images(11)[0][0]
+    with divided(model, images(8)):
+        for batch in (x, x[:8] + 1.0):
+            model(batch)
+            plain(batch)
+    torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean)
+    torch.testing.assert_close(model.norm.running_var, plain.norm.running_var)
+    assert all(module.num_batches_tracked == 2 for module in model.modules() if isinstance(module, nn.BatchNorm2d))
+
+
+def test_full_batch_norm_is_the_plain_model() -> None:
+    """batch_norm="full" runs each batch whole: outputs, gradients and statistics are the plain model's."""
+    model = seeded(ResNet)
+    plain = copy.deepcopy(model)
+    x = images(8)[0][0]
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), batch_norm="full")):
+        output = model(x)
+        loss_of(output).backward()
+    expected = plain(x)
+    loss_of(expected).backward()
+    torch.testing.assert_close(output, expected)
+    assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.layers[2].norm2.running_var, plain.layers[2].norm2.running_var)
+
+
+def test_autocast_of_the_caller_reaches_every_stage() -> None:
+    """Under torch.autocast outputs are bfloat16 and those of the plain model in micro-batches, gradients float32."""
+    model = seeded(Gpt)
+    plain = copy.deepcopy(model)
+    with divided(model, INPUTS), torch.autocast("cpu", torch.bfloat16):
+        output = model(X)
+        expected = torch.cat([plain(part) for part in X.chunk(4)])
+        loss = F.cross_entropy(output.float().flatten(0, 1), X.flatten())
+        loss.backward()
+    assert output.dtype is torch.bfloat16
+    assert torch.equal(output, expected)
+    assert all(gradient is not None and gradient.dtype is torch.float32 for gradient in gradients(model).values())
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+def test_mixed_precision_of_the_block(level: str) -> None:
+    """amp= computes in bfloat16 on all stages, and a step changes the weights as it does on one stage."""
+    weights = []
+    for stages in (1, 2):
+        model = seeded(lambda: Gpt(tied=False))
+        backend = BalancedBackend(devices=("cpu",) * stages, microbatches=4)
+        with parallel_model(model, backend=backend, amp=level):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            output = model(X)
+            assert output.dtype is torch.bfloat16
+            F.cross_entropy(output.flatten(0, 1), X.flatten()).backward()
+            optimizer.step()
+        weights.append(list(model.parameters()))
+    for one, two in zip(*weights, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.fails_backward = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.b(self.a(x))
+        if (x > 50).any():
+            raise ValueError("a bad sample")
+        if self.fails_backward:
+            h.register_hook(self.fail)
+        return self.c(h)
+
+    def fail(self, _gradient: torch.Tensor) -> None:
+        raise ZeroDivisionError("in backward")
+
+
+def test_an_exception_in_a_stage_reaches_the_caller() -> None:
+    """Forward's and backward's errors arrive as they are, nothing hangs, the next step has the right gradients."""
+    model = seeded(Fragile)
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 8)
+    bad = x.clone()
+    bad[5, 0] = 99
+    with divided(model, rows(8)):
+        with pytest.raises(ValueError, match="a bad sample"):
+            model(bad)
+        model.fails_backward = True
+        with pytest.raises(ZeroDivisionError, match="in backward"):
+            loss_of(model(x)).backward()
+        model.fails_backward = False
+        model.zero_grad()
+        loss_of(model(x)).backward()
+    loss_of(plain(x)).backward()
+    assert_equal_gradients(model, plain)
+
+
+def test_an_interrupt_leaves_no_micro_batch_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the caller waits ends all micro-batches before it goes on, and the next step works."""
+    model = seeded(Fragile)
+    inside: list[int] = []
+    with divided(model, rows(8)):
+        handle = model.a.register_forward_hook(lambda *_: inside.append(threading.get_ident()))
+        wait, interrupted = concurrent.futures.wait, []
+
+        def interrupt(futures: Any, **more: Any) -> Any:
+            if not interrupted:
+                interrupted.append(True)
+                raise KeyboardInterrupt
+            return wait(futures, **more)
+
+        monkeypatch.setattr("concurrent.futures.wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(8, 8))
+        before = len(inside)
+        handle.remove()
+        loss_of(model(torch.randn(8, 8))).backward()
+        assert len(inside) == before
+    assert model.a.weight.grad is not None
+
+
+def test_a_step_leaves_no_cycle_behind() -> None:
+    """What a forward keeps goes with its output, used for a backward or not, with the collector off."""
+    model = seeded(Gpt)
+    with divided(model, INPUTS, recompute=True):
+        gc.collect()
+        gc.disable()
+        try:
+            for is_used in (True, False):
+                output = model(X)
+                record = weakref.ref(output.grad_fn.record)
+                activation = weakref.ref(output.grad_fn.record.tapes[0].segments[0].exports[0][0])
+                if is_used:
+                    loss_of(output).backward()
+                del output
+                assert record() is None
+                assert activation() is None
+        finally:
+            gc.enable()
+
+
+def test_an_output_may_be_changed_in_place() -> None:
+    """The user's loop may scale or mask what the model returns, with one micro-batch too."""
+    model = seeded(Gpt)
+    plain = copy.deepcopy(model)
+    with divided(model, INPUTS):
+        for x in (X, X[:1]):
+            output = model(x)
+            output.mul_(2.0)
+            loss_of(output).backward()
+    for x in (X, X[:1]):
+        loss_of(plain(x).mul_(2.0)).backward()
+    assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_the_model_is_the_users_own() -> None:
+    """Same object and state_dict keys inside; deep copies and pickles made inside are plain models; nothing stays."""
+    model = seeded(Gpt)
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    hooks = len(nn.modules.module._global_forward_pre_hooks)
+    threads = threading.active_count()
+    with divided(model, INPUTS) as same:
+        loss_of(model(X)).backward()
+        copied = copy.deepcopy(model)
+        loaded = pickle.loads(pickle.dumps(model))
+        assert same is model
+        assert list(model.state_dict()) == keys
+    for other in (copied, loaded):
+        torch.testing.assert_close(other(X), model(X))
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    assert "_pipeline_segment" not in model.tokens.weight.__dict__
+    assert len(nn.modules.module._global_forward_pre_hooks) == hooks
+    assert threading.active_count() == threads
+    assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
+
+
+def test_buffers_carry_no_mark() -> None:
+    """A buffer that forward changes in place is saved as a plain tensor."""
+    model = seeded(ResNet)
+    with divided(model, images(8)):
+        model(images(8)[0][0])
+    assert all(buffer.__dict__ == {} for buffer in model.buffers())
+
+
+def test_state_of_a_thread_is_the_callers() -> None:
+    """Modes, contexts and defaults that torch keeps per thread are the caller's inside every micro-batch."""
+    seen: list[Any] = []
+
+    def state() -> tuple[Any, ...]:
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+            torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+        )
+
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if active() is not None:
+                seen.append(state())
+            return self.b(self.a(x))
+
+    x = torch.randn(8, 8)
+    with divided(Looking(), rows(8)) as model:
+        for context in (
+            torch.no_grad(),
+            torch.inference_mode(),
+            torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+            torch.autograd.graph.save_on_cpu(),
+            torch.device("meta"),
+        ):
+            seen.clear()
+            with context:
+                model(x)
+                expected = state()
+            assert seen == [expected] * 4
+
+
+def test_two_divided_models_in_one_loop() -> None:
+    """A generator and a discriminator, each divided, are trained through each other as plain ones are."""
+    models = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))) for _ in range(2)]
+    plain = copy.deepcopy(models)
+    backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=4)
+    z = torch.randn(8, 8)
+    with parallel_model(*models, backend=backend) as (generator, critic):
+        loss_of(critic(generator(z))).backward()
+        loss_of(critic(generator(z).detach())).backward()
+    loss_of(plain[1](plain[0](z))).backward()
+    loss_of(plain[1](plain[0](z).detach())).backward()
+    for one, other in zip(models, plain, strict=True):
+        assert_equal_gradients(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_first_batch_in_inference_mode() -> None:
+    """Planning on a batch that records no gradients prepares for training too."""
+    model = seeded(Gpt)
+    plain = copy.deepcopy(model)
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)):
+        with torch.inference_mode():
+            torch.testing.assert_close(model(X + 0), plain(X), rtol=1e-4, atol=1e-5)
+        loss_of(model(X)).backward()
+    loss_of(plain(X)).backward()
+    assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_that_calls_itself_runs_plainly() -> None:
+    """A forward that calls the model once more stays inside its micro-batch."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, *, again: bool = True) -> torch.Tensor:
+            y = self.b(self.a(x))
+            return self(y, again=False) if again else y
+
+    model = seeded(Twice)
+    plain = copy.deepcopy(model)
+    inputs = rows(8)
+    with divided(model, inputs):
+        loss_of(model(*inputs[0])).backward()
+    loss_of(plain(*inputs[0])).backward()
+    assert_equal_gradients(model, plain)
+
+
+def test_tokens_of_another_length() -> None:
+    """Batches of other shapes than the first go through the same stages."""
+    model = seeded(Gpt)
+    plain = copy.deepcopy(model)
+    with divided(model, INPUTS):
+        for length in (3, 8, 5):
+            x = tokens(6)[0][0][:, :length]
+            torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
