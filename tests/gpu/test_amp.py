@@ -1,0 +1,260 @@
+"""Mixed precision on a real device: fp16 with loss scaling, each level, replicas, ranks that share a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from parallelize import distributed, parallel_model, rank
+from parallelize.errors import ConfigError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STEPS = 20
+HALF = torch.float16
+
+
+class ConvNet(nn.Module):
+    """Convolutions and batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU()
+        )
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+class Transformer(nn.Module):
+    """Attention and layer norm, over the rows of an image."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(24, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x):
+        return self.head(self.layer(self.embed(x.flatten(2))).mean(1))
+
+
+NETS = {"conv": (ConvNet, (3, 8, 8)), "transformer": (Transformer, (6, 4, 6))}
+
+
+def batches(shape, device="cuda"):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        x = torch.randn(16, *shape, generator=generator)
+        yield x.to(device), torch.randint(0, 5, (16,), generator=generator).to(device)
+
+
+@pytest.fixture(autouse=True)
+def repeatable():
+    """The same kernels in the same order, so that two loops can be compared to the last bit."""
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before
+
+
+def by_hand(model, shape, *, dtype, fused):
+    """torch's own recipe: autocast over forward and loss, GradScaler around the rest."""
+    model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype is HALF, init_scale=2.0**24, growth_interval=4)
+    losses = []
+    for x, y in batches(shape):
+        with torch.autocast("cuda", dtype):
+            loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def unchanged(model, shape, optimizer):
+    losses = []
+    for x, y in batches(shape):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach().float())
+    return torch.stack(losses)
+
+
+def block(model, amp, **options):
+    return parallel_model(model, amp=amp, backend="ddp", gpus=1, **options)
+
+
+def amp_of(dtype, level="O1"):
+    from parallelize.contracts import Amp
+
+    return Amp(level=level, dtype=dtype, init_scale=2.0**24, growth_interval=4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("net", NETS)
+def test_o1_is_the_hand_written_loop(net, dtype, fused):
+    """Losses and weights to the last bit, through skipped first steps (the scale starts too high) and growth."""
+    make, shape = NETS[net]
+    hand, ours = make(), make()
+    expected = by_hand(hand, shape, dtype=dtype, fused=fused)
+    with block(ours, amp_of(dtype)):
+        found = unchanged(ours, shape, torch.optim.AdamW(ours.parameters(), lr=0.01, fused=fused))
+    assert torch.equal(found, expected)
+    for here, there in zip(ours.parameters(), hand.parameters(), strict=True):
+        assert torch.equal(here.cpu(), there.cpu())
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+@pytest.mark.parametrize("net", NETS)
+def test_the_other_levels_train(net, level):
+    """Near the full-precision trajectory, weights in fp32 after."""
+    make, shape = NETS[net]
+    full, ours = make().cuda(), make()
+    expected = unchanged(full, shape, torch.optim.SGD(full.parameters(), lr=0.05))
+    with block(ours, amp_of(HALF, level) if level == "O3" else level):
+        found = unchanged(ours, shape, torch.optim.SGD(ours.parameters(), lr=0.05))
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    assert {each.dtype for each in ours.parameters()} == {torch.float32}
+
+
+def test_no_step_waits_for_the_device():
+    """With a fused optimizer a whole scaled step is asynchronous: scaling, checks, skipping, the scale's moves."""
+    model = ConvNet()
+    data = list(batches((3, 8, 8)))
+    with block(model, amp_of(HALF)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        unchanged(model, (3, 8, 8), optimizer)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for x, y in data:
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_inf_on_one_rank_is_left_out_on_both():
+    """Two ranks on one GPU over gloo, fp16, inf planted on rank 1: weights stay equal and finite."""
+
+    @distributed(gpus=[0, 0], process_group_backend="gloo", amp="fp16")
+    def train():
+        model = ConvNet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        moved = []
+        with parallel_model(model):
+            for step, (x, y) in enumerate(batches((3, 8, 8))):
+                loss = F.cross_entropy(model(x + rank()), y)
+                optimizer.zero_grad()
+                loss = loss * float("inf") if step == 5 and rank() == 1 else loss
+                loss.backward()
+                before = model.head.weight.detach().clone()
+                optimizer.step()
+                moved.append(not torch.equal(before, model.head.weight))
+        return moved, [each.detach().cpu() for each in model.parameters()]
+
+    (moved, one), (other_moved, other) = train.all_ranks()
+    assert moved == other_moved
+    assert not moved[5]
+    assert moved[-1]
+    for here, there in zip(one, other, strict=True):
+        assert torch.equal(here, there)
+        assert here.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_replicas_compute_in_the_type(level, dtype):
+    """DataParallel over the same GPU twice: in each replica's thread autocast is on, in the type that was asked for."""
+    from parallelize.contracts import Amp
+
+    seen = []
+
+    class Watching(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            seen.append((torch.get_autocast_dtype("cuda"), self.weight.dtype, out.dtype))
+            return out
+
+    model = nn.Sequential(Watching(8, 8), nn.ReLU(), Watching(8, 5))
+    weights = torch.float32 if level == "O1" else dtype
+    with parallel_model(model, amp=Amp(level=level, dtype=dtype), backend="dp", gpus=[0, 0]):
+        model(torch.randn(6, 8, device="cuda")).float().square().mean().backward()
+        assert seen == [(dtype, weights, dtype)] * 4
+        assert {each.grad.dtype for each in model.parameters()} == {torch.float32}
+
+
+def test_a_captured_graph_is_refused():
+    """A graph would replay one decision about inf for ever."""
+    model = ConvNet()
+    x, _ = next(batches((3, 8, 8)))
+    with block(model, "fp16"):
+        model(x).sum().backward()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            graph.capture_begin()
+            try:
+                loss = model(x).sum()
+                with pytest.raises(ConfigError, match="CUDA graph"):
+                    loss.backward()
+            finally:
+                graph.capture_end()
+
+
+def has_apex_amp():
+    if importlib.util.find_spec("apex") is None:
+        return False
+    return hasattr(importlib.import_module("apex"), "amp")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("net", NETS)
+def test_apex_is_apex_by_hand(net, level):
+    """Each level: losses and weights of a loop with amp.initialize, amp.scale_loss and amp.master_params."""
+    if not has_apex_amp():
+        pytest.skip("no Apex with amp is importable")
+    from apex import amp
+
+    make, shape = NETS[net]
+    hand, ours = make().cuda(), make()
+    optimizer = torch.optim.SGD(hand.parameters(), lr=0.05, momentum=0.9)
+    hand, optimizer = amp.initialize(hand, optimizer, opt_level=level, verbosity=0)
+    losses = []
+    for x, y in batches(shape):
+        loss = F.cross_entropy(hand(x), y)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+        losses.append(loss.detach().float())
+    handle = getattr(amp._amp_state._amp_state, "handle", None)
+    if handle is not None:
+        handle._deactivate()
+    of_ours = torch.optim.SGD(ours.parameters(), lr=0.05, momentum=0.9)
+    with block(ours, level, amp_engine="apex", optimizers=of_ours):
+        found = unchanged(ours, shape, of_ours)
+    torch.testing.assert_close(found, torch.stack(losses), rtol=1e-3, atol=1e-3)

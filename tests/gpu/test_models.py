@@ -1,0 +1,228 @@
+"""Backends on a GPU: two ranks on one device over gloo, and DataParallel over [0, 0]."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from zoo import ZOO, Mlp
+
+from parallelize import (
+    DDP2Backend,
+    DDPBackend,
+    FSDPBackend,
+    distributed,
+    no_sync,
+    parallel_model,
+    rank,
+    runtime,
+)
+from parallelize.config import Config
+from parallelize.contracts import Backend
+from parallelize.devices import probe
+from parallelize.layout import Layout
+from parallelize.runtime import Runtime
+from parallelize.world import World
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:several ranks share one GPU"),
+]
+
+TWICE = (torch.device("cuda", 0), torch.device("cuda", 0))
+
+
+def on_one_gpu(backend: Backend, **options: Any) -> Any:
+    """Two ranks on the first GPU."""
+    return distributed(backend=backend, gpus=[0, 0], process_group_backend="gloo", **options)
+
+
+def twice_in_one_process(backend: Backend, *, world: World) -> Any:
+    """A run in which this process drives the first GPU as if it were two."""
+    config = Config.parse(backend=backend, gpus=[0, 0], process_group_backend="gloo", num_nodes=world.num_nodes)
+    return runtime.activate(Runtime(world, Layout(config, world.num_nodes, (TWICE,))))
+
+
+def seeded(make: Any) -> Any:
+    torch.manual_seed(7)
+    return make()
+
+
+def share(animal: str, *, step: int, parts: int, part: int) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(100 + step)
+    return tuple(column.chunk(parts)[part] for column in ZOO[animal].batch(8))
+
+
+def train(model: nn.Module, animal: str, *, parts: int, part: int, device: str = "cuda") -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = (column.to(device) for column in share(animal, step=step, parts=parts, part=part))
+        ZOO[animal].loss(model(*batch)).backward()
+        optimizer.step()
+    return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+
+
+def alone(animal: str) -> dict[str, torch.Tensor]:
+    return train(seeded(ZOO[animal].make).cuda(), animal, parts=1, part=0)
+
+
+def assert_close(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("animal", [name for name in ZOO if ZOO[name].is_exact])
+@pytest.mark.parametrize("backend", [DDPBackend(), FSDPBackend()], ids=["ddp", "fsdp"])
+def test_two_ranks_train_what_one_trains(backend: Backend, animal: str) -> None:
+    """Weights after some steps on half of each batch per rank are those of one process on all of it."""
+
+    @on_one_gpu(backend)
+    def run() -> dict[str, torch.Tensor]:
+        model = seeded(ZOO[animal].make)
+        with parallel_model(model):
+            assert next(model.parameters()).is_cuda
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            for step in range(3):
+                optimizer.zero_grad()
+                # From the CPU: inputs come to the device by themselves.
+                ZOO[animal].loss(model(*share(animal, step=step, parts=2, part=rank()))).backward()
+                optimizer.step()
+        return {name: value.cpu() for name, value in model.state_dict().items()}
+
+    for weights in run.all_ranks():
+        assert_close(weights, alone(animal))
+
+
+@pytest.mark.parametrize("animal", [name for name in ZOO if ZOO[name].is_exact])
+def test_dp_trains_what_one_device_trains(animal: str) -> None:
+    """DataParallel over [0, 0], outputs of every container."""
+    from parallelize import DPBackend
+
+    model = seeded(ZOO[animal].make)
+    with twice_in_one_process(DPBackend(), world=World()), parallel_model(model):
+        weights = train(model, animal, parts=1, part=0)
+    assert_close(weights, alone(animal))
+
+
+def test_dp_splits_a_batch_evenly() -> None:
+    """A batch of 32 is 16 on each device; one smaller than the number of devices runs on as many as it has samples."""
+    from parallelize import DPBackend
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+            self.sizes: list[int] = []
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            self.sizes.append(len(x))  # one list, shared by the replicas
+            return self.layer(x), x.mean()
+
+    model = Counting()
+    with twice_in_one_process(DPBackend(), world=World()), parallel_model(model):
+        output, mean = model(torch.arange(32.0)[:, None])
+        assert model.sizes == [16, 16]
+        assert output.shape == (32, 1)
+        assert mean.item() == pytest.approx(15.5)
+        output, mean = model(torch.ones(1, 1))
+        assert model.sizes == [16, 16, 1]
+        assert copy.deepcopy(model)(torch.ones(3, 1, device="cuda"))[0].shape == (3, 1)
+        with torch.no_grad():
+            model(torch.arange(4.0)[:, None])
+        assert model.sizes[-2:] == [2, 2]
+
+
+def test_ddp2_sees_the_batch_of_its_node() -> None:
+    """A loss that compares samples sees all of the node's; gradients are averaged over two nodes of two devices.
+
+    Noise-contrastive estimation: every sample is told from the others of its batch, and a node's 4 are one batch, not
+    two of 2 as they would be under ddp.
+    """
+
+    def nce(encoded: torch.Tensor) -> torch.Tensor:
+        similarity = encoded @ encoded.roll(1, dims=1).T
+        return nn.functional.cross_entropy(similarity, torch.arange(len(encoded), device=encoded.device))
+
+    @on_one_gpu(DDPBackend())
+    def run() -> tuple[list[float], dict[str, torch.Tensor]]:
+        world = World(rank=rank(), node_rank=rank(), world_size=2)
+        model = seeded(lambda: nn.Linear(6, 3))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        with twice_in_one_process(DDP2Backend(), world=world), parallel_model(model):
+            for step in range(3):
+                optimizer.zero_grad()
+                encoded = model(share("mlp", step=step, parts=2, part=rank())[0])
+                assert len(encoded) == 4
+                loss = nce(encoded)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        dist.barrier()
+        return losses, {name: value.cpu() for name, value in model.state_dict().items()}
+
+    ranks = run.all_ranks()
+    model = seeded(lambda: nn.Linear(6, 3)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        losses = [nce(model(share("mlp", step=step, parts=2, part=node)[0].cuda())) for node in range(2)]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        assert [each[0][step] for each in ranks] == pytest.approx([loss.item() for loss in losses], rel=1e-4)
+    for _, weights in ranks:
+        assert_close(weights, {name: value.cpu() for name, value in model.state_dict().items()})
+
+
+def test_sync_batchnorm_sees_all_ranks() -> None:
+    """Two ranks with half a batch each normalise as one with all of it; classes are back after the block."""
+
+    @on_one_gpu(DDPBackend(sync_batchnorm=True))
+    def run() -> dict[str, torch.Tensor]:
+        model = seeded(ZOO["convnet"].make)
+        with parallel_model(model):
+            weights = train(model, "convnet", parts=2, part=rank())
+        assert type(model.encoder[1]) is nn.BatchNorm2d
+        assert "process_group" not in vars(model.encoder[1])
+        return weights
+
+    for weights in run.all_ranks():
+        assert_close(weights, alone("convnet"))
+
+
+def test_offloaded_parameters_train() -> None:
+    """fsdp with parameters in the CPU's memory, accumulation included."""
+
+    @on_one_gpu(FSDPBackend(cpu_offload=True))
+    def run() -> bool:
+        model = Mlp()
+        with parallel_model(model):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            with no_sync(model):
+                model(torch.ones(2, 6)).mean().backward()
+            model(torch.ones(2, 6)).mean().backward()
+            optimizer.step()
+            assert not next(model.parameters()).is_cuda
+        return next(model.parameters()).is_cuda
+
+    assert all(run.all_ranks())
+
+
+def test_a_legacy_script_uses_the_gpu_it_sees() -> None:
+    """One GPU, no launcher: the model moves, its inputs follow, the device is as before after."""
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = torch.cuda.current_device()
+    with parallel_model(model, gpus=1):
+        assert probe().count >= 1
+        output = model(torch.ones(2, 6))
+        assert output.is_cuda
+        output.mean().backward()
+        optimizer.step()
+    assert torch.cuda.current_device() == before
+    assert next(model.parameters()).is_cuda
