@@ -1,0 +1,145 @@
+"""load: a run goes on from a file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize import runtime
+from parallelize.checkpoint.archive import Checkpoint, read
+from parallelize.checkpoint.meeting import ALONE_S, Meeting
+from parallelize.checkpoint.randomness import put_generators
+from parallelize.checkpoint.saving import line_of
+from parallelize.checkpoint.states import VALUE, State, needs_all_ranks, state_of
+from parallelize.containers import map_leaves
+from parallelize.errors import ConfigError, Fault, SyncError, did_you_mean
+from parallelize.inplace.route import route_of
+
+__all__ = ["load", "load_into"]
+
+_log = logging.getLogger("parallelize")
+
+
+def load(path: str | os.PathLike[str], /, *, rng: bool = True, **things: Any) -> dict[str, Any]:
+    """Give things the state that `save` has written, whatever backend and however many processes wrote it.
+
+        start = load("last.pt", model=model, optimizer=optimizer, loader=loader)["epoch"]
+
+    All is checked before anything is changed. To go on exactly where a run was, call it on all ranks, inside the
+    `parallel_model` block, whose entry moves the random generators. Outside of a block each rank may call it alone.
+
+    Args:
+        path: a file that `save` has written. Nothing in it is run, whoever wrote it.
+        rng: whether this rank's random generators go on too, if the file is of a run of as many processes; False where
+            weights are loaded to evaluate or to begin something new.
+        **things: models, optimizers, loaders and others under the names that they were saved by; what the file has
+            beyond them is left in it.
+
+    Returns:
+        The plain values in the file, by name.
+
+    Raises:
+        ConfigError: no such file, no checkpoint, something else in it than plain values, a name that it does not have,
+            or states that these things cannot take: every fault at once.
+        ParallelizeError: a damaged file.
+        SyncError: ranks that train one model do not load it together, or load different files.
+    """
+    return load_into(Path(path), things, rng=rng, what=f"load at {line_of(sys._getframe(1))}")
+
+
+def load_into(path: Path, things: Mapping[str, Any], *, rng: bool, what: str) -> dict[str, Any]:
+    """What `load` does; `what` names the call, the same on all ranks."""
+    checkpoint = read(path)
+    if any(map(_is_shared, things.values())):
+        # First of all: to ask a model in parts for its state may take all ranks.
+        _together(Meeting.of(what), f"{path.name} {checkpoint.fingerprint}: {', '.join(things)}")
+    states = _admitted(path, checkpoint, things)
+    _put(checkpoint, things, states)
+    if rng:
+        _put_generators(path, checkpoint)
+    return {name: map_leaves(_own, entry.state) for name, entry in checkpoint.entries.items() if entry.kind == VALUE}
+
+
+def _admitted(path: Path, checkpoint: Checkpoint, things: Mapping[str, Any]) -> dict[str, State]:
+    """What puts each thing's state, once there is no fault in any."""
+    faults: list[Fault] = []
+    states = {}
+    for name, thing in things.items():
+        entry, state = checkpoint.entries.get(name), state_of(thing)
+        if entry is None:
+            known = did_you_mean(name, checkpoint.entries)
+            faults.append(Fault(f"{name}= is not in {path}", why="nothing was saved under this name", fix=known))
+        elif state is None:
+            why, fix = "load() puts state into objects", f"read it from what load() returns: load(path)[{name!r}]"
+            faults.append(Fault(f"{name}={thing!r:.80}", why=why, fix=fix))
+        else:
+            faults += state.refuse(name, thing, entry)
+            states[name] = state
+    if faults:
+        raise ConfigError.of(faults)
+    return states
+
+
+def _is_shared(thing: Any) -> bool:
+    """Whether other ranks train the same thing, so that one that loads alone would leave them."""
+    return needs_all_ranks(thing) or (isinstance(thing, nn.Module) and route_of(thing) is not None)
+
+
+def _together(meeting: Meeting, told: str) -> None:
+    meeting.bring(told.encode())
+    meeting.require_all(
+        ALONE_S,
+        why="a rank that loads alone would train another model than the others, or wait for them",
+        fix="call it on all ranks, without `if is_main()`; with several nodes from a folder that all of them share",
+    )
+    for rank in meeting.compared():
+        each = meeting.brought(rank)
+        if each is not None and each.decode() != told:
+            raise SyncError(
+                f"rank {meeting.rank} loads {told}; rank {rank} loads {each.decode()}",
+                why="ranks that train one model have to go on from one state",
+                fix="load the same file on all ranks, from a folder that all nodes share",
+            )
+
+
+def _put(checkpoint: Checkpoint, things: Mapping[str, Any], states: Mapping[str, State]) -> None:
+    """Give all things their states; those that may still refuse first, and back if one does."""
+    careful = sorted(states, key=lambda name: states[name].kind != "state_dict")
+    before: list[tuple[str, Any]] = []
+    try:
+        for name in careful:
+            if states[name].kind == "state_dict":
+                before.append((name, map_leaves(_own, states[name].take(things[name]))))
+            states[name].put(things[name], checkpoint.entries[name].state)
+    except BaseException:
+        for name, state in before:
+            states[name].put(things[name], state)
+        raise
+
+
+def _put_generators(path: Path, checkpoint: Checkpoint) -> None:
+    run = runtime.current()
+    if run.world.world_size != checkpoint.world_size:
+        _log.info(
+            "%s is of %d processes, this run is of %d: random generators stay as they are",
+            path,
+            checkpoint.world_size,
+            run.world.world_size,
+        )
+        return
+    mine = checkpoint.generators[run.world.rank]
+    if mine is None:
+        _log.warning("%s was saved without rank %d: its random generators stay as they are", path, run.world.rank)
+        return
+    put_generators(mine, run.devices)
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,228 @@
+"""checkpoints: a run that is killed goes on from the last of a few files.
+
+enter        the newest file that is whole ── nothing there: from the beginning
+step()       every so many steps or minutes: one more file, the oldest removed
+exit         one more file; after an exception none, the last one was between steps
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from parallelize import runtime
+from parallelize.checkpoint.archive import Checkpoint, read, write
+from parallelize.checkpoint.atomic import clear_leftovers
+from parallelize.checkpoint.background import Background, Copies
+from parallelize.checkpoint.loading import load_into
+from parallelize.checkpoint.meeting import Meeting
+from parallelize.checkpoint.saving import completed, line_of, take
+from parallelize.checkpoint.states import state_of
+from parallelize.checkpoint.timetable import Timetable, timetable
+from parallelize.errors import ConfigError, ParallelizeError
+
+__all__ = ["Checkpoints", "checkpoints"]
+
+_NAME = re.compile(r"step-(\d{9,})\.pt")
+_OWN = "_checkpoints"
+"""Under this name a file holds the number of steps and the values given to `step`."""
+
+_log = logging.getLogger("parallelize")
+
+
+class Checkpoints:
+    """The files of one run, as `checkpoints` yields them.
+
+    Args:
+        folder: where they are.
+        keep: how many.
+        things: what is saved.
+        when: asked after every step.
+        line: of the program, by which ranks find each other.
+        in_background: whether files are written while the loop goes on.
+
+    Attributes:
+        steps: calls of `step`, those of the runs before this one included.
+        values: what `step` was given last, by name.
+    """
+
+    def __init__(
+        self, folder: Path, *, keep: int, things: Mapping[str, Any], when: Timetable, line: str, in_background: bool
+    ) -> None:
+        self._folder, self._keep, self._things, self._when, self._line = folder, keep, things, when, line
+        self._saved: int | None = None
+        self._background, self._copies = Background(), Copies() if in_background else None
+        self.steps: int = 0
+        self.values: dict[str, Any] = {}
+
+    def step(self, **values: Any) -> None:
+        """A step of the run has ended: save if it is time. Call it on every rank, after `optimizer.step()`.
+
+        Args:
+            **values: plain values that go along, such as best=best; they are in `values` when the run goes on.
+
+        Raises:
+            SyncError: the other ranks do not save after the same step.
+        """
+        self.steps += 1
+        self.values.update(values)
+        if self._when.is_due(self.steps):
+            self.save()
+
+    def save(self) -> None:
+        """Save now, on every rank; the oldest files beyond `keep` are removed."""
+        if self._saved == self.steps:
+            return
+        self.wait()  # for the one before: its copy is overwritten
+        meeting, path = Meeting.of(f"checkpoints at {self._line}"), self._path(self.steps)
+        own = {_OWN: {"steps": self.steps, "values": self.values}}
+        with completed(meeting):
+            checkpoint = take(path, {**self._things, **own}, meeting, together_s=float("inf"))
+            if meeting.rank == 0 and self._copies is not None:
+                self._background.start(functools.partial(self._write, path, self._copies.of(checkpoint)))
+            elif meeting.rank == 0:
+                self._write(path, checkpoint)
+        self._saved = self.steps
+
+    def wait(self) -> None:
+        """Until what is written in the background is on the disk.
+
+        Raises:
+            ParallelizeError: the file system has refused.
+        """
+        self._background.wait()
+
+    def _write(self, path: Path, checkpoint: Checkpoint) -> None:
+        write(path, checkpoint)
+        # A newer file is one that was passed over when the run went on: it is nobody's past.
+        past = [each for each in self._files() if _number(each) <= _number(path)]
+        for each in past[self._keep :]:
+            each.unlink(missing_ok=True)
+
+    def resume(self) -> None:
+        """Go on from the newest file that is whole, if there is one; rank 0 says which."""
+        meeting = Meeting.of(f"checkpoints at {self._line} (resuming)")
+        meeting.bring(b"")
+        found = self._newest() if meeting.rank == 0 else None
+        chosen = "" if found is None else found.name
+        if meeting.world_size > 1:
+            chosen = self._agreed(meeting, chosen)
+        if not chosen:
+            return
+        values = load_into(self._folder / chosen, self._things, rng=True, what=f"{meeting.what} together")
+        own = values[_OWN]
+        self.steps, self.values, self._saved = own["steps"], dict(own["values"]), own["steps"]
+        if meeting.rank == 0:
+            _log.info("going on from %s, after %d steps", self._folder / chosen, self.steps)
+
+    @staticmethod
+    def _agreed(meeting: Meeting, chosen: str) -> str:
+        if meeting.rank == 0:
+            meeting.tell(f"file {chosen}")
+            return chosen
+        return meeting.outcome().removeprefix("file ")
+
+    def _newest(self) -> Path | None:
+        for path in self._files():
+            try:
+                if _OWN in read(path).entries:
+                    return path
+            except ParallelizeError as exc:
+                _log.warning("passed over: %s", str(exc).replace("\n", ";"))
+        return None
+
+    def _files(self) -> list[Path]:
+        """Newest first."""
+        if not self._folder.is_dir():
+            return []
+        return sorted(
+            (each for each in self._folder.iterdir() if _NAME.fullmatch(each.name)), key=_number, reverse=True
+        )
+
+    def _path(self, steps: int) -> Path:
+        return self._folder / f"step-{steps:09d}.pt"
+
+
+@contextlib.contextmanager
+def checkpoints(
+    folder: str | os.PathLike[str],
+    /,
+    *,
+    every: int | str = "10min",
+    keep: int = 3,
+    in_background: bool = False,
+    **things: Any,
+) -> Iterator[Checkpoints]:
+    """Save a run as it goes, and go on from the last file when it is started again.
+
+        with parallel_model(model), checkpoints("runs/a", model=model, optimizer=optimizer, loader=loader) as saved:
+            for epoch in range(loader.epoch, epochs):
+                for x, y in loader:
+                    ...
+                    optimizer.step()
+                    saved.step()
+
+    A run that is killed anywhere and started again with as many processes ends with bitwise the same weights as one
+    that is not, where the arithmetic itself is repeatable. With `@distributed(max_restarts=3)` it starts itself again.
+    Random numbers that a dataset draws in worker processes, or under `seed=`, are others in the rest of the epoch that
+    was broken off.
+
+    Enter it on every rank, inside the `parallel_model` block. An epoch that is gone on with gives the batches that are
+    left of it: `loader.epoch` says which it is.
+
+    Args:
+        folder: of this run alone; with several nodes one that all of them share.
+        every: a number of steps, or a time by rank 0's clock, such as "10min".
+        keep: how many files.
+        in_background: write from a copy in rank 0's memory, while the loop goes on; the step that saves then takes as
+            long as copying. A failure raises at the next save. For fsdp rank 0 needs memory for two whole states.
+        **things: as for `save`, but for plain values, which `step` takes.
+
+    Yields:
+        What counts the steps.
+
+    Raises:
+        ConfigError: options without a meaning; files of things that are made differently.
+        SyncError: ranks that do not save after the same step.
+    """
+    if type(keep) is not int or keep < 1:
+        raise ConfigError(f"keep={keep!r}", why="at least the last file is needed to go on", fix="use keep=3")
+    if not things:
+        raise ConfigError(f"checkpoints({str(folder)!r})", why="there is nothing to save", fix="name it: model=model")
+    for name, thing in things.items():
+        if state_of(thing) is None:
+            raise ConfigError(
+                f"checkpoints({name}={thing!r:.80})",
+                why="it has no state that could be put back",
+                fix=f"give plain values to step({name}=...), and find them in `values` when the run goes on",
+            )
+    # Two frames up: contextlib's own is in between.
+    line = line_of(sys._getframe(2))
+    store = dist.distributed_c10d._get_default_store() if _is_connected() else None
+    when = timetable(every, store=store, rank=runtime.rank())
+    saved = Checkpoints(Path(folder), keep=keep, things=things, when=when, line=line, in_background=in_background)
+    if runtime.rank() == 0:
+        clear_leftovers(Path(folder), _NAME)
+    saved.resume()
+    try:
+        yield saved
+        saved.save()
+    finally:
+        saved.wait()
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def _is_connected() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,185 @@
+"""What the state of a model, an optimizer, or any other thing with a state is, and how it gets it back."""
+
+from __future__ import annotations
+
+import abc
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from parallelize.checkpoint.archive import Entry
+from parallelize.checkpoint.plain import is_in_parts
+from parallelize.containers import leaves, map_leaves
+from parallelize.errors import ConfigError, Fault
+from parallelize.inplace.route import route_of
+
+__all__ = ["VALUE", "State", "needs_all_ranks", "state_of"]
+
+VALUE = "value"
+"""The kind of what has no state of its own: a number, a text, a tensor, containers of them."""
+
+
+class State(abc.ABC):
+    """The state of one kind of thing."""
+
+    kind: ClassVar[str]
+
+    @abc.abstractmethod
+    def take(self, thing: Any) -> Any:
+        """The state of a thing; it shares tensors with it."""
+
+    def faults(self, thing: Any, state: Any) -> Iterator[str]:
+        """Why a thing cannot take a state, a phrase each; it is not changed."""
+        del thing, state
+        yield from ()
+
+    @abc.abstractmethod
+    def put(self, thing: Any, state: Any) -> None:
+        """Give a thing a state in which there is no fault; it keeps no tensor of it."""
+
+    def refuse(self, name: str, thing: Any, entry: Entry) -> Iterator[Fault]:
+        """Every fault of giving a thing what was saved under a name."""
+        if entry.kind != self.kind:
+            yield Fault(
+                f"{name}={type(thing).__name__}(...), where the checkpoint holds a {entry.kind}",
+                why="their states have nothing in common",
+                fix="pass to load() what was passed to save(), under the same names",
+            )
+            return
+        for each in self.faults(thing, entry.state):
+            yield Fault(
+                f"{name}: {each}",
+                why=f"the checkpoint was saved of another {entry.name_of_class}, or of one made differently",
+                fix=f"make the {type(thing).__name__} as it was when it was saved, or leave {name}= out",
+            )
+
+
+class _ModelState(State):
+    kind = "model"
+
+    def take(self, thing: Any) -> Any:
+        state = thing.state_dict()
+        route = route_of(thing)
+        return {
+            "tensors": dict(state),
+            "versions": dict(getattr(state, "_metadata", {})),
+            "precision": {} if route is None else route.inner.session.state_dict(),
+        }
+
+    def faults(self, thing: Any, state: Any) -> Iterator[str]:
+        saved, own = state["tensors"], thing.state_dict()
+        missing, unknown = [key for key in own if key not in saved], [key for key in saved if key not in own]
+        if missing:
+            yield f"no {_listed(missing)} in the checkpoint"
+        if unknown:
+            yield f"the checkpoint has {_listed(unknown)}, the model has not"
+        differing = [
+            f"{key} has shape {tuple(saved[key].shape)} in the checkpoint, {tuple(value.shape)} in the model"
+            for key, value in own.items()
+            if isinstance(value, torch.Tensor) and key in saved and value.shape != saved[key].shape
+        ]
+        if differing:
+            yield _listed(differing)
+
+    def put(self, thing: Any, state: Any) -> None:
+        tensors: OrderedDict[str, Any] = OrderedDict(state["tensors"])
+        tensors._metadata = state["versions"]  # type: ignore[attr-defined]  # where load_state_dict looks for it
+        thing.load_state_dict(tensors)
+        route = route_of(thing)
+        if route is not None:
+            route.inner.session.load_state_dict(state["precision"])
+
+
+class _OptimizerState(State):
+    kind = "optimizer"
+
+    def take(self, thing: Any) -> Any:
+        return {"state": thing.state_dict(), "class": type(thing).__name__, "shapes": _shapes(thing)}
+
+    def faults(self, thing: Any, state: Any) -> Iterator[str]:
+        if type(thing).__name__ != state["class"]:
+            yield f"it was {state['class']} and is {type(thing).__name__}"
+        saved, own = state["shapes"], _shapes(thing)
+        if [len(group) for group in saved] != [len(group) for group in own]:
+            yield f"it had groups of {_sizes(saved)} parameters and has groups of {_sizes(own)}"
+            return
+        for number, (before, now) in enumerate(zip(chain(*saved), chain(*own), strict=True)):
+            if before != now:
+                yield f"its parameter {number} had shape {tuple(before)} and has {tuple(now)}"
+
+    def put(self, thing: Any, state: Any) -> None:
+        saved = state["state"]
+        parameters = [each for group in thing.param_groups for each in group["params"]]
+        indices = [index for group in saved["param_groups"] for index in group["params"]]
+        of_index = dict(zip(indices, parameters, strict=True))
+        each_state = {index: _placed(entries, like=of_index.get(index)) for index, entries in saved["state"].items()}
+        thing.load_state_dict({**map_leaves(_copied, {**saved, "state": {}}), "state": each_state})
+        if each_state:
+            thing._opt_called = True  # it has stepped, in another process: schedulers ask this before they warn
+
+
+class _ThingState(State):
+    kind = "state_dict"
+
+    def take(self, thing: Any) -> Any:
+        return thing.state_dict()
+
+    def put(self, thing: Any, state: Any) -> None:
+        thing.load_state_dict(map_leaves(_copied, state))
+
+
+def state_of(thing: Any) -> State | None:
+    """What takes and puts the state of a thing; None: it is a plain value."""
+    if isinstance(thing, nn.Module):
+        return _ModelState()
+    if isinstance(thing, torch.optim.Optimizer):
+        return _OptimizerState()
+    # Asked of the class: a loader of shard_loader answers for the user's loader where it has no answer of its own.
+    if callable(getattr(type(thing), "state_dict", None)) and callable(getattr(type(thing), "load_state_dict", None)):
+        return _ThingState()
+    if isinstance(thing, torch.utils.data.DataLoader):
+        raise ConfigError(
+            f"the position of a {type(thing).__name__}",
+            why="it does not know how far it was read",
+            fix="pass what shard_loader returns, as in loader = shard_loader(loader); save(path, loader=loader)",
+        )
+    return None
+
+
+def needs_all_ranks(thing: Any) -> bool:
+    """Whether each rank holds only a part of a thing."""
+    if isinstance(thing, nn.Module):
+        return any(map(is_in_parts, (*thing.parameters(), *thing.buffers())))
+    if isinstance(thing, torch.optim.Optimizer):
+        return any(is_in_parts(each) for group in thing.param_groups for each in group["params"])
+    return any(map(is_in_parts, leaves(thing)))
+
+
+def _placed(entries: Any, *, like: Any) -> Any:
+    """One parameter's state: a copy, or this rank's part of what goes with a parameter in parts."""
+    if like is None or not is_in_parts(like):
+        return map_leaves(_copied, entries)
+    from parallelize.backends.parts import converted  # half a second to import: only where there are parts
+
+    return {name: converted(value, of=like, like=like) for name, value in entries.items()}
+
+
+def _copied(value: Any) -> Any:
+    # What is read from a file is pages of the file: kept, they would hold it open and be read from the disk in a step.
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _shapes(optimizer: torch.optim.Optimizer) -> list[list[list[int]]]:
+    return [[list(each.shape) for each in group["params"]] for group in optimizer.param_groups]
+
+
+def _sizes(groups: list[list[list[int]]]) -> str:
+    return " and ".join(str(len(group)) for group in groups) or "no"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

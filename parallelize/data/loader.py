@@ -1,0 +1,116 @@
+"""shard_loader: from a user's loader to this process's share of it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+from parallelize.data.choice import source_of
+from parallelize.data.options import Batch, Divides, LoaderOptions
+from parallelize.data.sampling import Tail
+from parallelize.data.sharded import ShardedLoader
+from parallelize.errors import ConfigError
+from parallelize.runtime import Runtime, active, current
+
+__all__ = ["shard_loader"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("parallelize")
+
+
+def shard_loader(
+    loader: Iterable[T],
+    *,
+    tail: Tail = "pad",
+    batch: Batch = "per_process",
+    seed: int | None = None,
+    limit: float | None = None,
+    progress: bool | str = False,
+    to_device: bool = True,
+    prefetch: int = 2,
+    divides: Divides | None = None,
+) -> ShardedLoader[T]:
+    """This process's share of a loader, on this process's device, each epoch in a new order by itself.
+
+    The loader stays as it is, and stays usable. Sequential and shuffled loaders are divided exactly as torch's
+    DistributedSampler does; other samplers are drawn alike on all processes and then divided. A loader that is divided
+    over the processes already is read as it is. Called again for the same loader with the same options it returns the
+    same object, so that epochs go on in `for epoch in range(n): for batch in shard_loader(loader)`.
+
+    Args:
+        loader: a DataLoader, or an iterable of batches.
+        tail: what happens where the data does not divide. "pad": some samples twice, so that all processes make as
+            many steps; "drop": the last ones never; "exact": each once, and processes may differ by a batch (for
+            evaluation); "weighted": equal steps, with gradients weighted by the true number of samples (for training).
+        batch: whether the loader's batch size is that of each process, or of all together.
+        seed: of the order, where the loader's sampler has no generator of its own; None: 0, as DistributedSampler. Also
+            of the random numbers that the dataset draws: a stream for each process, worker and epoch. Without it worker
+            processes still have streams of their own, seeded by what torch.manual_seed was told.
+        limit: at most so many batches per process and epoch (an int), or this fraction of them (a float).
+        progress: a bar on rank 0, or the label of one.
+        to_device: whether batches arrive on `device()`; whole under dp and ddp2, for DataParallel to scatter.
+        prefetch: batches that are copied to an accelerator ahead of the loop.
+        divides: what an iterable dataset divides its data over by itself: "nothing", the "workers" that
+            get_worker_info() tells of, or "processes"; None: seen from what it asks for. Only "nothing" lets the length
+            be known.
+
+    Raises:
+        ConfigError: options without a meaning, or a loader that cannot be divided.
+    """
+    options = LoaderOptions(
+        tail=tail,
+        batch=batch,
+        seed=seed,
+        limit=limit,
+        progress=progress,
+        to_device=to_device,
+        prefetch=prefetch,
+        divides=divides,
+    )
+    if issubclass(type(loader), ShardedLoader):  # not isinstance, which it answers for the user's loader
+        return _sharded_already(cast("Any", loader), options)
+    sharded = _remembered(loader)
+    if options not in sharded:
+        frame = sys._getframe(1)
+        site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        sharded[options] = _made(loader, options, site)
+    return sharded[options]
+
+
+def _sharded_already(loader: ShardedLoader[T], options: LoaderOptions) -> ShardedLoader[T]:
+    if options not in (loader._options, LoaderOptions()):
+        raise ConfigError(
+            "shard_loader of what shard_loader has made, with other options",
+            why="it would be divided twice, and some of the data read by nobody",
+            fix="give each shard_loader the DataLoader itself",
+        )
+    return loader
+
+
+def _made(loader: Iterable[T], options: LoaderOptions, site: str) -> ShardedLoader[T]:
+    run = current()
+    source = source_of(loader, options=options, run=run)
+    said = source.arithmetic()
+    if said and run.world.is_main:
+        _log.info("%s: %s", site, said)
+    return ShardedLoader(source, options=options, run=run, site=site)
+
+
+# How far a loader was read in a run: kept for the loader itself (not for an equal one), gone with it.
+_MEMORY: WeakKeyDictionary[Any, tuple[Runtime | None, dict[LoaderOptions, ShardedLoader[Any]]]] = WeakKeyDictionary()
+
+
+def _remembered(loader: object) -> dict[LoaderOptions, ShardedLoader[Any]]:
+    try:
+        of_run, sharded = _MEMORY.get(loader, (None, {}))
+        if of_run is not active():  # another call of a decorated function begins with epoch 0
+            sharded = {}
+        _MEMORY[loader] = (active(), sharded)
+    except TypeError:  # a list has no identity to remember, and no order that changes with the epoch
+        return {}
+    return sharded

@@ -1,0 +1,92 @@
+"""Lists and other iterables of ready-made batches: each process takes every so-manieth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from parallelize.data.epochs import Epochs
+from parallelize.data.options import LoaderOptions
+from parallelize.data.readings import CountedReading, StreamReading
+from parallelize.data.sampling import Split, as_steps
+from parallelize.data.source import Place, Reading, Source
+from parallelize.errors import ConfigError
+from parallelize.world import World
+
+__all__ = ["PlainSource"]
+
+T = TypeVar("T")
+
+
+class PlainSource(Source[T]):
+    """An iterable of batches; of a sequence only this process's own are made.
+
+    Args:
+        batches: the user's.
+        options: as asked.
+        world: this process among the others.
+
+    Raises:
+        ConfigError: options that only a loader can have.
+    """
+
+    is_resumable_anywhere = True
+
+    def __init__(self, batches: Iterable[T], *, options: LoaderOptions, world: World) -> None:
+        _check(options, type(batches).__name__)
+        self.loader = batches
+        self._options, self._world = options, world
+        self._is_sequence = hasattr(batches, "__getitem__") and hasattr(batches, "__len__")
+        self._epochs = Epochs([batches])
+
+    def read(self, place: Place) -> Reading[T]:
+        """Begin to read at a place."""
+        self._epochs.tell(place.epoch)
+        split, rank = self._split(place.start), self._world.rank
+        if not self._is_sequence:
+            return StreamReading(_as_they_come, split=split, stream=self.loader, rank=rank, is_grouped=False)
+        order = range(len(self.loader))
+        return CountedReading(self._fetch, split=split, order=order, rank=rank, is_grouped=False)
+
+    def steps(self, place: Place) -> int | None:
+        """How many batches a reading from there gives this process; None: the iterable has no length."""
+        return self._split(place.start).steps(self._world.rank) if hasattr(self.loader, "__len__") else None
+
+    def chosen_epoch(self) -> int | None:
+        """The epoch that the user has told the iterable since the last reading."""
+        return self._epochs.chosen()
+
+    def close(self) -> None:
+        """Nothing is kept running."""
+
+    def _split(self, start: int) -> Split:
+        total = len(self.loader) if hasattr(self.loader, "__len__") else None
+        size, limit = self._world.world_size, self._options.limit
+        whole = Split(total=total or 0, world_size=size, group=size, tail=self._options.tail, start=start)
+        if limit is None:
+            return whole
+        steps = int(limit) if total is None else as_steps(limit, Split(**{**vars(whole), "start": 0}).steps(0))
+        return Split(**{**vars(whole), "limit": steps * size})
+
+    def _fetch(self, indices: Iterable[Any], _steps: int | None) -> Iterator[T]:
+        sequence: Sequence[T] = self.loader
+        return (sequence[index] for index in indices)
+
+
+def _as_they_come(batches: Iterable[Any], _steps: int | None) -> Iterator[Any]:
+    return iter(batches)
+
+
+def _check(options: LoaderOptions, name: str) -> None:
+    if options.tail == "weighted":
+        raise ConfigError(
+            f"tail='weighted' with a {name} of batches",
+            why="how many samples a batch has is not known before it is there",
+            fix="use a DataLoader, or tail='pad'",
+        )
+    if options.batch == "global":
+        raise ConfigError(
+            f"batch='global' with a {name} of batches",
+            why="they are made already",
+            fix="use batch='per_process': each process takes whole batches",
+        )

@@ -1,0 +1,225 @@
+"""This process's share of a loader, iterated epoch after epoch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from parallelize.announcements import Announcement, announce
+from parallelize.data.device import on_device
+from parallelize.data.options import LoaderOptions
+from parallelize.data.progress import with_bar
+from parallelize.data.readings import CountedReading
+from parallelize.data.source import Place, Reading, Source
+from parallelize.data.weights import Weight, weighing
+from parallelize.data.workers import explain
+from parallelize.errors import ConfigError
+from parallelize.runtime import Runtime
+
+__all__ = ["ShardedLoader"]
+
+T = TypeVar("T")
+
+
+class ShardedLoader(Generic[T]):
+    """A loader that yields this process's share of each epoch, on this process's device.
+
+    What else is asked of it is answered by the user's loader; `isinstance` sees that one's class. Made by
+    `shard_loader`.
+
+    Args:
+        source: the user's loader.
+        options: as asked.
+        run: the run it is read in.
+        site: where in the program it was made, the same on every process.
+    """
+
+    def __init__(self, source: Source[T], *, options: LoaderOptions, run: Runtime, site: str) -> None:
+        self._options = options
+        self._source, self._run, self._site = source, run, site
+        self._place = Place()
+        self._course: _Course[T] | None = None
+
+    @property  # type: ignore[misc]  # isinstance asks for it: what was a DataLoader is one
+    def __class__(self) -> type[Any]:
+        return type(self._source.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_source":  # copy and pickle ask before there is a source
+            raise AttributeError(name)
+        return getattr(self._source.loader, name)
+
+    def __len__(self) -> int:
+        """Batches that the iterator under way yields in all, or else the next one will."""
+        course = self._course
+        steps = self._source.steps(self._next() if course is None or course.is_over else course.place)
+        if steps is None:
+            raise TypeError(f"nobody knows how many batches this {type(self._source.loader).__name__} yields")
+        return steps
+
+    def __iter__(self) -> Iterator[T]:
+        """Begin the next epoch, or the same one again if only a first batch was taken. Nothing collective happens."""
+        self._place = self._next()
+        self._course = _Course(self._source.read(self._place), self._place)
+        return self._read(self._course)
+
+    def __enter__(self) -> ShardedLoader[T]:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what the loader keeps running between epochs: persistent workers. It can be iterated again."""
+        self._source.close()
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that is being read, or of the next one if none is."""
+        course = self._course
+        return self._next().epoch if course is None or course.is_over else course.place.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Read this epoch at the next `iter()`, from its beginning, whatever was read before."""
+        self._place, self._course = Place(epoch=epoch), None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where reading has come to, as plain values, alike on every process that has made as many steps."""
+        course = self._course
+        place = self._place
+        if course is not None:
+            over = Place(epoch=course.place.epoch + 1)
+            place = over if course.is_over else Place(epoch=course.place.epoch, start=course.position())
+        return {
+            "epoch": place.epoch,
+            "start": place.start,
+            "world_size": self._run.world.world_size,
+            **self._source.identity(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was saved: the next `iter()` yields what of its epoch was not seen, in the same order.
+
+        Args:
+            state: of `state_dict`. Loaders that fetch by index, and plain iterables, may go on with another batch size
+                and in a world of another size.
+
+        Raises:
+            ConfigError: the data or the seed is another one, or a loader that cannot go on in a world of another size.
+        """
+        here = {"world_size": self._run.world.world_size, **self._source.identity()}
+        fixed = here.keys() - ({"world_size"} if self._source.is_resumable_anywhere else set())
+        for name in sorted(fixed):
+            if state.get(name) != here[name]:
+                raise ConfigError(
+                    f"a state saved with {name}={state.get(name)!r} is loaded with {name}={here[name]!r}",
+                    why="the units of its epoch would be others, or in another order",
+                    fix=f"restore the loader with {name}={state.get(name)!r}, or begin an epoch with set_epoch()",
+                )
+        self._place, self._course = Place(epoch=state["epoch"], start=state["start"]), None
+
+    def gather(self, results: Any) -> Any:
+        """Per-sample results of all processes in the order of the dataset; a collective: every process has to call it.
+
+        Args:
+            results: a tensor, or containers of tensors, with a row for each sample that this process was given since
+                `iter()`, in that order: torch.cat of what was computed for each batch.
+
+        Returns:
+            The same containers on every process, with one row for each sample that any process was given, by ascending
+            index, without repeats.
+
+        Raises:
+            ConfigError: rows missing, or a loader that has no indices.
+        """
+        course = self._course
+        if course is None or not isinstance(course.reading, CountedReading):
+            raise ConfigError(
+                "gather on a loader that was not iterated" if course is None else "gather on a loader without indices",
+                why="it puts results in the order of the indices that were read",
+                fix="iterate the loader first" if course is None else "use parallelize.all_gather",
+            )
+        if not getattr(self._source.loader, "in_order", True):
+            raise ConfigError(
+                "gather on a DataLoader(in_order=False)",
+                why="batches came as workers finished them, in an order that nobody has noted",
+                fix="use DataLoader(in_order=True)",
+            )
+        return course.reading.gather(results, steps=course.given)
+
+    def _next(self) -> Place:
+        chosen = self._source.chosen_epoch()
+        if chosen is not None:
+            return Place(epoch=chosen)
+        course = self._course
+        if course is None or not (course.is_over or course.given > 1):
+            return self._place
+        return Place(epoch=course.place.epoch + 1)
+
+    def _read(self, course: _Course[T]) -> Iterator[T]:
+        is_weighted = self._options.tail == "weighted"
+        with weighing(course.weight) if is_weighted else contextlib.nullcontext(), course.announcing():
+            for batch in self._explained(self._arriving(course)):
+                if course.given == 0:
+                    course.announcement = self._announced(course)
+                if is_weighted:
+                    course.weight.value = course.reading.weight(course.given)
+                course.given += 1
+                yield batch
+            course.is_over = True
+
+    def _arriving(self, course: _Course[T]) -> Iterator[T]:
+        batches = course.reading.batches()
+        device, options = self._run.device, self._options
+        if options.to_device and device != torch.device("cpu"):
+            batches = on_device(batches, device, prefetch=options.prefetch)
+        if options.progress and self._run.world.is_main:
+            label = options.progress if isinstance(options.progress, str) else f"epoch {course.place.epoch}"
+            batches = with_bar(batches, course.reading, steps=self._source.steps(course.place), label=label)
+        return batches
+
+    def _explained(self, batches: Iterator[T]) -> Iterator[T]:
+        try:
+            yield from batches
+        except Exception as exc:
+            explain(exc, f"rank {self._run.world.rank}")
+            raise
+
+    def _announced(self, course: _Course[T]) -> Announcement | None:
+        """For the model's first step: others who read another epoch, order or number of batches are found there."""
+        if self._run.world.world_size == 1:
+            return None
+        steps = self._source.steps(course.place)
+        length = "" if steps is None else f", {steps} batches"
+        where = f" from {course.place.start}" if course.place.start else ""
+        return announce(
+            self._site,
+            f"reads epoch {course.place.epoch}{where}{length}, order {course.reading.fingerprint() or 'unknown'}",
+            fix="give all processes the same data and seeds, call set_epoch() alike, and train with another tail than "
+            "'exact'; a sampler with random numbers of its own needs a seed that is the same everywhere",
+        )
+
+
+class _Course(Generic[T]):
+    """How far an iterator has come."""
+
+    def __init__(self, reading: Reading[T], place: Place) -> None:
+        self.reading, self.place = reading, place
+        self.weight = Weight()
+        self.announcement: Announcement | None = None
+        self.given = 0
+        self.is_over = False
+
+    def position(self) -> int:
+        return self.reading.position(self.given)
+
+    @contextlib.contextmanager
+    def announcing(self) -> Iterator[None]:
+        """Whatever was announced is void at the end: an evaluation that was left early is not what others train on."""
+        try:
+            yield
+        finally:
+            self.announcement = None
