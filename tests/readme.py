@@ -1,0 +1,84 @@
+"""What README shows of other files: `python tests/readme.py` writes it anew between its markers."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from parallelize import registry
+from parallelize.precision.levels import markdown
+
+__all__ = ["README", "changed", "support", "written"]
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+
+
+def support() -> str:
+    """The backends and precision engines, as tables of what each one declares."""
+    precisions = {name: registry.find("precision", name) for name in registry.names("precision")}
+    rows = [["`backend=`", "one process per", "devices", "nodes", *(f"`amp=`, {name} engine" for name in precisions)]]
+    for name in registry.names("backends"):
+        backend = registry.find("backends", name)
+        nodes = "any number" if backend.max_nodes is None else str(backend.max_nodes)
+        if backend.single_node_of is not None:
+            nodes += f"; on more, `{backend.single_node_of}` takes over with a warning"
+        levels = [", ".join(sorted(backend.amp.get(engine, ()))) or "refused" for engine in precisions]
+        rows.append([f"`{name}`", backend.process_per, ", ".join(sorted(backend.device_types)), nodes, *levels])
+    engines = [["`amp_engine=`", "half precision on", "`amp=True` means"]]
+    for name, precision in precisions.items():
+        types = [
+            f"{device}: {', '.join(sorted(map(_short, each)))}" for device, each in sorted(precision.dtypes.items())
+        ]
+        engines.append([f"`{name}`", "; ".join(types), f"`{precision.default_level}`"])
+    return f"{_table(rows)}\n\n{_table(engines)}"
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _table(rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def changed() -> str:
+    """The difference between the example and its single-device version, white space aside, as a Markdown block."""
+    before, after = (
+        (ROOT / "examples" / name).read_text().splitlines() for name in ("01_digits_single.py", "01_digits.py")
+    )
+    lines = difflib.unified_diff([line.strip() for line in before], [line.strip() for line in after], n=2, lineterm="")
+    return "\n".join(["```diff", *_indented(list(lines), before, after), "```"])
+
+
+def _indented(lines: list[str], before: list[str], after: list[str]) -> list[str]:
+    """The hunks of a diff of stripped lines, with each line's own indentation back."""
+    shown: list[str] = []
+    old = new = 0
+    for line in lines[2:]:  # without the two file names
+        header = re.fullmatch(r"@@ -(\d+)\S* \+(\d+)\S* @@", line)
+        if header is not None:
+            old, new = int(header[1]), int(header[2])
+            shown += [" ..."] if shown else []
+        elif line.startswith("-"):
+            shown.append(f"-{before[old - 1]}".rstrip())
+            old += 1
+        else:
+            shown.append(f"{line[0]}{after[new - 1]}".rstrip())
+            old, new = old + (line[0] == " "), new + 1
+    return shown
+
+
+def written(text: str) -> str:
+    """README's text with what stands between `<!-- name -->` and `<!-- end -->` written anew."""
+    for name, block in {"changed": changed(), "support": support(), "levels": markdown()}.items():
+        text = re.sub(
+            rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, b=block: f"{m[1]}{b}\n{m[2]}", text, flags=re.DOTALL
+        )
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text()))

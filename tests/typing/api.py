@@ -1,0 +1,150 @@
+"""What the public API tells a type checker: checked by mypy and pyright in their strict modes, never run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import assert_type
+
+import parallelize
+from parallelize import Amp, ConfigError, DDPBackend, Job, distributed, parallel_model, shard_loader
+
+
+class Net(nn.Module):
+    """A model with a method and an attribute of its own."""
+
+    width: int = 8
+
+    def loss(self, x: Tensor) -> Tensor:
+        """A method that nn.Module has not."""
+        return x.sum() * self.width
+
+
+class Critic(nn.Module):
+    """Another model."""
+
+
+# A decorated function keeps its parameters and its result.
+
+
+@distributed(backend=DDPBackend(), gpus=[0, 1], amp=Amp(level="O2"))
+def train(epochs: int, *, lr: float = 0.1) -> tuple[float, list[Tensor]]:
+    """Anything."""
+    return lr * epochs, []
+
+
+assert_type(train(3), tuple[float, list[Tensor]])
+assert_type(train(epochs=3, lr=0.2), tuple[float, list[Tensor]])
+assert_type(train.all_ranks(3, lr=0.2), list[tuple[float, list[Tensor]]])
+assert_type(train.options(gpus=4)(3), tuple[float, list[Tensor]])
+assert_type(train.options(gpus=4).options(seed=1).all_ranks(3), list[tuple[float, list[Tensor]]])
+assert_type(train.explain(), str)
+assert_type(train.__wrapped__(3), tuple[float, list[Tensor]])
+
+train("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # a wrong argument is seen
+train()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # a missing one too
+train(3, 0.1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # and a positional one that is not
+train.all_ranks()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # all ranks take the same
+
+
+job = train.submit(3)
+assert_type(job, Job[tuple[float, list[Tensor]]])
+assert_type(job.result(), tuple[float, list[Tensor]])
+assert_type(train.submit_many([{"epochs": 3}], at_most=2), list[Job[tuple[float, list[Tensor]]]])
+train.sbatch_script("job.sh", 3)
+train.submit("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # a job takes what a call takes
+
+
+@distributed()
+def quiet() -> None:
+    """Returns nothing."""
+
+
+assert_type(quiet.all_ranks(), list[None])
+plain: Callable[[int], tuple[float, list[Tensor]]] = train
+
+
+class Experiment:
+    """Methods of all kinds."""
+
+    @distributed(processes=2)
+    def run(self, epochs: int) -> float:
+        """An ordinary one."""
+        return float(epochs)
+
+    @staticmethod
+    @distributed(processes=2)
+    def measure(times: int) -> str:
+        """One without self."""
+        return str(times)
+
+
+assert_type(Experiment().run(3), float)
+assert_type(Experiment().run.all_ranks(3), list[float])
+assert_type(Experiment().run.options(processes=4)(epochs=3), float)
+assert_type(Experiment.measure(3), str)
+Experiment().run("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # self is not counted
+
+
+# A model in the block is the model.
+
+net, critic = Net(), Critic()
+
+with parallel_model(net) as model:
+    assert_type(model, Net)
+    assert_type(model.width, int)
+    assert_type(model.loss(torch.zeros(1)), Tensor)
+
+with parallel_model(net, critic) as (generator, discriminator):
+    assert_type(generator, Net)
+    assert_type(discriminator, Critic)
+
+assert_type(parallel_model(net, backend="dp", gpus=[0, 1]), AbstractContextManager[Net])
+
+
+# A sharded loader yields what the loader yields.
+
+
+def epoch(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """A loader whose items the user has typed; torch itself says nothing of what a DataLoader's items are."""
+    for pair in shard_loader(pairs):
+        assert_type(pair, tuple[Tensor, Tensor])
+    with shard_loader(pairs, tail="exact") as shard:
+        for x, y in shard:
+            assert_type(x, Tensor)
+            assert_type(y, Tensor)
+
+
+loader = DataLoader(TensorDataset(torch.zeros(2)))
+epoch(loader)
+shard_loader(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no loader
+
+
+# Checkpoints hold whatever has a name.
+
+parallelize.save("last.pt", model=net, epoch=3)
+assert_type(parallelize.load("last.pt", model=net), dict[str, Any])
+parallelize.save(model=net)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # no path
+
+with parallelize.checkpoints("runs/a", every="10min", keep=3, model=net) as saved:
+    saved.step(best=0.1)
+    assert_type(saved.steps, int)
+
+
+# Helpers.
+
+assert_type(parallelize.rank(), int)
+assert_type(parallelize.world_size(), int)
+assert_type(parallelize.local_rank(), int)
+assert_type(parallelize.device(), torch.device)
+assert_type(parallelize.is_main(), bool)
+
+try:
+    distributed(gpus=-2)
+except ConfigError as error:
+    assert_type([fault.fix for fault in error.faults], list[str])

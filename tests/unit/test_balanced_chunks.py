@@ -1,0 +1,93 @@
+"""A batch, cut and joined, is the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallelize import ConfigError
+from parallelize.backends.balanced.chunks import Batch, Column, batch_size, columns, take
+
+CPU = torch.device("cpu")
+
+
+@given(samples=st.integers(1, 9), microbatches=st.integers(1, 12), dim=st.integers(0, 1))
+def test_cutting_and_joining_is_nothing(samples: int, microbatches: int, dim: int) -> None:
+    """Micro-batches differ by a sample at most, hold every sample once and in order, and other values as they are."""
+    x = torch.arange(samples * 3.0).reshape(3, samples) if dim else torch.arange(samples * 3.0).reshape(samples, 3)
+    constant = torch.ones(20, 20)
+    batch = Batch((({"x": x, "name": "a"}, constant), {"flag": None}), microbatches=microbatches, dim=dim)
+    assert sum(batch.sizes) == samples
+    assert len(batch.sizes) == min(samples, microbatches)
+    assert max(batch.sizes) - min(batch.sizes) <= 1
+    parts = [batch.inputs(index) for index in range(len(batch.sizes))]
+    for args, kwargs in parts:
+        assert args[0]["name"] == "a"
+        assert args[1] is constant
+        assert kwargs == {"flag": None}
+    rows = [[args[0]["x"]] for args, _ in parts]
+    (column,) = columns(rows, batch.sizes, device=CPU, dims={0: dim})
+    assert torch.equal(column.value, x)
+
+
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_gradients_go_back_where_outputs_came_from(sizes: list[int]) -> None:
+    """The gradient of a joined output falls apart into those of the micro-batches; that of a mean by their weights."""
+    total = sum(sizes)
+    gradient = torch.randn(total, 2)
+    cut = Column(None, dim=0).gradients(gradient, sizes)
+    assert torch.equal(torch.cat([part for part in cut if part is not None]), gradient)
+    weights = tuple(size / total for size in sizes)
+    mean = Column(None, weights=weights).gradients(torch.tensor(1.0), sizes)
+    assert sum(float(part) for part in mean if part is not None) == pytest.approx(1.0)
+
+
+def test_scalars_are_averaged_by_samples() -> None:
+    """A mean over samples, of micro-batches of 3 and 1 samples, is weighted 3 to 1."""
+    (column,) = columns([[torch.tensor(1.0)], [torch.tensor(5.0)]], (3, 1), device=CPU, dims={})
+    assert column.value == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (("a", "a"), "a"),
+        ((None, None), None),
+        ((3, 3), 3),
+        ((torch.arange(3), torch.arange(3)), torch.arange(3)),
+    ],
+)
+def test_what_is_alike_is_returned_once(values: tuple[Any, ...], expected: Any) -> None:
+    """Constants of any kind come back as they are."""
+    (column,) = columns([[value] for value in values], (2, 2), device=CPU, dims={})
+    assert torch.equal(column.value, expected) if isinstance(expected, torch.Tensor) else column.value == expected
+
+
+@pytest.mark.parametrize(
+    "values", [("a", "b"), (1, 2), (torch.zeros(3), torch.ones(3)), (torch.tensor(1), torch.tensor(2))]
+)
+def test_what_differs_and_is_not_per_sample_is_refused(values: tuple[Any, ...]) -> None:
+    """Counts, names and tensors without a batch dimension have no meaning for the whole batch."""
+    with pytest.raises(ConfigError, match="output 0 of the model"):
+        columns([[value] for value in values], (2, 2), device=CPU, dims={})
+
+
+def test_a_known_dimension_wins_over_one_that_is_as_long_by_chance() -> None:
+    """Hidden states of 2 layers for 2 samples each are joined along the samples, if that is known."""
+    values = [[torch.zeros(2, 2, 5)], [torch.ones(2, 2, 5)]]
+    assert columns(values, (2, 2), device=CPU, dims={0: 1})[0].value.shape == (2, 4, 5)
+    assert columns(values, (2, 2), device=CPU, dims={})[0].value.shape == (4, 2, 5)
+
+
+def test_the_first_samples() -> None:
+    """A part of a batch keeps what is not per sample."""
+    inputs = ((torch.zeros(8, 2), torch.zeros(3)), {"flag": True})
+    (x, other), kwargs = take(inputs, 5, dim=0)
+    assert x.shape == (5, 2)
+    assert other.shape == (3,)
+    assert kwargs == {"flag": True}
+    assert batch_size(inputs, dim=0) == 8

@@ -1,0 +1,236 @@
+"""Iterable datasets: every sample once over all readers, whoever divides them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from ranks import keep_handler, place, values
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from parallelize import ConfigError, shard_loader
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_may_start():
+    keep_handler()
+
+
+class Everything(IterableDataset):
+    """Gives every reader all of it."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+class Sized(Everything):
+    def __len__(self):
+        return self.length
+
+
+class ByWorker(Everything):
+    """Divides itself as torch's documentation shows it."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(self.length)) if info is None else iter(range(info.id, self.length, info.num_workers))
+
+
+class Configured(Everything):
+    """Is told in worker_init_fn which part a worker reads: torch's documentation's other way."""
+
+    first, step = 0, 1
+
+    def __iter__(self):
+        return iter(range(self.first, self.length, self.step))
+
+
+def configure(worker_id):
+    info = get_worker_info()
+    assert worker_id == info.id
+    info.dataset.first, info.dataset.step = info.id, info.num_workers
+
+
+class ByProcess(Everything):
+    """Knows its process, as one that reads RANK does."""
+
+    def __init__(self, length, rank, world_size):
+        super().__init__(length)
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self):
+        info = get_worker_info()
+        own, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(self.rank * workers + own, self.length, self.world_size * workers))
+
+
+def read(dataset, *, world_size=2, workers=0, batch_size=2, options=None, **kwargs):
+    ranks = []
+    for rank in range(world_size):
+        with place(rank, world_size):
+            made = dataset(rank) if callable(dataset) and not isinstance(dataset, IterableDataset) else dataset
+            loader = DataLoader(made, batch_size=batch_size, num_workers=workers, **kwargs)
+            sharded = shard_loader(loader, **(options or {}))
+            assert isinstance(sharded, DataLoader)
+            assert sharded.dataset is made
+            ranks.append(list(sharded))
+    return ranks
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("dataset", "kwargs"),
+    [
+        (Everything(23), {}),
+        (Sized(23), {}),
+        (ByWorker(23), {}),
+        (Configured(23), {"worker_init_fn": configure}),
+        (lambda rank: ByProcess(23, rank, 2), {"options": {"divides": "processes"}}),
+        (ByWorker(23), {"options": {"divides": "workers"}}),
+        (Everything(23), {"options": {"divides": "nothing"}}),
+    ],
+    ids=["everything", "sized", "by worker", "configured", "by process", "said workers", "said nothing"],
+)
+def test_every_sample_comes_once(dataset, kwargs, workers):
+    """Whether the dataset divides itself by worker, by process or not at all."""
+    options = {"tail": "exact", **kwargs.pop("options", {})}
+    ranks = read(dataset, workers=workers, options=options, **kwargs)
+    kwargs["options"] = options
+    assert sorted(value for batches in ranks for value in values(batches)) == list(range(23))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tail", ["pad", "drop"])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_processes_make_as_many_steps(workers, tail, drop_last):
+    """Padded or dropped, all processes get as many batches, and `len` says how many where it is known."""
+    readers = 2 * max(workers, 1)
+    for length in (0, 1, 2, 5, 23):
+        counts = [
+            len(batches)
+            for batches in read(
+                Sized(length), workers=workers, options={"tail": tail, "divides": "nothing"}, drop_last=drop_last
+            )
+        ]
+        assert len(set(counts)) == 1
+        with place(0, 2):
+            loader = DataLoader(Sized(length), batch_size=2, num_workers=workers, drop_last=drop_last)
+            assert len(shard_loader(loader, tail=tail, divides="nothing")) == counts[0]
+    seen = [
+        value for batches in read(Everything(23), workers=workers, options={"tail": tail}) for value in values(batches)
+    ]
+    assert abs(len(seen) - 23) < readers
+    assert len(set(seen)) == (23 if tail == "pad" else len(seen))
+
+
+def test_lengths_nobody_knows():
+    """Neither of a dataset without one, nor where it is not said that it divides nothing."""
+    with place(0, 2):
+        for dataset in (Everything(4), Sized(4)):
+            with pytest.raises(TypeError, match="nobody knows how many batches this DataLoader yields"):
+                len(shard_loader(DataLoader(dataset)))
+
+
+def test_items_without_batches():
+    """batch_size=None gives each process every second item."""
+    assert read(Everything(4), batch_size=None) == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_reads_on(workers):
+    """What comes after a saved state is what would have come, with workers too; in another world it is refused."""
+    with place(1, 2):
+        make = lambda: shard_loader(DataLoader(Everything(23), batch_size=2, num_workers=workers))  # noqa: E731 - anew
+        whole = [batch.tolist() for batch in make()]
+        sharded = make()
+        batches = iter(sharded)
+        begun = [next(batches).tolist() for _ in range(3)]
+        state = sharded.state_dict()
+        batches.close()
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert begun + [batch.tolist() for batch in resumed] == whole
+        assert [batch.tolist() for batch in resumed] == whole
+    with place(1, 3), pytest.raises(ConfigError, match="world_size=2 is loaded with world_size=3"):
+        shard_loader(DataLoader(Everything(23))).load_state_dict(state)
+
+
+def test_a_limit_ends_a_stream():
+    """So many batches per process, of a stream that does not end by itself too."""
+
+    class Forever(IterableDataset):
+        def __iter__(self):
+            while True:
+                yield 1
+
+    assert [len(batches) for batches in read(Forever(), options={"limit": 3})] == [3, 3]
+
+
+def test_the_worker_info_of_the_process_is_as_before():
+    """Between batches, get_worker_info() in the loop gives what it gives without us."""
+    with place(0, 2):
+        for _ in shard_loader(DataLoader(ByWorker(8), batch_size=2)):
+            assert get_worker_info() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tail": "weighted"}, "tail='weighted' with the iterable Everything"),
+        ({"batch": "global"}, "batch='global' with the iterable Everything"),
+        ({"limit": 0.5}, "limit=0.5 with the iterable Everything"),
+    ],
+)
+def test_what_needs_an_end_is_refused(options, message):
+    """The error says what is not known."""
+    with place(0, 2), pytest.raises(ConfigError, match=message):
+        shard_loader(DataLoader(Everything(4)), **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shards", [1, 4])
+def test_hugging_face_streams_are_divided_by_themselves(workers, shards):
+    """An IterableDataset of `datasets` is split by node, shards first."""
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"x": list(range(24))}).to_iterable_dataset(num_shards=shards)
+    ranks = read(stream, workers=workers) if shards > 1 or not workers else read(stream)
+    assert sorted(value for batches in ranks for batch in batches for value in batch["x"].tolist()) == list(range(24))
+
+
+def test_hugging_face_datasets_are_divided_by_index():
+    """A map-style one is like any other dataset with indices."""
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"x": list(range(5))}).with_format("torch")
+    for rank, expected in enumerate([[0, 2, 4], [1, 3, 0]]):
+        with place(rank, 2):
+            batches = list(shard_loader(DataLoader(data, batch_size=2)))
+            assert [value for batch in batches for value in batch["x"].tolist()] == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_data_loader_is_a_data_loader(workers):
+    """torchdata's keeps its class; its position is kept by shard_loader, also with indices and in another world."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    for dataset in (list(range(13)), Everything(13)):
+        with place(0, 2):
+            make = lambda data=dataset: shard_loader(stateful(data, batch_size=2, num_workers=workers))  # noqa: E731 - anew
+            sharded = make()
+            assert isinstance(sharded, stateful)
+            whole = [batch.tolist() for batch in sharded]
+            for step, _ in enumerate(sharded):
+                if step == 1:
+                    break
+            state = sharded.state_dict()
+            resumed = make()
+            resumed.load_state_dict(state)
+            assert [batch.tolist() for batch in resumed] == whole[2:]
+
+
+def test_optional_packages_are_not_imported():
+    """A run without them does not pay for them."""
+    assert not {"webdataset"} & sys.modules.keys()
+    assert torch.utils.data.get_worker_info() is None

@@ -1,0 +1,741 @@
+"""shard_loader as each process of a world sees it, the processes played one after the other."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import keep_handler, place, values
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from parallelize import ConfigError, shard_loader
+
+# How long an example takes says something about the machine and who else uses it.
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_may_start():
+    keep_handler()
+
+
+def on_all(world_size, make, epochs=1, options=None, **kwargs):
+    """For each rank the epochs' lists of batches, of a loader made anew on each rank."""
+    results = []
+    for rank in range(world_size):
+        with place(rank, world_size, **(options or {})):
+            loader = make()
+            results.append([list(shard_loader(loader, **kwargs)) for _ in range(epochs)])
+    return results
+
+
+def numbers(length):
+    return list(range(length))
+
+
+def loader_of(length, **kwargs):
+    return DataLoader(numbers(length), **kwargs)
+
+
+# What stays as it is
+
+
+class OddLoader(DataLoader):
+    """A subclass whose constructor nobody could guess."""
+
+    def __init__(self, secret, /, *, dataset, size):
+        super().__init__(dataset, batch_size=size)
+        self.secret = secret
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield self.secret, batch
+
+
+def test_the_loader_is_not_reconstructed():
+    """A subclass with a constructor of its own keeps its class, attributes and __iter__."""
+    with place(1, 2):
+        loader = OddLoader("sesame", dataset=numbers(6), size=2)
+        sharded = shard_loader(loader)
+        assert isinstance(sharded, OddLoader)
+        assert isinstance(sharded, DataLoader)
+        assert (sharded.secret, sharded.batch_size, len(sharded)) == ("sesame", 2, 2)
+        assert sharded.dataset is loader.dataset
+        assert [(secret, batch.tolist()) for secret, batch in sharded] == [("sesame", [1, 3]), ("sesame", [5])]
+        assert [batch.tolist() for _, batch in loader] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_arguments_reach_the_workers():
+    """collate_fn, worker_init_fn, multiprocessing_context and persistent_workers do what they do without us."""
+    context = torch.multiprocessing.get_context("fork")
+    for persistent in (False, True):
+        with place(0, 2):
+            loader = DataLoader(
+                numbers(9),
+                batch_size=2,
+                num_workers=2,
+                collate_fn=tuple,
+                worker_init_fn=_in_worker,
+                persistent_workers=persistent,
+                multiprocessing_context=context,
+            )
+            with shard_loader(loader) as sharded:
+                for _ in range(2):
+                    assert list(sharded) == [(0, 2), (4, 6), (8,)]
+
+
+def _in_worker(_worker_id):
+    assert torch.utils.data.get_worker_info() is not None
+
+
+def test_a_loader_that_ignores_its_sampler_is_refused():
+    """One whose iterator was made with the loader would give every process everything: an error says so."""
+
+    class Endless(DataLoader):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.iterator = super().__iter__()
+
+        def __iter__(self):
+            return iter([next(self.iterator)])
+
+    with place(0, 2), pytest.raises(ConfigError, match="Endless does not read its sampler when it is iterated"):
+        list(shard_loader(Endless(numbers(4))))
+
+
+def test_what_is_sharded_is_not_sharded_again():
+    """shard_loader of its own result is that result; with other options it is refused."""
+    with place(0, 2):
+        sharded = shard_loader(loader_of(4), tail="exact")
+        assert shard_loader(sharded) is shard_loader(sharded, tail="exact") is sharded
+        with pytest.raises(ConfigError, match="of what shard_loader has made, with other options"):
+            shard_loader(sharded, tail="drop")
+
+
+def test_attributes_that_are_not_there_are_not_there():
+    """The error is the one that the user's loader would raise."""
+    with pytest.raises(AttributeError, match="'DataLoader' object has no attribute 'nothing'"):
+        shard_loader(loader_of(2)).nothing  # noqa: B018 - asking is the test
+
+
+def test_a_loader_goes_when_its_user_lets_it_go():
+    """What is remembered about a loader does not keep it."""
+    loader = loader_of(4)
+    list(shard_loader(loader))
+    alive = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert alive() is None
+
+
+# Orders
+
+
+class Reversed(Sampler):
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length - 1, -1, -1))
+
+    def __len__(self):
+        return self.length
+
+
+class Shuffled(Reversed):
+    """Draws from whatever it finds: three global generators."""
+
+    def __iter__(self):
+        indices = np.random.permutation(self.length).tolist()
+        random.shuffle(indices)
+        return iter([indices[each] for each in torch.randperm(self.length).tolist()])
+
+
+class Endless(Sampler):
+    def __iter__(self):
+        while True:
+            yield int(torch.randint(100, ()))
+
+
+class UpTo(Sampler):
+    """Ends, and does not say when."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        yield from torch.randperm(self.length).tolist()
+
+
+def test_a_custom_sampler_is_divided():
+    """Its order is kept, each process takes every second one."""
+    ranks = on_all(2, lambda: loader_of(5, sampler=Reversed(5), batch_size=2))
+    assert [values(rank[0]) for rank in ranks] == [[4, 2, 0], [3, 1, 4]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loader_of(11, sampler=Shuffled(11), batch_size=2),
+        lambda: loader_of(11, sampler=UpTo(11), batch_size=2),
+        lambda: loader_of(11, sampler=SubsetRandomSampler(range(11)), batch_size=2),
+        lambda: loader_of(11, batch_sampler=BatchSampler(Shuffled(11), 2, drop_last=False)),
+        lambda: loader_of(11, sampler=RandomSampler(numbers(11)), batch_size=None, collate_fn=torch.tensor),
+        lambda: loader_of(11, shuffle=True, batch_size=2),
+    ],
+    ids=["globals", "no length", "subset", "batch sampler", "no batches", "shuffle"],
+)
+def test_chance_is_shared_and_given_back(make):
+    """Samplers without a seed draw one permutation for all processes, another each epoch; the globals do not notice."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    ranks = []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        random.seed(rank)
+        with place(rank, 3):
+            sharded = shard_loader(make(), tail="exact")
+            state = torch.get_rng_state()
+            epochs = [[value for batch in sharded for value in batch.reshape(-1).tolist()] for _ in range(2)]
+            torch.empty((), dtype=torch.int64).random_()
+            drawn = torch.get_rng_state()
+            torch.set_rng_state(state)
+            for _ in range(3):  # what torch's own DataLoader draws for its workers: once per epoch
+                torch.empty((), dtype=torch.int64).random_()
+            assert torch.equal(torch.get_rng_state(), drawn)
+            ranks.append(epochs)
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    assert np.random.get_state()[1].tolist() == before[2]
+    for epoch in range(2):
+        assert sorted(value for epochs in ranks for value in epochs[epoch]) == list(range(11))
+    assert ranks[0][0] != ranks[0][1]
+
+
+def test_an_endless_sampler_is_divided():
+    """Without a length and without an end: the processes' batches interleave to what one process would draw."""
+    alone = on_first(1, 12)
+    assert [value for pair in zip(*on_first(2, 6), strict=True) for value in pair] == alone[0]
+
+
+def on_first(world_size, count):
+    taken = []
+    for rank in range(world_size):
+        with place(rank, world_size):
+            batches = iter(shard_loader(loader_of(100, sampler=Endless(), batch_size=1)))
+            taken.append([next(batches).item() for _ in range(count)])
+    return taken
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: WeightedRandomSampler([0.0, 1.0, 3.0, 0.0], 4000),
+        lambda: RandomSampler(numbers(4), replacement=True, num_samples=4000),
+    ],
+    ids=["weighted", "replacement"],
+)
+def test_draws_keep_their_distribution(sampler):
+    """Over all processes together, and each of a world gets draws of its own."""
+    ranks = [values(rank[0]) for rank in on_all(2, lambda: loader_of(4, sampler=sampler(), batch_size=100))]
+    with place(0, 1):
+        alone = values(shard_loader(loader_of(4, sampler=sampler(), batch_size=100)))
+    assert Counter(ranks[0]) + Counter(ranks[1]) == Counter(alone)
+    assert ranks[0] != ranks[1]
+    if isinstance(sampler(), WeightedRandomSampler):
+        counts = Counter(alone)
+        assert set(counts) == {1, 2}
+        assert 2.5 < counts[2] / counts[1] < 3.5
+
+
+@pytest.mark.parametrize(("generator", "seed", "expected"), [(None, None, 0), (None, 5, 5), (9, None, 9), (9, 5, 9)])
+def test_the_seed_is_the_generators_else_the_given_one(generator, seed, expected):
+    """A sampler's generator wins over seed=, which wins over 0."""
+    given = None if generator is None else torch.Generator().manual_seed(generator)
+    ranks = on_all(2, lambda: loader_of(10, shuffle=True, generator=given, batch_size=10), epochs=2, seed=seed)
+    for rank, epochs in enumerate(ranks):
+        for epoch, batches in enumerate(epochs):
+            reference = DistributedSampler(numbers(10), 2, rank, seed=expected)
+            reference.set_epoch(epoch)
+            assert values(batches) == list(reference)
+
+
+def test_opaque_batches_are_units():
+    """A batch sampler of the user's own keeps its batches whole; pad repeats one, weighted tells their sizes."""
+
+    class Buckets(Sampler):
+        def __iter__(self):
+            return iter([[0], [1, 2], [3, 4, 5]])
+
+        def __len__(self):
+            return 3
+
+    ranks = on_all(2, lambda: loader_of(6, batch_sampler=Buckets()))
+    assert [[batch.tolist() for batch in rank[0]] for rank in ranks] == [[[0], [3, 4, 5]], [[1, 2], [0]]]
+    with place(0, 2):
+        sharded = shard_loader(loader_of(6, batch_sampler=Buckets()), tail="weighted")
+        reading = sharded._source.read(sharded._place)
+        assert [reading.weight(step) for step in range(2)] == [2 * 1 / 3, 2.0]
+    with place(1, 2):
+        sharded = shard_loader(loader_of(6, batch_sampler=Buckets()), tail="weighted")
+        reading = sharded._source.read(sharded._place)
+        assert [reading.weight(step) for step in range(2)] == [2 * 2 / 3, 0.0]
+
+
+def test_a_loader_without_batches_is_divided_by_item():
+    """batch_size=None: what the dataset gives for an index is given as it is."""
+    ranks = on_all(2, lambda: DataLoader([[0, 1], [2], [3, 4]], batch_size=None, collate_fn=tuple))
+    assert [rank[0] for rank in ranks] == [[(0, 1), (3, 4)], [(2,), (0, 1)]]
+
+
+def test_a_dataset_that_fetches_many_at_once_is_asked_for_lists():
+    """__getitems__ gets a list of this process's indices."""
+
+    class Many(Dataset):
+        def __len__(self):
+            return 5
+
+        def __getitems__(self, indices):
+            assert isinstance(indices, list)
+            return [index * 10 for index in indices]
+
+    ranks = on_all(2, lambda: DataLoader(Many(), batch_size=2))
+    assert [values(rank[0]) for rank in ranks] == [[0, 20, 40], [10, 30, 0]]
+
+
+# Loaders that are divided already
+
+
+def test_a_distributed_loader_is_kept():
+    """Its sampler is asked as it is, and told the epoch; nothing is lost or given twice."""
+    for rank in range(2):
+        with place(rank, 2):
+            data = numbers(9)
+            loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, rank))
+            sharded = shard_loader(loader)
+            reference = DistributedSampler(data, 2, rank)
+            for epoch in range(2):
+                reference.set_epoch(epoch)
+                assert len(sharded) == 3
+                assert values(sharded) == list(reference)
+            loader.sampler.set_epoch(7)  # hers wins
+            reference.set_epoch(7)
+            assert values(sharded) == list(reference)
+            assert sharded.epoch == 8
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_kept_loader_is_limited_and_resumed(workers):
+    """By batches of its own, without fetching what comes before."""
+    with place(1, 2):
+        data = numbers(20)
+        make = lambda: DataLoader(data, 2, sampler=DistributedSampler(data, 2, 1), num_workers=workers)  # noqa: E731 - anew
+        whole = [batch.tolist() for batch in make()]
+        sharded = shard_loader(make(), limit=3)
+        assert len(sharded) == 3
+        assert [batch.tolist() for batch in sharded] == whole[:3]
+        sharded = shard_loader(make())
+        batches = iter(sharded)
+        assert [next(batches).tolist() for _ in range(2)] == whole[:2]
+        resumed = shard_loader(make())
+        resumed.load_state_dict(sharded.state_dict())
+        batches.close()
+        assert len(resumed) == 3
+        assert [batch.tolist() for batch in resumed] == whole[2:]
+
+
+def test_that_a_loader_is_kept_is_said(caplog):
+    """One line on rank 0 names the sampler that divides it."""
+    with caplog.at_level("INFO", logger="parallelize"), place(0, 2):
+        shard_loader(DataLoader(numbers(9), sampler=DistributedSampler(numbers(9), 2, 0)))
+    assert "DistributedSampler divides it over the processes already" in caplog.text
+
+
+def test_a_sampler_for_another_world_is_refused():
+    """num_replicas must be the number of processes."""
+    with place(0, 2), pytest.raises(ConfigError, match=r"DistributedSampler\(num_replicas=3\) in a world of 2"):
+        shard_loader(DataLoader(numbers(9), sampler=DistributedSampler(numbers(9), 3, 0)))
+
+
+# Options
+
+
+def test_a_limit_counts_or_shares():
+    """A number of batches, or a fraction of them; `len` is what comes, the epoch after it is another one."""
+    with place(0, 2):
+        for limit, expected in ((2, 2), (100, 5), (0.5, 2), (1.0, 5)):
+            sharded = shard_loader(loader_of(20, batch_size=2), limit=limit)
+            assert len(sharded) == len(list(sharded)) == expected
+            assert sharded.epoch == 1
+
+
+def test_a_limit_that_leaves_nothing_is_refused():
+    """A fraction of less than one batch is an error, not an empty epoch."""
+    with place(0, 2), pytest.raises(ConfigError, match=r"limit=0\.1 of 5 batches"):
+        len(shard_loader(loader_of(20, batch_size=2), limit=0.1))
+
+
+def test_a_global_batch_size_is_divided():
+    """batch='global' gives each process its part of the loader's batch size."""
+    ranks = on_all(2, lambda: loader_of(10, batch_size=4), batch="global")
+    assert [[batch.tolist() for batch in rank[0]] for rank in ranks] == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
+    with place(0, 2):
+        sharded = shard_loader(loader_of(10, batch_size=32), batch="global")
+        assert sharded._source.arithmetic() == "16 x 2 processes = 32 global"
+
+
+def test_the_arithmetic_of_batches_is_logged(caplog):
+    """One line on rank 0 says what a step consumes."""
+    with caplog.at_level("INFO", logger="parallelize"):
+        for rank in range(4):
+            with place(rank, 4):
+                shard_loader(loader_of(200, batch_size=32))
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == ["32 x 4 processes = 128 global"]
+
+
+ENDLESS = {"sampler": Endless()}
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "message"),
+    [
+        (lambda: loader_of(9, batch_size=3), {"batch": "global"}, "batch='global' with batch_size=3 on 2 processes"),
+        (lambda: loader_of(9), {"batch": "global", "tail": "weighted"}, "batch='global' with batch_size=1 on 2"),
+        (lambda: loader_of(9, batch_size=None), {"batch": "global"}, "batch='global' with a loader that has no batch"),
+        (lambda: loader_of(9, batch_size=2, drop_last=True), {"tail": "exact"}, "tail='exact' with .*drop_last=True"),
+        (lambda: loader_of(9, **ENDLESS), {"tail": "weighted"}, "tail='weighted' with Endless, which has no length"),
+        (lambda: loader_of(9, **ENDLESS), {"limit": 0.5}, "limit=0.5 with Endless, which has no length"),
+        (lambda: loader_of(9), {"divides": "workers"}, "divides='workers' with list"),
+        (lambda: [1, 2], {"tail": "weighted"}, "tail='weighted' with a list of batches"),
+        (lambda: [1, 2], {"batch": "global"}, "batch='global' with a list of batches"),
+        (lambda: {"a": 1}, {}, "shard_loader of a dict"),
+        (lambda: "batches", {}, "shard_loader of a str"),
+        (lambda: 3, {}, "shard_loader of a int"),
+        (lambda: TensorDataset(torch.zeros(3)), {}, "shard_loader of a TensorDataset"),
+        (lambda: torch.zeros(3), {}, "shard_loader of a Tensor"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(loader, options, message):
+    """The error names the value, says why, and how to do it instead."""
+    with place(0, 2), pytest.raises(ConfigError, match=message) as caught:
+        shard_loader(loader(), **options)
+    assert caught.value.faults[0].why
+    assert caught.value.faults[0].fix
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"tail": "padd"}, ["tail='padd'", "did you mean 'pad'"]),
+        ({"batch": "globally"}, ["batch='globally'"]),
+        ({"divides": "rank"}, ["divides='rank'"]),
+        ({"seed": -1, "limit": 0}, ["2 faults", "seed=-1", "limit=0"]),
+        ({"seed": True, "limit": True, "prefetch": -1}, ["3 faults", "seed=True", "limit=True", "prefetch=-1"]),
+        ({"limit": 1.5}, ["limit=1.5"]),
+        ({"limit": "half", "progress": 1, "to_device": None}, ["limit='half'", "progress=1", "to_device=None"]),
+    ],
+)
+def test_every_fault_of_the_options_is_named(options, names):
+    """One error for all of them."""
+    with pytest.raises(ConfigError) as caught:
+        shard_loader([1], **options)
+    assert all(name in str(caught.value) for name in names)
+
+
+# Epochs
+
+
+def test_epochs_advance_unless_only_a_first_batch_was_taken():
+    """A peek burns nothing, a loop that breaks sees new data next time, set_epoch wins, a new call goes on."""
+    orders = {epoch: torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(9)}
+    loader = loader_of(12, batch_size=3, shuffle=True)
+    assert next(iter(shard_loader(loader))).tolist() == orders[0][:3]
+    assert next(iter(shard_loader(loader))).tolist() == orders[0][:3]
+    for step, batch in enumerate(shard_loader(loader)):
+        assert batch.tolist() == orders[0][3 * step : 3 * step + 3]
+        if step == 1:
+            break
+    assert values(shard_loader(loader)) == orders[1]
+    assert shard_loader(loader).epoch == 2
+    shard_loader(loader).set_epoch(8)
+    assert values(shard_loader(loader)) == orders[8]
+
+
+def test_an_epoch_of_one_batch_is_an_epoch():
+    """If the loop has seen the end, the next one is another epoch, however short it was."""
+    loader = loader_of(8, batch_size=8, shuffle=True)
+    assert values(shard_loader(loader)) != values(shard_loader(loader))
+
+
+def test_every_run_begins_with_epoch_0():
+    """A loader made outside and used in two runs starts again in the second."""
+    loader = loader_of(8, batch_size=4, shuffle=True)
+    seen = []
+    for _ in range(2):
+        with place(0, 2):
+            seen.append([values(shard_loader(loader)) for _ in range(2)])
+    assert seen[0] == seen[1]
+
+
+def test_listeners_are_told_the_epoch():
+    """set_epoch of a sampler, of one inside a batch sampler, and of the dataset is called; the user's own call wins."""
+
+    class Listening(SequentialSampler):
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    class Data(list):
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    data = Data(range(6))
+    sampler = Listening(data)
+
+    class Batches(BatchSampler):
+        pass
+
+    loader = DataLoader(data, batch_sampler=Batches(sampler, 2, drop_last=False))
+    for epoch in range(2):
+        list(shard_loader(loader))
+        assert sampler.epoch == data.epoch == epoch
+    sampler.set_epoch(5)
+    list(shard_loader(loader))
+    assert (sampler.epoch, data.epoch, shard_loader(loader).epoch) == (5, 5, 6)
+
+
+# Resuming
+
+
+@relaxed
+@given(
+    st.integers(1, 40),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 8),
+    st.booleans(),
+)
+def test_resuming_in_another_world_leaves_nothing_out(length, batch, world_size, other_batch, other, at, shuffle):
+    """After any number of steps, what another world yields is exactly what was not seen, in the same order."""
+    seen: list[int] = []
+    states = []
+    at = min(at, -(-length // (batch * world_size)))
+    for rank in range(world_size):
+        with place(rank, world_size):
+            sharded = shard_loader(loader_of(length, batch_size=batch, shuffle=shuffle), tail="exact")
+            for batch_number, each in enumerate(sharded):
+                if batch_number == at:
+                    break
+                seen += each.tolist()
+            states.append(sharded.state_dict() if at else None)
+    order = torch.randperm(length, generator=torch.Generator().manual_seed(0)).tolist() if shuffle else numbers(length)
+    start = min(at * batch * world_size, length)
+    if start:
+        assert sorted(seen) == sorted(order[:start])
+    state = {"epoch": 0, "start": start, "world_size": world_size, "units": length, "seed": 0}
+    positions: list[list[int]] = []
+    for rank in range(other):
+        with place(rank, other):
+            sharded = shard_loader(loader_of(length, batch_size=other_batch, shuffle=shuffle), tail="exact")
+            sharded.load_state_dict(state)
+            length_before, batches = len(sharded), list(sharded)
+            assert length_before == len(batches)
+            positions.append(values(batches))
+            assert sharded.epoch == 1
+    together = [value for turn in range(length) for rank in positions for value in rank[turn : turn + 1]]
+    assert together == order[start:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tail", ["pad", "drop", "exact", "weighted"])
+def test_a_state_goes_on_where_it_was_saved(workers, tail):
+    """Saved in the middle of a shuffled epoch, with workers far ahead: the rest of it, then the epochs after it."""
+    for rank in range(2):
+        with place(rank, 2):
+            make = lambda: loader_of(23, batch_size=2, shuffle=True, num_workers=workers)  # noqa: E731 - a loader anew
+            sharded = shard_loader(make(), tail=tail)
+            whole = [[batch.tolist() for batch in sharded] for _ in range(3)]
+            sharded.set_epoch(1)
+            batches = iter(sharded)
+            begun = [next(batches).tolist() for _ in range(3)]
+            state = sharded.state_dict()
+            batches.close()
+            resumed = shard_loader(make(), tail=tail)
+            resumed.load_state_dict(state)
+            assert (resumed.epoch, len(resumed)) == (1, len(whole[1]) - 3)
+            assert begun + [batch.tolist() for batch in resumed] == whole[1]
+            assert [batch.tolist() for batch in resumed] == whole[2]
+            assert len(resumed) == len(whole[0])
+
+
+def test_a_state_between_epochs_is_the_next_one():
+    """Saved after an epoch, it begins the next; saved in the body of the last step, the rest of the epoch is empty."""
+    sharded = shard_loader(loader_of(4, batch_size=2))
+    for _ in sharded:
+        state = sharded.state_dict()
+    assert sharded.state_dict() == {**state, "epoch": 1, "start": 0}
+    resumed = shard_loader(loader_of(4, batch_size=2))
+    resumed.load_state_dict(state)
+    assert [list(resumed), len(list(resumed))] == [[], 2]
+
+
+@pytest.mark.parametrize(
+    ("loader", "changes", "message"),
+    [
+        (lambda: loader_of(8, shuffle=True), {"units": 9}, "units=9 is loaded with units=8"),
+        (lambda: loader_of(8, shuffle=True), {"seed": 3}, "seed=3 is loaded with seed=0"),
+        (
+            lambda: DataLoader(numbers(8), sampler=DistributedSampler(numbers(8), 1, 0)),
+            {"world_size": 2},
+            "world_size=2 is loaded with world_size=1",
+        ),
+    ],
+)
+def test_a_state_of_other_data_is_refused(loader, changes, message):
+    """The data, its order, and where it matters the world have to be those that were saved."""
+    sharded = shard_loader(loader())
+    with pytest.raises(ConfigError, match=message):
+        sharded.load_state_dict({**sharded.state_dict(), **changes})
+
+
+# Plain iterables
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter, lambda batches: (each for each in batches)])
+@pytest.mark.parametrize("tail", ["pad", "drop", "exact"])
+def test_batches_of_any_iterable_are_divided(kind, tail):
+    """A list is divided by index, an iterator as it comes: the same batches."""
+    ranks = on_all(2, lambda: kind([10, 20, 30]), tail=tail)
+    expected = {"pad": [[10, 30], [20, 10]], "drop": [[10], [20]], "exact": [[10, 30], [20]]}[tail]
+    assert [rank[0] for rank in ranks] == expected
+
+
+def test_lengths_of_iterables():
+    """`len` is what comes where the iterable has one, and a TypeError where nobody knows."""
+    with place(1, 2):
+        assert len(shard_loader([1, 2, 3], tail="exact")) == 1
+        assert len(shard_loader([1, 2, 3, 4, 5], limit=2)) == 2
+        with pytest.raises(TypeError, match="nobody knows how many batches this list_iterator yields"):
+            len(shard_loader(iter([1, 2])))
+
+
+# Randomness, failures
+
+
+class Draws(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_workers_draw_from_streams_of_their_own(seed):
+    """Different on every rank, worker and epoch, although all ranks were seeded alike; the same in another run."""
+
+    def run():
+        drawn = []
+        for rank in range(2):
+            with place(rank, 2):
+                torch.manual_seed(0)
+                sharded = shard_loader(DataLoader(Draws(), batch_size=2, num_workers=2), seed=seed)
+                drawn += [batch for _ in range(2) for batch in sharded]
+        return torch.cat(drawn)
+
+    with torch.random.fork_rng(devices=[]):
+        first, second = run(), run()
+    assert torch.equal(first, second)
+    for column in first.T:
+        assert len(set(column.tolist())) == len(column)
+
+
+def test_a_seed_gives_streams_without_workers_too():
+    """Under seed= the dataset draws from a stream of its own in this process, and the loop from the one it had."""
+
+    def run(draws_in_loop):
+        drawn = []
+        for rank in range(2):
+            with place(rank, 2):
+                torch.manual_seed(0)
+                for batch in shard_loader(DataLoader(Draws(), batch_size=2), seed=3):
+                    drawn.append(batch)
+                    torch.rand(draws_in_loop)
+                drawn_after = torch.rand(())
+        return torch.cat(drawn), drawn_after
+
+    state = random.getstate(), np.random.get_state()[1].tolist()
+    with torch.random.fork_rng(devices=[]):
+        (first, after), (second, _) = run(0), run(5)
+        torch.manual_seed(0)
+        torch.empty((), dtype=torch.int64).random_()
+        assert torch.rand(()) == after
+    assert torch.equal(first, second)
+    assert len(set(first[:, 0].tolist())) == len(first)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == state
+
+
+class Faulty(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 5:
+            raise KeyError("no such file")
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_failure_names_rank_worker_and_index(workers):
+    """The error keeps its type; its notes or text say where in the data it happened."""
+    with place(1, 2):
+        with pytest.raises(KeyError) as caught:
+            list(shard_loader(DataLoader(Faulty(), batch_size=2, num_workers=workers)))
+        told = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
+        assert ("rank 1, worker 1, index 5" if workers else "rank 1, index 5") in told
+
+
+def test_a_failing_collate_names_the_indices():
+    """What the batch was to be made of is told."""
+
+    def collate(samples):
+        raise ValueError("ragged")
+
+    with place(0, 2), pytest.raises(ValueError, match="ragged") as caught:
+        list(shard_loader(loader_of(8, batch_size=2, collate_fn=collate)))
+    assert "rank 0, indices [0, 2]" in str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
+
+
+# Progress
+
+
+def test_only_rank_0_has_a_bar(capsys):
+    """It counts the samples of all processes, without repeats."""
+    for rank in range(2):
+        with place(rank, 2):
+            list(shard_loader(loader_of(9, batch_size=2), progress="train"))
+            bar = capsys.readouterr().err
+            assert ("train: 100%" in bar and "9/9" in bar) == (rank == 0)
+            assert bool(bar) == (rank == 0)

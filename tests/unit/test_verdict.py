@@ -1,0 +1,128 @@
+"""Of several failures the cause is found, and told in few words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallelize.errors import WorkerError
+from parallelize.launchers.elastic.agent import Death
+from parallelize.launchers.elastic.verdict import verdict, was_stopped
+from parallelize.task import Outcome
+
+GLOO = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+NCCL = "torch.distributed.DistBackendError: NCCL error in: remote process exited"
+
+
+def raised(rank: int, at: float, error: BaseException | None = None, traceback: str | None = None) -> Outcome:
+    error = error or ValueError(f"of {rank}")
+    traceback = f"Traceback ...\n{type(error).__name__}: {error}\n" if traceback is None else traceback
+    return Outcome(rank, f"host{rank}", 100 + rank, error=error, traceback=traceback, failed_at=at)
+
+
+def echo(rank: int, at: float, line: str = GLOO) -> Outcome:
+    return raised(rank, at, RuntimeError(line), f"Traceback (most recent call last):\n  ...\n{line}\n")
+
+
+def stopped(rank: int, at: float) -> Outcome:
+    return raised(rank, at, SystemExit(143))
+
+
+def died(rank: int, at: float, exitcode: int = -9) -> Death:
+    return Death(rank, f"host{rank}", 100 + rank, exitcode, at)
+
+
+def judged(outcomes: list[Outcome], deaths: list[Death], world_size: int = 4) -> BaseException:
+    return verdict(outcomes, deaths, world_size=world_size, logs=Path("/nonexistent"))
+
+
+@given(order=st.permutations(range(4)))
+def test_the_earliest_exception_wins(order: list[int]) -> None:
+    """Whichever rank it is, and in whatever order outcomes are read."""
+    error = judged([raised(rank, at=float(order.index(rank))) for rank in range(4)], [])
+    assert str(error) == f"of {order[0]}"
+    assert error.__notes__[0] == f"rank {order[0]} of 4 on host{order[0]} (pid {100 + order[0]}) raised this:"
+
+
+@pytest.mark.parametrize("line", [GLOO, NCCL])
+def test_an_echo_is_no_cause_however_early(line: str) -> None:
+    """A lost connection before the exception that made it so is set aside."""
+    error = judged([echo(0, 1.0, line), raised(2, 2.0), echo(3, 0.5, line)], [])
+    assert str(error) == "of 2"
+    assert error.__notes__[-1] == "the others: ranks 0, 3: lost the connection; rank 1: stopped"
+
+
+def test_an_echo_is_the_cause_when_there_is_no_other() -> None:
+    """A network that fails is reported, by the first to notice."""
+    assert "gloo" in str(judged([echo(1, 2.0), echo(0, 1.0), stopped(2, 3.0)], []))
+    assert judged([echo(1, 2.0), echo(0, 1.0)], []).__notes__[0].startswith("rank 0 ")
+
+
+def test_a_silent_death_wins_over_its_echoes() -> None:
+    """The rank that was killed is named, with the signal, and attributes for programs."""
+    error = judged([echo(0, 1.0), echo(1, 1.1)], [died(3, 1.5)])
+    assert isinstance(error, WorkerError)
+    assert (error.rank, error.host, error.exitcode, error.signal_name) == (3, "host3", -9, "SIGKILL")
+    assert str(error).startswith("rank 3 on host3 was ended by SIGKILL\n")
+    assert "Out of memory" in str(error)
+
+
+def test_an_exception_before_a_death_wins_and_after_it_does_not() -> None:
+    """Between causes, time decides."""
+    assert str(judged([raised(0, 1.0)], [died(1, 2.0)])) == "of 0"
+    assert judged([raised(0, 3.0)], [died(1, 2.0)]).rank == 1
+
+
+def test_the_agent_sees_raising_ranks_die_too() -> None:
+    """A death of a rank that has said why is not another failure."""
+    error = judged([raised(0, 1.0)], [died(0, 0.5, exitcode=1)])
+    assert str(error) == "of 0"
+
+
+def test_a_rank_stopped_from_outside_is_the_cause() -> None:
+    """SIGTERM that nobody here sent came before the others were stopped or lost it."""
+    error = judged([echo(0, 2.0), stopped(1, 1.0), stopped(2, 2.5)], [])
+    assert (error.rank, error.signal_name) == (1, "SIGTERM")
+
+
+def test_sys_exit_is_a_worker_error_with_its_code() -> None:
+    """SystemExit itself would end the caller without a word."""
+    error = judged([raised(0, 1.0, SystemExit(3)), stopped(1, 2.0)], [])
+    assert isinstance(error, WorkerError)
+    assert error.exitcode == 3
+    assert judged([raised(0, 1.0, SystemExit("bye"))], []).exitcode == 1
+    assert not was_stopped(raised(0, 1.0, SystemExit(3)))
+
+
+def test_an_unknown_signal_has_its_number() -> None:
+    """Real-time signals have no name."""
+    assert judged([], [died(0, 1.0, exitcode=-40)]).signal_name == "signal 40"
+
+
+def test_many_ranks_are_one_line() -> None:
+    """A thousand stopped ranks are one range; those that differ are said apart."""
+    outcomes = [raised(5, 1.0), Outcome(7, "host7", 107, value=1), *(stopped(rank, 2.0) for rank in range(8, 500))]
+    line = judged(outcomes, [died(3, 2.0, exitcode=7)], world_size=1000).__notes__[-1]
+    assert line == "the others: ranks 0-2, 4, 6, 8-999: stopped; rank 3: ended with exit code 7; rank 7: had returned"
+
+
+def test_earlier_attempts_are_noted() -> None:
+    """After restarts, what ended each attempt is told in a line."""
+    error = verdict([raised(0, 1.0)], [], world_size=1, logs=Path("/nonexistent"), earlier=[KeyError("a"), OSError()])
+    assert error.__notes__[-3:] == [
+        "there is no other rank",
+        "attempt 0 had failed with KeyError: 'a'",
+        "attempt 1 had failed with OSError",
+    ]
+
+
+def test_the_last_lines_of_a_silent_rank_are_shown(tmp_path: Path) -> None:
+    """Its output is all it left."""
+    (tmp_path / "rank1.out").write_text("".join(f"line {number}\n" for number in range(100)))
+    (tmp_path / "rank11.out").write_text("another rank\n")
+    error = verdict([], [died(1, 1.0)], world_size=2, logs=tmp_path)
+    assert error.__notes__[0].splitlines()[:2] == ["last lines of rank 1:", "line 80"]
+    assert "another" not in error.__notes__[0]
