@@ -1,0 +1,207 @@
+"""What it costs to get batches from a loader: this library, peers, and a loop written by hand, side by side.
+
+(a) host: an epoch over a dataset in memory, with 0 and 2 worker processes, against a hand-sharded DataLoader.
+(b) device: the time of a step with batches of 50 MB and about as much compute as copying, against a loop that copies by
+    `.to(device, non_blocking=True)`; only where there is a GPU.
+
+Contenders take turns, so that a noisy minute hits all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import itertools
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+Contender = Callable[[DataLoader[Any], torch.device], Iterable[Any]]
+
+# Each makes of a user's loader what is iterated once per epoch.
+
+
+class ByHand:
+    """The recipe of torch's documentation; on a GPU with pinned memory and non_blocking copies."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+        self.sampler = DistributedSampler(loader.dataset, 1, 0)
+        self.device, self.epoch = device, -1
+        self.loader = DataLoader(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            sampler=self.sampler,
+            num_workers=loader.num_workers,
+            persistent_workers=loader.persistent_workers,
+            pin_memory=device.type == "cuda",
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        self.sampler.set_epoch(self.epoch)
+        if self.device.type == "cpu":
+            return iter(self.loader)
+        return ([each.to(self.device, non_blocking=True) for each in batch] for batch in self.loader)
+
+
+def parallelize(loader: DataLoader[Any], _device: torch.device) -> Iterable[Any]:
+    from parallelize import shard_loader
+
+    return shard_loader(loader)
+
+
+def fabric(loader: DataLoader[Any], device: torch.device) -> Iterable[Any]:
+    # Two distributions hold it.
+    name = "lightning_fabric" if importlib.util.find_spec("lightning_fabric") else "lightning.fabric"
+    return importlib.import_module(name).Fabric(accelerator=device.type, devices=1).setup_dataloaders(loader)
+
+
+def accelerate(loader: DataLoader[Any], device: torch.device) -> Iterable[Any]:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=device.type == "cpu").prepare(loader)
+
+
+CONTENDERS: dict[str, tuple[Contender, str]] = {
+    "by hand": (ByHand, ""),
+    "parallelize": (parallelize, ""),
+    "Fabric": (fabric, "lightning_fabric|lightning"),
+    "Accelerate": (accelerate, "accelerate"),
+}
+
+
+def installed() -> dict[str, Contender]:
+    def is_there(modules: str) -> bool:
+        return not modules or any(map(importlib.util.find_spec, modules.split("|")))
+
+    return {name: make for name, (make, needs) in CONTENDERS.items() if is_there(needs)}
+
+
+def releases() -> str:
+    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    names = ("torch", "lightning", "lightning-fabric", "accelerate")
+    return ", ".join(f"{name} {found[name]}" for name in names if name in found)
+
+
+def timed(epochs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contender's epoch, the contenders taking turns, in another order every round."""
+    seconds: dict[str, list[float]] = {name: [] for name in epochs}
+    for epoch in epochs.values():
+        epoch()
+    orders = itertools.cycle(itertools.permutations(epochs))
+    for _ in range(rounds):
+        for name in next(orders):
+            begin = time.perf_counter()
+            epochs[name]()
+            seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def report(title: str, seconds: dict[str, list[float]], steps: int) -> None:
+    """Median and least time of a step, and the ratio to the loop by hand: the median of the rounds' own ratios."""
+    print(f"\n{title}\n\n| | median | least | over by hand |\n|---|---|---|---|")
+    for name, times in seconds.items():
+        per_step = [each / steps * 1e6 for each in times]
+        ratios = [mine / other for mine, other in zip(times, seconds["by hand"], strict=True)]
+        ratio, least = statistics.median(ratios), min(times) / min(seconds["by hand"])
+        cell = f"{ratio:.3f}x / {least:.3f}x"
+        print(f"| {name} | {statistics.median(per_step):.1f} us | {min(per_step):.1f} us | {cell} |")
+
+
+def on_host(workers: int, rounds: int) -> None:
+    """An epoch over 20,000 samples of 64 floats, in batches of 64."""
+    data = TensorDataset(torch.randn(20_000, 64), torch.randint(10, (20_000,)))
+    cpu = torch.device("cpu")
+
+    def epoch(make: Contender) -> Callable[[], None]:
+        loader = DataLoader(data, batch_size=64, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+        batches = make(loader, cpu)
+
+        def run() -> None:
+            for _ in batches:
+                pass
+
+        return run
+
+    epochs = {name: epoch(make) for name, make in installed().items()}
+    report(f"(a) a batch of 64 from memory, {workers} workers", timed(epochs, rounds), 313)
+
+
+class Images(Dataset[Any]):
+    """Batches of 50 MB, ready in memory."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.batch = torch.randn(128, 98_304)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return [self.batch]
+
+
+def on_device(rounds: int, steps: int = 60) -> None:
+    """A step that computes for about as long as its batch of 50 MB takes to arrive."""
+    device = torch.device("cuda")
+    weight = torch.randn(98_304, 4096, device=device)
+
+    def compute(batch: torch.Tensor, times: int) -> None:
+        for _ in range(times):
+            batch @ weight
+
+    pinned = torch.empty(128, 98_304, pin_memory=True)
+    resident = pinned.to(device)
+    copying = _seconds(lambda: resident.copy_(pinned, non_blocking=True))
+    times = max(round(copying / _seconds(lambda: compute(resident, 1))), 1)
+
+    def epoch(make: Contender) -> Callable[[], None]:
+        loader = DataLoader(Images(steps), batch_size=None, num_workers=2, persistent_workers=True, pin_memory=True)
+        batches = make(loader, device)
+
+        def run() -> None:
+            for (batch,) in batches:
+                compute(batch, times)
+            torch.cuda.synchronize()
+
+        return run
+
+    print(f"\ncopying a batch: {copying * 1e3:.2f} ms, computing on it: {times} matrix products")
+    epochs = {name: epoch(make) for name, make in installed().items()}
+    report("(b) a step with a batch of 50 MB", timed(epochs, rounds), steps)
+
+
+def _seconds(work: Callable[[], Any], times: int = 20) -> float:
+    work()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(times):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=25, help="epochs of each contender (default: 25)")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print(f"{platform.machine()}, Python {platform.python_version()}, {releases()}")
+    for workers in (0, 2):
+        on_host(workers, arguments.rounds)
+    if torch.cuda.is_available():
+        on_device(arguments.rounds)
+    else:
+        print("\n(b) needs a GPU")
+
+
+if __name__ == "__main__":
+    main()

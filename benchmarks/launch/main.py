@@ -1,0 +1,237 @@
+"""How long a call takes that runs a trivial function in two processes: this library and its peers, side by side.
+
+Each measurement is a fresh Python process that has imported the contender's library and then makes two calls, one call
+with a model of 200 MB, and one call in which rank 1 raises. Contenders take turns, so that a noisy minute hits all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing import spawn
+
+BUSY_S = 20.0  # how long rank 0 goes on when rank 1 has raised, unless somebody ends it
+LIMIT_S = 120.0
+
+# What runs in each process. Every contender runs these very functions, with a gloo group of two already there.
+
+
+def trivial() -> float:
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    assert total.item() == 3.0
+    return total.item()
+
+
+def with_model(model: nn.Module) -> float:
+    return trivial() + model.weight[0, 0].item() * 0.0
+
+
+def failing(stamp: str) -> None:
+    trivial()
+    if dist.get_rank() == 1:
+        Path(stamp).write_text(repr(time.time()))
+        raise ArithmeticError("rank 1 has had enough")
+    time.sleep(BUSY_S)
+
+
+# How each contender calls a function in two processes, from Python.
+
+
+def parallelize(function: Callable[..., Any], *args: Any) -> None:
+    from parallelize import distributed
+
+    distributed(processes=2)(function)(*args)
+
+
+def torch_spawn(function: Callable[..., Any], *args: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spawn(_in_group, (port, function, args), nprocs=2)
+
+
+def _in_group(rank: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    function(*args)
+    dist.destroy_process_group()
+
+
+def fabric_spawn(function: Callable[..., Any], *args: Any) -> None:
+    from lightning_fabric import Fabric
+
+    Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn").launch(_without_first, function, args)
+
+
+def ignite(function: Callable[..., Any], *args: Any) -> None:
+    from ignite import distributed as idist
+
+    with idist.Parallel(backend="gloo", nproc_per_node=2) as parallel:
+        parallel.run(_without_first, function, args)
+
+
+def _without_first(_first: object, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
+
+
+def torchrunx(function: Callable[..., Any], *args: Any) -> None:
+    from torchrunx import Launcher
+
+    Launcher(hostnames=["localhost"], workers_per_host=2, backend="gloo").run(function, *args)
+
+
+def accelerate_fork(function: Callable[..., Any], *args: Any) -> None:
+    from accelerate import debug_launcher
+
+    debug_launcher(_with_accelerator, (function, args), num_processes=2)
+
+
+def _with_accelerator(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    from accelerate import PartialState
+
+    PartialState(cpu=True)
+    function(*args)
+
+
+# A launch command: there is no call, so a function's name stands for it and no model can be passed.
+
+
+def torchrun(function: Callable[..., Any], *args: Any) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    done = subprocess.run([*command, "--worker", function.__name__, *args], capture_output=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.decode()[-2000:])
+
+
+# name -> (how it calls, the package it needs, whether it may be used after the caller has touched CUDA, takes a model)
+CONTENDERS: dict[str, tuple[Callable[..., None], str, bool, bool]] = {
+    "parallelize": (parallelize, "parallelize", True, True),
+    "torch.multiprocessing.spawn": (torch_spawn, "torch", True, True),
+    "torchrun": (torchrun, "torch", True, False),
+    "Fabric, ddp_spawn": (fabric_spawn, "lightning_fabric", True, True),
+    "ignite, Parallel": (ignite, "ignite", True, True),
+    "torchrunx": (torchrunx, "torchrunx", True, True),
+    "Accelerate, debug_launcher": (accelerate_fork, "accelerate", False, True),
+}
+MEASURES = ("first", "second", "model", "failure")
+
+
+def measure(name: str, measures: tuple[str, ...]) -> None:
+    """Makes the calls in this process; prints a line of JSON after each, so that a death loses only what follows."""
+    call, package, _, takes_model = CONTENDERS[name]
+    importlib.import_module(package)
+    model = nn.Linear(5000, 10_000, bias=False)  # 200 MB
+    for what in measures:
+        start = time.perf_counter()
+        if what in ("first", "second"):
+            call(trivial)
+        elif what == "model" and takes_model:
+            call(with_model, model)
+        elif what == "failure":
+            with tempfile.TemporaryDirectory() as folder:
+                stamp = Path(folder, "stamp")
+                with contextlib.suppress(Exception, SystemExit):
+                    call(failing, str(stamp))
+                print(json.dumps({what: time.time() - float(stamp.read_text())}), flush=True)
+            continue
+        else:
+            continue
+        print(json.dumps({what: time.perf_counter() - start}), flush=True)
+
+
+def run(name: str, measures: tuple[str, ...]) -> dict[str, float]:
+    """Seconds by measure, from a fresh process; without those that it did not live to make."""
+    command = [sys.executable, __file__, "--contender", name, "--measures", *measures]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            command,
+            cwd=folder,  # torchrunx leaves its logs where it stands
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ) as process,
+    ):
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what it left behind would disturb the next one
+    found: dict[str, float] = {}
+    for line in out.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            found.update(json.loads(line))
+    if process.returncode != 0:
+        print(f"{name}: exit code {process.returncode} after {sorted(found)}\n{err[-1500:]}", file=sys.stderr)
+    return found
+
+
+def table(results: dict[str, list[dict[str, float]]]) -> str:
+    """Median and least seconds by contender, how many times ours that is, and in how many rounds if not in all."""
+    titles = ("first call", "second call", "with a 200 MB model", "from failure to exception")
+    lines = [f"| | after CUDA | {' | '.join(titles)} |", "|---" * (len(titles) + 2) + "|"]
+    for name, rounds in results.items():
+        cells = []
+        for what in MEASURES:
+            seconds, ours = ([each[what] for each in some if what in each] for some in (rounds, results["parallelize"]))
+            if not seconds or not ours:
+                cells.append("-")
+                continue
+            ratio = statistics.median(seconds) / statistics.median(ours)
+            times = "" if len(seconds) == len(rounds) else f", {len(seconds)} of {len(rounds)} rounds"
+            cells.append(f"{statistics.median(seconds):.2f} / {min(seconds):.2f} s ({ratio:.1f}x{times})")
+        lines.append(f"| {name} | {'yes' if CONTENDERS[name][2] else 'no'} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(rounds: int, measures: tuple[str, ...]) -> None:
+    """Lets every contender that is installed take its turn, `rounds` times, and prints the table."""
+    names = [name for name, (_, package, _, _) in CONTENDERS.items() if importlib.util.find_spec(package)]
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in (*names[number % len(names) :], *names[: number % len(names)]):
+            results[name].append(run(name, measures))
+            print(number, name, results[name][-1], file=sys.stderr)
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, {rounds} rounds"
+    print(f"Two processes, gloo, CPU; median / least (ratio of medians to parallelize). {versions}.\n")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--measures", nargs="*", default=MEASURES, choices=MEASURES)
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        dist.init_process_group("gloo")
+        globals()[options.worker[0]](*options.worker[1:])
+        dist.destroy_process_group()
+    elif options.contender:
+        measure(options.contender, tuple(options.measures))
+    else:
+        main(options.rounds, tuple(options.measures))
