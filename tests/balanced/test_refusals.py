@@ -215,15 +215,14 @@ def test_python_randomness_is_warned_of() -> None:
 
 
 def test_a_model_that_fits_nowhere() -> None:
-    """Caps below the parameters, and below the whole, name the smallest that would do as measured; more does."""
+    """Caps below the parameters, and below the whole, name the smallest that would do; it does."""
     model = seeded(Gpt)
     cap = 40_000
     for known in ("even without activations, its best division needs", "why: its best division needs"):
         with pytest.raises(ConfigError, match=known) as caught:
             call(model, X, backend=BalancedBackend(devices=("cpu", "cpu"), memory=cap, microbatches=8))
         cap = int(str(caught.value).split("(")[1].split(" bytes")[0]) + 1
-    # Times decide between divisions, and are measured anew: the next one may need somewhat more.
-    enough = BalancedBackend(devices=("cpu", "cpu"), memory=2 * cap, microbatches=8)
+    enough = BalancedBackend(devices=("cpu", "cpu"), memory=cap, microbatches=8)
     assert call(model, X, backend=enough).shape == (8, 8, 11)
 
 

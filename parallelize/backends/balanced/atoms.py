@@ -23,13 +23,13 @@ def finest(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if module is not model and not any(True for _ in module.children())]
 
 
-def separate(model: nn.Module, seconds: Mapping[int, float], *, at_most_s: float) -> list[nn.Module]:
+def separate(model: nn.Module, costs: Mapping[int, float], *, at_most: float) -> list[nn.Module]:
     """Submodules that together do all that submodules do, each a small part of it where it could be divided.
 
     Args:
         model: whose.
-        seconds: id of a module -> time in its calls; of those that were called.
-        at_most_s: a module that takes longer is divided into the submodules it calls.
+        costs: id of a module -> what its calls cost, seconds or bytes; of those that were called.
+        at_most: a module that costs more is divided into the submodules it calls.
     """
     found: list[nn.Module] = []
     seen: set[int] = set()
@@ -39,9 +39,9 @@ def separate(model: nn.Module, seconds: Mapping[int, float], *, at_most_s: float
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            calls_others = any(id(each) in seconds for each in child.modules() if each is not child)
-            is_called = id(child) in seconds
-            if calls_others and not (is_called and seconds[id(child)] <= at_most_s):
+            calls_others = any(id(each) in costs for each in child.modules() if each is not child)
+            is_called = id(child) in costs
+            if calls_others and not (is_called and costs[id(child)] <= at_most):
                 divide(child)
             else:
                 found.append(child)

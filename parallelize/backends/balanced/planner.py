@@ -27,7 +27,7 @@ from parallelize.backends.balanced.chunks import batch_size, take
 from parallelize.backends.balanced.costs import Profile, Spot
 from parallelize.backends.balanced.placement import Placement
 from parallelize.backends.balanced.plan import Plan, signature
-from parallelize.backends.balanced.profiling import Bench, profile, seconds_of_modules
+from parallelize.backends.balanced.profiling import Bench, bytes_of_modules, profile, seconds_of_modules
 from parallelize.backends.balanced.provisional import at, spread
 from parallelize.backends.balanced.schedule import Memory, Schedule, best, candidates, fits_whole, needed_cap
 from parallelize.backends.balanced.trial import Trial, threads
@@ -42,11 +42,24 @@ _log = logging.getLogger(__name__)
 _GAIN = 1.03
 _TRIED = 2
 
-# What recompute= allows -> (into how many parts per device atoms divide the time, None: into all there are; recompute).
-_ATTEMPTS: Mapping[bool | str, Sequence[tuple[int | None, bool]]] = {
-    "auto": ((8, False), (2, True), (None, False), (None, True)),
-    True: ((2, True), (None, True)),
-    False: ((8, False), (None, False)),
+
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """One kind of atoms: what they divide, into how many parts per device (None: into all there are)."""
+
+    of: Literal["time", "bytes"]
+    parts: int | None
+    recompute: bool
+
+
+_BALANCED = _Attempt(of="time", parts=8, recompute=False)
+_FRUGAL = _Attempt(of="bytes", parts=2, recompute=True)
+_FINEST = _Attempt(of="bytes", parts=None, recompute=False)
+# What recompute= allows.
+_ATTEMPTS: Mapping[bool | str, Sequence[_Attempt]] = {
+    "auto": (_BALANCED, _FRUGAL, _FINEST, replace(_FINEST, recompute=True)),
+    True: (replace(_FRUGAL, of="time"), _FRUGAL, replace(_FINEST, recompute=True)),
+    False: (_BALANCED, _FINEST),
 }
 
 
@@ -167,29 +180,37 @@ class Planner:
         """The best schedule of the first kind of atoms with which anything fits.
 
         Small atoms balance best; large ones keep least when they are recomputed; the smallest there are fit where
-        nothing else does.
+        nothing else does. The cap that an error names is of atoms that are chosen by their bytes: those that are chosen
+        by their time are others at every call, and so would be the cap.
 
         Raises:
             ConfigError: nothing fits.
         """
         part = self._part(inputs)
         seconds = seconds_of_modules(bench, part)
-        total = sum(bench.run(part).forward_s)
+        kept = bytes_of_modules(bench, part, called=seconds)
+        tops = atoms.separate(self._model, kept, at_most=math.inf)
+        wholes: dict[str, tuple[Mapping[int, float], float]] = {
+            "time": (seconds, sum(bench.run(part).forward_s)),
+            "bytes": (kept, sum(kept.get(id(each), 0.0) for each in tops)),
+        }
         where = {id(module): stage for module, stage in atoms.homes(self._model, bench.routes)}
         needed = math.inf
-        for parts, recompute in _ATTEMPTS[self._wishes.recompute]:
-            at_most_s = total / (parts * len(self._spots)) if parts else 0.0
-            found = atoms.separate(self._model, seconds, at_most_s=at_most_s)
+        for attempt in _ATTEMPTS[self._wishes.recompute]:
+            costs, total = wholes[attempt.of]
+            at_most = total / (attempt.parts * len(self._spots)) if attempt.parts else -1.0
+            found = atoms.separate(self._model, costs, at_most=at_most)
             divided = replace(bench, routes={id(module): [where[id(module)]] for module in found})
             self._placement.put(atoms.homes(self._model, divided.routes), bench.stages)
             measured, dims = profile(divided, inputs, samples=self._samples)
             measured = replace(measured, trained_share=_trained_share(self._model))
-            memory = Memory(optimizer_state=self._wishes.optimizer_state, recompute=recompute)
+            memory = Memory(optimizer_state=self._wishes.optimizer_state, recompute=attempt.recompute)
             choose: dict[str, Any] = {"microbatches": self._wishes.microbatches, "memory": memory}
             schedule = best(measured, self._spots, **choose)
             if schedule is not None:
                 return _Found(schedule, measured, memory, dims)
-            needed = min(needed, needed_cap(measured, self._spots, **choose))
+            if attempt.of == "bytes":
+                needed = min(needed, needed_cap(measured, self._spots, **choose))
         raise refusals.too_large(needed, [spot.device for spot in self._spots], is_measured=True)
 
     def _part(self, inputs: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from parallelize.backends.balanced.tape import Tape
 from parallelize.backends.balanced.workers import Workers
 from parallelize.containers import leaves
 
-__all__ = ["Bench", "Timings", "now", "profile", "seconds_of_modules"]
+__all__ = ["Bench", "Timings", "bytes_of_modules", "now", "profile", "seconds_of_modules"]
 
 _REPEATS = 3
 
@@ -223,6 +223,26 @@ def seconds_of_modules(bench: Bench, inputs: Any) -> dict[int, float]:
         stack.callback(register_module_forward_hook(after).remove)
         bench.run(inputs)
     return found
+
+
+def bytes_of_modules(bench: Bench, inputs: Any, *, called: Collection[int]) -> dict[int, float]:
+    """id of each submodule that a forward calls -> bytes of its parameters and of what it keeps for backward.
+
+    Args:
+        bench: its atoms are the finest there are.
+        inputs: of a micro-batch.
+        called: ids of the submodules.
+    """
+    timings = bench.run(inputs, counts_saved=True)
+    modules = dict(bench.model.named_modules())
+    kept: dict[int, int] = {}
+    for name, saved in zip(timings.events, timings.saved_bytes, strict=True):
+        kept[id(modules[name])] = kept.get(id(modules[name]), 0) + saved
+    return {
+        id(module): sum(parameter_bytes(module).values()) + sum(kept.get(id(part), 0) for part in module.modules())
+        for module in modules.values()
+        if id(module) in called
+    }
 
 
 def _fastest(bench: Bench, inputs: Any) -> Timings:
