@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from parallelize.traffic import Traffic
 from parallelize.world import Node, World
 
 __all__ = [
@@ -184,6 +185,10 @@ class Engine(abc.ABC):
         """
         del in_backward
         return True
+
+    def traffic(self) -> Traffic | None:
+        """What a step sends between processes; None: nothing, or nobody knows."""
+        return None
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context in which backward accumulates gradients without sending them; nothing to do by default."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from parallelize import registry
@@ -9,7 +10,7 @@ from parallelize.contracts import Precision
 from parallelize.layout import Layout
 from parallelize.world import World
 
-__all__ = ["explanation"]
+__all__ = ["explanation", "precision_row"]
 
 
 def explanation(layout: Layout, world: World | None, *, name: str, queue: str | None = None) -> str:
@@ -22,27 +23,43 @@ def explanation(layout: Layout, world: World | None, *, name: str, queue: str | 
         queue: name of the launcher that takes the call for later; None: none does.
     """
     config = layout.config
-    drives = [", ".join(str(device) for device in devices) for devices in layout.devices]
     rows = {
         "backend": f"{config.backend.name} (one process per {config.backend.process_per})",
         "processes": f"{layout.num_nodes} node(s) x {layout.local_world_size} = {layout.world_size}",
-        "devices": "; ".join(f"local rank {rank}: {devices}" for rank, devices in enumerate(drives)),
+        "devices": _devices(layout),
         "starts": _how(layout, world)
         if queue is None
         else f"nothing here: a job of {layout.num_nodes} node(s), by {queue}",
         "collectives": layout.process_group_backend,
-        "precision": _precision(layout),
+        "precision": precision_row(layout).replace(": ", "\n", 1).replace("; ", "\n"),
         "seed": "none: no global generator is touched" if config.seed is None else str(config.seed),
         "timeout": f"{config.timeout.total_seconds():g} s",
         "restarts": str(config.max_restarts),
         "logs": config.logs,
     }
+    if layout.world_size > 1:
+        rows["inside"] = "rank 0 logs batches, traffic and memory when training begins, at logging.INFO"
+    return "\n".join([f"{name} would run as", *_lines(rows), *(f"  note: {warning}" for warning in layout.warnings)])
+
+
+def _lines(rows: dict[str, str]) -> Iterator[str]:
     width = max(len(row) for row in rows)
-    lines = [f"{name} would run as", *(f"  {row:<{width}}  {text}" for row, text in rows.items())]
-    return "\n".join([*lines, *(f"  note: {warning}" for warning in layout.warnings)])
+    for row, text in rows.items():
+        first, *others = text.split("\n")
+        yield f"  {row:<{width}}  {first}"
+        yield from (f"  {'':<{width}}    {other}" for other in others)
 
 
-def _precision(layout: Layout) -> str:
+def _devices(layout: Layout) -> str:
+    """On the CPU one word for all; else what each process drives, a line each."""
+    drives = [", ".join(str(device) for device in devices) for devices in layout.devices]
+    if len(drives) > 1 and len(set(drives)) == 1:
+        return f"{drives[0]}, for each of {len(drives)} local ranks"
+    return "\n".join(f"local rank {rank}: {devices}" for rank, devices in enumerate(drives))
+
+
+def precision_row(layout: Layout) -> str:
+    """In which types a model computes, as one line."""
     if layout.config.amp is None:
         return "fp32"
     find: Any = registry.find

@@ -23,6 +23,7 @@ from parallelize.inplace.route import route_of
 from parallelize.inplace.streams import split_streams
 from parallelize.layout import Layout, lay_out
 from parallelize.runtime import Runtime
+from parallelize.startline import StartLine
 from parallelize.world import World, detect
 
 __all__ = ["no_sync", "parallel_model"]
@@ -93,9 +94,10 @@ def parallel_model(
                 model.to(run.device)
         session = stack.enter_context(_precision(run, models, named))
         build = _builder(run, optimizers=named, restore=restore)
+        line = StartLine(run, named)
         for model, found in zip(models, chosen, strict=True):
             inner = Inner(model, found=found, session=session)
-            block = Block(inner, run=run, build=build, on_rebuilt=lambda: session.bind(models))
+            block = Block(inner, run=run, build=build, on_rebuilt=lambda: session.bind(models), start_line=line)
             stack.enter_context(block.running())
         session.bind(models)
         yield models[0] if len(models) == 1 else models

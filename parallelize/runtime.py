@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -45,10 +45,12 @@ class Runtime:
     Args:
         world: this process among the others.
         layout: the request, and what every local rank drives.
+        told: names of what the user was told already, and is told once in a run.
     """
 
     world: World
     layout: Layout
+    told: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def config(self) -> Config:

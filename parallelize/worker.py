@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
+import logging
 import multiprocessing
 import os
 import random
@@ -47,12 +48,14 @@ class Orders:
         environ: the caller's variables at the call, with what the launcher changed.
         launcher_pid: when this process is gone, the worker has nobody left to work for.
         start_method: how this process starts others by default, those of a DataLoader for one.
+        log_level: from which level on the caller sees what this package logs.
     """
 
     folder: str
     environ: Mapping[str, str]
     launcher_pid: int
     start_method: str
+    log_level: int
 
 
 def task_path(folder: Path) -> Path:
@@ -155,6 +158,7 @@ def _settle(orders: Orders, world: World) -> None:
     multiprocessing.set_start_method(orders.start_method, force=True)
     _draw_afresh()
     _settle_output(world)
+    _settle_logging(orders.log_level)
 
 
 def _settle_signals() -> None:
@@ -186,6 +190,13 @@ def _settle_output(world: World) -> None:
     if not world.is_main:
         # Once is enough: rank 0 shows the same ones. Filters stay, so that -W error still raises on every rank.
         warnings.showwarning = lambda *_args, **_kwargs: None
+
+
+def _settle_logging(level: int) -> None:
+    """What the caller sees of this package's log is written here too, where the function sets up no handlers itself."""
+    logging.getLogger("parallelize").setLevel(level)
+    if logging.lastResort is not None:
+        logging.lastResort.setLevel(min(level, logging.lastResort.level))
 
 
 def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:

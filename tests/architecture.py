@@ -36,7 +36,7 @@ Sources = Mapping[str, str]
 # A file imports only from the floors above its own line here, that is: from lower ones. Folders stand for their files.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"allocation", "errors", "store"}),
-    frozenset({"containers", "hostlist", "network"}),
+    frozenset({"containers", "hostlist", "network", "traffic"}),
     frozenset({"world"}),
     frozenset({"devices"}),
     frozenset({"contracts"}),
@@ -49,7 +49,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"task"}),
     frozenset({"queueing", "runtime"}),
     frozenset({"worker"}),
-    frozenset({"announcements", "backends", "collectives", "launchers", "precision"}),
+    frozenset({"announcements", "startline", "backends", "collectives", "launchers", "precision"}),
     frozenset({"inplace", "stopping"}),
     frozenset({"checkpoint", "data", "decorator", "model"}),
     frozenset({"", "cli"}),  # "": parallelize/__init__.py

@@ -20,6 +20,7 @@ from typing_extensions import override
 from parallelize import runtime
 from parallelize.contracts import Backend, Engine, Inner, LocalEngine
 from parallelize.errors import ConfigError
+from parallelize.traffic import Traffic
 
 __all__ = ["Averaging", "AveragingEngine", "averaging_engine", "send"]
 
@@ -90,6 +91,7 @@ class AveragingEngine(Engine):
         module: it.
         local: what it replicates.
         sends_buffers: whether buffers are rank 0's on every rank after the block.
+        hook: how gradients travel, if otherwise than DistributedDataParallel lets them.
         on_close: gives back what was done to the model for it.
     """
 
@@ -101,14 +103,26 @@ class AveragingEngine(Engine):
         *,
         local: nn.Module,
         sends_buffers: bool,
+        hook: CommHook | str | None = None,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
         self.module: DistributedDataParallel = module
         self.local = local
         self._sends_buffers = sends_buffers
+        self._hook = hook
         self._on_close = on_close
         self._forwards = 0
         self._handle = module.register_forward_pre_hook(self._count)
+
+    @override
+    def traffic(self) -> Traffic:
+        ignored = set(self.module.parameters_to_ignore)
+        named = [(name, each) for name, each in self.module.module.named_parameters() if each.requires_grad]
+        counted = [each for name, each in named if name not in ignored]
+        if self._hook in _COMPRESSING.values():
+            return Traffic(sum(2 * each.numel() for each in counted), f"all-reduced as {self._hook}")
+        own = sum(each.nbytes for each in counted)
+        return Traffic(own) if self._hook is None else Traffic(own, "handed to a comm hook")
 
     @override
     def is_reduced(self, *, in_backward: bool) -> bool:
@@ -181,7 +195,8 @@ def averaging_engine(options: Averaging, module: nn.Module, *, inner: Inner, dev
         if hook is not None:
             replica.register_comm_hook(*_comm_hook(hook))
         sends_buffers = options.broadcast_buffers
-        return AveragingEngine(replica, local=module, sends_buffers=sends_buffers, on_close=stack.pop_all().close)
+        on_close = stack.pop_all().close
+        return AveragingEngine(replica, local=module, sends_buffers=sends_buffers, hook=hook, on_close=on_close)
 
 
 def _group_of_its_own() -> dist.ProcessGroup | None:

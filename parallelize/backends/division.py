@@ -28,6 +28,7 @@ from parallelize.backends.sharding import Sharding
 from parallelize.backends.units import refuse_ties, units_of
 from parallelize.contracts import Engine, Inner
 from parallelize.errors import SyncError
+from parallelize.traffic import Traffic
 from parallelize.world import World
 
 __all__ = ["ShardingEngine"]
@@ -58,12 +59,15 @@ class ShardingEngine(Engine):
         restore: bool,
     ) -> None:
         model = inner.model
+        self._options = options
         self.refuses_copies = options.cannot_keep["copies"]
         self._inner = inner
         self._restore = restore
         self._optimizers = optimizers
         units = units_of(model, options.blocks)
         refuse_ties(model, units)
+        reshards = options.reshard_after_forward is not False
+        self._gathered_again = {id(each) for unit in units for each in unit.parameters() if reshards}
         send([*model.parameters(), *model.buffers()])
         # Each place where a parameter is registered: tied ones have several.
         self._places = [
@@ -84,6 +88,18 @@ class ShardingEngine(Engine):
         self._taken.callback(register_optimizer_step_pre_hook(self._refuse_stale).remove)
         self._taken.enter_context(guarded_submodules(model, self.module))
         self._taken.enter_context(whole_dictionaries(model, saves_whole=options.full_state_dict))
+
+    @override
+    def traffic(self) -> Traffic:
+        policy, _ = _policies(self._options, self._inner)
+        gathered = reduced = 0
+        for key, part in self._parts.items():
+            times = 2 if self._options.reshard_after_forward or key in self._gathered_again else 1
+            gathered += times * part.numel() * (policy.param_dtype or part.dtype).itemsize
+            if part.requires_grad:
+                reduced += part.numel() * (policy.reduce_dtype or policy.param_dtype or part.dtype).itemsize
+        how = "reduce-scattered" if self._mesh.ndim == 1 else "reduce-scattered and all-reduced"
+        return Traffic(reduced, how, gathered_bytes=gathered)
 
     @override
     @contextlib.contextmanager

@@ -18,6 +18,7 @@ from parallelize.data.weights import Weight, weighing
 from parallelize.data.workers import explain
 from parallelize.errors import ConfigError
 from parallelize.runtime import Runtime
+from parallelize.startline import reading
 
 __all__ = ["ShardedLoader"]
 
@@ -165,6 +166,7 @@ class ShardedLoader(Generic[T]):
             for batch in self._explained(self._arriving(course)):
                 if course.given == 0:
                     course.announcement = self._announced(course)
+                    course.told = reading(self._source.arithmetic())
                 if is_weighted:
                     course.weight.value = course.reading.weight(course.given)
                 course.given += 1
@@ -210,6 +212,7 @@ class _Course(Generic[T]):
         self.reading, self.place = reading, place
         self.weight = Weight()
         self.announcement: Announcement | None = None
+        self.told: object = None
         self.given = 0
         self.is_over = False
 
@@ -222,4 +225,4 @@ class _Course(Generic[T]):
         try:
             yield
         finally:
-            self.announcement = None
+            self.announcement = self.told = None

@@ -15,6 +15,7 @@ from parallelize.inplace.guard import Guard
 from parallelize.inplace.route import Route
 from parallelize.inplace.structure import Structure
 from parallelize.runtime import Runtime
+from parallelize.startline import StartLine
 
 __all__ = ["Block"]
 
@@ -27,6 +28,7 @@ class Block:
         run: this process's part of the run.
         build: makes the engine; called again if the user unfreezes or replaces parameters.
         on_rebuilt: called after another engine has taken over.
+        start_line: told of the engine; said at the first forward that records gradients.
     """
 
     def __init__(
@@ -36,11 +38,13 @@ class Block:
         run: Runtime,
         build: Callable[[Inner], Engine],
         on_rebuilt: Callable[[], None] = lambda: None,
+        start_line: StartLine,
     ) -> None:
         self._inner = inner
         self._run = run
         self._build = build
         self._on_rebuilt = on_rebuilt
+        self._start_line, self._has_begun = start_line, False
         self._engine: Engine
         self._structure: Structure
         self._guard: Guard | None = None
@@ -69,6 +73,9 @@ class Block:
 
     def enter(self) -> nn.Module:
         """What runs a forward that records gradients; another engine if the model's parameters are others by now."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._start_line.say()
         if self._guard is None:
             if not self._engine.is_rebuildable and not self._structure.is_current():
                 self._refuse_change()
@@ -103,6 +110,7 @@ class Block:
         if self._run.world.world_size > 1:
             agree(self.model)
         self._engine = self._build(self._inner)
+        self._start_line.joined(self.model, self._engine)
         self._structure = Structure(self.model, has_own_parameters=self._engine.is_rebuildable)
         if self._engine.averages:
             guard = Guard(self._structure, engine=self._engine)

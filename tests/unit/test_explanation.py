@@ -8,6 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from parallelize import ConfigError, distributed
+from parallelize.config import Config
+from parallelize.devices import Hardware
+from parallelize.explanation import explanation
+from parallelize.layout import lay_out
 
 
 @distributed(processes=2, seed=3, timeout=90, max_restarts=1, logs="all")
@@ -32,10 +36,28 @@ def test_every_decision_is_a_row() -> None:
     assert explained.startswith("train would run as\n")
     found = rows(explained)
     assert found["processes"] == "1 node(s) x 2 = 2"
-    assert found["devices"] == "local rank 0: cpu; local rank 1: cpu"
+    assert found["devices"] == "cpu, for each of 2 local ranks"
     assert found["starts"] == "2 processes on this node, by elastic"
     assert (found["collectives"], found["precision"], found["seed"]) == ("gloo", "fp32", "3")
     assert (found["timeout"], found["restarts"], found["logs"]) == ("90 s", "1", "all")
+    assert found["inside"].startswith("rank 0 logs batches, traffic and memory")
+
+
+def test_a_table_is_not_wider_than_a_terminal() -> None:
+    """What would be a long row is one of several lines under it."""
+    explained = train.options(amp="bf16").explain()
+    assert max(len(line) for line in explained.splitlines()) <= 100
+    assert "\n  precision    O1 in bf16 (native)\n                 weights in forward: fp32\n" in explained
+
+
+def test_each_process_has_its_gpus_on_a_line() -> None:
+    """Under ddp2, where a process drives several, they are together."""
+    hardware = Hardware("cuda", 4)
+    by_device = explanation(lay_out(Config.parse(gpus=[1, 3]), hardware), None, name="train")
+    assert "  devices      local rank 0: cuda:1\n                 local rank 1: cuda:3\n" in by_device
+    by_node = explanation(lay_out(Config.parse(gpus=2, backend="ddp2"), hardware), None, name="train")
+    assert "  devices      local rank 0: cuda:0, cuda:1\n" in by_node
+    assert "inside" not in by_node
 
 
 def test_one_process_starts_nothing() -> None:

@@ -147,6 +147,7 @@ class _Run:
             ),
             launcher_pid=os.getpid(),
             start_method=_for_loaders(),
+            log_level=_log.getEffectiveLevel(),
         )
         spec = WorkerSpec(
             role=task.name,
