@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = ["ADDRESSES", "Cluster", "missing", "running", "wait_for"]
 
@@ -28,6 +29,8 @@ ADDRESSES = {"n1": f"{_NETWORK}.11", "n2": f"{_NETWORK}.12"}
 _GATE = f"{_NETWORK}.1"
 _BRIDGE = f"plzbr{_TAG}"
 _TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter", "unshare")
+
+_UNFINISHED = ("", "PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 
 _CONF = """\
 ClusterName=lab
@@ -122,6 +125,19 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             check=False,
         )
+
+    def sbatch(self, *arguments: str, timeout_s: float = 55.0, **options: Any) -> str:
+        """A job script, until its job has ended: the job's state. `sbatch --wait` looks only every 2, 4, 8, ... s."""
+        submitted = self.run("sbatch", "--parsable", *arguments, **options)
+        job = submitted.stdout.strip()
+        assert job.isdigit(), submitted.stderr
+
+        def state() -> str:
+            told = self.run("scontrol", "show", "job", job).stdout.partition("JobState=")[2]
+            return told.split()[0] if told else ""
+
+        wait_for(lambda: state() not in _UNFINISHED, timeout_s, lambda: f"job {job} is {state()}\n{self.logs()}")
+        return state()
 
     def cancel_all(self) -> None:
         """End every job, and wait until nothing of any is left."""

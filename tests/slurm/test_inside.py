@@ -133,12 +133,13 @@ def test_a_job_script(cluster: Cluster, script: str, tmp_path: Path) -> None:
         f"{torchrun} {script} '{{}}' where",
     ]
     (tmp_path / "job.sh").write_text("\n".join(lines))
-    done = cluster.run("sbatch", "--wait", f"--output={tmp_path}/log", str(tmp_path / "job.sh"), timeout_s=110)
+    state = cluster.sbatch(f"--output={tmp_path}/log", str(tmp_path / "job.sh"))
     text = (tmp_path / "log").read_text()
     said = [json.loads(line) for line in text.splitlines() if line.startswith(('["', "[1.0"))]
     assert len(said) == 7, text
     refused, local, first, second, mismatch, *launched = said
-    assert refused[0] == "ConfigError", done.stderr
+    assert state == "COMPLETED"
+    assert refused[0] == "ConfigError"
     assert "srun python train.py" in refused[1]
     assert local == [1.0, 2, 2, "n1"]
     assert [each[:2] for each in (first, second)] == [[1.0, 2]] * 2
