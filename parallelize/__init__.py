@@ -26,6 +26,7 @@ from parallelize.launchers.slurm.plugin import SlurmLauncher
 from parallelize.model import no_sync, parallel_model
 from parallelize.runtime import device, is_main, local_rank, rank, world_size
 from parallelize.stopping import should_stop
+from parallelize.version import __version__
 
 __all__ = [
     "Amp",
@@ -43,6 +44,7 @@ __all__ = [
     "SlurmLauncher",
     "SyncError",
     "WorkerError",
+    "__version__",
     "all_gather",
     "all_reduce",
     "barrier",

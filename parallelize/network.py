@@ -13,7 +13,15 @@ import sys
 
 from parallelize.errors import LaunchError
 
-__all__ = ["address_towards", "gloo_interface", "interface_of", "is_own", "own_name_is_reachable", "reachable"]
+__all__ = [
+    "address_of",
+    "address_towards",
+    "gloo_interface",
+    "interface_of",
+    "is_own",
+    "own_name_is_reachable",
+    "reachable",
+]
 
 _SIOCGIFADDR = 0x8915
 
@@ -42,10 +50,11 @@ def interface_of(address: str) -> str | None:
     if not sys.platform.startswith("linux"):
         return None
     names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if _address_of(name) == address), None)
+    return next((name for name in names if address_of(name) == address), None)
 
 
-def _address_of(interface: str) -> str | None:
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface; None: it has none, or there is no such interface."""
     import fcntl  # only where there is one
 
     request = struct.pack("256s", interface.encode()[:15])

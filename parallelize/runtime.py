@@ -33,6 +33,7 @@ __all__ = [
     "is_main",
     "local_rank",
     "new_group",
+    "outside",
     "rank",
     "world_size",
 ]
@@ -80,13 +81,13 @@ def current() -> Runtime:
     """The run this code is part of; outside of one, what a launcher's variables say, else a world of one.
 
     Raises:
-        ConfigError: a launcher's variables contradict themselves.
+        ConfigError: a launcher's variables contradict themselves, or PARALLELIZE_<OPTION> variables do.
     """
     runtime = _active.get()
     if runtime is not None:
         return runtime
     world = _world()
-    return Runtime(world, lay_out(Config.parse(), probe(), world))
+    return Runtime(world, lay_out(Config.parse().merged(os.environ), probe(), world))
 
 
 def _world() -> World:
@@ -102,6 +103,19 @@ def activate(runtime: Runtime) -> Iterator[Runtime]:
     try:
         with _on_device(runtime.device), _process_group(runtime):
             yield runtime
+    finally:
+        _active.reset(token)
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Let a block see the run around it as a program sees the launcher that has placed it: by its variables alone.
+
+    The process group stays. A decorated function that is called in the block joins the run with options of its own.
+    """
+    token = _active.set(None)
+    try:
+        yield
     finally:
         _active.reset(token)
 

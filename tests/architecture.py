@@ -35,7 +35,7 @@ Sources = Mapping[str, str]
 
 # A file imports only from the floors above its own line here, that is: from lower ones. Folders stand for their files.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"allocation", "errors", "store"}),
+    frozenset({"allocation", "errors", "store", "version"}),
     frozenset({"containers", "hostlist", "network", "traffic"}),
     frozenset({"world"}),
     frozenset({"devices"}),
@@ -53,6 +53,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"inplace", "stopping"}),
     frozenset({"checkpoint", "data", "decorator", "model"}),
     frozenset({"", "cli"}),  # "": parallelize/__init__.py
+    frozenset({"__main__"}),
 )
 
 # One plug-in each: they never import each other. A file without PLUGIN is no plug-in, what several of them share.
@@ -60,6 +61,8 @@ PLUGIN_FOLDERS = frozenset({"backends", "launchers", "precision"})
 
 # The only files that may touch os.environ, each with its reason. Everything else is handed a mapping.
 ENVIRONMENT: Mapping[str, str] = {
+    "cli.main": "the command line is a public entry point: it hands the variables to its commands as a mapping",
+    "cli.program": "tells the script it runs its GPUs as this process numbers them, before anything reads them",
     "decorator": "the call is a public entry point: it hands the variables to config and world as a mapping",
     "launchers.slurm.step": "a program of its own, that srun starts: it hands its variables on",
     "model": "parallel_model is a public entry point too: it hands the variables to config and world as a mapping",

@@ -1,0 +1,209 @@
+"""The GPUs of this machine, and whether this torch can use them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from parallelize.cli.findings import Check, Finding, fault, warning
+
+__all__ = ["CHECK", "Accelerators", "Gpu", "gather", "judge"]
+
+_GIB = 1 << 30
+_MOST_IN_USE = 0.1  # of a GPU's memory, before it is worth a word
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU that this process sees.
+
+    Args:
+        name: its model.
+        capability: such as "9.0".
+        memory_bytes: all of it.
+        free_bytes: what nobody uses now.
+    """
+
+    name: str
+    capability: str
+    memory_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerators:
+    """What torch was built for, and what is there.
+
+    Args:
+        build: such as "CUDA 13.0", "ROCm 6.4" or "CPU".
+        driver: version of NVIDIA's driver; None: it is not loaded.
+        present: NVIDIA GPUs of the machine, seen by this process or not.
+        mask: CUDA_VISIBLE_DEVICES; None: not set.
+        init_error: why CUDA does not start, in torch's words; None: it does, or there is nothing to start.
+        gpus: those that this process sees.
+        architectures: what this torch holds kernels for: "sm_90", "compute_90".
+        apart: pairs of GPUs that cannot reach each other's memory.
+    """
+
+    build: str = "CPU"
+    driver: str | None = None
+    present: int = 0
+    mask: str | None = None
+    init_error: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    architectures: tuple[str, ...] = ()
+    apart: tuple[tuple[int, int], ...] = ()
+
+
+def gather(environ: Mapping[str, str]) -> Accelerators:
+    """Ask torch and the system; this starts CUDA in this process where there is a GPU."""
+    cuda, hip = torch.version.cuda, torch.version.hip
+    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU"
+    present = len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
+    error = _init_error() if build != "CPU" and (present or torch.cuda.device_count()) else None
+    count = torch.cuda.device_count() if build != "CPU" and error is None else 0
+    pairs = itertools.combinations(range(count), 2)
+    return Accelerators(
+        build=build,
+        driver=_driver(Path("/proc/driver/nvidia/version")),
+        present=present,
+        mask=environ.get("CUDA_VISIBLE_DEVICES"),
+        init_error=error,
+        gpus=tuple(_gpu(index) for index in range(count)),
+        architectures=tuple(torch.cuda.get_arch_list()) if count else (),
+        apart=tuple((a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)),
+    )
+
+
+def _init_error() -> str | None:
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch has no types for it
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().partition("\n")[0]
+    return None
+
+
+def _driver(path: Path) -> str | None:
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text()) if path.exists() else None
+    return None if found is None else found[0]
+
+
+def _gpu(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    capability = f"{properties.major}.{properties.minor}"
+    return Gpu(name=properties.name, capability=capability, memory_bytes=total, free_bytes=free)
+
+
+def judge(facts: Accelerators) -> Iterator[Finding]:
+    """GPUs that cannot be used, or not as well as it seems."""
+    yield from _unusable(facts)
+    for index, gpu in enumerate(facts.gpus):
+        yield from _of_one(index, gpu, facts)
+    models = Counter(gpu.name for gpu in facts.gpus)
+    if len(models) > 1:
+        yield warning(
+            "gpus-differ",
+            "GPUs of several models: " + ", ".join(f"{count} x {name}" for name, count in models.items()),
+            why="ranks wait for each other at every step, so that the slowest sets the pace",
+            fix="name the equal ones: gpus=[...]",
+        )
+    if facts.apart:
+        yield warning(
+            "no-peer-access",
+            "no peer access between GPUs " + ", ".join(f"{a} and {b}" for a, b in facts.apart),
+            why="what they tell each other goes through the memory of the host",
+            fix="nvidia-smi topo -m shows how they are joined; inside a virtual machine ask for ACS to be off",
+        )
+
+
+def _unusable(facts: Accelerators) -> Iterator[Finding]:
+    if facts.present and facts.build == "CPU":
+        yield warning(
+            "torch-without-cuda",
+            f"{facts.present} NVIDIA GPU(s), and a torch that was built for the CPU",
+            why="functions run on the CPU here",
+            fix="install a CUDA build of torch: https://pytorch.org/get-started/locally",
+        )
+    elif facts.init_error is not None and not _hides_all(facts):
+        yield fault(
+            "gpus-unusable",
+            f"torch for {facts.build} cannot use the GPU(s), driver {facts.driver or 'not loaded'}",
+            why=facts.init_error,
+            fix="update the driver, or install a torch for an older CUDA: nvidia-smi names the newest that fits",
+        )
+    if facts.build != "CPU" and facts.present and _hides_all(facts):
+        yield warning(
+            "gpus-hidden",
+            f"CUDA_VISIBLE_DEVICES={facts.mask!r} hides all of {facts.present} GPU(s)",
+            why="functions run on the CPU here",
+            fix="unset CUDA_VISIBLE_DEVICES, or name GPUs in it",
+        )
+    beyond = [each for each in _entries(facts.mask) if each.isdecimal() and int(each) >= facts.present > 0]
+    if beyond and facts.build != "CPU":
+        yield fault(
+            "mask-beyond",
+            f"CUDA_VISIBLE_DEVICES={facts.mask!r} on a machine of {facts.present} GPU(s)",
+            why=f"there is no {', '.join(beyond)}, and CUDA ignores all that comes after it",
+            fix=f"name GPUs from 0 to {facts.present - 1}",
+        )
+
+
+def _entries(mask: str | None) -> list[str]:
+    return [each.strip() for each in (mask or "").split(",") if each.strip()]
+
+
+def _hides_all(facts: Accelerators) -> bool:
+    return facts.mask is not None and _entries(facts.mask)[:1] in ([], ["-1"])
+
+
+def _of_one(index: int, gpu: Gpu, facts: Accelerators) -> Iterator[Finding]:
+    if facts.architectures and not _is_covered(gpu.capability, facts.architectures):
+        yield fault(
+            "gpu-architecture",
+            f"GPU {index}, {gpu.name}, has compute capability {gpu.capability}",
+            why=f"this torch holds kernels for {', '.join(facts.architectures)} only",
+            fix="install a torch that was built for it: https://pytorch.org/get-started/locally",
+        )
+    used = gpu.memory_bytes - gpu.free_bytes
+    if used > _MOST_IN_USE * gpu.memory_bytes:
+        yield warning(
+            "gpu-in-use",
+            f"GPU {index}: {used / _GIB:.0f} of {gpu.memory_bytes / _GIB:.0f} GiB are in use",
+            why="another program is on it: yours gets less memory and time than it seems",
+            fix="nvidia-smi names the program; or leave this GPU out: gpus=[...]",
+        )
+
+
+def _is_covered(capability: str, architectures: tuple[str, ...]) -> bool:
+    """Whether binary code of the same major version, or an intermediate code that is no newer, is there.
+
+    Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#binary-compatibility
+    """
+    major, minor = map(int, capability.split("."))
+    for each in architectures:
+        found = re.match(r"(sm|compute)_(\d+)(\d)", each)
+        if found is None:  # gfx942: ROCm has other rules
+            return True
+        theirs = int(found[2]), int(found[3])
+        if theirs <= (major, minor) and (found[1] == "compute" or theirs[0] == major):
+            return True
+    return False
+
+
+def _summary(facts: Accelerators) -> str:
+    if not facts.gpus:
+        return f"torch for {facts.build}, no GPU in use: functions run on the CPU"
+    models = Counter(f"{gpu.name} ({gpu.memory_bytes / _GIB:.0f} GiB)" for gpu in facts.gpus)
+    listed = ", ".join(f"{count} x {name}" for name, count in models.items())
+    masked = f", CUDA_VISIBLE_DEVICES={facts.mask}" if facts.mask is not None else ""
+    return f"torch for {facts.build}, driver {facts.driver}, {listed}{masked}"
+
+
+CHECK = Check("accelerators", gather, _summary, judge)
