@@ -1,4 +1,4 @@
-"""One checkpoint as a file: what is in it, and everything that can be wrong with one."""
+"""One checkpoint as it lies on the disk: what is in it, and everything that can be wrong with one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from typing import Any
 import torch
 
 from parallelize.checkpoint.atomic import replace_file
-from parallelize.checkpoint.digest import digest
+from parallelize.checkpoint.digest import digest, without_checksums
+from parallelize.checkpoint.pieces import Pieces, is_divided
+from parallelize.containers import leaves
 from parallelize.errors import ConfigError, ParallelizeError
 
-__all__ = ["Checkpoint", "Entry", "read", "write"]
+__all__ = ["MAIN", "Checkpoint", "Entry", "damaged", "read", "write"]
+
+MAIN = "checkpoint.pt"
+"""The file in a checkpoint that is a folder."""
 
 _FORMAT = 1
 _MAGIC = b"PK\x03\x04"
@@ -47,23 +52,31 @@ class Checkpoint:
         entries: name -> state.
         generators: those of each rank, as `randomness` has taken them; None for a rank that did not take part.
         fingerprint: of all that; "" before it is written.
+        pieces: where the values of divided tensors lie, which are meta tensors in the entries; None: there are none.
     """
 
     world_size: int
     entries: Mapping[str, Entry]
     generators: tuple[Any, ...]
     fingerprint: str = ""
+    pieces: Pieces | None = None
+
+    def states(self) -> list[Any]:
+        """What was taken of each thing."""
+        return [each.state for each in self.entries.values()]
 
     def as_plain(self) -> dict[str, Any]:
         """In plain containers."""
         entries = {name: [each.kind, each.name_of_class, each.state] for name, each in self.entries.items()}
-        return {"world_size": self.world_size, "entries": entries, "generators": list(self.generators)}
+        listed = {} if self.pieces is None else {"pieces": self.pieces.as_plain()}
+        return {"world_size": self.world_size, "entries": entries, "generators": list(self.generators), **listed}
 
     @classmethod
     def parse(cls, content: Mapping[str, Any], fingerprint: str) -> Checkpoint:
         """From plain containers whose fingerprint is right."""
         entries = {name: Entry(*each) for name, each in content["entries"].items()}
-        return cls(content["world_size"], entries, tuple(content["generators"]), fingerprint)
+        pieces = Pieces.parse(content["pieces"]) if "pieces" in content else None
+        return cls(content["world_size"], entries, tuple(content["generators"]), fingerprint, pieces)
 
 
 def write(path: Path, checkpoint: Checkpoint) -> None:
@@ -76,7 +89,8 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
     whole = {"parallelize checkpoint": _FORMAT, "fingerprint": digest(content), "content": content}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda beside: _save(whole, beside))
+        with without_checksums():
+            replace_file(path, lambda beside: torch.save(whole, os.fspath(beside)))
     except (OSError, RuntimeError) as exc:  # torch's writer raises the latter when the disk is full
         raise ParallelizeError(
             f"cannot write {path}",
@@ -85,25 +99,16 @@ def write(path: Path, checkpoint: Checkpoint) -> None:
         ) from exc
 
 
-def _save(whole: Mapping[str, Any], path: Path) -> None:
-    # The fingerprint says more than the checksums of the archive, which torch.load does not look at.
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(compute_crc32=False)
-    try:
-        torch.save(whole, os.fspath(path))
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
 def read(path: Path) -> Checkpoint:
     """The checkpoint at `path`, checked; its tensors are pages of the file, read when they are used.
 
-    Nothing in the file is run, whoever wrote it.
+    Nothing in it is run, whoever wrote it. Of a folder the parts are there in full length; who reads them checks them.
 
     Raises:
         ConfigError: no file, a file that is no checkpoint, or one that holds more than plain values.
-        ParallelizeError: a damaged file.
+        ParallelizeError: a damaged file, or parts that are missing.
     """
+    path = _main(path)
     _look(path)
     try:
         with warnings.catch_warnings():
@@ -112,7 +117,7 @@ def read(path: Path) -> Checkpoint:
     except pickle.UnpicklingError as exc:
         raise _of_unpickling(path, exc) from exc
     except Exception as exc:  # random bytes lead torch's reader anywhere
-        raise _damaged(path, f"{type(exc).__name__}: {exc}".partition("\n")[0]) from exc
+        raise damaged(path, f"{type(exc).__name__}: {exc}".partition("\n")[0]) from exc
     if not isinstance(whole, dict) or "parallelize checkpoint" not in whole:
         raise _foreign(path, "it is a file of torch.save with something else in it")
     if whole["parallelize checkpoint"] != _FORMAT:
@@ -124,10 +129,38 @@ def read(path: Path) -> Checkpoint:
     try:
         fingerprint = digest(whole["content"])
         if fingerprint != whole["fingerprint"]:
-            raise _damaged(path, "its content does not have the fingerprint that was written with it")
-        return Checkpoint.parse(whole["content"], fingerprint)
+            raise damaged(path, "its content does not have the fingerprint that was written with it")
+        return _complete(path, Checkpoint.parse(whole["content"], fingerprint))
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as exc:
-        raise _damaged(path, f"{type(exc).__name__}: {exc}".partition("\n")[0]) from exc
+        raise damaged(path, f"{type(exc).__name__}: {exc}".partition("\n")[0]) from exc
+
+
+def _main(path: Path) -> Path:
+    """The file to begin with."""
+    if not path.is_dir():
+        return path
+    if not (path / MAIN).exists():
+        is_torchs = (path / ".metadata").exists()
+        raise ConfigError(
+            f"no checkpoint in {path}",
+            why="torch.distributed.checkpoint has written this folder"
+            if is_torchs
+            else f"there is no {MAIN} in this folder: another program's, or its first writer was killed",
+            fix="load it with torch.distributed.checkpoint.load, if you know who wrote it: its .metadata is a pickle"
+            if is_torchs
+            else "give what save() has written",
+        )
+    return path / MAIN
+
+
+def _complete(path: Path, checkpoint: Checkpoint) -> Checkpoint:
+    """The same, if all that it lists is there."""
+    if checkpoint.pieces is not None:
+        for each in checkpoint.pieces.faults(checkpoint.states(), path.parent):
+            raise damaged(path, each)
+    elif any(map(is_divided, leaves(checkpoint.states()))):
+        raise damaged(path, "it has tensors without values")
+    return checkpoint
 
 
 def _look(path: Path) -> None:
@@ -149,7 +182,7 @@ def _look(path: Path) -> None:
 def _of_unpickling(path: Path, exc: Exception) -> ParallelizeError:
     refused = re.search(r"GLOBAL ([\w.]+)", str(exc))
     if refused is None:
-        return _damaged(path, str(exc).partition("\n")[0])
+        return damaged(path, str(exc).partition("\n")[0])
     return ConfigError(
         f"{path} holds {refused[1]}, which is no plain value",
         why="reading it would run code from the file, and save() writes nothing of the kind",
@@ -166,7 +199,8 @@ def _foreign(path: Path, why: str) -> ConfigError:
     )
 
 
-def _damaged(path: Path, why: str) -> ParallelizeError:
+def damaged(path: Path, why: str) -> ParallelizeError:
+    """The error for a checkpoint that is not what was written."""
     return ParallelizeError(
         f"{path} is damaged",
         why=why,

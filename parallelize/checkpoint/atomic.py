@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["clear_leftovers", "replace_file"]
+__all__ = ["clear_leftovers", "force", "replace_file"]
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -30,12 +30,12 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         write(beside)
-        _force(beside)
+        force(beside)
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
     # A rename is an entry of the folder: only now does it outlive a power failure.
-    _force(path.parent)
+    force(path.parent)
 
 
 def clear_leftovers(folder: Path, names: re.Pattern[str]) -> None:
@@ -62,7 +62,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _force(path: Path) -> None:
+def force(path: Path) -> None:
     """Wait until what was written to a file, or a folder's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

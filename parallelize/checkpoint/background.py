@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from parallelize.checkpoint.archive import Checkpoint
+from parallelize.checkpoint.folder import Share
 from parallelize.containers import map_leaves
 
 __all__ = ["Background", "Copies"]
@@ -59,13 +60,13 @@ class Copies:
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
 
-    def of(self, checkpoint: Checkpoint) -> Checkpoint:
+    def of(self, checkpoint: Checkpoint, share: Share | None) -> tuple[Checkpoint, Share | None]:
         """The same, apart from what the loop changes; the copies before it are overwritten."""
         before, self._kept = iter(self._kept), []
         copied: dict[Any, torch.Tensor] = {}  # tied weights are one tensor under several names
 
         def copy(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or value.is_meta:
                 return value
             key = value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
             if value.numel() == 0 or key not in copied:
@@ -77,7 +78,10 @@ class Copies:
             name: dataclasses.replace(each, state=map_leaves(copy, each.state))
             for name, each in checkpoint.entries.items()
         }
-        return dataclasses.replace(checkpoint, entries=entries)
+        if share is not None:
+            parts = [dataclasses.replace(each, values=copy(each.values)) for each in share.parts]
+            share = dataclasses.replace(share, parts=parts)
+        return dataclasses.replace(checkpoint, entries=entries), share
 
     @staticmethod
     def _copied(value: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:

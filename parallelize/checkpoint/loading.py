@@ -1,11 +1,12 @@
-"""load: a run goes on from a file."""
+"""load: a run goes on from a checkpoint."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from parallelize.checkpoint.randomness import put_generators
 from parallelize.checkpoint.saving import line_of
 from parallelize.checkpoint.states import VALUE, State, needs_all_ranks, state_of
 from parallelize.containers import map_leaves
-from parallelize.errors import ConfigError, Fault, SyncError, did_you_mean
+from parallelize.errors import ConfigError, Fault, ParallelizeError, SyncError, did_you_mean
 from parallelize.inplace.route import route_of
 
 __all__ = ["load", "load_into"]
+
+_SEE = "see what that rank says; a disk that is very slow may need fewer ranks that read at once"
+_OTHER = "load another checkpoint; nothing has been changed by this one, on any rank"
 
 _log = logging.getLogger("parallelize")
 
@@ -36,7 +40,7 @@ def load(path: str | os.PathLike[str], /, *, rng: bool = True, **things: Any) ->
     `parallel_model` block, whose entry moves the random generators. Outside of a block each rank may call it alone.
 
     Args:
-        path: a file that `save` has written. Nothing in it is run, whoever wrote it.
+        path: what `save` has written, a file or a folder. Nothing in it is run, whoever wrote it.
         rng: whether this rank's random generators go on too, if the file is of a run of as many processes; False where
             weights are loaded to evaluate or to begin something new.
         **things: models, optimizers, loaders and others under the names that they were saved by; what the file has
@@ -48,7 +52,7 @@ def load(path: str | os.PathLike[str], /, *, rng: bool = True, **things: Any) ->
     Raises:
         ConfigError: no such file, no checkpoint, something else in it than plain values, a name that it does not have,
             or states that these things cannot take: every fault at once.
-        ParallelizeError: a damaged file.
+        ParallelizeError: a damaged file, or parts that are missing; on every rank that trains the same model.
         SyncError: ranks that train one model do not load it together, or load different files.
     """
     return load_into(Path(path), things, rng=rng, what=f"load at {line_of(sys._getframe(1))}")
@@ -57,10 +61,16 @@ def load(path: str | os.PathLike[str], /, *, rng: bool = True, **things: Any) ->
 def load_into(path: Path, things: Mapping[str, Any], *, rng: bool, what: str) -> dict[str, Any]:
     """What `load` does; `what` names the call, the same on all ranks."""
     checkpoint = read(path)
-    if any(map(_is_shared, things.values())):
+    is_common = any(map(_is_shared, things.values()))
+    if is_common:
         # First of all: to ask a model in parts for its state may take all ranks.
         _together(Meeting.of(what), f"{path.name} {checkpoint.fingerprint}: {', '.join(things)}")
     states = _admitted(path, checkpoint, things)
+    if checkpoint.pieces is not None and checkpoint.pieces.keys:
+        with _agreed(Meeting.of(f"{what}: its parts"), path) if is_common else contextlib.nullcontext():
+            from parallelize.checkpoint.filling import filled  # a second to import: only where there are parts
+
+            checkpoint = filled(path, checkpoint, things, states)
     _put(checkpoint, things, states)
     if rng:
         _put_generators(path, checkpoint)
@@ -106,6 +116,32 @@ def _together(meeting: Meeting, told: str) -> None:
                 f"rank {meeting.rank} loads {told}; rank {rank} loads {each.decode()}",
                 why="ranks that train one model have to go on from one state",
                 fix="load the same file on all ranks, from a folder that all nodes share",
+            )
+
+
+@contextlib.contextmanager
+def _agreed(meeting: Meeting, path: Path) -> Iterator[None]:
+    """Work that all ranks have done, or none has.
+
+    Raises:
+        ParallelizeError: on a rank that has done it, that another one could not.
+        SyncError: a rank is gone.
+    """
+    failure = "it ended by an exception"
+    try:
+        yield
+        failure = ""
+    except ParallelizeError as exc:
+        failure = str(exc)
+        raise
+    finally:
+        meeting.bring(failure.encode())
+    meeting.require_all(float("inf"), why="each rank reads its parts, and none goes on without the others", fix=_SEE)
+    for rank in range(meeting.world_size):
+        failure = (meeting.brought(rank) or b"").decode()
+        if failure:
+            raise ParallelizeError(
+                f"rank {rank} could not read its parts of {path}", why=failure.replace("\n", "; "), fix=_OTHER
             )
 
 

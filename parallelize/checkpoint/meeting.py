@@ -53,6 +53,7 @@ class Meeting:
         self.number = 0 if store is None else next(_numbers()[what])
         self._key = f"parallelize/meeting/{what}/{self.number}"
         self._timeout = runtime.current().config.timeout
+        self._own = b""
 
     @classmethod
     def of(cls, what: str) -> Meeting:
@@ -119,6 +120,30 @@ class Meeting:
         """The ranks with which this one compares what it does: rank 0 with all, the others with rank 0."""
         return range(1, self.world_size) if self.rank == 0 else range(1)
 
+    def hand_in(self, value: bytes) -> None:
+        """Leave what this rank has done of the work; it never waits."""
+        if self._store is not None:
+            self._store.set(self._handed(self.rank), value)  # type: ignore[arg-type]  # it takes bytes, too
+        self._own = value
+
+    def handed_in(self) -> list[bytes]:
+        """What every rank has handed in, waited for.
+
+        Raises:
+            SyncError: some have not done so within the run's timeout.
+        """
+        if self._store is None:
+            return [self._own]
+        keys, limit_s = [self._handed(each) for each in range(self.world_size)], self._timeout.total_seconds()
+        if not self._wait(keys, limit_s):
+            missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
+            raise SyncError(
+                f"{self.what}: {_ranks(missing)} did not end within {limit_s:g} s",
+                why="every rank does its part of the work",
+                fix="see what that rank waits for; timeout= gives it longer",
+            )
+        return [self._store.get(key) for key in keys]
+
     def tell(self, outcome: str) -> None:
         """End the call: rank 0 tells the others that wait, and those who come later, what came of it."""
         if self._store is not None:
@@ -126,6 +151,7 @@ class Meeting:
             for rank in range(self.world_size) if self.number else ():
                 # Of the call before: everybody who was to read it has.
                 self._store.delete_key(self._brought(rank, before=1))
+                self._store.delete_key(self._handed(rank, before=1))
 
     def outcome(self) -> str:
         """What rank 0 tells: "" or what went wrong.
@@ -155,6 +181,9 @@ class Meeting:
 
     def _brought(self, rank: int, *, before: int = 0) -> str:
         return f"parallelize/meeting/{self.what}/{self.number - before}/{rank}"
+
+    def _handed(self, rank: int, *, before: int = 0) -> str:
+        return f"{self._brought(rank, before=before)}/done"
 
     def _has(self, key: str) -> bool:
         return self._store is not None and self._store.check([key])

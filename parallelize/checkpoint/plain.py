@@ -21,13 +21,13 @@ def is_in_parts(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
-def plain(value: Any, *, where: str, whole: Callable[[Any], Any]) -> Any:
+def plain(value: Any, *, where: str, whole: Callable[[Any, str], Any]) -> Any:
     """The same values in plain containers; tensors are not copied.
 
     Args:
         value: containers, numbers, texts, tensors.
         where: what the error calls it.
-        whole: makes one tensor of a DTensor.
+        whole: makes of a DTensor the tensor that stands for it; it is told where it was found.
 
     Raises:
         ConfigError: a value that could be read back only by running code from the file.
@@ -35,7 +35,7 @@ def plain(value: Any, *, where: str, whole: Callable[[Any], Any]) -> Any:
     if value is None or type(value) in _KEPT:
         return value
     if isinstance(value, torch.Tensor):
-        return whole(value) if is_in_parts(value) else _tensor(value, where)
+        return whole(value, where) if is_in_parts(value) else _tensor(value, where)
     if type(value) in (dict, OrderedDict, Counter):
         inner = {_key(key, where): plain(each, where=f"{where}[{key!r}]", whole=whole) for key, each in value.items()}
         return inner if type(value) is dict else type(value)(inner)

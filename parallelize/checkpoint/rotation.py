@@ -20,19 +20,20 @@ from typing import Any
 import torch.distributed as dist
 
 from parallelize import runtime
-from parallelize.checkpoint.archive import Checkpoint, read, write
+from parallelize.checkpoint.archive import Checkpoint, read
 from parallelize.checkpoint.atomic import clear_leftovers
 from parallelize.checkpoint.background import Background, Copies
+from parallelize.checkpoint.folder import Share, is_broken_off, remove
 from parallelize.checkpoint.loading import load_into
 from parallelize.checkpoint.meeting import Meeting
-from parallelize.checkpoint.saving import completed, line_of, take
-from parallelize.checkpoint.states import state_of
+from parallelize.checkpoint.saving import completed, line_of, take, write_taken
+from parallelize.checkpoint.states import needs_all_ranks, state_of
 from parallelize.checkpoint.timetable import Timetable, timetable
-from parallelize.errors import ConfigError, ParallelizeError
+from parallelize.errors import ConfigError, ParallelizeError, SyncError
 
 __all__ = ["Checkpoints", "checkpoints"]
 
-_NAME = re.compile(r"step-(\d{9,})\.pt")
+_NAME = re.compile(r"step-(\d{9,})(\.pt)?")
 _OWN = "_checkpoints"
 """Under this name a file holds the number of steps and the values given to `step`."""
 
@@ -49,6 +50,7 @@ class Checkpoints:
         when: asked after every step.
         line: of the program, by which ranks find each other.
         in_background: whether files are written while the loop goes on.
+        sharded: whether each is a folder, as `save` has it.
 
     Attributes:
         steps: calls of `step`, those of the runs before this one included.
@@ -56,9 +58,18 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, *, keep: int, things: Mapping[str, Any], when: Timetable, line: str, in_background: bool
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        things: Mapping[str, Any],
+        when: Timetable,
+        line: str,
+        in_background: bool,
+        sharded: bool | None,
     ) -> None:
         self._folder, self._keep, self._things, self._when, self._line = folder, keep, things, when, line
+        self._is_sharded = any(map(needs_all_ranks, things.values())) if sharded is None else sharded
         self._saved: int | None = None
         self._background, self._copies = Background(), Copies() if in_background else None
         self.steps: int = 0
@@ -86,11 +97,13 @@ class Checkpoints:
         meeting, path = Meeting.of(f"checkpoints at {self._line}"), self._path(self.steps)
         own = {_OWN: {"steps": self.steps, "values": self.values}}
         with completed(meeting):
-            checkpoint = take(path, {**self._things, **own}, meeting, together_s=float("inf"))
-            if meeting.rank == 0 and self._copies is not None:
-                self._background.start(functools.partial(self._write, path, self._copies.of(checkpoint)))
-            elif meeting.rank == 0:
-                self._write(path, checkpoint)
+            things = {**self._things, **own}
+            taken = take(path, things, meeting, together_s=float("inf"), sharded=self._is_sharded)
+            if self._copies is not None:
+                copied = self._copies.of(*taken)
+                self._background.start(functools.partial(self._write, path, *copied, meeting))
+            else:
+                self._write(path, *taken, meeting)
         self._saved = self.steps
 
     def wait(self) -> None:
@@ -101,28 +114,46 @@ class Checkpoints:
         """
         self._background.wait()
 
-    def _write(self, path: Path, checkpoint: Checkpoint) -> None:
-        write(path, checkpoint)
+    def _write(self, path: Path, checkpoint: Checkpoint, share: Share | None, meeting: Meeting) -> None:
+        write_taken(path, checkpoint, share, meeting)
+        if meeting.rank != 0:
+            return
         # A newer file is one that was passed over when the run went on: it is nobody's past.
         past = [each for each in self._files() if _number(each) <= _number(path)]
         for each in past[self._keep :]:
-            each.unlink(missing_ok=True)
+            remove(each)
 
     def resume(self) -> None:
         """Go on from the newest file that is whole, if there is one; rank 0 says which."""
-        meeting = Meeting.of(f"checkpoints at {self._line} (resuming)")
-        meeting.bring(b"")
-        found = self._newest() if meeting.rank == 0 else None
-        chosen = "" if found is None else found.name
-        if meeting.world_size > 1:
-            chosen = self._agreed(meeting, chosen)
-        if not chosen:
-            return
-        values = load_into(self._folder / chosen, self._things, rng=True, what=f"{meeting.what} together")
+        passed_over: set[str] = set()
+        while True:
+            meeting = Meeting.of(f"checkpoints at {self._line} (resuming)")
+            meeting.bring(b"")
+            found = self._newest(passed_over) if meeting.rank == 0 else None
+            chosen = "" if found is None else found.name
+            if meeting.world_size > 1:
+                chosen = self._agreed(meeting, chosen)
+            if not chosen or self._goes_on_from(self._folder / chosen, meeting):
+                return
+            passed_over.add(chosen)
+
+    def _goes_on_from(self, path: Path, meeting: Meeting) -> bool:
+        """Whether it could be loaded; False, on all ranks, where parts of it are damaged."""
+        try:
+            values = load_into(path, self._things, rng=True, what=f"{meeting.what} together")
+        except (ConfigError, SyncError):
+            raise
+        except ParallelizeError as exc:
+            if not path.is_dir():  # a file was read in full before it was chosen
+                raise
+            if meeting.rank == 0:
+                _passed_over(exc)
+            return False
         own = values[_OWN]
         self.steps, self.values, self._saved = own["steps"], dict(own["values"]), own["steps"]
         if meeting.rank == 0:
-            _log.info("going on from %s, after %d steps", self._folder / chosen, self.steps)
+            _log.info("going on from %s, after %d steps", path, self.steps)
+        return True
 
     @staticmethod
     def _agreed(meeting: Meeting, chosen: str) -> str:
@@ -131,25 +162,24 @@ class Checkpoints:
             return chosen
         return meeting.outcome().removeprefix("file ")
 
-    def _newest(self) -> Path | None:
+    def _newest(self, passed_over: set[str]) -> Path | None:
         for path in self._files():
             try:
-                if _OWN in read(path).entries:
+                if path.name not in passed_over and _OWN in read(path).entries:
                     return path
             except ParallelizeError as exc:
-                _log.warning("passed over: %s", str(exc).replace("\n", ";"))
+                _passed_over(exc)
         return None
 
     def _files(self) -> list[Path]:
         """Newest first."""
         if not self._folder.is_dir():
             return []
-        return sorted(
-            (each for each in self._folder.iterdir() if _NAME.fullmatch(each.name)), key=_number, reverse=True
-        )
+        named = (each for each in self._folder.iterdir() if _NAME.fullmatch(each.name))
+        return sorted((each for each in named if not is_broken_off(each)), key=_number, reverse=True)
 
     def _path(self, steps: int) -> Path:
-        return self._folder / f"step-{steps:09d}.pt"
+        return self._folder / f"step-{steps:09d}{'' if self._is_sharded else '.pt'}"
 
 
 @contextlib.contextmanager
@@ -160,6 +190,7 @@ def checkpoints(
     every: int | str = "10min",
     keep: int = 3,
     in_background: bool = False,
+    sharded: bool | None = None,
     **things: Any,
 ) -> Iterator[Checkpoints]:
     """Save a run as it goes, and go on from the last file when it is started again.
@@ -183,8 +214,9 @@ def checkpoints(
         folder: of this run alone; with several nodes one that all of them share.
         every: a number of steps, or a time by rank 0's clock, such as "10min".
         keep: how many files.
-        in_background: write from a copy in rank 0's memory, while the loop goes on; the step that saves then takes as
-            long as copying. A failure raises at the next save. For fsdp rank 0 needs memory for two whole states.
+        in_background: write from a copy in memory, while the loop goes on; the step that saves then takes as long as
+            copying. A failure raises at the next save. Rank 0 copies the state; sharded, each rank its parts.
+        sharded: whether each checkpoint is a folder with a file of every rank, as for `save`; None: under fsdp.
         **things: as for `save`, but for plain values, which `step` takes.
 
     Yields:
@@ -209,9 +241,11 @@ def checkpoints(
     line = line_of(sys._getframe(2))
     store = dist.distributed_c10d._get_default_store() if _is_connected() else None
     when = timetable(every, store=store, rank=runtime.rank())
-    saved = Checkpoints(Path(folder), keep=keep, things=things, when=when, line=line, in_background=in_background)
+    saved = Checkpoints(
+        Path(folder), keep=keep, things=things, when=when, line=line, in_background=in_background, sharded=sharded
+    )
     if runtime.rank() == 0:
-        clear_leftovers(Path(folder), _NAME)
+        _clear(Path(folder))
     saved.resume()
     try:
         yield saved
@@ -220,8 +254,20 @@ def checkpoints(
         saved.wait()
 
 
+def _clear(folder: Path) -> None:
+    """Remove what the runs before have not ended."""
+    clear_leftovers(folder, _NAME)
+    for each in folder.iterdir() if folder.is_dir() else ():
+        if _NAME.fullmatch(each.name) and is_broken_off(each):
+            remove(each)
+
+
 def _number(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
+
+
+def _passed_over(exc: ParallelizeError) -> None:
+    _log.warning("passed over: %s", str(exc).replace("\n", ";"))
 
 
 def _is_connected() -> bool:

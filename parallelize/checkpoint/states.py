@@ -37,6 +37,11 @@ class State(abc.ABC):
         del thing, state
         yield from ()
 
+    def homes(self, thing: Any, state: Any) -> Iterator[tuple[Any, Any]]:
+        """Of each value of a state that goes into a tensor in parts: the value, and that tensor."""
+        del thing, state
+        yield from ()
+
     @abc.abstractmethod
     def put(self, thing: Any, state: Any) -> None:
         """Give a thing a state in which there is no fault; it keeps no tensor of it."""
@@ -85,6 +90,11 @@ class _ModelState(State):
         if differing:
             yield _listed(differing)
 
+    def homes(self, thing: Any, state: Any) -> Iterator[tuple[Any, Any]]:
+        for name, parameter in thing.named_parameters(remove_duplicate=False):
+            if is_in_parts(parameter) and name in state["tensors"]:
+                yield state["tensors"][name], parameter
+
     def put(self, thing: Any, state: Any) -> None:
         tensors: OrderedDict[str, Any] = OrderedDict(state["tensors"])
         tensors._metadata = state["versions"]  # type: ignore[attr-defined]  # where load_state_dict looks for it
@@ -111,11 +121,17 @@ class _OptimizerState(State):
             if before != now:
                 yield f"its parameter {number} had shape {tuple(before)} and has {tuple(now)}"
 
+    def homes(self, thing: Any, state: Any) -> Iterator[tuple[Any, Any]]:
+        of_index = _of_index(thing, state["state"])
+        for index, entries in state["state"]["state"].items():
+            parameter = of_index.get(index)
+            if parameter is not None and is_in_parts(parameter):
+                values = entries.values() if isinstance(entries, dict) else ()
+                yield from ((each, parameter) for each in values if getattr(each, "shape", None) == parameter.shape)
+
     def put(self, thing: Any, state: Any) -> None:
         saved = state["state"]
-        parameters = [each for group in thing.param_groups for each in group["params"]]
-        indices = [index for group in saved["param_groups"] for index in group["params"]]
-        of_index = dict(zip(indices, parameters, strict=True))
+        of_index = _of_index(thing, saved)
         each_state = {index: _placed(entries, like=of_index.get(index)) for index, entries in saved["state"].items()}
         thing.load_state_dict({**map_leaves(_copied, {**saved, "state": {}}), "state": each_state})
         if each_state:
@@ -159,13 +175,22 @@ def needs_all_ranks(thing: Any) -> bool:
     return any(map(is_in_parts, leaves(thing)))
 
 
+def _of_index(optimizer: Any, saved: Any) -> dict[int, Any]:
+    """The parameter that each index of a saved state stands for."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    return dict(zip(indices, parameters, strict=True))
+
+
 def _placed(entries: Any, *, like: Any) -> Any:
     """One parameter's state: a copy, or this rank's part of what goes with a parameter in parts."""
     if like is None or not is_in_parts(like):
         return map_leaves(_copied, entries)
     from parallelize.backends.parts import converted  # half a second to import: only where there are parts
 
-    return {name: converted(value, of=like, like=like) for name, value in entries.items()}
+    return {
+        name: value if is_in_parts(value) else converted(value, of=like, like=like) for name, value in entries.items()
+    }
 
 
 def _copied(value: Any) -> Any:

@@ -32,6 +32,9 @@ from parallelize import (
 from parallelize.checkpoint import loading, meeting, saving
 from parallelize.checkpoint.archive import read
 from parallelize.checkpoint.digest import digest
+from parallelize.checkpoint.filling import filled
+from parallelize.checkpoint.folder import remove
+from parallelize.checkpoint.states import State
 
 
 def net() -> nn.Module:
@@ -64,13 +67,13 @@ def things(model):
     }
 
 
-def write(path, backend):
+def write(path, backend, sharded):
     """Train a little, save, go on; what was saved, and what came of going on, on this rank."""
     model = net()
     with parallel_model(model, backend=backend):
         rest = things(model)
         steps(model, *rest.values(), 3)
-        save(path, model=model, **rest, note="here")
+        save(path, sharded=sharded, model=model, **rest, note="here")
         return torch.rand(1).item()
 
 
@@ -94,21 +97,44 @@ def go_on(path, backend):
 
 
 WORLDS = [("ddp", 2), ("fsdp", 2), ("ddp", 1), ("fsdp", 3), ("dp", 1), ("ddp2", 1)]
+# The last: whether it is a folder.
+SOURCES = [("ddp", 2, None), ("fsdp", 2, False), ("fsdp", 2, None), ("ddp", 1, None)]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A file of each kind of world, and what each rank drew next."""
+    """A checkpoint of each kind of world, and what each rank drew next."""
     folder = tmp_path_factory.mktemp("written")
 
-    def one(backend, processes):
-        path = folder / f"{backend}{processes}.pt"
-        return path, distributed(backend=backend, processes=processes)(write).all_ranks(path, backend)
+    def one(backend, processes, sharded):
+        path = folder / f"{backend}{processes}{sharded}"
+        return path, distributed(backend=backend, processes=processes)(write).all_ranks(path, backend, sharded)
 
-    return {world: one(*world) for world in [("ddp", 2), ("fsdp", 2), ("ddp", 1)]}
+    return {source: one(*source) for source in SOURCES}
 
 
-@pytest.mark.parametrize("source", [("ddp", 2), ("fsdp", 2), ("ddp", 1)], ids=lambda world: f"{world[0]}{world[1]}")
+def states(path):
+    """What a checkpoint of either form holds of each thing, in whole tensors."""
+    checkpoint = read(path)
+    if checkpoint.pieces is None:
+        return {name: each.state for name, each in checkpoint.entries.items()}
+    whole = filled(path, checkpoint, dict.fromkeys(checkpoint.entries), dict.fromkeys(checkpoint.entries, Whole()))
+    return {name: each.state for name, each in whole.entries.items()}
+
+
+class Whole(State):
+    """Of something of which nothing is in parts."""
+
+    kind = "anything"
+
+    def take(self, thing):
+        raise NotImplementedError
+
+    def put(self, thing, state):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source[0]}{source[1]}{source[2]}")
 @pytest.mark.parametrize("target", WORLDS, ids=lambda world: f"{world[0]}{world[1]}")
 def test_any_world_loads_what_any_other_has_saved(written, source, target):
     """Under every backend and in every world the run goes on from the same state, and ranks agree on the next."""
@@ -120,18 +146,20 @@ def test_any_world_loads_what_any_other_has_saved(written, source, target):
         assert lr == pytest.approx(0.1 * 0.9**3)
         assert (number == drawn[rank_]) if processes == source[1] else True
         assert digest(weights) == digest(found[0][4])
-    first, again = read(path).entries, read(path.with_suffix(".again")).entries
+    first, again = states(path), states(path.with_suffix(".again"))
     for name in ("model", "optimizer", "scheduler"):
-        assert digest(first[name].state) == digest(again[name].state)
+        assert digest(first[name]) == digest(again[name])
+    remove(path.with_suffix(".again"))
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_files_of_all_backends_hold_the_same(written, backend):
-    """The file of a sharded run has whole tensors under clean names."""
+@pytest.mark.parametrize("source", SOURCES[1:3], ids=["file", "folder"])
+def test_checkpoints_of_all_backends_hold_the_same(written, source):
+    """One of a sharded run, a file or a folder, is read as whole tensors under clean names in a process alone."""
+    assert written[source][0].is_dir() == (source[2] is None)
     model = net()
-    load(written[backend, 2][0], model=model)
+    load(written[source][0], model=model)
     other = net()
-    load(written["ddp", 2][0], model=other)
+    load(written["ddp", 2, None][0], model=other)
     for (name, mine), (_, theirs) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
         if "running" not in name and "num_batches" not in name:  # each rank's own under fsdp
             torch.testing.assert_close(mine, theirs)
