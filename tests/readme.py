@@ -1,4 +1,4 @@
-"""What README shows of other files: `python tests/readme.py` writes it anew between its markers."""
+"""What READMEs show of other files: `python tests/readme.py` writes it anew between their markers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from parallelize import registry
 from parallelize.precision.levels import markdown
 
-__all__ = ["README", "changed", "support", "written"]
+__all__ = ["MIGRATION", "README", "changed", "difference", "migrations", "support", "written"]
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+MIGRATION = ROOT / "examples/13_migration/README.md"
 
 
 def support() -> str:
@@ -46,9 +47,21 @@ def _table(rows: list[list[str]]) -> str:
 
 def changed() -> str:
     """The difference between the example and its single-device version, white space aside, as a Markdown block."""
-    before, after = (
-        (ROOT / "examples" / name).read_text().splitlines() for name in ("01_digits_single.py", "01_digits.py")
-    )
+    return difference(ROOT / "examples/01_digits_single.py", ROOT / "examples/01_digits.py")
+
+
+def migrations() -> dict[str, str]:
+    """By folder of examples/13_migration the difference between its two scripts."""
+    return {
+        path.name: difference(path / "before.py", path / "after.py")
+        for path in sorted(MIGRATION.parent.iterdir())
+        if path.is_dir()
+    }
+
+
+def difference(old: Path, new: Path) -> str:
+    """What changes between two scripts, white space aside, as a Markdown block."""
+    before, after = old.read_text().splitlines(), new.read_text().splitlines()
     lines = difflib.unified_diff([line.strip() for line in before], [line.strip() for line in after], n=2, lineterm="")
     return "\n".join(["```diff", *_indented(list(lines), before, after), "```"])
 
@@ -72,8 +85,8 @@ def _indented(lines: list[str], before: list[str], after: list[str]) -> list[str
 
 
 def written(text: str) -> str:
-    """README's text with what stands between `<!-- name -->` and `<!-- end -->` written anew."""
-    for name, block in {"changed": changed(), "support": support(), "levels": markdown()}.items():
+    """A README's text with what stands between `<!-- name -->` and `<!-- end -->` written anew."""
+    for name, block in {"changed": changed(), "support": support(), "levels": markdown(), **migrations()}.items():
         text = re.sub(
             rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, b=block: f"{m[1]}{b}\n{m[2]}", text, flags=re.DOTALL
         )
@@ -81,4 +94,5 @@ def written(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text()))
+    for path in (README, MIGRATION):
+        path.write_text(written(path.read_text()))

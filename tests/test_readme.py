@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import readme
 
 
-def test_the_shown_diff_and_tables_are_current() -> None:
-    """The diff of the two examples and the tables of declared data are as `python tests/readme.py` writes them."""
-    text = readme.README.read_text()
+@pytest.mark.parametrize("path", [readme.README, readme.MIGRATION], ids=["README", "migration"])
+def test_the_shown_diffs_and_tables_are_current(path: Path) -> None:
+    """The diffs of examples and the tables of declared data are as `python tests/readme.py` writes them."""
+    text = path.read_text()
     assert readme.written(text) == text
+    assert "<!-- end -->" in text
 
 
 def test_stale_readme_is_seen() -> None:
@@ -18,6 +23,15 @@ def test_stale_readme_is_seen() -> None:
     assert "yesterday" not in written
     assert "`ddp`" in written
     assert "+@distributed" in written
+
+
+def test_every_migration_is_shown() -> None:
+    """What changes from each peer stands in the README of its folder, as more than a title."""
+    text = readme.MIGRATION.read_text()
+    found = readme.migrations()
+    assert sorted(found) == ["accelerate", "ddp", "lightning"]
+    assert all(f"<!-- {name} -->\n{block}\n<!-- end -->" in text for name, block in found.items())
+    assert all("+    with parallel_model(model):" in block for block in found.values())
 
 
 def test_the_example_changes_four_places() -> None:
