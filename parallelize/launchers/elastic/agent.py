@@ -18,8 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any, Protocol
 
+import torch.distributed.elastic.multiprocessing.api as torch_api
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -100,11 +102,12 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._returned = None
-        with _starting, _hidden_main(), _spared():
-            if self._start_method == "forkserver":
-                multiprocessing.set_forkserver_preload(_PRELOAD)
-            started: dict[int, Any] = super()._start_workers(worker_group)
-        self._after_start(self.attempt)
+        with _undisturbed():
+            with _starting, _hidden_main(), _spared():
+                if self._start_method == "forkserver":
+                    multiprocessing.set_forkserver_preload(_PRELOAD)
+                started: dict[int, Any] = super()._start_workers(worker_group)
+            self._after_start(self.attempt)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -188,6 +191,29 @@ def _signal(pid: int | None, number: signal.Signals, *, of_group: bool) -> None:
             if os.getpgid(pid) != pid:
                 os.kill(pid, number)
         os.killpg(pid, number)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keep back a signal that comes while processes start: broken off in the middle, a start leaves them to nobody.
+
+    torch elastic takes signals over at each start, with a handler that raises. The block ends when ours are in force
+    again, and they get what came.
+    """
+    came: list[int] = []
+
+    def keep(signum: int, frame: FrameType | None) -> None:
+        del frame
+        came.append(signum)
+
+    original = torch_api._terminate_process_handler
+    torch_api._terminate_process_handler = keep
+    try:
+        yield
+    finally:
+        torch_api._terminate_process_handler = original
+    for number in came:
+        signal.raise_signal(number)
 
 
 @contextlib.contextmanager
