@@ -1,0 +1,56 @@
+"""A metric of torchmetrics adds up over the processes by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from parallelize import distributed, shard_loader
+
+torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+
+SAMPLES = 13  # 4 and 3 batches of 2 in two processes
+
+
+def made(kind: str):
+    metrics = torchmetrics.classification
+    return {
+        "accuracy": lambda: metrics.MulticlassAccuracy(num_classes=3, average="micro"),
+        "AUROC": metrics.BinaryAUROC,  # keeps all it was given: lists that differ in length
+    }[kind]()
+
+
+def data(kind: str) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    if kind == "AUROC":
+        return TensorDataset(torch.rand(SAMPLES, generator=generator), torch.arange(SAMPLES) % 2)
+    return TensorDataset(torch.randint(3, (SAMPLES,), generator=generator), torch.arange(SAMPLES) % 3)
+
+
+@distributed(processes=2)
+def evaluate(kind: str, tail: str) -> tuple[float, int]:
+    metric, seen = made(kind), 0
+    for predicted, target in shard_loader(DataLoader(data(kind), batch_size=2), tail=tail):
+        metric.update(predicted, target)
+        seen += len(target)
+    return metric.compute().item(), seen
+
+
+@pytest.mark.parametrize("kind", ["accuracy", "AUROC"])
+def test_every_rank_has_the_value_of_all_data(kind: str) -> None:
+    """With tail="exact" each sample counts once, though one process has more of them."""
+    metric = made(kind)
+    metric.update(*data(kind).tensors)
+    ranks = evaluate.all_ranks(kind, "exact")
+    assert [seen for _, seen in ranks] == [7, 6]
+    assert [value for value, _ in ranks] == pytest.approx([metric.compute().item()] * 2)
+
+
+def test_padding_would_count_a_sample_twice() -> None:
+    """What tail="exact" is for: the default for training reads one sample of 13 again."""
+    metric = made("accuracy")
+    metric.update(*data("accuracy").tensors)
+    (value, seen), (_, others) = evaluate.all_ranks("accuracy", "pad")
+    assert seen + others == SAMPLES + 1
+    assert value != pytest.approx(metric.compute().item())
