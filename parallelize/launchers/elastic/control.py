@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from parallelize.errors import ConfigError, LaunchError
 from parallelize.launchers.elastic.agent import Death
+from parallelize.launchers.elastic.line import Line
 from parallelize.network import is_own
 from parallelize.store import serve_store
 from parallelize.world import Node
@@ -53,8 +53,8 @@ def meet(node: Node, *, num_nodes: int, request: str, timeout: timedelta) -> Con
         LaunchError: somebody did not come in time; says who did.
         ConfigError: two nodes have one number, or were asked for different things.
     """
-    store, node_rank = _join(node, num_nodes, timeout)
-    control = Control(dist.PrefixStore(f"call/{next(_calls)}", store), node_rank, num_nodes, timeout)
+    line, node_rank = _join(node, num_nodes, timeout)
+    control = Control(line, f"call/{next(_calls)}", node_rank=node_rank, num_nodes=num_nodes, timeout=timeout)
     control.wait_for_all(request)
     return control
 
@@ -63,8 +63,8 @@ _calls = itertools.count()  # every node makes its calls in the same order
 
 
 @functools.cache
-def _join(node: Node, num_nodes: int, timeout: timedelta) -> tuple[dist.Store, int]:
-    """The store of the run, and this node's number; once in a process, so that a second call finds the first's."""
+def _join(node: Node, num_nodes: int, timeout: timedelta) -> tuple[Line, int]:
+    """The line to the run's store, and this node's number; once in a process: a second call finds the first's."""
     hosts = node.node_rank == 0 or (node.node_rank is None and is_own(node.master_addr))
     store = _served(node, timeout) if hosts else None
     node_rank = node.node_rank
@@ -80,7 +80,7 @@ def _join(node: Node, num_nodes: int, timeout: timedelta) -> tuple[dist.Store, i
             why="there is another node of that number, or one more node than asked for",
             fix="give every node its own NODE_RANK from 0, or none of them any",
         )
-    return store, node_rank
+    return Line(store, _LOST_AFTER_S), node_rank
 
 
 def _served(node: Node, timeout: timedelta) -> dist.Store | None:
@@ -112,26 +112,33 @@ class Control:
     """One call, as its nodes see it.
 
     Args:
-        store: theirs, under a name of this call.
+        line: to their store.
+        name: of this call, in the store.
         node_rank: this node.
         num_nodes: nodes in all.
         timeout: of a wait for all.
+
+    Attributes:
+        store: theirs, under the name of this call; a wait in it may have no end.
+        lost: nodes that have said nothing for long.
     """
 
-    def __init__(self, store: dist.Store, node_rank: int, num_nodes: int, timeout: timedelta) -> None:
-        self.store, self.node_rank, self.num_nodes = store, node_rank, num_nodes
+    def __init__(self, line: Line, name: str, *, node_rank: int, num_nodes: int, timeout: timedelta) -> None:
+        self.store = line.under(name)
+        self._line, self._name = line, name
+        self.node_rank, self.num_nodes = node_rank, num_nodes
         self._timeout_s = timeout.total_seconds()
         self._beaten = 0.0
         self._heard: dict[int, tuple[bytes, float]] = {}
-        self.lost: list[int] = []  # nodes that have said nothing for long
+        self.lost: list[int] = []
 
     def wait_for_all(self, request: str) -> None:
         """Say that this node is here, wait for the others, compare what all were asked for."""
-        self.store.set(f"joined/{self.node_rank}", json.dumps([socket.gethostname(), request]))
+        self._set(f"joined/{self.node_rank}", json.dumps([socket.gethostname(), request]))
         keys = [f"joined/{rank}" for rank in range(self.num_nodes)]
-        if not self._until(lambda: self.store.check(keys), self._timeout_s):
+        if not self._until(lambda: self._has(*keys), self._timeout_s):
             raise self._missing(keys)
-        said = [json.loads(self.store.get(key)) for key in keys]
+        said = [json.loads(self._get(key)) for key in keys]
         differing = {text for _, text in said}
         if len(differing) > 1:
             listed = "; ".join(f"node {rank} ({host}): {text}" for rank, (host, text) in enumerate(said))
@@ -141,8 +148,17 @@ class Control:
                 fix="start the same script with the same options on every node",
             )
 
+    def _set(self, key: str, value: str | bytes) -> None:
+        self._line.set(f"{self._name}/{key}", value)
+
+    def _get(self, key: str) -> bytes:
+        return self._line.get(f"{self._name}/{key}")
+
+    def _has(self, *keys: str) -> bool:
+        return self._line.check([f"{self._name}/{key}" for key in keys])
+
     def _missing(self, keys: Sequence[str]) -> LaunchError:
-        here = {rank: json.loads(self.store.get(key))[0] for rank, key in enumerate(keys) if self.store.check([key])}
+        here = {rank: json.loads(self._get(key))[0] for rank, key in enumerate(keys) if self._has(key)}
         came = ", ".join(f"node {rank} from {host}" for rank, host in here.items())
         absent = ", ".join(str(rank) for rank in range(self.num_nodes) if rank not in here)
         return LaunchError(
@@ -155,7 +171,7 @@ class Control:
 
     def publish(self, name: str, value: str) -> None:
         """Set a value of this call."""
-        self.store.set(name, value)
+        self._set(name, value)
 
     def read(self, name: str) -> str:
         """A value of this call, waited for.
@@ -163,23 +179,23 @@ class Control:
         Raises:
             LaunchError: nobody set it in time.
         """
-        if not self._until(lambda: self.store.check([name]), self._timeout_s):
+        if not self._until(lambda: self._has(name), self._timeout_s):
             raise LaunchError(
                 f"no {name} within {self._timeout_s:g} s", why="node 0 is gone", fix="see node 0's output"
             )
-        return str(self.store.get(name).decode())
+        return str(self._get(name).decode())
 
     def has_failed(self, attempt: int) -> bool:
         """Whether some node has failed, or has not been heard of; also tells the others that this one is there."""
         if time.monotonic() - self._beaten > _BEAT_EVERY_S:
             self._beaten = time.monotonic()
-            self.store.set(f"beat/{self.node_rank}", str(self._beaten))
+            self._set(f"beat/{self.node_rank}", str(self._beaten))
             self.lost = self._silent_nodes(self._beaten)
-        return bool(self.lost) or self.store.check([f"{attempt}/abort"])
+        return bool(self.lost) or self._has(f"{attempt}/abort")
 
     def _silent_nodes(self, now: float) -> list[int]:
         for rank in range(self.num_nodes):
-            beat = self.store.get(f"beat/{rank}") if self.store.check([f"beat/{rank}"]) else b""
+            beat = self._get(f"beat/{rank}") if self._has(f"beat/{rank}") else b""
             if rank not in self._heard or self._heard[rank][0] != beat:
                 self._heard[rank] = (beat, now)
         return [rank for rank, (_, since) in self._heard.items() if now - since > _LOST_AFTER_S]
@@ -187,16 +203,16 @@ class Control:
     def report(self, attempt: int, outcomes: Sequence[bytes], deaths: Sequence[Death]) -> None:
         """Tell what became of this node's workers in an attempt that failed somewhere."""
         self._put(f"{attempt}/report/{self.node_rank}", pickle.dumps((list(outcomes), list(deaths))))
-        self.store.set(f"{attempt}/abort", "1")
+        self._set(f"{attempt}/abort", "1")
 
     def reports(self, attempt: int) -> tuple[list[bytes], list[Death]]:
         """What became of the workers of every node that still answers."""
         keys = [f"{attempt}/report/{rank}" for rank in range(self.num_nodes) if rank not in self.lost]
-        self._until(lambda: self.store.check(keys), _REPORTS_WITHIN_S)
+        self._until(lambda: self._has(*keys), _REPORTS_WITHIN_S)
         outcomes: list[bytes] = []
         deaths: list[Death] = []
         for key in keys:
-            if self.store.check([key]):
+            if self._has(key):
                 theirs, died = pickle.loads(self._take(key))  # written by a node of the same user's run
                 outcomes += theirs
                 deaths += died
@@ -204,8 +220,8 @@ class Control:
 
     def all_done(self, attempt: int) -> bool:
         """Say that this node's workers have returned; whether every node's have."""
-        self.store.set(f"{attempt}/done/{self.node_rank}", "1")
-        return self.store.check([f"{attempt}/done/{rank}" for rank in range(self.num_nodes)])
+        self._set(f"{attempt}/done/{self.node_rank}", "1")
+        return self._has(*(f"{attempt}/done/{rank}" for rank in range(self.num_nodes)))
 
     # --- what came of it ---
 
@@ -217,21 +233,20 @@ class Control:
         for rank in (each for each in wanted if each not in own):
             paths[rank] = folder / f"fetched.{rank}"
             paths[rank].write_bytes(self._take(f"result/{rank}"))
-        self.store.set(f"fetched/{self.node_rank}", "1")
+        self._set(f"fetched/{self.node_rank}", "1")
         if self.node_rank == 0:  # the store ends with this process
-            self._until(lambda: self.store.check([f"fetched/{n}" for n in range(self.num_nodes)]), self._timeout_s)
+            self._until(lambda: self._has(*(f"fetched/{n}" for n in range(self.num_nodes))), self._timeout_s)
         return paths
 
     def _put(self, name: str, value: bytes) -> None:
         pieces = range(0, max(len(value), 1), _PIECE)
         for number, start in enumerate(pieces):
-            piece: Any = value[start : start + _PIECE]  # declared as str, taken as bytes
-            self.store.set(f"{name}/piece/{number}", piece)
-        self.store.set(name, str(len(pieces)))
+            self._set(f"{name}/piece/{number}", value[start : start + _PIECE])
+        self._set(name, str(len(pieces)))
 
     def _take(self, name: str) -> bytes:
         count = int(self.read(name))
-        return b"".join(self.store.get(f"{name}/piece/{number}") for number in range(count))
+        return b"".join(self._get(f"{name}/piece/{number}") for number in range(count))
 
     @staticmethod
     def _until(fact: Callable[[], bool], timeout_s: float) -> bool:

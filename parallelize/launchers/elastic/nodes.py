@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -16,6 +17,8 @@ from parallelize.task import Outcome
 from parallelize.worker import outcome_path
 
 __all__ = ["Alone", "Nodes"]
+
+T = TypeVar("T")
 
 
 class Alone:
@@ -63,21 +66,19 @@ class Nodes:
 
     def has_failed(self, attempt: int) -> bool:
         """Whether another node has failed, is silent, or cannot be asked any more."""
-        try:
-            return self._control.has_failed(attempt)
-        except (dist.DistError, RuntimeError) as exc:
-            self._gone = exc
-            return True
+        failed = self._asked(lambda: self._control.has_failed(attempt))
+        return self._gone is not None or bool(failed)
 
     def all_done(self, attempt: int) -> bool:
         """Whether every node's workers have returned."""
-        return self._control.all_done(attempt)
+        return bool(self._asked(lambda: self._control.all_done(attempt)))
 
     def report(self, attempt: int, deaths: Sequence[Death]) -> None:
         """Tell the others, unless they cannot be reached."""
         if self._gone is None:
             paths = [outcome_path(self._folder, rank, attempt) for rank in self._ranks]
-            self._control.report(attempt, [path.read_bytes() for path in paths if path.exists()], deaths)
+            written = [path.read_bytes() for path in paths if path.exists()]
+            self._asked(lambda: self._control.report(attempt, written, deaths))
 
     def failures(self, attempt: int) -> tuple[list[Outcome], list[Death]]:
         """What every node has reported of an attempt that failed.
@@ -85,9 +86,10 @@ class Nodes:
         Raises:
             LaunchError: a node is gone, and nobody's report says why.
         """
-        if self._gone is not None:
+        reported = self._asked(lambda: self._control.reports(attempt))
+        if reported is None:
             raise _lost([0], str(self._gone)) from self._gone
-        written, deaths = self._control.reports(attempt)
+        written, deaths = reported
         outcomes = [self._read(each) for each in written]
         told = {outcome.rank for outcome in outcomes}
         silent = [death for death in deaths if death.rank not in told]
@@ -96,10 +98,25 @@ class Nodes:
         return outcomes, deaths
 
     def results(self, attempt: int, wanted: Sequence[int]) -> list[Outcome]:
-        """The outcomes of the wanted ranks, in that order, wherever they ran."""
+        """The outcomes of the wanted ranks, in that order, wherever they ran.
+
+        Raises:
+            LaunchError: node 0 is gone before it has given them.
+        """
         own = {rank: outcome_path(self._folder, rank, attempt) for rank in self._ranks}
-        paths = self._control.exchange(own, wanted, self._folder)
+        paths = self._asked(lambda: self._control.exchange(own, wanted, self._folder))
+        if paths is None:
+            raise _lost([0], str(self._gone)) from self._gone
         return [Outcome.read(paths[rank]) for rank in wanted]
+
+    def _asked(self, question: Callable[[], T]) -> T | None:
+        """What the others' store says; None: it cannot be asked any more."""
+        if self._gone is None:
+            try:
+                return question()
+            except (dist.DistError, RuntimeError) as exc:
+                self._gone = exc
+        return None
 
     def _read(self, written: bytes) -> Outcome:
         path = self._folder / f"reported.{next(self._fetched)}"
