@@ -36,14 +36,18 @@ def program(target: str, arguments: tuple[str, ...], *, is_module: bool) -> None
     """
     _say_gpus()
     with _handlers_of_its_own(), _as_command(target, arguments, is_module=is_module), runtime.outside():
-        try:
-            if is_module:
-                runpy.run_module(target, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(target, run_name="__main__")
-        except BaseException as error:
-            error.__traceback__ = _behind_runpy(error.__traceback__)
-            raise
+        _run(target, is_module=is_module)
+
+
+def _run(target: str, *, is_module: bool) -> None:
+    try:
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+    except BaseException as error:
+        error.__traceback__ = _behind_runpy(error.__traceback__)
+        raise
 
 
 def trace_of_script(error: BaseException) -> TracebackType | None:
@@ -51,7 +55,7 @@ def trace_of_script(error: BaseException) -> TracebackType | None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not program.__code__:
         trace = trace.tb_next
-    return None if trace is None else trace.tb_next or trace
+    return None if trace is None else _behind_runpy(trace)
 
 
 def _behind_runpy(trace: TracebackType | None) -> TracebackType | None:
