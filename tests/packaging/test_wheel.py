@@ -1,0 +1,122 @@
+"""What a user gets from `pip install`: a wheel that works away from the repository it was built from."""
+
+from __future__ import annotations
+
+import email
+import os
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import parallelize
+
+ROOT = Path(__file__).parents[2]
+TRAIN = """
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    import parallelize
+    from parallelize import distributed, parallel_model, shard_loader, world_size
+
+    x = torch.arange(8.0).reshape(8, 1)
+    loader = DataLoader(TensorDataset(x, 2 * x), batch_size=2)
+
+    @distributed(processes=2, seed=0)
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with parallel_model(model):
+            for _ in range(50):
+                for x, y in shard_loader(loader):
+                    optimizer.zero_grad()
+                    (model(x) - y).square().mean().backward()
+                    optimizer.step()
+        return world_size(), parallelize.__file__
+
+    model = torch.nn.Linear(1, 1)
+    size, place = train(model)
+    print(size, round(model.weight.item(), 1), place)
+"""
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the build made, and an environment that has it."""
+
+    wheel: Path
+    wheel_of_sdist: Path
+    site: Path
+    scripts: Path
+
+    def run(self, *command: str, folder: Path) -> str:
+        environ = {name: text for name, text in os.environ.items() if not name.startswith(("PARALLELIZE_", "PYTHON"))}
+        program = [str(self.scripts / command[0]), *command[1:]]
+        done = subprocess.run(
+            program, cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The wheel, one built from the sdist, and an environment in which the first is installed.
+
+    torch and the other dependencies take gigabytes: the environment sees those of this one, by a .pth file, behind its
+    own packages. What their paths bring along besides (editable installs come by .pth files, too) does not count.
+    """
+    folder = tmp_path_factory.mktemp("built")
+    for name, kinds in {"tree": ["--wheel"], "sdist": []}.items():
+        command = [sys.executable, "-m", "build", *kinds, "--outdir", str(folder / name), str(ROOT)]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+    ((wheel,), (wheel_of_sdist,)) = ((folder / name).glob("*.whl") for name in ("tree", "sdist"))
+    venv.create(folder / "env", with_pip=True)
+    bin_folder, version = folder / "env" / "bin", f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = folder / "env" / "lib" / version / "site-packages"
+    (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+    install = [str(bin_folder / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run([*install, "--force-reinstall"], check=True, capture_output=True, timeout=120)
+    return Built(wheel, wheel_of_sdist, site, bin_folder)
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_wheel(built: Built, tmp_path: Path) -> None:
+    """It has the package and no test, is typed, is what the sdist builds, and trains where the repository is not."""
+    files = contents(built.wheel)
+    own = {name for name in files if not name.startswith(f"parallelize-{parallelize.__version__}.dist-info/")}
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "parallelize"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert own == {name for name in tracked.stdout.split() if (ROOT / name).exists()}
+    assert "parallelize/py.typed" in own
+    assert files == contents(built.wheel_of_sdist)
+
+    metadata = email.message_from_bytes(files[f"parallelize-{parallelize.__version__}.dist-info/METADATA"])
+    assert metadata["Version"] == parallelize.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+
+    assert built.run("parallelize", "--version", folder=tmp_path) == f"parallelize {parallelize.__version__}\n"
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(TRAIN))
+    size, weight, place = built.run("python", str(script), folder=tmp_path).split()
+    assert (size, weight) == ("2", "2.0")
+    assert Path(place).is_relative_to(built.site)
+    script.write_text("from parallelize import all_gather, rank\nprint(all_gather(rank()))\n")
+    assert built.run("parallelize", "run", "--processes", "2", str(script), folder=tmp_path) == "[0, 1]\n"
+    built.run("parallelize", "doctor", folder=tmp_path)
