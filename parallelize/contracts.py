@@ -73,7 +73,7 @@ class Session:
     communication_dtype: torch.dtype | None = None
     """Type in which gradients should travel between processes; None: that of the gradients."""
     weights_dtype: torch.dtype | None = None
-    """Type in which a backend that gathers weights hands them to modules; None: their own."""
+    """Type in which a backend that hands modules their weights does so; None: their own."""
     fp32_modules: tuple[type[nn.Module], ...] = ()
     """Classes of modules that get them in their own type all the same."""
 
@@ -107,6 +107,10 @@ class Session:
         """
         return call(*args, **kwargs)
 
+    def forward_with_weights(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The same for a backend that hands modules their weights in `weights_dtype` itself."""
+        return self.forward(call, *args, **kwargs)
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs to go on with the same trajectory, as plain numbers; {} if nothing."""
         return {}
@@ -138,6 +142,11 @@ class Inner(nn.Module):
         """Call the method named by `method`."""
         # Not self.model: nn.Module looks its children up in the slow way.
         return self.session.forward(self.bound(self.method, self._modules["model"]), *args, **kwargs)
+
+    def with_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """The same, for a backend that hands modules their weights in the session's `weights_dtype` itself."""
+        call = self.bound(self.method, self._modules["model"])
+        return self.session.forward_with_weights(call, *args, **kwargs)
 
     def bound(self, method: str, model: Any) -> Callable[..., Any]:
         """The method as it was before the block, bound to `model`: the user's, a replica or a copy of it."""

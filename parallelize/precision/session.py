@@ -124,11 +124,15 @@ class NativeSession(Session):
             *args: on the replica's device.
             **kwargs: on the replica's device.
         """
+        if self._weights is None:
+            return self.forward_with_weights(call, *args, **kwargs)
+        with self._window.covering(), self._weights.covering(getattr(call, "__self__", None)):
+            return call(*args, **kwargs)
+
+    def forward_with_weights(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's forward under autocast; its weights are in half precision already."""
         with self._window.covering():
-            if self._weights is None:
-                return call(*args, **kwargs)
-            with self._weights.covering(getattr(call, "__self__", None)):
-                return call(*args, **kwargs)
+            return call(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """GradScaler's state; {} without scaling."""

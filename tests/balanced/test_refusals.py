@@ -272,12 +272,6 @@ def test_a_model_without_a_plan() -> None:
         plan(seeded(Gpt))
 
 
-def test_mixed_precision_that_cannot_be_divided() -> None:
-    """O2 casts weights inside modules that several micro-batches share: refused with the levels there are."""
-    with pytest.raises(ConfigError, match="O0, O1, O3"), parallel_model(seeded(Gpt), backend="balanced", amp="O2"):
-        pass
-
-
 def test_tokens_of_one_sample() -> None:
     """A first batch of one sample is planned too."""
     assert call(seeded(Gpt), tokens(1)[0][0]).shape == (1, 8, 11)

@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from balanced.models import (
     gradients,
     images,
     loss_of,
+    plan_for,
     rows,
     seeded,
     tokens,
@@ -233,7 +234,34 @@ def test_autocast_of_the_caller_reaches_every_stage() -> None:
     assert all(gradient is not None and gradient.dtype is torch.float32 for gradient in gradients(model).values())
 
 
-@pytest.mark.parametrize("level", ["O1", "O3"])
+class Seen(nn.Linear):
+    """Tells which type its weight has, as a forward finds it and as an operation gets it."""
+
+    found: ClassVar[set[tuple[torch.dtype, torch.dtype]]] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.found.add((self.weight.dtype, (self.weight + 0).dtype))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_half_weights_over_full_ones(recompute: bool) -> None:
+    """O2: modules compute with half weights, batch norm aside; gradients are those of undivided micro-batches."""
+    model = seeded(lambda: nn.Sequential(Seen(8, 8), nn.BatchNorm1d(8), nn.ReLU(), Seen(8, 8), nn.Linear(8, 3)))
+    plain, x = copy.deepcopy(model), torch.randn(8, 8)
+    plan = plan_for(model, ((x,), {}), recompute=recompute)
+    Seen.found.clear()
+    with parallel_model(model, backend=BalancedBackend(devices=plan.devices, plan=plan), amp="O2"):
+        model(x).float().square().sum().backward()
+    with parallel_model(plain, amp="O2"):
+        for part in x.chunk(4):
+            plain(part).float().square().sum().backward()
+    assert Seen.found == {(torch.bfloat16, torch.bfloat16)}
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    assert_equal_gradients(model, plain)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_mixed_precision_of_the_block(level: str) -> None:
     """amp= computes in bfloat16 on all stages, and a step changes the weights as it does on one stage."""
     weights = []

@@ -27,12 +27,13 @@ _Tensor: Any = torch.Tensor
 # Questions that do not need the tensor to be here.
 _QUESTIONS = frozenset(
     {
-        *(getattr(_Tensor, name).__get__ for name in ("dtype", "is_leaf", "layout", "ndim", "requires_grad", "shape")),
+        *(getattr(_Tensor, name).__get__ for name in ("is_leaf", "layout", "ndim", "requires_grad", "shape")),
         *(_Tensor.dim, _Tensor.element_size, _Tensor.is_complex, _Tensor.is_floating_point, _Tensor.ndimension),
         *(_Tensor.nelement, _Tensor.numel, _Tensor.size, torch.is_complex, torch.is_floating_point, torch.numel),
     }
 )
 _DEVICE = _Tensor.device.__get__
+_DTYPE = _Tensor.dtype.__get__
 _ADD_IN_PLACE = _Tensor.add_
 
 
@@ -58,6 +59,8 @@ class Crossing(TorchFunctionMode):
         tape = self._tape
         if func is _DEVICE:
             return tape.device_of(*args)
+        if func is _DTYPE:
+            return tape.dtype_of(*args)
         if func is F.batch_norm:
             output = tape.moments.batch_norm(args, kwargs, localize=lambda value: _localized(tape, value))
         elif func is _ADD_IN_PLACE and tape.is_again and not args[0].is_floating_point():

@@ -17,6 +17,7 @@ from parallelize.backends.averaging import Averaging, averaging_engine
 from parallelize.backends.balanced import atoms, refusals
 from parallelize.backends.balanced.crossing import watching
 from parallelize.backends.balanced.executor import Executor
+from parallelize.backends.balanced.forward import Forward
 from parallelize.backends.balanced.hardware import spots
 from parallelize.backends.balanced.placement import Placement
 from parallelize.backends.balanced.plan import Plan, remember, signature
@@ -67,6 +68,7 @@ class BalancedEngine(Engine):
         self.local = _Entry(inner, self, is_local=True)
         self.averages = request.averaging is not None
         self._inner = inner
+        self._forward = Forward(inner)
         self._request = request
         self._reduced: Engine | None = None
         self._running: nn.Module | None = None
@@ -122,7 +124,7 @@ class BalancedEngine(Engine):
             workers = Workers(wiring.stages, microbatches=plan.microbatches)
             self._given_back.callback(workers.close)
             running: nn.Module = _Pipeline(
-                self._inner, Executor(self._inner, model=model, wiring=wiring, workers=workers)
+                self._inner, Executor(self._forward, model=model, wiring=wiring, workers=workers)
             )
         else:
             self._placement.put(atoms.homes(model, {}), places([request.home]))
@@ -158,7 +160,7 @@ class BalancedEngine(Engine):
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         request = self._request
         planner = Planner(
-            self._inner,
+            self._forward,
             model=self._inner.model,
             spots=spots(request.devices, memory=request.memory, model=self._inner.model),
             home=request.home,
@@ -195,7 +197,7 @@ class _Entry(nn.Module):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if active() is not None:  # the model calls itself
-            return self._inner(*args, **kwargs)
+            return self._inner.with_weights(*args, **kwargs)
         return self._engine.run(args, kwargs, is_local=self._is_local)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from parallelize.backends.balanced.ambient import Ambient
 from parallelize.backends.balanced.batchnorm import deferred
 from parallelize.backends.balanced.chunks import Batch, columns, rebuild
 from parallelize.backends.balanced.crossing import Crossing
+from parallelize.backends.balanced.forward import Forward
 from parallelize.backends.balanced.randomness import drawn_seed
 from parallelize.backends.balanced.recompute import recomputing
 from parallelize.backends.balanced.record import Record, connect
@@ -63,7 +64,7 @@ class Executor:
         workers: threads for these stages.
     """
 
-    def __init__(self, module: Callable[..., Any], *, model: nn.Module, wiring: Wiring, workers: Workers) -> None:
+    def __init__(self, module: Forward, *, model: nn.Module, wiring: Wiring, workers: Workers) -> None:
         self._module = module
         self._model = model
         self._wiring = wiring
@@ -79,7 +80,7 @@ class Executor:
         wiring = self._wiring
         batch = Batch((args, kwargs), microbatches=wiring.microbatches, dim=wiring.batch_dim)
         devices = [stage.device for stage in wiring.stages]
-        ambient, shadows = Ambient(frozenset(devices)), Shadows(devices)
+        ambient, shadows = Ambient(frozenset(devices)), Shadows(devices, half=self._module.half)
         tapes = self._tapes(len(batch.sizes), shadows)
         with deferred(self._model, [tape.moments for tape in tapes]), recomputing(wiring.recomputed):
             outputs = self._forward(batch, tapes, ambient)

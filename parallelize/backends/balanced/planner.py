@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from torch import nn
 from parallelize.backends.balanced import atoms, refusals, untouched
 from parallelize.backends.balanced.chunks import batch_size, take
 from parallelize.backends.balanced.costs import Profile, Spot
+from parallelize.backends.balanced.forward import Forward
 from parallelize.backends.balanced.placement import Placement
 from parallelize.backends.balanced.plan import Plan, signature
 from parallelize.backends.balanced.profiling import Bench, bytes_of_modules, profile, seconds_of_modules
@@ -102,7 +103,7 @@ class Planner:
 
     def __init__(
         self,
-        module: Callable[..., Any],
+        module: Forward,
         *,
         model: nn.Module,
         spots: Sequence[Spot],

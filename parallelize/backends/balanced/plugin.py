@@ -14,7 +14,7 @@ from parallelize.backends.balanced.admission import admit
 from parallelize.backends.balanced.engine import BalancedEngine, Request
 from parallelize.backends.balanced.plan import Plan
 from parallelize.backends.balanced.planner import Wishes
-from parallelize.contracts import Engine, Inner
+from parallelize.contracts import LEVELS, Engine, Inner
 from parallelize.errors import ConfigError, Fault
 from parallelize.world import World
 
@@ -47,7 +47,7 @@ class BalancedBackend(Averaging):
     name = "balanced"
     process_per = "node"
     places_model = True
-    amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset({"O0", "O1", "O3"})}
+    amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset(LEVELS)}
     devices: tuple[str, ...] | None = None
     microbatches: int | Literal["auto"] = "auto"
     memory: int | tuple[int, ...] | None = None

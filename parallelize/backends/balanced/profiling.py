@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +28,9 @@ from parallelize.backends.balanced.atoms import names_of, parameter_bytes
 from parallelize.backends.balanced.chunks import Batch, shapes, take
 from parallelize.backends.balanced.costs import Event, Profile
 from parallelize.backends.balanced.crossing import Crossing
+from parallelize.backends.balanced.forward import Forward
 from parallelize.backends.balanced.segment import Stage
-from parallelize.backends.balanced.shadows import Shadows
+from parallelize.backends.balanced.shadows import Half, Shadows
 from parallelize.backends.balanced.tape import Tape
 from parallelize.backends.balanced.workers import Workers
 from parallelize.containers import leaves
@@ -61,8 +62,9 @@ class _ProfileTape(Tape):
         routes: Mapping[int, Sequence[int]],
         names: Mapping[int, str],
         seed: int | None,
+        half: Half | None,
     ) -> None:
-        shadows = Shadows([stage.device for stage in stages])
+        shadows = Shadows([stage.device for stage in stages], half=half)
         super().__init__(0, stages=stages, routes=routes, shadows=shadows, seed=seed)
         self._atoms = {key: names[key] for key in routes}
         self._began = 0.0
@@ -114,7 +116,7 @@ class Bench:
         draws: whether the model draws random numbers.
     """
 
-    module: Callable[..., Any]
+    module: Forward
     model: nn.Module
     stages: tuple[Stage, ...]
     routes: Mapping[int, Sequence[int]]
@@ -125,7 +127,13 @@ class Bench:
     def run(self, inputs: Any, *, counts_saved: bool = False) -> Timings:
         """Forward and backward of one micro-batch, segment by segment."""
         names = names_of(self.model)
-        tape = _ProfileTape(stages=self.stages, routes=self.routes, names=names, seed=0 if self.draws else None)
+        tape = _ProfileTape(
+            stages=self.stages,
+            routes=self.routes,
+            names=names,
+            seed=0 if self.draws else None,
+            half=self.module.half,
+        )
         ambient = Ambient(frozenset(stage.device for stage in self.stages))
         measure = functools.partial(self._measure, tape, inputs, counts_saved=counts_saved)
         timings: Timings = self.workers.forward(ambient.run, measure).result()

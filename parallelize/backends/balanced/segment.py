@@ -60,16 +60,18 @@ class Segment:
 
     Attributes:
         key: what tensors made here carry.
+        casts: by id of a shadow, the shadow in half precision.
         imports: by id of the tensor, what came from other segments.
         exports: tensors that went elsewhere, each with the leaf that took its place.
         streams: its random numbers.
     """
 
-    __slots__ = ("__weakref__", "exports", "imports", "key", "stage", "streams")
+    __slots__ = ("__weakref__", "casts", "exports", "imports", "key", "stage", "streams")
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
         self.key = next(_keys)
+        self.casts: dict[int, torch.Tensor] = {}
         self.imports: dict[int, Import] = {}
         self.exports: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.streams = Streams(0)
@@ -85,6 +87,7 @@ class Segment:
         wanted = [(tensor, leaf.grad) for tensor, leaf in self.exports if leaf.grad is not None]
         if wanted:
             run_backward(*zip(*wanted, strict=True))
+        self.casts.clear()
         self.imports.clear()
         self.exports.clear()
 

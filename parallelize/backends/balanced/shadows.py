@@ -11,10 +11,36 @@ once, `torch.autograd.grad` leaves p.grad alone, gradients accumulate over steps
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-__all__ = ["Shadows"]
+__all__ = ["Half", "Shadows"]
+
+
+@dataclass(frozen=True)
+class Half:
+    """Which parameters modules are handed in half precision.
+
+    Args:
+        dtype: the half-precision type.
+        parameters: id of each -> itself, which thereby keeps its id.
+    """
+
+    dtype: torch.dtype
+    parameters: dict[int, nn.Parameter]
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype, apart: tuple[type[nn.Module], ...]) -> Half:
+        """The fp32 parameters of a model, but for those of modules of some classes."""
+        owned = [
+            each
+            for module in model.modules()
+            if not isinstance(module, apart)
+            for each in module.parameters(recurse=False)
+        ]
+        return cls(dtype, {id(each): each for each in owned if each.dtype is torch.float32})
 
 
 class Shadows:
@@ -24,9 +50,11 @@ class Shadows:
 
     Args:
         devices: of each stage.
+        half: the parameters that are used in half precision; None: none is.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, half: Half | None = None) -> None:
+        self._half = half
         self._devices = tuple(devices)
         self._ours = frozenset(devices)
         # Per stage: id of the tensor -> the tensor, which thereby keeps its id, and its shadow.
@@ -47,6 +75,11 @@ class Shadows:
         shadow.requires_grad_(tensor.requires_grad)
         self._made[stage][id(tensor)] = tensor, shadow
         return shadow
+
+    def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        """The type in which a stage uses a tensor. Shadows keep the parameter's: gradients add up in them."""
+        half = self._half
+        return tensor.dtype if half is None or id(tensor) not in half.parameters else half.dtype
 
     def trained(self, stage: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors that a stage has used and that want a gradient, each with its shadow."""

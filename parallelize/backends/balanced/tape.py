@@ -177,7 +177,9 @@ class Tape:
             # Made in the dark, by a scripted function or another library: it belongs to whoever uses it first.
             self.claim(tensor)
             return tensor
-        return self._shadows.of(tensor, stage=self.segment.stage)
+        shadow = self._shadows.of(tensor, stage=self.segment.stage)
+        dtype = self._shadows.dtype_of(tensor)
+        return shadow if shadow.dtype is dtype else self._cast(shadow, dtype)
 
     def claim(self, tensor: torch.Tensor) -> None:
         """The segment that runs has made a tensor."""
@@ -204,6 +206,10 @@ class Tape:
         """Where a tensor will be when the segment that runs uses it."""
         return self.device if tensor.device in self._devices else tensor.device
 
+    def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        """The type that a tensor will have when the segment that runs uses it."""
+        return self._shadows.dtype_of(tensor)
+
     def abort(self) -> None:
         """Send all micro-batches home."""
         for turnstile in self._turnstiles or ():
@@ -221,6 +227,15 @@ class Tape:
 
     def _drawing(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._seed is None else Draws(lambda: self.segment.streams)
+
+    def _cast(self, shadow: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A parameter in half precision; once per segment, so that its gradient is one of the segment's."""
+        known = self.segment.casts.get(id(shadow))
+        if known is None:
+            with torch.enable_grad():
+                known = self.segment.casts[id(shadow)] = shadow.to(dtype)
+            setattr(known, _MARK, self.segment.key)
+        return known
 
     def _imported(self, tensor: torch.Tensor, owner: Segment) -> torch.Tensor:
         known = self.segment.imports.get(id(tensor))

@@ -13,6 +13,7 @@ from torch import nn
 
 from parallelize.backends.balanced import atoms, refusals
 from parallelize.backends.balanced.executor import Executor, Wiring
+from parallelize.backends.balanced.forward import Forward
 from parallelize.backends.balanced.placement import Placement
 from parallelize.backends.balanced.plan import Plan
 from parallelize.backends.balanced.profiling import now
@@ -40,7 +41,7 @@ class Trial:
         batch_dim: of the inputs.
     """
 
-    module: Callable[..., Any]
+    module: Forward
     model: nn.Module
     inputs: Any
     placement: Placement
