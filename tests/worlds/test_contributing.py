@@ -1,0 +1,104 @@
+"""CONTRIBUTING's backend, as a package of somebody else's that announces it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GUIDE = Path(__file__).parents[2] / ".github" / "CONTRIBUTING.md"
+
+# Trains under the backend by its name, by a variable and as an object, and under ddp; rank 1 starts with other weights.
+SCRIPT = """
+import torch
+from parallelize import distributed, no_sync, parallel_model, rank
+from my_package.one_by_one import OneByOneBackend
+
+def train(amp=None):
+    torch.manual_seed(rank())
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(10 + rank()))
+    with parallel_model(model):
+        for _ in range(3):
+            optimizer.zero_grad()
+            with no_sync(model):
+                model(x[:4]).square().mean().backward()
+            model(x[4:]).square().mean().backward()
+            optimizer.step()
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+weights = {}
+for name in ("ddp", "one_by_one"):
+    weights[name] = distributed(processes=2, backend=name)(train).all_ranks()
+weights["object"] = distributed(processes=2, backend=OneByOneBackend())(train).all_ranks()
+for name, each in weights.items():
+    torch.testing.assert_close(each[0], weights["ddp"][0], msg=name)
+    assert torch.equal(each[0], each[1]), name
+half = distributed(processes=2, backend="one_by_one", amp="bf16")(train).all_ranks()
+assert torch.equal(*half) and not torch.equal(half[0], weights["ddp"][0])
+try:
+    distributed(processes=2, backend="one_by_one", amp="O2")
+except ValueError as error:
+    print("refused", "O2" in str(error))
+"""
+
+
+@pytest.fixture
+def my_package(tmp_path: Path) -> Path:
+    """CONTRIBUTING's block in a package, and an installed distribution's entry point for it."""
+    text = GUIDE.read_text()
+    (code,) = re.findall(r"<!-- backend -->\n```python\n(.*?)```", text, re.DOTALL)
+    (announced,) = re.findall(r"```toml\n\[project.entry-points.\"([\w.]+)\"\]\n(.*?)\n```", text, re.DOTALL)
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "one_by_one.py").write_text(code)
+    info = tmp_path / "my_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{announced[0]}]\n{announced[1].replace(chr(34), '')}\n")
+    return tmp_path
+
+
+def test_the_backend_of_the_guide(
+    my_package: Path, run_script: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """It trains what ddp trains, accumulation included, by name and as an object; the rest is refused."""
+    done = run_script(SCRIPT, env={"PYTHONPATH": str(my_package)})
+    assert done.stdout == "refused True\n"
+
+
+def test_its_name_on_the_command_line(my_package: Path) -> None:
+    """A plug-in of another distribution is one of `parallelize run`'s backends."""
+    script = my_package / "script.py"
+    script.write_text(
+        "import torch\nfrom parallelize import parallel_model\nfrom parallelize.runtime import current\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "with parallel_model(model):\n    model(torch.ones(1, 1)).sum().backward()\n"
+        "    print(current().config.backend.name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "parallelize", "run", "--backend", "one_by_one", "--processes", "2", str(script)],
+        cwd=my_package,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("one_by_one\n", 0), done.stderr
+
+
+def test_the_guide_names_what_is_there() -> None:
+    """Files and tox environments that CONTRIBUTING names exist."""
+    text = GUIDE.read_text()
+    root = GUIDE.parents[1]
+    for environment in re.findall(r"-e (\w+)", text):
+        assert f"[testenv:{environment}]" in (root / "tox.ini").read_text() or environment == "tests", environment
+    named = re.findall(r"\b((?:parallelize/|tests/|launchers/)?[\w/]+\.py)\b", text)
+    assert len(named) > 10
+    for name in set(named) - {"parallelize/backends/one_by_one.py"}:
+        inside = list((root / "parallelize").rglob(Path(name).name))
+        assert (root / name).exists() or inside, name
