@@ -14,6 +14,7 @@ from torch import Tensor
 from parallelize import runtime
 from parallelize.containers import leaves, map_leaves
 from parallelize.errors import ConfigError, SyncError, did_you_mean
+from parallelize.watch.frames import site
 
 __all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "main_first"]
 
@@ -199,7 +200,7 @@ def _agree(what: str, x: Any) -> None:
     if len({int(each) for each in torch.cat(digests)}) == 1:
         return
     texts = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
+    dist.all_gather_object(texts, f"{text} ({site()})")
     raise SyncError(
         "processes differ: " + "; ".join(f"rank {rank} is at {each}" for rank, each in enumerate(texts)),
         why="a collective is one call that all processes make alike",

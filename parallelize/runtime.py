@@ -22,6 +22,7 @@ from parallelize.devices import probe
 from parallelize.layout import Layout, lay_out
 from parallelize.network import gloo_interface, reachable
 from parallelize.store import serve_store
+from parallelize.watch.watch import Watch
 from parallelize.world import World, detect
 
 __all__ = [
@@ -47,11 +48,13 @@ class Runtime:
         world: this process among the others.
         layout: the request, and what every local rank drives.
         told: names of what the user was told already, and is told once in a run.
+        watch: finds out for whom this process waits, while it is one of several.
     """
 
     world: World
     layout: Layout
     told: set[str] = field(default_factory=set, compare=False, repr=False)
+    watch: Watch = field(default_factory=Watch, compare=False, repr=False)
 
     @property
     def config(self) -> Config:
@@ -137,9 +140,10 @@ def _on_device(device: torch.device) -> Iterator[None]:
 def _process_group(runtime: Runtime) -> Iterator[None]:
     """The default process group of the run; one that the user's code has already made is used as it is."""
     if dist.is_initialized():
-        yield
+        with _watched(runtime, since_ns=None):
+            yield
         return
-    world, config = runtime.world, runtime.config
+    world, config, since_ns = runtime.world, runtime.config, time.time_ns()
     store: dist.Store | None = None
     if config.init_connection is not None:
         config.init_connection(world)
@@ -158,7 +162,8 @@ def _process_group(runtime: Runtime) -> Iterator[None]:
             )
         _wait_for_all(store, world.world_size)
     try:
-        yield
+        with _watched(runtime, since_ns=since_ns):
+            yield
         if store is not None:
             _leave_together(store, world.world_size)
     finally:
@@ -166,7 +171,22 @@ def _process_group(runtime: Runtime) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def _watched(runtime: Runtime, *, since_ns: int | None) -> contextlib.AbstractContextManager[None]:
+    """The watch over this process while it is one of several.
+
+    Args:
+        runtime: the run.
+        since_ns: when its group was made (time.time_ns); None: it was there before, and stays.
+    """
+    if dist.get_world_size() == 1:
+        return contextlib.nullcontext()
+    # Every rank enters its runs in the same order, so that all count alike.
+    store = dist.PrefixStore(f"parallelize/watch/{next(_watches)}", dist.distributed_c10d._get_default_store())
+    return runtime.watch.over(store, timeout=runtime.config.timeout, since_ns=since_ns)
+
+
 _groups = itertools.count()
+_watches = itertools.count()
 _LEAVE_WITHIN_S = 1.0
 
 

@@ -196,6 +196,8 @@ class Outcome:
     @classmethod
     def raised(cls, world: World, error: BaseException) -> Outcome:
         """The function raised `error`, just now."""
+        if error.__cause__ is not None:
+            error.__cause__.__traceback__ = _from_function(error.__cause__.__traceback__)
         text = "".join(traceback.format_exception(type(error), error, _from_function(error.__traceback__)))
         host, pid = socket.gethostname(), os.getpid()
         return cls(world.rank, host, pid, error=error, traceback=text, failed_at=time.time())

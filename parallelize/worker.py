@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import io
 import logging
 import multiprocessing
@@ -90,6 +91,7 @@ def run(orders: Orders) -> None:
 def _perform(task: Task, world: World, path: Path) -> None:
     modules = modules_in(task.args, task.kwargs) if world.is_main and task.layout.config.update_modules else []
     with entered(task.layout.masked(), world) as runtime:
+        runtime.watch.on_proof = functools.partial(_end_at_once, world, path)
         try:
             value = _value(task)
             if runtime.device.type != "cpu":
@@ -98,7 +100,7 @@ def _perform(task: Task, world: World, path: Path) -> None:
             Outcome.returned(world, wanted, modules).write(path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         except BaseException as error:  # noqa: BLE001 - before the process group is taken down
-            _fail(world, error, path)
+            _fail(world, runtime.watch.explained(error), path)
     _flush()
 
 
@@ -116,10 +118,19 @@ def _value(task: Task) -> Any:
 def _fail(world: World, error: BaseException, path: Path) -> NoReturn:
     """End this rank and all it started at once: peers that are gone cannot help to take a process group down."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that being stopped does not take the place of the cause
+    _end_at_once(world, path, error)
+
+
+def _end_at_once(world: World, path: Path, error: BaseException) -> NoReturn:
+    """As `_fail`, from whatever thread; the first error stands."""
+    _ending.acquire()
     Outcome.raised(world, error).write(path)
     _flush()
     os.killpg(0, signal.SIGKILL)
     os._exit(1)  # never reached
+
+
+_ending = threading.Lock()  # never released
 
 
 def _flush() -> None:

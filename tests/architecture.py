@@ -45,7 +45,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"support"}),
     frozenset({"config"}),
     frozenset({"layout"}),
-    frozenset({"explanation", "payload", "placement"}),
+    frozenset({"explanation", "payload", "placement", "watch"}),
     frozenset({"task"}),
     frozenset({"queueing", "runtime"}),
     frozenset({"worker"}),

@@ -7,14 +7,18 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallelize.errors import WorkerError
+from parallelize.errors import SyncError, WorkerError
 from parallelize.launchers.elastic.agent import Death
 from parallelize.task import Outcome
+from parallelize.watch.frames import site_in
 
-__all__ = ["verdict", "was_stopped"]
+__all__ = ["is_echo", "verdict", "was_stopped"]
 
 # What a rank says when a peer is gone, raised again or not: torch's own types, and gloo's plain RuntimeErrors.
 _ECHO = re.compile(r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE)
+# What gloo says before it aborts, and the beginning of the last stack that Python's faulthandler then prints: main's.
+_MISMATCH = re.compile(r"gloo::EnforceNotMet.*?(op\.preamble[^\n]*?)\. Received data size", re.DOTALL)
+_STACK = "(most recent call first):"
 _TAIL_LINES = 20
 _FIXES = {
     "SIGKILL": "if you did not send it, the kernel did: look for 'Out of memory' in its log, and use less memory",
@@ -44,7 +48,7 @@ def verdict(
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     silent = {death.rank: death for death in deaths if death.rank not in {outcome.rank for outcome in failed}}
     cause = _cause(failed, list(silent.values()))
-    error = _of_death(cause, logs) if isinstance(cause, Death) else _of_outcome(cause, world_size)
+    error = _of_death(cause, logs, outcomes) if isinstance(cause, Death) else _of_outcome(cause, world_size)
     said = {rank: _account(told.get(rank), silent.get(rank)) for rank in range(world_size) if rank != cause.rank}
     _note(error, f"the others: {_grouped(said)}" if said else "there is no other rank")
     for attempt, before in enumerate(earlier):
@@ -54,7 +58,7 @@ def verdict(
 
 def _cause(failed: Sequence[Outcome], silent: Sequence[Death]) -> Outcome | Death:
     """The first to fail by itself; a death is noticed late, an echo is early."""
-    causes = [each for each in failed if not was_stopped(each) and not _is_echo(each)]
+    causes = [each for each in failed if not was_stopped(each) and not is_echo(each)]
     first_cause = min(causes, key=_when, default=None)
     first_death = min(silent, key=lambda death: death.seen_at, default=None)
     if first_cause is not None and (first_death is None or _when(first_cause) <= first_death.seen_at):
@@ -71,8 +75,10 @@ def was_stopped(outcome: Outcome) -> bool:
     return isinstance(outcome.error, SystemExit) and outcome.error.code == 128 + signal.SIGTERM
 
 
-def _is_echo(outcome: Outcome) -> bool:
-    return bool(_ECHO.search(outcome.traceback))
+def is_echo(outcome: Outcome) -> bool:
+    """Whether a rank failed because another one was gone, as torch tells it."""
+    # A SyncError may come of an echo, and says what that one does not.
+    return bool(_ECHO.search(outcome.traceback)) and not isinstance(outcome.error, SyncError)
 
 
 def _of_outcome(outcome: Outcome, world_size: int) -> BaseException:
@@ -89,11 +95,29 @@ def _of_outcome(outcome: Outcome, world_size: int) -> BaseException:
     return error
 
 
-def _of_death(death: Death, logs: Path) -> WorkerError:
+def _of_death(death: Death, logs: Path, outcomes: Sequence[Outcome]) -> WorkerError | SyncError:
+    output = _output(logs, death.rank)
+    mismatch = _MISMATCH.search(output)
+    if mismatch is not None:
+        return _of_mismatch(death, mismatch[1], output, outcomes)
     error = _worker_error(death.rank, death.host, death.exitcode, how="it left no exception")
-    tail = _tail(logs, death.rank)
+    tail = "\n".join(output.splitlines()[-_TAIL_LINES:])
     if tail:
         _note(error, f"last lines of rank {death.rank}:\n{tail}")
+    return error
+
+
+def _of_mismatch(death: Death, said: str, output: str, outcomes: Sequence[Outcome]) -> SyncError:
+    """Gloo ends a process without an exception when it gets more than it asked for."""
+    stack = output[output.rindex(_STACK) if _STACK in output else 0 :]
+    places = {death.rank: site_in(stack), **{each.rank: site_in(each.traceback) for each in outcomes}}
+    told = "; ".join(f"rank {rank} was at {place}" for rank, place in sorted(places.items()) if place)
+    error = SyncError(
+        f"rank {death.rank} got data of another size than its collective is for{told and f': {told}'}",
+        why=f"ranks are in different collectives, or give them tensors of different shapes or types ({said.strip()})",
+        fix="make the same calls on every rank, with the same shapes and types in the same order",
+    )
+    _note(error, f"rank {death.rank} on {death.host} (pid {death.pid}) was ended by gloo")
     return error
 
 
@@ -123,7 +147,7 @@ def _account(outcome: Outcome | None, death: Death | None) -> str:
         return "stopped"
     if outcome.error is None:
         return "had returned"
-    return "lost the connection" if _is_echo(outcome) else _line(outcome.error)
+    return "lost the connection" if is_echo(outcome) else _line(outcome.error)
 
 
 def _line(error: BaseException) -> str:
@@ -146,9 +170,8 @@ def _ranges(ranks: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
-def _tail(logs: Path, rank: int) -> str:
-    text = "".join(path.read_text(errors="replace") for path in sorted(logs.glob(f"rank{rank}.*")) if path.is_file())
-    return "\n".join(text.splitlines()[-_TAIL_LINES:])
+def _output(logs: Path, rank: int) -> str:
+    return "".join(path.read_text(errors="replace") for path in sorted(logs.glob(f"rank{rank}.*")) if path.is_file())
 
 
 def _note(error: BaseException, text: str) -> None:
