@@ -257,9 +257,9 @@ def _cell(found: list[dict[str, float]], reference: list[dict[str, float]]) -> s
 
 def main(options: argparse.Namespace) -> None:
     """Lets every contender that is installed take its turn, and prints the table."""
-    names = [name for name, (_, package) in CONTENDERS.items() if importlib.util.find_spec(package)]
+    names = [name for name in options.contenders if importlib.util.find_spec(CONTENDERS[name][1])]
     dtypes = ["bf16"] if options.device == "cpu" else list(DTYPES)
-    columns = [(net, dtype) for net in ("gpt", "resnet") for dtype in dtypes]
+    columns = [(net, dtype) for net in options.nets for dtype in dtypes]
     results = {name: {f"{net}, {dtype}": [] for net, dtype in columns} for name in names}
     for number in range(options.rounds):
         for net, dtype in columns:
@@ -279,6 +279,8 @@ if __name__ == "__main__":
     parser.add_argument("--device", default=device, choices=["cuda", "cpu"])
     parser.add_argument("--size", default="full" if device == "cuda" else "small", choices=SIZES)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--nets", nargs="+", default=["gpt", "resnet"], choices=["gpt", "resnet"])
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.measure:

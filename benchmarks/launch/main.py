@@ -207,9 +207,9 @@ def table(results: dict[str, list[dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def main(rounds: int, measures: tuple[str, ...]) -> None:
+def main(rounds: int, measures: tuple[str, ...], contenders: list[str]) -> None:
     """Lets every contender that is installed take its turn, `rounds` times, and prints the table."""
-    names = [name for name, (_, package, _, _) in CONTENDERS.items() if importlib.util.find_spec(package)]
+    names = [name for name in contenders if importlib.util.find_spec(CONTENDERS[name][1])]
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(rounds):
         for name in (*names[number % len(names) :], *names[: number % len(names)]):
@@ -224,6 +224,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--measures", nargs="*", default=MEASURES, choices=MEASURES)
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -234,4 +235,4 @@ if __name__ == "__main__":
     elif options.contender:
         measure(options.contender, tuple(options.measures))
     else:
-        main(options.rounds, tuple(options.measures))
+        main(options.rounds, tuple(options.measures), options.contenders)

@@ -1,0 +1,138 @@
+"""Runs every benchmark that this machine can, one after the other, and keeps what it says.
+
+    tox run -e bench                          all, for half an hour on two cores
+    tox run -e bench -- --only launch data    some
+    tox run -e bench -- --quick --folder x    a glance at each, to see that it works; the numbers mean nothing
+
+For each it writes `results/<name>.json` (tables, machine, command) and `results/<name>.svg` (the ratios), and prints
+the ratios at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from report import machine, plot, ratios_of, tables_of
+
+__all__ = ["BENCHMARKS", "Benchmark", "present", "run"]
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """How one is run; `{folder}` in an argument is where results go.
+
+    Args:
+        full: arguments for figures that are shown to people.
+        quick: arguments that take seconds.
+        on_gpu: what it says more, or says at all, where there is a GPU; "": nothing.
+    """
+
+    full: Sequence[str] = ()
+    quick: Sequence[str] = ()
+    on_gpu: str = ""
+
+
+# A folder that is not here is run without arguments, and has no quick way.
+BENCHMARKS = {
+    "amp": Benchmark(
+        quick=("--rounds", "1", "--size", "small", "--nets", "gpt", "--contenders", "torch.amp by hand", "parallelize"),
+        on_gpu="a GPT of 124M parameters and a residual net in fp16 and bf16, with their memory",
+    ),
+    "balanced": Benchmark(quick=("--models", "tiny", "--microbatches", "4", "--rounds", "1", "--no-quality")),
+    "checkpoint": Benchmark(quick=("--megabytes", "10", "--rounds", "1")),
+    "data": Benchmark(quick=("--rounds", "1"), on_gpu="(b): whether the copy of a batch is hidden"),
+    "launch": Benchmark(
+        quick=("--rounds", "1", "--measures", "first", "--contenders", "parallelize", "torch.multiprocessing.spawn")
+    ),
+    "scaling": Benchmark(
+        full=("--svg", "{folder}/scaling-curve.svg"),
+        quick=("--rounds", "1", "--seconds", "0.2", "--counts", "1", "2", "--svg", "{folder}/scaling-curve.svg"),
+        on_gpu="1, 2, 4, ... GPUs instead of cores",
+    ),
+    "step_overhead": Benchmark(
+        quick=("--turns", "1", "--works", "MLP", "--ranks", "2"), on_gpu="GPT-2's 124M parameters, with their memory"
+    ),
+}
+
+
+def present(*, is_quick: bool) -> list[str]:
+    """The folders with a benchmark; those that have a quick way."""
+    names = sorted(path.parent.name for path in HERE.glob("*/main.py"))
+    return [name for name in names if not is_quick or name in BENCHMARKS]
+
+
+def run(name: str, folder: Path, *, is_quick: bool) -> bool:
+    """Run one, show its output as it comes, write what it said; whether it ended well."""
+    benchmark = BENCHMARKS.get(name, Benchmark())
+    arguments = list(benchmark.quick if is_quick else benchmark.full)
+    print(f"\n=== {name} ===\n", flush=True)
+    facts, begin = machine(), time.monotonic()
+    command = [sys.executable, str(HERE / name / "main.py"), *(each.format(folder=folder) for each in arguments)]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            print(line, end="", flush=True)
+    tables = tables_of("".join(lines))
+    if process.returncode != 0 or not tables:
+        print(f"{name}: exit code {process.returncode}, {len(tables)} tables; nothing is written", file=sys.stderr)
+        return False
+    report = {
+        "benchmark": name,
+        "command": " ".join(["python", f"benchmarks/{name}/main.py", *arguments]).format(folder="benchmarks/results"),
+        "is_quick": is_quick,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "needs_gpu": "" if torch.cuda.is_available() else benchmark.on_gpu,
+        "seconds": round(time.monotonic() - begin),
+        "machine": facts,
+        "tables": [asdict(table) for table in tables],
+        "ratios": [asdict(ratio) for ratio in ratios_of(tables)],
+    }
+    (folder / f"{name}.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    title = f"{name}: {facts['cpu']}, {facts['cores']} cores{', '.join(['', *facts['gpus']])}, {facts['date']}"
+    (folder / f"{name}.svg").write_text(plot(ratios_of(tables), title))
+    return True
+
+
+def summary(names: Sequence[str], folder: Path) -> str:
+    """The ratios of those benchmarks, and what waits for a GPU."""
+    lines = []
+    for name in names:
+        report = json.loads((folder / f"{name}.json").read_text())
+        lines.append(f"\n{name} ({report['device']}, {report['seconds']} s)")
+        lines += [f"  {ratio['value']:>8.2f}x  {ratio['label']}" for ratio in report["ratios"]]
+        lines += [f"  not here, needs a GPU: {report['needs_gpu']}"] if report["needs_gpu"] else []
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=present(is_quick=False), metavar="NAME", help="default: all")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--folder", type=Path, help="of what is written; default: benchmarks/results")
+    options = parser.parse_args()
+    names = options.only or present(is_quick=options.quick)
+    folder = options.folder or HERE / "results"
+    if options.quick and options.folder is None:
+        parser.error("--quick needs a --folder of its own: its numbers must not take the place of real ones")
+    folder.mkdir(parents=True, exist_ok=True)
+    done = [name for name in names if run(name, folder, is_quick=options.quick)]
+    print(summary(done, folder))
+    print(f"\nwritten to {folder}")
+    if len(done) < len(names):
+        sys.exit(f"failed: {', '.join(name for name in names if name not in done)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Every benchmark runs, and what it prints is kept as data."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+from report import Ratio, Table, machine, plot, ratios_of, tables_of  # noqa: E402 - benchmarks/ is no package
+from suite import BENCHMARKS as KNOWN  # noqa: E402 - see above
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_it_runs(name: str, tmp_path: Path) -> None:
+    """In a few seconds, by the command that runs them all; it leaves its tables, the machine and a plot."""
+    command = [sys.executable, str(BENCHMARKS / "suite.py"), "--quick", "--only", name, "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / f"{name}.json").read_text())
+    assert report["is_quick"] is True
+    assert all(len(row) == len(table["columns"]) for table in report["tables"] for row in table["rows"])
+    values = [ratio["value"] for ratio in report["ratios"]]
+    assert len(values) >= 2
+    assert all(math.isfinite(value) for value in values)
+    assert values[0] == 1.0  # the first row is what others are compared with
+    assert str(tmp_path) not in json.dumps(report)
+    plots = [ET.parse(path) for path in tmp_path.glob("*.svg")]
+    assert len(plots) == (2 if name == "scaling" else 1)
+    assert all(each.getroot().tag == f"{SVG}svg" for each in plots)
+    assert f"{name} (" in done.stdout
+
+
+def test_a_benchmark_that_fails_is_told(tmp_path: Path) -> None:
+    """Quick numbers never take the place of real ones, and an unknown name is refused."""
+    for arguments, said in ((["--quick"], "--folder"), (["--only", "nothing"], "invalid choice: 'nothing'")):
+        command = [sys.executable, str(BENCHMARKS / "suite.py"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False, cwd=tmp_path)
+        assert (done.returncode, said in done.stderr) == (2, True)
+
+
+def test_a_users_own_function_is_measured(tmp_path: Path) -> None:
+    """By file and name; a function that says its seconds is not charged for starting processes."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from parallelize import distributed, rank\n@distributed()\ndef train():\n    return 100 * (rank() + 1), 0.5\n"
+    )
+    command = [sys.executable, str(BENCHMARKS / "scaling/main.py"), f"{script}:train", "--counts", "1", "2"]
+    done = subprocess.run(
+        [*command, "--rounds", "1", "--svg", "mine.svg"], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert (
+        "| 1 | 200.0 | 200.0 to 200.0 | 1.00x | 100 % |\n| 2 | 600.0 | 600.0 to 600.0 | 3.00x | 150 % |" in done.stdout
+    )
+    texts = [each.text for each in ET.parse(tmp_path / "mine.svg").iter(f"{SVG}text")]
+    assert {"1", "2", "200", "600", "mine.py:train: samples a second"} <= set(texts)
+
+
+TABLES = """before
+| | ranks | step | ratio of wall time |
+|---|---|---|---|
+| by hand | 1 | 2.10 ms | 1.000 |
+| ours | 2 | 2.20 ms | 1.048 |
+
+| a way of two words | first |
+|---|---|
+| torchrun | 0.10 / 0.09 s (12.5x) |
+after
+"""
+
+
+def test_tables_are_read_as_data() -> None:
+    """Titles, cells and both kinds of ratio, with the name of their row."""
+    first, second = tables_of(TABLES)
+    assert (first.title, first.columns[1], first.rows[1][2]) == ("before", "ranks", "2.20 ms")
+    assert second == Table("before", ["a way of two words", "first"], [["torchrun", "0.10 / 0.09 s (12.5x)"]])
+    assert [(ratio.label, ratio.value) for ratio in ratios_of([first, second])] == [
+        ("by hand, 1 ranks: ratio of wall time", 1.0),
+        ("ours, 2 ranks: ratio of wall time", 1.048),
+        ("a way of two words, torchrun: first", 12.5),
+    ]
+    assert tables_of("no table") == []
+
+
+def test_bars_lead_from_one_to_the_ratio() -> None:
+    """To the right above one, to the left below it, as long as the ratio's logarithm."""
+    root = ET.fromstring(plot([Ratio("a < b", 4.0), Ratio("parallelize", 0.5), Ratio("none", 0.0)], "title"))
+    bars = [each.attrib for each in root.iter(f"{SVG}rect")][1:]
+    (right, left) = ((float(bar["x"]), float(bar["width"])) for bar in bars)
+    assert right[0] == left[0] + left[1]
+    assert right[1] == pytest.approx(2 * left[1])
+    assert bars[0]["fill"] != bars[1]["fill"]
+    assert "a < b" in [each.text for each in root.iter(f"{SVG}text")]
+
+
+def test_facts_name_no_machine() -> None:
+    """What numbers are judged by, and nothing that leads to a machine."""
+    import getpass
+    import platform
+
+    facts = machine()
+    assert facts["cores"] >= 1
+    assert facts["torch"]
+    assert facts["parallelize"]
+    said = json.dumps(facts)
+    assert str(Path.home()) not in said
+    assert platform.node() == "" or f'"{platform.node()}"' not in said
+    assert f'"{getpass.getuser()}"' not in said
