@@ -31,6 +31,7 @@ def shard_loader(
     seed: int | None = None,
     limit: float | None = None,
     progress: bool | str = False,
+    report: bool = False,
     to_device: bool = True,
     prefetch: int = 2,
     divides: Divides | None = None,
@@ -53,6 +54,9 @@ def shard_loader(
             processes still have streams of their own, seeded by what torch.manual_seed was told.
         limit: at most so many batches per process and epoch (an int), or this fraction of them (a float).
         progress: a bar on rank 0, or the label of one.
+        report: after each epoch a line on rank 0: each process's mean step time, the share of it spent waiting for
+            data, and the process that the others waited for. It costs a tenth of a second, or a second where a process
+            is not through by then. Clocks of several hosts are compared as they are.
         to_device: whether batches arrive on `device()`; whole under dp and ddp2, for DataParallel to scatter.
         prefetch: batches that are copied to an accelerator ahead of the loop.
         divides: what an iterable dataset divides its data over by itself: "nothing", the "workers" that
@@ -68,6 +72,7 @@ def shard_loader(
         seed=seed,
         limit=limit,
         progress=progress,
+        report=report,
         to_device=to_device,
         prefetch=prefetch,
         divides=divides,

@@ -33,6 +33,7 @@ class LoaderOptions:
     seed: int | None = None
     limit: float | None = None
     progress: bool | str = False
+    report: bool = False
     to_device: bool = True
     prefetch: int = 2
     divides: Divides | None = None
@@ -63,6 +64,8 @@ class LoaderOptions:
             )
         if not _is_one_of(self.progress, bool, str):
             yield Fault(f"progress={self.progress!r}", "it is neither on, off nor a label", "use progress='train'")
+        if not _is_one_of(self.report, bool):
+            yield Fault(f"report={self.report!r}", "it is neither on nor off", "use True or False")
         if not _is_one_of(self.to_device, bool):
             yield Fault(f"to_device={self.to_device!r}", "it is neither on nor off", "use True or False")
         if not (_is_whole(self.prefetch) and 0 <= self.prefetch <= 64):

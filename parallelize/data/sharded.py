@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 from parallelize.announcements import Announcement, announce
 from parallelize.data.device import on_device
 from parallelize.data.options import LoaderOptions
+from parallelize.data.pace import with_pace
 from parallelize.data.progress import with_bar
 from parallelize.data.readings import CountedReading
 from parallelize.data.source import Place, Reading, Source
@@ -43,6 +45,7 @@ class ShardedLoader(Generic[T]):
         self._source, self._run, self._site = source, run, site
         self._place = Place()
         self._course: _Course[T] | None = None
+        self._reports = itertools.count()
 
     @property  # type: ignore[misc]  # isinstance asks for it: what was a DataLoader is one
     def __class__(self) -> type[Any]:
@@ -181,6 +184,9 @@ class ShardedLoader(Generic[T]):
         if options.progress and self._run.world.is_main:
             label = options.progress if isinstance(options.progress, str) else f"epoch {course.place.epoch}"
             batches = with_bar(batches, course.reading, steps=self._source.steps(course.place), label=label)
+        if options.report:
+            label = f"{self._site} epoch {course.place.epoch}"
+            batches = with_pace(batches, key=f"{label}/{next(self._reports)}", label=label)
         return batches
 
     def _explained(self, batches: Iterator[T]) -> Iterator[T]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from parallelize.watch.places import Call
 
-__all__ = ["Recorder", "calls_of", "members"]
+__all__ = ["Recorder", "begun_since", "calls_of", "members"]
 
 # Begun lately: what is not over after so long is waited for.
 _SETTLED_NS = 500_000_000
@@ -116,6 +116,24 @@ def _what(operation: str, entry: Mapping[str, Any]) -> str:
     return (
         f"{name} of {', '.join(f'{_DTYPES.get(kind, kind)}{size}' for kind, size in zip(dtypes, sizes, strict=False))}"
     )
+
+
+def begun_since(since_ns: int, *, most: int = 200) -> dict[str, float]:
+    """When this process began its last collectives, by names that are the same on all processes of their groups.
+
+    Args:
+        since_ns: what was begun before is left out (time.time_ns).
+        most: so many at most.
+
+    Returns:
+        Name -> seconds since the epoch.
+    """
+    entries = _dump(entries=True).get("entries", ())
+    found = [each for each in entries if each["time_created_ns"] >= since_ns and not each["is_p2p"]]
+    return {
+        f"{each['process_group'][0]}/{each['collective_seq_id']}": each["time_created_ns"] / 1e9
+        for each in found[-most:]
+    }
 
 
 def members() -> dict[str, tuple[int, ...]]:

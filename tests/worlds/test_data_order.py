@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from parallelize import device, distributed, rank, shard_loader, world_size
+from parallelize import barrier, device, distributed, parallel_model, rank, shard_loader, world_size
 
 
 def dataset(length):
@@ -60,3 +63,33 @@ def test_the_bar_is_on_rank_0_and_counts_all_samples(capfd):
     assert "train: 100%" in err
     assert "10/10" in err
     assert err.count("100%") == 1
+
+
+class SlowOnOne(TensorDataset):
+    """Takes its time on rank 1."""
+
+    def __getitem__(self, index):
+        if rank() == 1:
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+@distributed(processes=2)
+def train_with_a_report():
+    with parallel_model(torch.nn.Linear(1, 1)) as model:
+        for (x,) in shard_loader(DataLoader(SlowOnOne(torch.ones(32, 1)), batch_size=2), report=True):
+            model(x).sum().backward()
+    if rank() == 0:  # nobody else reads this
+        list(shard_loader(DataLoader(TensorDataset(torch.ones(8, 1))), report=True))
+    barrier()
+
+
+def test_the_report_names_the_rank_that_the_others_wait_for(capfd):
+    """Slow data of one rank is seen by its share of waiting, and by who comes late; a rank that reads alone says so."""
+    train_with_a_report()
+    trained, alone = [line for line in capfd.readouterr().err.splitlines() if " steps of " in line]
+    assert re.search(r"test_data_order.py:\d+ epoch 0: rank 0: 8 steps of [\d.]+ ms, \d+% of it waiting", trained)
+    share_0, share_1 = (int(share) for share in re.findall(r"(\d+)% of it waiting for data", trained))
+    assert share_0 < 30 < share_1
+    assert re.search(r"rank 1 holds the others back: .* ms after the first; it waits for data$", trained)
+    assert alone.endswith("rank 1: not through yet")
