@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Iterable
@@ -40,8 +41,9 @@ def shard_loader(
 
     The loader stays as it is, and stays usable. Sequential and shuffled loaders are divided exactly as torch's
     DistributedSampler does; other samplers are drawn alike on all processes and then divided. A loader that is divided
-    over the processes already is read as it is. Called again for the same loader with the same options it returns the
-    same object, so that epochs go on in `for epoch in range(n): for batch in shard_loader(loader)`.
+    over the processes already is read as it is. Called again for the same loader with the same options, `progress`
+    aside, it returns the same object, so that epochs go on in
+    `for epoch in range(n): for batch in shard_loader(loader)`.
 
     Args:
         loader: a DataLoader, or an iterable of batches.
@@ -80,11 +82,14 @@ def shard_loader(
     if issubclass(type(loader), ShardedLoader):  # not isinstance, which it answers for the user's loader
         return _sharded_already(cast("Any", loader), options)
     sharded = _remembered(loader)
-    if options not in sharded:
+    read = dataclasses.replace(options, progress=False)  # a label that names the epoch begins nothing anew
+    if read not in sharded:
         frame = sys._getframe(1)
         site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        sharded[options] = _made(loader, options, site)
-    return sharded[options]
+        sharded[read] = _made(loader, options, site)
+    found = sharded[read]
+    found._options = options
+    return found
 
 
 def _sharded_already(loader: ShardedLoader[T], options: LoaderOptions) -> ShardedLoader[T]:

@@ -478,6 +478,14 @@ def test_epochs_advance_unless_only_a_first_batch_was_taken():
     assert values(shard_loader(loader)) == orders[8]
 
 
+def test_a_label_that_names_the_epoch_does_not_begin_again():
+    """How a loader is shown is not what is read of it."""
+    loader = loader_of(12, batch_size=3, shuffle=True)
+    seen = [values(shard_loader(loader, progress=progress)) for progress in ("epoch 0", "epoch 1", False)]
+    orders = [torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(3)]
+    assert seen == orders
+
+
 def test_an_epoch_of_one_batch_is_an_epoch():
     """If the loop has seen the end, the next one is another epoch, however short it was."""
     loader = loader_of(8, batch_size=8, shuffle=True)
