@@ -29,9 +29,8 @@ def in_dataset_order(results: Any, *, split: Split, order: Sequence[Any], rank: 
     Raises:
         ConfigError: a tensor with another number of rows, or something that is no tensor.
     """
-    # Every process knows what every other one was given: only results travel.
-    is_whole = steps == split.steps(rank)
-    taken = [split.steps(each) if is_whole else min(steps, split.steps(each)) for each in range(split.world_size)]
+    # Every process knows what every other one was given in so many steps: beside these only results travel.
+    taken = all_gather(steps)
     kept = [list(rows_of(split, order, each, taken[each])) for each in range(split.world_size)]
     total = sum(size for size, _ in _sizes(split, order, rank, steps))
     mine = torch.tensor([row for row, _ in kept[rank]], dtype=torch.int64)

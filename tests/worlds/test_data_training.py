@@ -124,6 +124,18 @@ def test_results_come_back_in_dataset_order(tail, shuffle):
         assert gathered["rows"].shape == (16, 2)
 
 
+def test_results_of_a_loop_that_was_left_are_gathered():
+    """Also where the last batch that was read is the last one of some processes only."""
+
+    @distributed(processes=2, timeout=20)
+    def evaluate():
+        loader = shard_loader(DataLoader(TensorDataset(torch.arange(9)), batch_size=2), tail="exact")
+        seen = [x for _, (x,) in zip(range(2), loader)]  # noqa: B905 - the shorter ends
+        return len(loader), loader.gather(torch.cat(seen)).tolist()
+
+    assert evaluate.all_ranks() == [(3, list(range(8))), (2, list(range(8)))]
+
+
 def test_a_rank_without_samples_gathers_too():
     """Exact shares of fewer samples than processes: nobody waits."""
 
