@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -108,7 +109,12 @@ def _made(loader: Iterable[T], options: LoaderOptions, site: str) -> ShardedLoad
     said = source.arithmetic()
     if said and run.world.is_main:
         _log.info("%s: %s", site, said)
-    return ShardedLoader(source, options=options, run=run, site=site)
+    _made_at[site] += 1
+    return ShardedLoader(source, options=options, run=run, site=f"{site}, {_made_at[site]}")
+
+
+# Loaders by the line that makes them: one that makes two would take each for the other's share.
+_made_at: Counter[str] = Counter()
 
 
 # How far a loader was read in a run: kept for the loader itself (not for an equal one), gone with it.

@@ -217,3 +217,19 @@ def test_what_one_process_reads_for_itself_is_nobodys_business():
         return steps
 
     assert train.all_ranks() == [6, 6]
+
+
+def test_loaders_of_one_line_are_told_apart():
+    """Two that differ, made and read side by side in one line, are no disagreement of the processes."""
+
+    @distributed(processes=2, timeout=20)
+    def train():
+        net, steps = model(), 0
+        labelled, unlabelled = DataLoader(data(9), batch_size=2), DataLoader(data(13), batch_size=2, shuffle=True)
+        with parallel_model(net):
+            for (x, y), (u, _) in zip(shard_loader(labelled), shard_loader(unlabelled)):  # noqa: B905 - the shorter ends
+                (loss_of(net, x, y) + net(u.double()).mean()).backward()
+                steps += 1
+        return steps
+
+    assert train.all_ranks() == [3, 3]
