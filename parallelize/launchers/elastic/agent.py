@@ -158,10 +158,10 @@ class Agent(LocalElasticAgent):
         context: Any = getattr(self._pcontext, "_pc", None)
         return [] if context is None else list(context.processes)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:  # torch 2.11 has no timeout
         self._ask_to_end(STOP_GRACE_S)
         self._end()
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(*args, **kwargs)
 
     def _ask_to_end(self, grace_s: float) -> None:
         """SIGTERM to every worker, and time for its `finally` blocks."""
