@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from parallelize.data.copies import LoaderCopy
 from parallelize.data.epochs import Epochs
-from parallelize.data.options import LoaderOptions
+from parallelize.data.options import LoaderOptions, no_fraction
 from parallelize.data.order import draw, draw_lazily, seed_of
 from parallelize.data.readings import CountedReading, StreamReading
-from parallelize.data.sampling import Split, as_steps
+from parallelize.data.sampling import Split
 from parallelize.data.source import Place, Reading, Source
 from parallelize.errors import ConfigError
 from parallelize.world import World
@@ -118,24 +117,15 @@ class IndexedSource(Source[T]):
         self._copy.close()
 
     def _split(self, total: int | None, start: int) -> Split:
-        whole = Split(
-            total=total or 0,
+        return Split.limited(
+            total,
+            limit=self._options.limit,
+            start=start,
             world_size=self._world.world_size,
             group=self._group,
             tail=self._options.tail,
             drop_last=self._units.drop_last,
         )
-        limit = self._options.limit
-        if limit is None:
-            return dataclasses.replace(whole, start=start)
-        steps = int(limit) if total is None else as_steps(limit, whole.steps(0))
-        if steps == 0 and whole.steps(0) > 0:
-            raise ConfigError(
-                f"limit={limit!r} of {whole.steps(0)} batches",
-                why="it leaves not even one",
-                fix="use limit=1 for a single batch, or a larger fraction",
-            )
-        return dataclasses.replace(whole, start=start, limit=steps * self._group)
 
     def _fetch(self, place: Place, units: Iterable[Any], steps: int | None) -> Iterator[T]:
         self._feed.fill(units, steps)
@@ -160,11 +150,7 @@ def _check(units: Units, options: LoaderOptions) -> None:
             fix=f"give {name} a __len__, or use tail='pad'",
         )
     if isinstance(options.limit, float):
-        raise ConfigError(
-            f"limit={options.limit!r} with {name}, which has no length",
-            why="there is no whole of which it could be a fraction",
-            fix="use a number of batches, as in limit=100",
-        )
+        raise no_fraction(options.limit, name)
 
 
 def _group_size(units: Units, options: LoaderOptions, *, processes: int) -> int:

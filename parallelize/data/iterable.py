@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from parallelize.data.copies import LoaderCopy
 from parallelize.data.divided import DividedDataset
 from parallelize.data.epochs import Epochs
-from parallelize.data.options import Divides, LoaderOptions
+from parallelize.data.options import Divides, LoaderOptions, no_fraction
 from parallelize.data.sampling import as_steps, reader_steps
 from parallelize.data.source import Place, Reading, Source
 from parallelize.errors import ConfigError
@@ -119,8 +119,4 @@ def _check(options: LoaderOptions, name: str) -> None:
             fix="use batch='per_process' and DataLoader(batch_size=...) for one process",
         )
     if isinstance(options.limit, float):
-        raise ConfigError(
-            f"limit={options.limit!r} with the iterable {name}",
-            why="there is no whole of which it could be a fraction",
-            fix="use a number of batches, as in limit=100",
-        )
+        raise no_fraction(options.limit, f"the iterable {name}")

@@ -9,7 +9,7 @@ from typing import Literal
 from parallelize.data.sampling import TAILS, Tail
 from parallelize.errors import ConfigError, Fault, did_you_mean
 
-__all__ = ["BATCHES", "DIVIDES", "Batch", "Divides", "LoaderOptions"]
+__all__ = ["BATCHES", "DIVIDES", "Batch", "Divides", "LoaderOptions", "no_fraction"]
 
 Batch = Literal["per_process", "global"]
 BATCHES: tuple[Batch, ...] = ("per_process", "global")
@@ -74,6 +74,20 @@ class LoaderOptions:
                 "it counts batches on the device ahead of the loop, from 0 to 64",
                 "use prefetch=2",
             )
+
+
+def no_fraction(limit: float, name: str) -> ConfigError:
+    """What there is to say of a fraction of something without a length.
+
+    Args:
+        limit: the fraction.
+        name: of the thing, as the user knows it.
+    """
+    return ConfigError(
+        f"limit={limit!r} with {name}, which has no length",
+        why="there is no whole of which it could be a fraction",
+        fix="use a number of batches, as in limit=100",
+    )
 
 
 def _is_one_of(value: object, *types: type) -> bool:

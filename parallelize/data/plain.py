@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from parallelize.data.epochs import Epochs
-from parallelize.data.options import LoaderOptions
+from parallelize.data.options import LoaderOptions, no_fraction
 from parallelize.data.readings import CountedReading, StreamReading
-from parallelize.data.sampling import Split, as_steps
+from parallelize.data.sampling import Split
 from parallelize.data.source import Place, Reading, Source
 from parallelize.errors import ConfigError
 from parallelize.world import World
@@ -33,7 +33,7 @@ class PlainSource(Source[T]):
     is_resumable_anywhere = True
 
     def __init__(self, batches: Iterable[T], *, options: LoaderOptions, world: World) -> None:
-        _check(options, type(batches).__name__)
+        _check(batches, options)
         self.loader = batches
         self._options, self._world = options, world
         self._is_sequence = hasattr(batches, "__getitem__") and hasattr(batches, "__len__")
@@ -61,12 +61,8 @@ class PlainSource(Source[T]):
 
     def _split(self, start: int) -> Split:
         total = len(self.loader) if hasattr(self.loader, "__len__") else None
-        size, limit = self._world.world_size, self._options.limit
-        whole = Split(total=total or 0, world_size=size, group=size, tail=self._options.tail, start=start)
-        if limit is None:
-            return whole
-        steps = int(limit) if total is None else as_steps(limit, Split(**{**vars(whole), "start": 0}).steps(0))
-        return Split(**{**vars(whole), "limit": steps * size})
+        size, options = self._world.world_size, self._options
+        return Split.limited(total, limit=options.limit, start=start, world_size=size, group=size, tail=options.tail)
 
     def _fetch(self, indices: Iterable[Any], _steps: int | None) -> Iterator[T]:
         sequence: Sequence[T] = self.loader
@@ -77,7 +73,8 @@ def _as_they_come(batches: Iterable[Any], _steps: int | None) -> Iterator[Any]:
     return iter(batches)
 
 
-def _check(options: LoaderOptions, name: str) -> None:
+def _check(batches: Iterable[Any], options: LoaderOptions) -> None:
+    name = type(batches).__name__
     if options.tail == "weighted":
         raise ConfigError(
             f"tail='weighted' with a {name} of batches",
@@ -90,3 +87,5 @@ def _check(options: LoaderOptions, name: str) -> None:
             why="they are made already",
             fix="use batch='per_process': each process takes whole batches",
         )
+    if isinstance(options.limit, float) and not hasattr(batches, "__len__"):
+        raise no_fraction(options.limit, name)

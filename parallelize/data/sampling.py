@@ -19,10 +19,13 @@ every other one does.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
+
+from parallelize.errors import ConfigError
 
 __all__ = ["TAILS", "Split", "Tail", "as_steps", "reader_steps", "share"]
 
@@ -53,6 +56,25 @@ class Split:
     drop_last: bool = False
     start: int = 0
     limit: int | None = None
+
+    @classmethod
+    def limited(cls, total: int | None, *, limit: float | None, start: int, **shape: Any) -> Split:
+        """The split of units of which somebody may know how many there are, up to a limit.
+
+        Args:
+            total: units of the whole epoch; None: nobody knows.
+            limit: the most steps of the whole epoch, or a fraction of them; None: all.
+            start: units of the epoch that were consumed before.
+            **shape: what else a Split takes.
+
+        Raises:
+            ConfigError: a fraction of less than one step.
+        """
+        whole = cls(total=total or 0, **shape)
+        if limit is None:
+            return dataclasses.replace(whole, start=start)
+        steps = int(limit) if total is None else as_steps(limit, whole.steps(0))
+        return dataclasses.replace(whole, start=start, limit=steps * whole.group)
 
     @property
     def end(self) -> int:
@@ -125,8 +147,18 @@ def as_steps(limit: float, steps: int) -> int:
     Args:
         limit: an int is a number of steps, a float a fraction of them, rounded down.
         steps: of the whole epoch.
+
+    Raises:
+        ConfigError: a fraction of less than one step.
     """
-    return min(limit, steps) if isinstance(limit, int) else int(limit * steps)
+    allowed = min(limit, steps) if isinstance(limit, int) else int(limit * steps)
+    if allowed == 0 and steps > 0:
+        raise ConfigError(
+            f"limit={limit!r} of {steps} batches",
+            why="it leaves not even one",
+            fix="use limit=1 for a single batch, or a larger fraction",
+        )
+    return allowed
 
 
 def share(

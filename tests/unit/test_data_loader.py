@@ -386,10 +386,19 @@ def test_a_limit_counts_or_shares():
             assert sharded.epoch == 1
 
 
-def test_a_limit_that_leaves_nothing_is_refused():
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loader_of(20, batch_size=2),
+        lambda: DataLoader(numbers(20), batch_size=2, sampler=DistributedSampler(numbers(20), 2, 0)),
+        lambda: numbers(10),
+    ],
+    ids=["divided by index", "kept", "plain"],
+)
+def test_a_limit_that_leaves_nothing_is_refused(make):
     """A fraction of less than one batch is an error, not an empty epoch."""
     with place(0, 2), pytest.raises(ConfigError, match=r"limit=0\.1 of 5 batches"):
-        len(shard_loader(loader_of(20, batch_size=2), limit=0.1))
+        list(shard_loader(make(), limit=0.1))
 
 
 def test_a_global_batch_size_is_divided():
@@ -425,6 +434,7 @@ ENDLESS = {"sampler": Endless()}
         (lambda: loader_of(9), {"divides": "workers"}, "divides='workers' with list"),
         (lambda: [1, 2], {"tail": "weighted"}, "tail='weighted' with a list of batches"),
         (lambda: [1, 2], {"batch": "global"}, "batch='global' with a list of batches"),
+        (lambda: iter([1, 2]), {"limit": 0.5}, "limit=0.5 with list_iterator, which has no length"),
         (lambda: {"a": 1}, {}, "shard_loader of a dict"),
         (lambda: "batches", {}, "shard_loader of a str"),
         (lambda: 3, {}, "shard_loader of a int"),

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
+from parallelize import ConfigError
 from parallelize.data.order import Permutation
 from parallelize.data.sampling import TAILS, Split, as_steps, reader_steps, share
 
@@ -141,9 +142,14 @@ def test_a_global_batch_that_does_not_divide_is_shared_out(total, batch, world_s
 @relaxed
 @given(st.integers(1, 100), st.floats(0.01, 1.0), st.integers(1, 200))
 def test_limits_count_or_share(steps, fraction, count):
-    """An int is at most so many steps, a float that part of them."""
+    """An int is at most so many steps, a float that part of them, and none is no part."""
     assert as_steps(count, steps) == min(count, steps)
-    assert as_steps(fraction, steps) == int(fraction * steps)
+    if fraction * steps >= 1:
+        assert as_steps(fraction, steps) == int(fraction * steps)
+    else:
+        with pytest.raises(ConfigError, match=rf"of {steps} batches"):
+            as_steps(fraction, steps)
+    assert as_steps(fraction, 0) == 0
     assert as_steps(1.0, steps) == steps
 
 
