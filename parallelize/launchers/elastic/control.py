@@ -35,9 +35,9 @@ __all__ = ["Control", "meet"]
 
 _PIECE = 4 << 20  # bytes; the store refuses values above 8 MiB
 _LOOK_EVERY_S = 0.05
-_BEAT_EVERY_S = 1.0
+_LISTEN_EVERY_S = 1.0
 _LOST_AFTER_S = 10.0
-_REPORTS_WITHIN_S = 10.0
+_REPORTS_WITHIN_S = 15.0  # longer than it takes to see that a node is lost
 
 
 def meet(node: Node, *, num_nodes: int, request: str, timeout: timedelta) -> Control:
@@ -56,6 +56,7 @@ def meet(node: Node, *, num_nodes: int, request: str, timeout: timedelta) -> Con
     line, node_rank = _join(node, num_nodes, timeout)
     control = Control(line, f"call/{next(_calls)}", node_rank=node_rank, num_nodes=num_nodes, timeout=timeout)
     control.wait_for_all(request)
+    control.beat(is_on=True)
     return control
 
 
@@ -128,9 +129,13 @@ class Control:
         self._line, self._name = line, name
         self.node_rank, self.num_nodes = node_rank, num_nodes
         self._timeout_s = timeout.total_seconds()
-        self._beaten = 0.0
+        self._listened = 0.0
         self._heard: dict[int, tuple[bytes, float]] = {}
         self.lost: list[int] = []
+
+    def beat(self, *, is_on: bool) -> None:
+        """Begin, or end, to tell the others that this node is in the call; without it they give it up."""
+        self._line.beats = f"{self._name}/beat/{self.node_rank}" if is_on else ""
 
     def wait_for_all(self, request: str) -> None:
         """Say that this node is here, wait for the others, compare what all were asked for."""
@@ -186,19 +191,19 @@ class Control:
         return str(self._get(name).decode())
 
     def has_failed(self, attempt: int) -> bool:
-        """Whether some node has failed, or has not been heard of; also tells the others that this one is there."""
-        if time.monotonic() - self._beaten > _BEAT_EVERY_S:
-            self._beaten = time.monotonic()
-            self._set(f"beat/{self.node_rank}", str(self._beaten))
-            self.lost = self._silent_nodes(self._beaten)
+        """Whether some node has failed, or has not been heard of for long."""
+        if time.monotonic() - self._listened > _LISTEN_EVERY_S:
+            self._listen()
         return bool(self.lost) or self._has(f"{attempt}/abort")
 
-    def _silent_nodes(self, now: float) -> list[int]:
+    def _listen(self) -> None:
+        """Find the nodes that are lost."""
+        now = self._listened = time.monotonic()
         for rank in range(self.num_nodes):
             beat = self._get(f"beat/{rank}") if self._has(f"beat/{rank}") else b""
             if rank not in self._heard or self._heard[rank][0] != beat:
                 self._heard[rank] = (beat, now)
-        return [rank for rank, (_, since) in self._heard.items() if now - since > _LOST_AFTER_S]
+        self.lost = [rank for rank, (_, since) in self._heard.items() if now - since > _LOST_AFTER_S]
 
     def report(self, attempt: int, outcomes: Sequence[bytes], deaths: Sequence[Death]) -> None:
         """Tell what became of this node's workers in an attempt that failed somewhere."""
@@ -206,16 +211,20 @@ class Control:
         self._set(f"{attempt}/abort", "1")
 
     def reports(self, attempt: int) -> tuple[list[bytes], list[Death]]:
-        """What became of the workers of every node that still answers."""
-        keys = [f"{attempt}/report/{rank}" for rank in range(self.num_nodes) if rank not in self.lost]
-        self._until(lambda: self._has(*keys), _REPORTS_WITHIN_S)
+        """What became of the workers of every node that still answers; waits until the others are known to be lost."""
+        keys = {rank: f"{attempt}/report/{rank}" for rank in range(self.num_nodes)}
+
+        def is_settled() -> bool:
+            self._listen()
+            return all(rank in self.lost or self._has(key) for rank, key in keys.items())
+
+        self._until(is_settled, _REPORTS_WITHIN_S)
         outcomes: list[bytes] = []
         deaths: list[Death] = []
-        for key in keys:
-            if self._has(key):
-                theirs, died = pickle.loads(self._take(key))  # written by a node of the same user's run
-                outcomes += theirs
-                deaths += died
+        for key in filter(self._has, keys.values()):
+            theirs, died = pickle.loads(self._take(key))  # written by a node of the same user's run
+            outcomes += theirs
+            deaths += died
         return outcomes, deaths
 
     def all_done(self, attempt: int) -> bool:

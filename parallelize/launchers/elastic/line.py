@@ -1,13 +1,16 @@
 """The line to the store of the run's nodes: every question on it ends, by an answer or by giving the line up.
 
 torch's store waits without end for the answer of a host that has vanished. So a thread asks, and the agent waits for
-the thread as long as it waits for a node that says nothing.
+the thread as long as it waits for a node that says nothing. The thread also says, every second of a call, that this
+node is there: the agent itself may be starting processes, or ending them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +20,8 @@ __all__ = ["Line"]
 
 T = TypeVar("T")
 
+_BEAT_EVERY_S = 1.0
+
 
 class Line:
     """A store that may be on another host.
@@ -24,12 +29,17 @@ class Line:
     Args:
         store: torch's.
         patience_s: how long an answer may take.
+
+    Attributes:
+        beats: the key that is set again and again; "": none.
     """
 
     def __init__(self, store: dist.Store, patience_s: float) -> None:
         self.store, self._patience_s = store, patience_s
         self._questions: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
         self._is_lost = False
+        self.beats = ""
+        self._beaten = 0.0
         # A daemon: it may be in a question that is never answered when this process ends.
         threading.Thread(target=self._answer, name="parallelize-line", daemon=True).start()
 
@@ -70,8 +80,19 @@ class Line:
 
     def _answer(self) -> None:
         while True:
-            question, answers = self._questions.get()
+            self._beat()
+            try:
+                question, answers = self._questions.get(timeout=_BEAT_EVERY_S)
+            except queue.Empty:
+                continue
             try:
                 answers.put((question(), None))
             except BaseException as exc:  # noqa: BLE001 - it belongs to the thread that has asked
                 answers.put((None, exc))
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if self.beats and now - self._beaten >= _BEAT_EVERY_S:
+            self._beaten = now
+            with contextlib.suppress(dist.DistError, RuntimeError):  # the next question says so
+                self.store.set(self.beats, str(now))

@@ -9,16 +9,18 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from parallelize.errors import Fault, LaunchError
+from parallelize.errors import Fault, LaunchError, SyncError
 from parallelize.launchers.elastic.agent import Death
 from parallelize.launchers.elastic.control import Control
-from parallelize.launchers.elastic.verdict import was_stopped
+from parallelize.launchers.elastic.verdict import is_echo, was_stopped
 from parallelize.task import Outcome
 from parallelize.worker import outcome_path
 
 __all__ = ["Alone", "Nodes"]
 
 T = TypeVar("T")
+
+_SILENT = "it has said nothing for a while"
 
 
 class Alone:
@@ -45,6 +47,9 @@ class Alone:
         paths = [outcome_path(self._folder, rank, attempt) for rank in range(self._world_size)]
         return [Outcome.read(path) for path in paths if path.exists()], list(self._deaths[attempt])
 
+    def refuse_to_restart(self) -> None:
+        """There is nobody else."""
+
     def results(self, attempt: int, wanted: Sequence[int]) -> list[Outcome]:
         """The outcomes of the wanted ranks, in that order."""
         return [Outcome.read(outcome_path(self._folder, rank, attempt)) for rank in wanted]
@@ -63,6 +68,7 @@ class Nodes:
         self._control, self._folder, self._ranks = control, folder, ranks
         self._fetched = itertools.count()
         self._gone: Exception | None = None
+        self._reported = 0
 
     def has_failed(self, attempt: int) -> bool:
         """Whether another node has failed, is silent, or cannot be asked any more."""
@@ -75,6 +81,7 @@ class Nodes:
 
     def report(self, attempt: int, deaths: Sequence[Death]) -> None:
         """Tell the others, unless they cannot be reached."""
+        self._reported = attempt
         if self._gone is None:
             paths = [outcome_path(self._folder, rank, attempt) for rank in self._ranks]
             written = [path.read_bytes() for path in paths if path.exists()]
@@ -93,9 +100,21 @@ class Nodes:
         outcomes = [self._read(each) for each in written]
         told = {outcome.rank for outcome in outcomes}
         silent = [death for death in deaths if death.rank not in told]
-        if self._control.lost and not silent and all(map(was_stopped, outcomes)):
-            raise _lost(self._control.lost, "it has said nothing for a while")
+        if self._control.lost and not silent and all(map(_came_of_it, outcomes)):
+            raise _lost(self._control.lost, _SILENT)
         return outcomes, deaths
+
+    def refuse_to_restart(self) -> None:
+        """Nothing, where every node has told of the attempt that failed.
+
+        Raises:
+            LaunchError: a node is gone, and the nodes of a run are always the same.
+        """
+        self._asked(lambda: self._control.reports(self._reported))
+        if self._gone is not None:
+            raise _lost([0], str(self._gone)) from self._gone
+        if self._control.lost:
+            raise _lost(self._control.lost, _SILENT)
 
     def results(self, attempt: int, wanted: Sequence[int]) -> list[Outcome]:
         """The outcomes of the wanted ranks, in that order, wherever they ran.
@@ -122,6 +141,11 @@ class Nodes:
         path = self._folder / f"reported.{next(self._fetched)}"
         path.write_bytes(written)
         return Outcome.read(path)
+
+
+def _came_of_it(outcome: Outcome) -> bool:
+    """Whether a rank ended because another one did."""
+    return was_stopped(outcome) or is_echo(outcome) or isinstance(outcome.error, SyncError)
 
 
 def _lost(nodes: Sequence[int], reason: str) -> LaunchError:

@@ -72,7 +72,12 @@ class ElasticLauncher(Launcher):
                 node = dataclasses.replace(node, master_addr=reachable(node.master_addr))
             control = None if task.layout.num_nodes == 1 else self._meet(task, node)
             place = _Place.of(node, control)
-            return _Run(task, folder, environ, place=place, signals=signals, start_method=self._method()).result()
+            run = _Run(task, folder, environ, place=place, signals=signals, start_method=self._method())
+            try:
+                return run.result()
+            finally:
+                if control is not None:
+                    control.beat(is_on=False)
 
     def _meet(self, task: Task, node: Node | None) -> Control:
         layout = task.layout
@@ -139,6 +144,7 @@ class _Run:
             num_nodes=self._layout.num_nodes,
             timeout=config.timeout,
             agents=place.control.store if place.control else None,
+            before_again=self._nodes.refuse_to_restart,
         )
         orders = Orders(
             folder=str(folder),

@@ -7,6 +7,7 @@ old one's (https://github.com/pytorch/pytorch/issues/135712).
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -26,14 +27,22 @@ class Rendezvous(RendezvousHandler):
         num_nodes: nodes in all.
         timeout: of every wait on the store.
         agents: a store of all agents; None: one node, which meets itself in the workers' store.
+        before_again: called before each round but the first; raises where there cannot be one.
     """
 
     def __init__(
-        self, address: str, *, node_rank: int = 0, num_nodes: int = 1, timeout: timedelta, agents: dist.Store | None
+        self,
+        address: str,
+        *,
+        node_rank: int = 0,
+        num_nodes: int = 1,
+        timeout: timedelta,
+        agents: dist.Store | None,
+        before_again: Callable[[], None],
     ) -> None:
         self._address, self._timeout = address, timeout
         self._node_rank, self._num_nodes = node_rank, num_nodes
-        self._agents = agents
+        self._agents, self._before_again = agents, before_again
         self._served: dist.TCPStore | None = None
         self._rounds = itertools.count()
 
@@ -49,6 +58,8 @@ class Rendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """A fresh store, and this node's rank in the round."""
         number = next(self._rounds)
+        if number:
+            self._before_again()
         if self._node_rank == 0:
             self._served = serve_store(self._address, 0, self._timeout)
         if self._agents is None:

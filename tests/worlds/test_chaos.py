@@ -1,0 +1,299 @@
+"""Two hosts, and what can befall them: each ends in the promised error in the promised time, and nothing is lost.
+
+A node that says nothing for LOST_AFTER_S is given up, 10 s by default and less here; its workers and those of the
+others are ended then, after at most STOP_GRACE_S for their `finally` blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from worlds.two_hosts import Host, missing, two_hosts
+
+from parallelize import load
+from parallelize.launchers.elastic.agent import STOP_GRACE_S
+
+pytestmark = pytest.mark.timeout(240)  # two hosts start torch twice each, for some tests twice
+
+LOST_AFTER_S = 4.0
+MARGIN_S = 10.0  # of a busy machine
+
+SCRIPT = f"""
+import json, os, pathlib, sys, time
+import torch, torch.distributed as dist
+from parallelize import checkpoints, distributed, rank
+from parallelize.launchers.elastic import control
+
+control._LOST_AFTER_S = {LOST_AFTER_S}
+folder, options, last = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+
+@distributed(**dict(processes=1, num_nodes=2, timeout=30) | options)
+def train():
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(model.weight)
+    with checkpoints(folder / "saved", every=5, model=model) as saved:
+        first = saved.steps
+        while saved.steps < last:
+            gradient = torch.ones(1, 1)
+            dist.all_reduce(gradient)
+            model.weight.data += gradient / 2
+            saved.step()
+            (folder / f"at.{{rank()}}").write_text(f"{{os.getpid()}} {{saved.steps}}")
+            time.sleep(0.005)
+        dist.barrier()
+    return [first, model.weight.item()]
+
+said = {{}}
+try:
+    said["value"] = train()
+except BaseException as error:
+    said["error"] = type(error).__name__
+    said["text"] = "\\n".join([str(error), *getattr(error, "__notes__", [])])
+said["at"] = time.time()
+print(json.dumps(said), flush=True)
+"""
+
+
+@dataclass
+class Run:
+    """The same script on two hosts, training."""
+
+    hosts: tuple[Host, Host]
+    folder: Path
+    nodes: list[subprocess.Popen[str]]
+    workers: list[int]
+    family: list[psutil.Process]
+
+    def said(self, node: int, *, within_s: float) -> dict[str, Any]:
+        out, err = self.nodes[node].communicate(timeout=within_s + MARGIN_S)
+        assert out.strip(), err
+        said: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        return said
+
+    def assert_gone(self) -> None:
+        """Nothing that was started is left."""
+        wait_for(lambda: not [each for each in self.family if _runs(each)])
+
+    def link(self, state: str) -> None:
+        host = self.hosts[0]
+        subprocess.run(["ip", "-n", host.namespace, "link", "set", host.interface, state], check=True)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def wait_for(fact: Callable[[], bool], timeout_s: float = 90.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not fact():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with two_hosts() as both:
+        yield both
+
+
+@contextlib.contextmanager
+def training(hosts: tuple[Host, Host], folder: Path, **options: Any) -> Iterator[Run]:
+    """A run that trains for ever, a few checkpoints on its way."""
+    with _started(hosts, folder, options, last=10**9) as nodes:
+        files = [folder / f"at.{rank}" for rank in range(2)]
+        wait_for(lambda: all(each.exists() and each.read_text() for each in files))
+        wait_for(lambda: len(list((folder / "saved").glob("step-*.pt"))) >= 2)
+        workers = [int(each.read_text().split()[0]) for each in files]
+        family = [each for node in nodes for each in psutil.Process(node.pid).children(recursive=True)]
+        try:
+            yield Run(hosts, folder, nodes, workers, family)
+        finally:
+            for each in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+
+
+@contextlib.contextmanager
+def _started(
+    hosts: tuple[Host, Host], folder: Path, options: dict[str, Any], last: int
+) -> Iterator[list[subprocess.Popen[str]]]:
+    (folder / "script.py").write_text(SCRIPT)
+    environ = {**os.environ, "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
+    command = [sys.executable, str(folder / "script.py"), str(folder), json.dumps(options), str(last)]
+    nodes = [
+        subprocess.Popen(host.command(*command), env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for host in hosts
+    ]
+    try:
+        yield nodes
+    finally:
+        for each in nodes:
+            each.kill()
+            each.communicate()
+
+
+def assert_saved(folder: Path) -> int:
+    """The last checkpoint is whole, and has the weights of its step; its step."""
+    saved = max((folder / "saved").glob("step-*.pt"))
+    model = torch.nn.Linear(1, 1)
+    steps: int = load(saved, model=model, rng=False)["_checkpoints"]["steps"]
+    assert model.weight.item() == steps
+    return steps
+
+
+def assert_nothing_lost(hosts: tuple[Host, Host], folder: Path) -> None:
+    """Started again the run goes on from its last whole checkpoint, to the weights of one that was left alone."""
+    steps = assert_saved(folder)
+    with _started(hosts, folder, {}, last=steps + 20) as nodes:
+        for each in nodes:
+            out, err = each.communicate(timeout=90)
+            assert out.strip(), err
+            assert json.loads(out.strip().splitlines()[-1])["value"] == [steps, steps + 20]
+
+
+ENDED_S = LOST_AFTER_S + STOP_GRACE_S
+
+
+def test_a_cut_link_ends_both_and_loses_nothing(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """Where the link is cut each host says that the other is gone; what was saved is whole, and nothing is left."""
+    with training(hosts, tmp_path) as run:
+        cut_at = time.time()
+        run.link("down")
+        try:
+            for node in range(2):
+                said = run.said(node, within_s=2 * ENDED_S)
+                assert (said["error"], f"node {1 - node} is gone" in said["text"]) == ("LaunchError", True)
+                assert said["at"] - cut_at < 2 * ENDED_S + MARGIN_S
+        finally:
+            run.link("up")
+        run.assert_gone()
+    assert_saved(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
+def test_a_stopped_worker_is_told_at_the_timeout(hosts: tuple[Host, Host], tmp_path: Path, rank: int) -> None:
+    """A worker that is stopped may go on some day: both hosts wait for `timeout`, no longer, then say so."""
+    with training(hosts, tmp_path, timeout=4) as run:
+        stopped_at = time.time()
+        os.kill(run.workers[rank], signal.SIGSTOP)
+        for node in range(2):
+            said = run.said(node, within_s=4 + ENDED_S)
+            assert said["error"] in ("SyncError", "RuntimeError", "DistBackendError"), said
+            assert f"rank {1 - rank} of 2 on node-{2 - rank}" in said["text"]
+            assert f"the others: rank {rank}: stopped" in said["text"]
+            assert 3 < said["at"] - stopped_at < 4 + ENDED_S + MARGIN_S
+        run.assert_gone()
+
+
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.soak), 1])
+def test_a_killed_agent_is_told_and_not_waited_for(hosts: tuple[Host, Host], tmp_path: Path, node: int) -> None:
+    """The other host says which node is gone, at once even where restarts are left, and no worker of either is left."""
+    with training(hosts, tmp_path, max_restarts=3) as run:
+        killed_at = time.time()
+        run.nodes[node].kill()
+        said = run.said(1 - node, within_s=2 * ENDED_S)
+        assert (said["error"], f"node {node} is gone" in said["text"]) == ("LaunchError", True), said
+        assert said["at"] - killed_at < 2 * ENDED_S + MARGIN_S
+        run.assert_gone()
+
+
+@pytest.mark.soak
+def test_a_stopped_agent_is_told(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """Where node 0's own process is stopped, which serves the store, the other gives up; so does it when it goes on."""
+    with training(hosts, tmp_path) as run:
+        agent = run.nodes[0].pid
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            said = run.said(1, within_s=2 * ENDED_S)
+        finally:
+            os.kill(agent, signal.SIGCONT)
+        assert (said["error"], "node 0 is gone" in said["text"]) == ("LaunchError", True), said
+        assert run.said(0, within_s=2 * ENDED_S)["error"]
+        run.assert_gone()
+
+
+@pytest.mark.soak
+def test_a_worker_killed_on_one_host_is_no_loss(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """A worker that is killed ends both hosts within seconds by its name; started again the run goes on."""
+    with training(hosts, tmp_path) as run:
+        os.kill(run.workers[1], signal.SIGKILL)
+        for node in range(2):
+            said = run.said(node, within_s=ENDED_S)
+            assert (said["error"], "rank 1 on node-2 was ended by SIGKILL" in said["text"]) == ("WorkerError", True)
+        run.assert_gone()
+    assert_nothing_lost(hosts, tmp_path)
+
+
+def test_a_slow_link_is_no_fault(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """Where every packet takes 100 ms the run is slow, and nothing else."""
+    if shutil.which("tc") is None:
+        pytest.skip("needs the command 'tc' (iproute2)")
+    rule = [
+        "tc",
+        "-n",
+        hosts[0].namespace,
+        "qdisc",
+        "add",
+        "dev",
+        hosts[0].interface,
+        "root",
+        "netem",
+        "delay",
+        "100ms",
+    ]
+    made = subprocess.run(rule, check=False, capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"the kernel cannot delay packets: {made.stderr.strip()}")
+    try:
+        with _started(hosts, tmp_path, {}, last=10) as nodes:
+            assert [json.loads(each.communicate(timeout=90)[0])["value"] for each in nodes] == [[0, 10.0]] * 2
+    finally:
+        subprocess.run([*rule[:4], "del", *rule[5:8]], check=True)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_whatever_befalls_a_run_it_goes_on(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """One fault after another, at any moment, and a run that is started again after each: nothing is ever lost."""
+    chance = random.Random(0)
+    for number in range(30):
+        with training(hosts, tmp_path, max_restarts=number % 2, timeout=4) as run:
+            fault, node = chance.choice(["cut", "stop", "agent"]), chance.randrange(2)
+            moment = time.monotonic() + chance.random()
+            wait_for(lambda moment=moment: time.monotonic() > moment)
+            if fault == "cut":
+                run.link("down")
+            elif fault == "stop":
+                os.kill(run.workers[node], signal.SIGSTOP)
+            else:
+                run.nodes[node].kill()
+            try:
+                for each in range(2) if fault != "agent" else [1 - node]:
+                    said = run.said(each, within_s=2 * (4 + 2 * ENDED_S))
+                    assert said.get("error"), (number, fault, said)
+            finally:
+                run.link("up")
+            run.assert_gone()
+        assert_nothing_lost(hosts, tmp_path)
+        for each in tmp_path.glob("at.*"):
+            each.unlink()
