@@ -89,8 +89,8 @@ class Plan:
             ConfigError: the file is no plan of this version.
         """
         try:
-            return cls(**_values(json.loads(Path(path).read_text())))
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            return _checked(cls(**_values(json.loads(Path(path).read_text()))))
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{os.fspath(path)} holds no plan: {error}",
                 why="it was not written by Plan.save of this version",
@@ -165,6 +165,39 @@ def _values(written: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"its format is not {_FORMAT}")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
     return {**values, "output_dims": tuple((position, dim) for position, dim in values["output_dims"])}
+
+
+def _checked(found: Plan) -> Plan:
+    """The same; a TypeError or ValueError where it is none that `Plan.save` has written."""
+    kinds: dict[type | tuple[type, ...], tuple[str, ...]] = {
+        str: ("model", "signature", "why"),
+        int: ("samples", "microbatches"),
+        bool: ("recompute", "is_split", "draws"),
+        (int, float, type(None)): ("unsplit_s", "predicted_s", "measured_s"),
+    }
+    of_each: dict[type | tuple[type, ...], tuple[str, ...]] = {
+        str: ("events", "devices"),
+        int: ("bounds",),
+        (int, float): ("forward_s", "backward_s", "memory_bytes"),
+    }
+    wrong = [name for kind, names in kinds.items() for name in names if not isinstance(getattr(found, name), kind)]
+    for kind, names in of_each.items():
+        for name in names:
+            value = getattr(found, name)
+            if not isinstance(value, tuple) or not all(isinstance(each, kind) for each in value):
+                wrong.append(name)
+    if wrong:
+        raise TypeError(f"{', '.join(wrong)} is of another type")
+    stages = len(found.devices)
+    steps = [found.forward_s, found.backward_s, found.memory_bytes]
+    if not stages or found.microbatches < 1 or any(each and len(each) != stages for each in steps):
+        raise ValueError("its stages do not fit each other")
+    if len(found.forward_s) != len(found.backward_s):
+        raise ValueError("its times do not fit each other")
+    ends = [0, *found.bounds[1:-1], len(found.events)]
+    if found.is_split and (len(found.bounds) != stages + 1 or list(found.bounds) != sorted(set(ends))):
+        raise ValueError("its bounds do not fit its events and devices")
+    return found
 
 
 def _share(what: str, values: Sequence[float], index: int) -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallelize.errors import ConfigError
+
 __all__ = ["GUARD", "Script"]
+
+_FLAG = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 
 _TO_ITS_END = """\
 # A signal ends a wait, not the step.
@@ -54,11 +59,21 @@ class Script:
     folder: Path
 
     def __str__(self) -> str:
-        """The script's text."""
+        """The script's text.
+
+        Raises:
+            ConfigError: an option of sbatch that would not stay on its line.
+        """
         return "\n".join(["#!/bin/bash", *self._directives(), *self._preparation(), "", *self._run(), ""])
 
     def _directives(self) -> Iterator[str]:
         for name, value in self.flags.items():
+            if _FLAG.fullmatch(name) is None or set(str(value)) & {"\n", "\r"}:
+                raise ConfigError(
+                    f"sbatch option {name}={value!r}",
+                    why="it would end its line in the job script, and what follows would be a command",
+                    fix="use the long name of an option, and a value without line breaks",
+                )
             if value is not False:
                 # sbatch takes quotes as a shell does.
                 yield f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(str(value))}"
