@@ -55,9 +55,13 @@ class KeptSource(Source[T]):
         copy: of it.
         sampler: the one that divides.
         options: as asked.
+
+    Raises:
+        ConfigError: options that say how to divide what is divided already.
     """
 
     def __init__(self, loader: DataLoader[T], *, copy: LoaderCopy[T], sampler: Any, options: LoaderOptions) -> None:
+        _check(options, type(sampler).__name__)
         self._copy, self._limit, self._divider = copy, options.limit, type(sampler).__name__
         self._units: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._epochs = Epochs([self._units, sampler, loader.dataset])
@@ -106,3 +110,14 @@ class _KeptReading(Reading[T]):
 
     def position(self, given: int) -> int:
         return self._place.start + given
+
+
+def _check(options: LoaderOptions, name: str) -> None:
+    for option, default in (("tail", "pad"), ("batch", "per_process")):
+        value = getattr(options, option)
+        if value != default:
+            raise ConfigError(
+                f"{option}={value!r} with a loader that {name} divides over the processes already",
+                why="it is read as it is: what does not divide was repeated or left out by the sampler",
+                fix=f"leave {name} away: shard_loader divides the loader by itself",
+            )

@@ -420,6 +420,7 @@ def test_the_arithmetic_of_batches_is_logged(caplog):
 
 
 ENDLESS = {"sampler": Endless()}
+KEPT = {"sampler": DistributedSampler(numbers(9), 2, 0)}
 
 
 @pytest.mark.parametrize(
@@ -431,6 +432,8 @@ ENDLESS = {"sampler": Endless()}
         (lambda: loader_of(9, batch_size=2, drop_last=True), {"tail": "exact"}, "tail='exact' with .*drop_last=True"),
         (lambda: loader_of(9, **ENDLESS), {"tail": "weighted"}, "tail='weighted' with Endless, which has no length"),
         (lambda: loader_of(9, **ENDLESS), {"limit": 0.5}, "limit=0.5 with Endless, which has no length"),
+        (lambda: loader_of(9, **KEPT), {"tail": "exact"}, "tail='exact' with a loader that DistributedSampler divides"),
+        (lambda: loader_of(9, **KEPT), {"batch": "global"}, "batch='global' with a loader that DistributedSampler"),
         (lambda: loader_of(9), {"divides": "workers"}, "divides='workers' with list"),
         (lambda: [1, 2], {"tail": "weighted"}, "tail='weighted' with a list of batches"),
         (lambda: [1, 2], {"batch": "global"}, "batch='global' with a list of batches"),
