@@ -92,10 +92,11 @@ def _mismatch(places: Sequence[Place]) -> Finding | None:
             begun[call.group, call.number].append((place, call))
     for key in sorted(begun, key=lambda key: key[1]):
         meeting = begun[key]
+        ranks = tuple(place.rank for place, _ in meeting)
+        is_coalesced = len(set(ranks)) < len(ranks)  # several operations under one number
         is_waited_in = any(place.state == "waits" and not call.is_over for place, call in meeting)
-        if is_waited_in and _differ([call for _, call in meeting]):
+        if is_waited_in and not is_coalesced and _differ([call for _, call in meeting]):
             said = _listed([(place.rank, _in_call(place, call)) for place, call in meeting])
-            ranks = tuple(place.rank for place, _ in meeting)
             return Finding(f"ranks are in different collectives: {said}", _WHY_MISMATCH, _FIX_MISMATCH, ranks)
     return None
 

@@ -37,8 +37,11 @@ _DTYPES = {
     "Byte": "uint8",
     "Bool": "bool",
 }
-# Where shapes and types have to be the same on all ranks; elsewhere only the operation has to.
-_ALIKE = {"all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "allgather", "reduce_scatter"}
+# Where shapes and types have to be alike on all ranks; elsewhere only the operation has to. NCCL gathers what differs.
+_ALIKE = {"all_reduce", "allreduce", "broadcast", "reduce"}
+_ALIKE_IN_GLOO = {"all_gather", "allgather", "reduce_scatter"}
+# A number so much lower than the one before is of another group of the same name, made after the first was destroyed.
+_BACKWARDS = 8
 
 
 class Recorder:
@@ -91,7 +94,14 @@ def _dump(*, entries: bool) -> dict[str, Any]:
 def calls_of(entries: Sequence[Mapping[str, Any]], *, since_ns: int) -> tuple[Call, ...]:
     """The last collectives of every group, and all that are not over, from the recorder's entries; the oldest first."""
     now = time.time_ns()
-    found = [_call(each, now) for each in entries if each["time_created_ns"] >= since_ns and not each["is_p2p"]]
+    lately = [each for each in entries if each["time_created_ns"] >= since_ns and not each["is_p2p"]]
+    found: list[Call] = []
+    last: dict[str, int] = {}
+    for call in (_call(each, now) for each in lately):
+        if call.number == 1 or call.number < last.get(call.group, 0) - _BACKWARDS:
+            found = [each for each in found if each.group != call.group]
+        last[call.group] = call.number
+        found.append(call)
     later: Counter[str] = Counter()  # of each group
     kept = []
     for call in reversed(found):
@@ -105,12 +115,12 @@ def _call(entry: Mapping[str, Any], now_ns: int) -> Call:
     engine, _, operation = entry["profiling_name"].partition(":")
     is_over = entry["retired"] or entry["state"] == "completed" or now_ns - entry["time_created_ns"] < _SETTLED_NS
     group, number = str(entry["process_group"][0]), entry["collective_seq_id"]
-    return Call(group, number, _what(operation, entry), is_over, engine=engine)
+    return Call(group, number, _what(engine, operation, entry), is_over, engine=engine)
 
 
-def _what(operation: str, entry: Mapping[str, Any]) -> str:
+def _what(engine: str, operation: str, entry: Mapping[str, Any]) -> str:
     name = operation.strip("_").removesuffix("_base")
-    if name not in _ALIKE:
+    if name not in _ALIKE and not (engine == "gloo" and name in _ALIKE_IN_GLOO):
         return name
     sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
     return (

@@ -245,7 +245,24 @@ def test_what_is_not_over_is_told_however_long_ago_it_began() -> None:
     entries = [entry(1, retired=False), *(entry(number) for number in range(2, 50)), entry(50, is_p2p=True)]
     numbers = [call.number for call in calls_of(entries, since_ns=0)]
     assert numbers == [1, *range(34, 50)]
-    assert calls_of(entries, since_ns=0)[0] == Call("0", 1, "all_gather of float32[4]", is_over=False, engine="nccl")
+    assert calls_of(entries, since_ns=0)[0] == Call("0", 1, "all_gather", is_over=False, engine="nccl")
+
+
+def test_a_group_that_was_made_again_begins_anew() -> None:
+    """The first one's collectives have the same numbers, and are none of the second's."""
+    entries = [
+        *(entry(number, profiling_name="gloo:all_gather") for number in range(1, 6)),
+        entry(7, process_group=("1", "undefined"), profiling_name="gloo:barrier"),
+        *(entry(number, profiling_name="gloo:broadcast") for number in range(1, 4)),
+    ]
+    found = [(call.group, call.number, call.what) for call in calls_of(entries, since_ns=0)]
+    assert found == [("1", 7, "barrier"), *(("0", number, "broadcast of float32[4]") for number in range(1, 4))]
+
+
+def test_several_operations_under_one_number_are_no_mismatch() -> None:
+    """NCCL counts what is coalesced as one."""
+    both = [waits(rank, reduce_in("all"), Call("all", 1, "all_reduce of float32[9]", is_over=False)) for rank in (0, 1)]
+    assert find([*both, waits(2, reduce_in("all"))]) is None
 
 
 def inner() -> frames.Stack:

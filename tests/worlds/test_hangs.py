@@ -258,3 +258,20 @@ def test_programs_that_torchrun_has_started_end_by_it_too(
     assert ran.returncode == 1
     assert "SyncError: ranks are in different collectives: rank 0 waits at script.py:8 in all_reduce" in ran.stderr
     assert "rank 1 waits at script.py:10 in broadcast of float32[4] (root 0)" in ran.stderr
+
+
+@distributed(processes=3)
+def evaluate_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(36)  # rank 0
+    barrier("evaluated")  # rank 1
+
+
+@pytest.mark.soak
+def test_after_half_a_minute_a_line_says_who_is_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    """Once, on rank 0's output, with the places of both, and the run goes on."""
+    evaluate_on_rank_0()
+    busy, waited = places(evaluate_on_rank_0.__wrapped__)
+    said = capfd.readouterr().err
+    assert said.count("ranks 1-2 wait at") == 1
+    assert f"ranks 1-2 wait at {waited} in barrier('evaluated') for rank 0, which is at {busy}" in said
