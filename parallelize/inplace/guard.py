@@ -56,6 +56,7 @@ class Guard:
         self._is_paused = False
         self._has_run = False
         self._has_arrived = False
+        self._has_stepped = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -89,6 +90,8 @@ class Guard:
     def after_forward(self) -> None:
         """The engine has run: unless paused, its next backward averages."""
         self._has_run = True
+        if self._has_stepped:
+            self._has_stepped = self._has_arrived = False
         if not self._is_paused:
             self._is_open = True
             self._arrived.clear()
@@ -139,13 +142,14 @@ class Guard:
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._structure.is_current():
             self._refuse_newcomers(optimizer)
+        if not any(id(each) in self._index for each in _parameters_of(optimizer)):
+            return
+        # Until the next forward: several optimizers may share what one backward has brought, or the user has assigned.
+        self._has_stepped = True
         is_assigned = self._has_run and not self._has_arrived
-        self._has_run = self._has_arrived = False
         if not self._own and not (self._is_open and self._arrived) and not is_assigned:
             return
         held = {self._index[id(each)] for each in _parameters_of(optimizer) if id(each) in self._index}
-        if not held:
-            return
         if is_assigned:
             self._compare_assigned(held)
         if self._is_open and self._arrived:

@@ -327,6 +327,27 @@ def test_gradients_assigned_by_hand_are_compared() -> None:
     assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).mean())
 
 
+def test_gradients_assigned_by_hand_are_compared_for_every_optimizer() -> None:
+    """One optimizer's step, on what was averaged, does not hide from the next that its gradients were not."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = seeded(Mlp)
+        encoder, head = (torch.optim.SGD(part.parameters(), 0.1) for part in (model.encoder, model.head))
+        with parallel_model(model):
+            loss = model(batch_of(rank())).square().mean()
+            parameters = [*model.parameters()]
+            for each, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                each.grad = gradient
+            for each in model.encoder.parameters():
+                each.grad = all_reduce(each.grad)
+            encoder.step()
+            with pytest.raises(SyncError, match=r"the gradient of head.weight of Mlp differs"):
+                head.step()
+
+    train()
+
+
 def test_a_closure_is_checked_too() -> None:
     """step(closure) steps on what the closure has left: a bypass in it is refused."""
 
