@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from parallelize import runtime
+from parallelize.containers import leaves, map_leaves
 from parallelize.contracts import Backend, Engine, Inner, LocalEngine
 from parallelize.errors import ConfigError
 from parallelize.traffic import Traffic
@@ -83,6 +84,15 @@ class _Replica(DistributedDataParallel):
         run: Any = super().forward
         return run(*inputs, **kwargs)
 
+    @override
+    def _post_forward(self, output: Any) -> Any:
+        """With the tensors of an output in a list: torch itself opens fewer kinds of containers, and no dataclass."""
+        watch: Any = super()._post_forward  # type: ignore[misc]  # torch has no types here
+        if not (self.static_graph or self.find_unused_parameters):
+            return watch(output)
+        watched = iter(watch(list(leaves(output))))
+        return map_leaves(lambda _: next(watched), output)
+
 
 class AveragingEngine(Engine):
     """A DistributedDataParallel, ours or one that the user brought.
@@ -122,13 +132,17 @@ class AveragingEngine(Engine):
         if self._hook in _COMPRESSING.values():
             return Traffic(sum(2 * each.numel() for each in counted), f"all-reduced as {self._hook}")
         own = sum(each.nbytes for each in counted)
-        return Traffic(own) if self._hook is None else Traffic(own, "handed to a comm hook")
+        return Traffic(own, "handed to a comm hook") if self.module._comm_hooks else Traffic(own)
 
     @override
     def is_reduced(self, *, in_backward: bool) -> bool:
-        if in_backward and self.module.static_graph and self._forwards == 1:
-            # The first iteration of a static graph averages at the very end, and backwards may be nested in it.
-            return False
+        if self.module.static_graph:
+            # The first iteration of a static graph averages at the very end, and backwards may be nested in it. What
+            # does it hangs on the output's tensors: where torch finds none, nobody begins, and nobody complains.
+            if in_backward and self._forwards == 1:
+                return False
+            if not self.module._static_graph_delay_allreduce_enqueued:
+                return False
         try:
             self.module.reducer._check_reducer_finalized()
         except RuntimeError:

@@ -99,6 +99,15 @@ def test_what_was_migrated_learns(name: str, tmp_path: Path) -> None:
     assert float(line.removeprefix("accuracy on 360 unseen images ")) >= 0.85
 
 
+def test_what_was_migrated_from_accelerate_learned_before(tmp_path: Path) -> None:
+    """The script that the diff begins with is one that works."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    script = "13_migration/accelerate/before.py"
+    line = last_line(script, launcher=launcher, cwd=tmp_path, ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    assert float(line.removeprefix("accuracy on 360 unseen images ")) >= 0.85
+
+
 def test_what_was_migrated_from_ddp_trains_the_same_weights(tmp_path: Path) -> None:
     """Bit by bit, after 15 epochs in two processes."""
     weights = []

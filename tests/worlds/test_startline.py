@@ -7,6 +7,7 @@ import re
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import Self
 
@@ -80,6 +81,19 @@ def test_gradients_that_travel_in_half_are_counted_so() -> None:
     (line,), gradients, _ = with_hook()
     assert f"; {size_text(gradients / 2)} of gradients all-reduced as bf16 a step; O1 in bf16 (native); " in line
     assert f"+ {size_text(gradients)} of gradients +" in line
+
+
+def test_what_a_hook_of_ones_own_sends_is_not_guessed() -> None:
+    """The bytes are those that it is given, with PowerSGD as with a DistributedDataParallel that the user has made."""
+    for options in ({"backend": DDPBackend(comm_hook="powersgd")}, {"wrap": with_own_hook}):
+        (line,), gradients, _ = distributed(processes=2, **options)(trained_for_two_blocks)()
+        assert f"; {size_text(gradients)} of gradients handed to a comm hook a step; " in line
+
+
+def with_own_hook(module: nn.Module, world: object) -> nn.parallel.DistributedDataParallel:
+    ddp = nn.parallel.DistributedDataParallel(module)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return ddp
 
 
 def test_parts_are_counted_as_parts() -> None:
