@@ -110,7 +110,8 @@ def _made(loader: Iterable[T], options: LoaderOptions, site: str) -> ShardedLoad
     if said and run.world.is_main:
         _log.info("%s: %s", site, said)
     _made_at[site] += 1
-    return ShardedLoader(source, options=options, run=run, site=f"{site}, {_made_at[site]}")
+    own = site if _made_at[site] == 1 else f"{site} ({_made_at[site]})"
+    return ShardedLoader(source, options=options, run=run, site=own)
 
 
 # Loaders by the line that makes them: one that makes two would take each for the other's share.

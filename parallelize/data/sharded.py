@@ -56,10 +56,16 @@ class ShardedLoader(Generic[T]):
             raise AttributeError(name)
         return getattr(self._source.loader, name)
 
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise TypeError(
+            f"it is one process's share of a {type(self._source.loader).__name__}: give the function that loader, and "
+            "call shard_loader inside"
+        )
+
     def __len__(self) -> int:
         """Batches that the iterator under way yields in all, or else the next one will."""
         course = self._course
-        steps = self._source.steps(self._next() if course is None or course.is_over else course.place)
+        steps = self._source.steps(self._next() if course is None or course.is_left else course.place)
         if steps is None:
             raise TypeError(f"nobody knows how many batches this {type(self._source.loader).__name__} yields")
         return steps
@@ -220,7 +226,7 @@ class _Course(Generic[T]):
         self.announcement: Announcement | None = None
         self.told: object = None
         self.given = 0
-        self.is_over = False
+        self.is_over = self.is_left = False  # at the end of the data; by whoever has read it, there or before
 
     def position(self) -> int:
         return self.reading.position(self.given)
@@ -232,3 +238,4 @@ class _Course(Generic[T]):
             yield
         finally:
             self.announcement = self.told = None
+            self.is_left = True

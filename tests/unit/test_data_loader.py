@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from parallelize import ConfigError, shard_loader
+from parallelize import ConfigError, distributed, shard_loader
 
 # How long an example takes says something about the machine and who else uses it.
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -128,6 +128,12 @@ def test_what_is_sharded_is_not_sharded_again():
         assert shard_loader(sharded) is shard_loader(sharded, tail="exact") is sharded
         with pytest.raises(ConfigError, match="of what shard_loader has made, with other options"):
             shard_loader(sharded, tail="drop")
+
+
+def test_a_share_travels_nowhere():
+    """As an argument of a decorated function it would be this process's share on every rank."""
+    with pytest.raises(ConfigError, match=r"argument 0 cannot travel(.|\n)*one process's share of a DataLoader: "):
+        distributed(processes=2)(len)(shard_loader(loader_of(4)))
 
 
 def test_attributes_that_are_not_there_are_not_there():
@@ -609,6 +615,17 @@ def test_a_state_goes_on_where_it_was_saved(workers, tail):
             assert begun + [batch.tolist() for batch in resumed] == whole[1]
             assert [batch.tolist() for batch in resumed] == whole[2]
             assert len(resumed) == len(whole[0])
+
+
+def test_the_length_after_what_was_left_is_that_of_the_next_epoch():
+    """What is left of an epoch has its own length only while it is read."""
+    sharded = shard_loader(loader_of(10, batch_size=1))
+    sharded.load_state_dict({**sharded.state_dict(), "start": 6})
+    for step, _ in enumerate(sharded):
+        assert len(sharded) == 4
+        if step == 2:
+            break
+    assert len(sharded) == len(list(sharded)) == 10
 
 
 def test_a_state_between_epochs_is_the_next_one():
