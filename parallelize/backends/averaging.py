@@ -87,7 +87,7 @@ class _Replica(DistributedDataParallel):
     @override
     def _post_forward(self, output: Any) -> Any:
         """With the tensors of an output in a list: torch itself opens fewer kinds of containers, and no dataclass."""
-        watch: Any = super()._post_forward  # type: ignore[misc]  # torch has no types here
+        watch: Any = super()._post_forward
         if not (self.static_graph or self.find_unused_parameters):
             return watch(output)
         watched = iter(watch(list(leaves(output))))

@@ -199,6 +199,12 @@ class Guard:
 
     def _unused(self) -> SyncError:
         missing = [name for index, name in enumerate(self._names) if index not in self._arrived]
+        if not missing:
+            return SyncError(
+                f"the gradients of {self._model_name} are not averaged over the ranks",
+                why="static_graph=True takes its first backward from the tensors that forward returns, and found none",
+                fix="return tensors, containers or a dataclass of them, or drop static_graph=True",
+            )
         listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         return SyncError(
             f"backward gave no gradient to {listed} of {self._model_name}",

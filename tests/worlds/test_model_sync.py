@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -563,6 +564,58 @@ def test_a_static_graph_is_averaged() -> None:
         return gradients(model)
 
     assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
+
+
+class Boxed(Mlp):
+    """Returns a tensor in something that it is put in."""
+
+    def __init__(self, box: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.box = box
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.box(super().forward(x))
+
+
+@dataclass
+class Box:
+    y: torch.Tensor
+
+
+class Opaque:
+    def __init__(self, y: torch.Tensor) -> None:
+        self.y = y
+
+
+@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
+def test_a_tensor_in_a_dataclass_is_averaged(option: str) -> None:
+    """DistributedDataParallel looks for the tensors of an output where it has to: in dataclasses too."""
+
+    @distributed(processes=WORLD, backend=DDPBackend(**{option: True}))
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(lambda: Boxed(Box))
+        with parallel_model(model):
+            output = model(batch_of(rank()))
+            assert type(output) is Box
+            output.y.square().mean().backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
+
+
+def test_a_static_graph_that_has_not_begun_to_average_is_refused() -> None:
+    """Under static_graph=True an output that nobody can look into would leave the first gradients on their ranks."""
+
+    @distributed(processes=WORLD, backend=DDPBackend(static_graph=True))
+    def train() -> None:
+        model = seeded(lambda: Boxed(Opaque))
+        with parallel_model(model):
+            model(batch_of(rank())).y.square().mean().backward()
+            with pytest.raises(SyncError, match=r"(?s)gradients of Boxed are not averaged.*static_graph.*dataclass"):
+                torch.optim.SGD(model.parameters(), 0.1).step()
+
+    train()
 
 
 @pytest.mark.parametrize("name", list(ZOO))
