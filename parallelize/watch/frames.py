@@ -42,7 +42,7 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(torch.distributed.distributed_c10d.__file__)
 _BLOCKING = (_COLLECTIVES, *(_TORCH + str(Path(each)) + os.sep for each in ("autograd", "nn/parallel")))
-_HELPERS, _WORKER = _OWN + "collectives.py", _OWN + "worker.py"
+_DECORATOR, _HELPERS, _WORKER = (_OWN + name for name in ("decorator.py", "collectives.py", "worker.py"))
 _ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 _PEERS = {"recv": "src", "send": "dst"}
 _MOST_LINES = 8
@@ -126,6 +126,8 @@ def doing(stack: Stack) -> str:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         if file == _HELPERS and name in ("_agree", "_meet"):
             return str(frame.f_locals.get("what") or frame.f_locals.get("where"))
+        if file == _DECORATOR and name in ("_of_rank_0", "_everyones"):
+            return "the return of its value"
         if _is_users(frame):
             return outermost or name
         if _is_ours(frame) and not name.startswith(("_", "<")) and not name.endswith("wrapper"):
