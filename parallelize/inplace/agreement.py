@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallelize.errors import SyncError
 
-__all__ = ["agree", "compare", "verifying"]
+__all__ = ["agree", "compare", "differing", "verifying"]
 
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -72,23 +72,41 @@ def compare(tensors: Mapping[str, torch.Tensor], *, model_name: str, when: str) 
     Raises:
         SyncError: the first tensor that differs; on every rank.
     """
-    if not tensors:
+    found = differing(list(tensors.values()))
+    if found is None:
         return
-    mine = torch.stack([_checksum(tensor) for tensor in tensors.values()])  # one number per tensor
+    index, rank = found
+    raise SyncError(
+        f"{list(tensors)[index]} of {model_name} differs between rank 0 and rank {rank} {when}",
+        why="ranks that step on different gradients train different models",
+        fix="look for code that only some ranks run, or that draws random numbers, between backward and step",
+    )
+
+
+def differing(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Which tensor is not bitwise equal on all ranks; a collective of 8 bytes per tensor.
+
+    Args:
+        tensors: as many on every rank, on one device.
+
+    Returns:
+        The index of the first that differs, and the first rank that has another one than rank 0; None: they are equal.
+    """
+    if not tensors:
+        return None
+    mine = torch.stack([_checksum(tensor) for tensor in tensors])  # one number per tensor
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
-    for rank, (name, index) in itertools.product(range(1, len(rows)), zip(tensors, itertools.count(), strict=False)):
-        if bool(rows[rank][index] != rows[0][index]):
-            raise SyncError(
-                f"{name} of {model_name} differs between rank 0 and rank {rank} {when}",
-                why="ranks that step on different gradients train different models",
-                fix="look for code that only some ranks run, or that draws random numbers, between backward and step",
-            )
+    for rank, row in enumerate(rows):
+        for index in (row != rows[0]).nonzero()[:1].flatten().tolist():
+            return index, rank
+    return None
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """A number that changes with any bit of a tensor but for coincidences: the sum of its words."""
-    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    dense = tensor.detach().to_dense()
+    plain = torch.view_as_real(dense) if dense.is_complex() else dense
     words = plain.contiguous().view(_AS_INTEGER[plain.element_size()])
     return words.sum(dtype=torch.int64)
 

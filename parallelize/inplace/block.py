@@ -13,6 +13,7 @@ from parallelize.errors import SyncError
 from parallelize.inplace.agreement import agree, verifying
 from parallelize.inplace.guard import Guard
 from parallelize.inplace.route import Route
+from parallelize.inplace.strangers import watching_strangers
 from parallelize.inplace.structure import Structure
 from parallelize.runtime import Runtime
 from parallelize.startline import StartLine
@@ -118,6 +119,9 @@ class Block:
                 guard.inherit(self._guard)
             self._guard = guard
             self._watch.enter_context(guard.watching())
+        is_sharded = self._run.config.backend.shards_gradients and self._run.world.world_size > 1
+        if self._engine.averages or is_sharded:
+            self._watch.enter_context(watching_strangers(self.model))
         every = self._run.config.verify_every
         if every and self._run.world.world_size > 1:
             self._watch.enter_context(verifying(self.model, every=every))

@@ -158,7 +158,7 @@ class Guard:
             gradient = self._parameters[index].grad
             if gradient is None:
                 del self._own[index]
-            elif bool(gradient.count_nonzero()):
+            elif bool((gradient._values() if gradient.is_sparse else gradient).count_nonzero()):
                 raise self._not_averaged(index)
 
     def _compare_assigned(self, held: set[int]) -> None:

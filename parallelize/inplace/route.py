@@ -26,7 +26,7 @@ from parallelize.containers import map_leaves
 from parallelize.contracts import Inner
 from parallelize.errors import ConfigError
 
-__all__ = ["Director", "Route", "overlapping", "route_of"]
+__all__ = ["Director", "Route", "blocks_open", "in_blocks", "overlapping", "route_of"]
 
 _GETSTATE = "__getstate__"
 
@@ -139,6 +139,16 @@ def route_of(model: nn.Module) -> Route | None:
     routed = getattr(model.__dict__.get("forward"), "__func__", None)
     route = getattr(routed, "route", None)
     return route if isinstance(route, Route) and route.model is model else None
+
+
+def blocks_open() -> int:
+    """How many models are in a block."""
+    return len(_open)
+
+
+def in_blocks() -> set[int]:
+    """The ids of the parameters of all models that are in a block."""
+    return {id(parameter) for route in tuple(_open) for parameter in route.model.parameters()}
 
 
 def overlapping(model: nn.Module) -> Route | None:

@@ -231,6 +231,65 @@ def test_another_models_optimizer_steps_freely() -> None:
     train()
 
 
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_a_parameter_beside_the_models_is_refused_where_ranks_differ(backend: str) -> None:
+    """A criterion with weights in the model's optimizer: refused, unless in a block or averaged by the user."""
+
+    @distributed(processes=WORLD, backend=backend)
+    def train() -> torch.Tensor:
+        model, criterion = seeded(Mlp), seeded(lambda: nn.Linear(1, 1))
+
+        def step(optimizer: torch.optim.Optimizer, *, averaged: bool) -> None:
+            optimizer.zero_grad()
+            criterion(model(batch_of(rank()))).square().mean().backward()
+            for each in criterion.parameters() if averaged else ():
+                each.grad = all_reduce(each.grad)
+            optimizer.step()
+
+        with parallel_model(model):
+            optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.1)
+            with pytest.raises(SyncError, match=r"(?s)SGD holds a parameter of shape \(1, 1\).*model, criterion"):
+                step(optimizer, averaged=False)
+            step(optimizer, averaged=True)
+        with parallel_model(model, criterion):
+            step(torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.1), averaged=False)
+        return criterion.weight.detach()
+
+    first, second = train.all_ranks()
+    assert torch.equal(first, second)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 2, sparse=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.embedding(tokens)
+
+
+def test_sparse_gradients_are_watched_as_others_are() -> None:
+    """Past the model, or assigned by hand: named, as dense ones are."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model, tokens = seeded(Sparse), torch.arange(3) + rank()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model):
+            model(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.embedding(tokens).square().mean().backward()
+            with pytest.raises(SyncError, match=r"the gradient of embedding.weight of Sparse is not averaged"):
+                optimizer.step()
+            loss = model(tokens).square().mean()
+            (model.embedding.weight.grad,) = torch.autograd.grad(loss, [model.embedding.weight])
+            with pytest.raises(SyncError, match=r"the gradient of embedding.weight of Sparse differs"):
+                optimizer.step()
+
+    train()
+
+
 def test_unused_parameters_are_named() -> None:
     """A branch without gradient is named, with the option, before the step and before torch's own error."""
 
