@@ -158,32 +158,37 @@ def line_due_s(said: int) -> float:
     return FIRST_LINE_S * 2.0**said
 
 
-def waiting_line(places: Sequence[Place]) -> str:
-    """Who waits for whom, and where those are: "" if nobody waits."""
+def waiting_line(places: Sequence[Place], *, world_size: int) -> str:
+    """Who waits for whom, and where those are: "" if nobody waits.
+
+    Args:
+        places: of the ranks that have answered.
+        world_size: ranks in all.
+    """
     waiting = [place for place in places if place.state == "waits"]
     if not waiting:
         return ""
     first = max(waiting, key=lambda place: place.since_s)
     alike = [place.rank for place in waiting if (place.at, place.doing) == (first.at, first.doing)]
     missing = {*awaited(first, places), *first.awaits} or {place.rank for place in places if place.state != "waits"}
-    targets = [place for place in places if place.rank in missing and place.rank not in alike]
-    silent = sorted(missing - {place.rank for place in places})
-    text = f"{_ranks(alike)} {_waits(first, len(alike))}"
-    said = _listed([(place.rank, _where(place)) for place in targets], join=", which ") if targets else ""
-    unheard = f"{_ranks(silent)}, of which nothing is heard" if silent else ""
-    return f"{text} for {'; '.join(filter(None, (said, unheard)))}" if said or unheard else text
+    silent = sorted({*range(world_size)} - {place.rank for place in places})
+    said = [_listed([(place.rank, _where(place)) for place in places if place.rank in missing - {*alike}], ", which ")]
+    said.append(f"{_ranks(silent)}, which {_has(silent)} not answered" if silent else "")
+    for_whom = "; ".join(filter(None, said))
+    return f"{_ranks(alike)} {_waits(first, len(alike))}{for_whom and f' for {for_whom}'}"
 
 
-def overdue(places: Sequence[Place], timeout_s: float, *, said: str) -> Finding:
+def overdue(places: Sequence[Place], timeout_s: float, *, world_size: int, said: str) -> Finding:
     """That the time is over, with what is known of where all ranks are.
 
     Args:
-        places: as far as they have told.
+        places: of the ranks that have answered.
         timeout_s: the run's.
+        world_size: ranks in all.
         said: what torch said of it.
     """
     return Finding(
-        waiting_line(places) or "a wait for other ranks took too long",
+        waiting_line(places, world_size=world_size) or "a wait for other ranks took too long",
         f"{said or 'nothing came'}; timeout={timeout_s:g} s is over, and nobody could tell whether it would ever end",
         "give timeout= more time if that rank does what it should, else let it come to the same call",
     )
@@ -210,7 +215,7 @@ def _has(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
 
 
-def _listed(said: Sequence[tuple[int, str]], *, join: str = " ") -> str:
+def _listed(said: Sequence[tuple[int, str]], join: str = " ") -> str:
     """Ranks by what is said of them; the first few kinds."""
     by_words: dict[str, list[int]] = defaultdict(list)
     for rank, words in said:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -118,6 +118,7 @@ class _Watching:
         self._stands: object = None
         self._since = time.monotonic()
         self._answered = self._lines = 0
+        self._first_asked = 0  # in this wait
         self._suspected: tuple[proof.Finding, int] | None = None
 
     @contextlib.contextmanager
@@ -156,7 +157,7 @@ class _Watching:
         )
         question = self._board.ask() if waits else self._board.question()
         if not waits:
-            self._suspected, self._lines = None, 0
+            self._suspected, self._lines, self._first_asked = None, 0, question + 1
             self._board.leave()
         if question == self._answered:
             return stood_s >= SUSPECT_S
@@ -195,13 +196,17 @@ class _Watching:
             self._end_by(finding)
 
     def _be_patient(self, mine: Place, places: list[Place]) -> None:
+        places = _answering(places, self._first_asked)
         engines = {call.engine for call in mine.pending()}
         if engines - {"gloo"} and mine.since_s >= self._timeout_s - SUSPECT_S:
             # NCCL would end this process without a word.
-            self._end_by(proof.overdue(places, self._timeout_s, said="nothing has come"))
+            self._end_by(self._overdue(places, said="nothing has come"))
         if mine.since_s >= proof.line_due_s(self._lines):
             self._lines += 1
-            self._board.announce(proof.waiting_line(places))
+            self._board.announce(proof.waiting_line(places, world_size=self._board.world_size))
+
+    def _overdue(self, places: list[Place], *, said: str) -> proof.Finding:
+        return proof.overdue(places, self._timeout_s, world_size=self._board.world_size, said=said)
 
     def _end_by(self, finding: proof.Finding) -> None:
         frame = sys._current_frames().get(self._main)
@@ -256,15 +261,20 @@ class _Watching:
         self._board.post(mine)
         while True:
             places = self._board.places()
-            current = [each for each in places if each.state == "returned" or each.answer >= mine.answer]
+            current = _answering(places, mine.answer)
             finding = self._board.verdict() or proof.find(current)
             if finding is not None:
                 self._board.decide(finding)
                 return finding
             if time.monotonic() > end or len(current) == self._board.world_size:
                 said = str(error).partition("\n")[0]
-                return proof.overdue(places, self._timeout_s, said=said) if is_late else None
+                return self._overdue(current, said=said) if is_late else None
             time.sleep(0.05)
+
+
+def _answering(places: Sequence[Place], question: int) -> list[Place]:
+    """The places of ranks that have answered a question or a later one; who has returned need not."""
+    return [each for each in places if each.state == "returned" or each.answer >= question]
 
 
 def _as_error(finding: proof.Finding) -> SyncError:

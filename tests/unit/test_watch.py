@@ -167,25 +167,32 @@ def test_the_line_says_who_waits_for_whom_and_where_that_one_is() -> None:
     """The ranks that wait at one line together, and the stack of the one they wait for."""
     busy = Place(0, "runs", at="eval.py:12", doing="evaluate", stack=("train.py:30 in train", "eval.py:12 in evaluate"))
     waiting = [waits(rank, reduce_in("all"), doing="all_reduce", since_s=31.0) for rank in (1, 2)]
-    assert waiting_line([busy, *waiting]) == (
+    assert waiting_line([busy, *waiting], world_size=3) == (
         "ranks 1-2 wait at train.py:41 in all_reduce of float32[4] for rank 0, which is at eval.py:12 in evaluate "
         "(train.py:30 in train > eval.py:12 in evaluate)"
     )
-    assert waiting_line([busy]) == ""
+    assert waiting_line([busy], world_size=1) == ""
 
 
 def test_the_line_names_the_sender_of_a_message() -> None:
     """Who receives waits for one rank, whatever the others do."""
     line = waiting_line(
-        [waits(0, doing="recv", awaits=(2,)), Place(1, "runs", at="a.py:1"), Place(2, "runs", "b.py:2")]
+        [waits(0, doing="recv", awaits=(2,)), Place(1, "runs", at="a.py:1"), Place(2, "runs", "b.py:2")],
+        world_size=3,
     )
     assert line == "rank 0 waits at train.py:41 in recv for rank 2, which is at b.py:2"
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    """One that is stopped, or whose machine is, cannot say where it is."""
+    line = waiting_line([waits(0, reduce_in("all")), waits(2, reduce_in("all"))], world_size=4)
+    assert line == "ranks 0, 2 wait at train.py:41 in all_reduce of float32[4] for ranks 1, 3, which have not answered"
 
 
 def test_when_the_time_is_over_the_error_says_so() -> None:
     """The last line becomes the error, with torch's words and the timeout."""
     places = [waits(0, reduce_in("pair"), doing="all_reduce"), Place(1, "runs", at="eval.py:12")]
-    finding = overdue(places, 60, said="Timed out waiting 60000ms")
+    finding = overdue(places, 60, world_size=2, said="Timed out waiting 60000ms")
     assert finding.what == "rank 0 waits at train.py:41 in all_reduce of float32[4] for rank 1, which is at eval.py:12"
     assert finding.why.startswith("Timed out waiting 60000ms; timeout=60 s is over")
 

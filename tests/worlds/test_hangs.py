@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import signal
 import subprocess
 import threading
 import time
@@ -256,6 +258,22 @@ def test_when_the_time_is_over_the_error_says_where_all_were() -> None:
     assert f"for rank 0, which is at {busy}" in said
     assert "imed out" in said
     assert caught.value.__notes__[-1] == "the others: rank 0: stopped"
+
+
+@distributed(processes=2, timeout=4)
+def stop() -> None:
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1))  # rank 1
+
+
+def test_a_rank_that_is_stopped_is_named_when_the_time_is_over() -> None:
+    """It cannot say where it is, and that is said."""
+    with pytest.raises(SyncError) as caught:
+        stop()
+    (waited,) = places(stop.__wrapped__)
+    expected = f"rank 1 waits at {waited} in all_reduce of float32[1] for rank 0, which has not answered\n"
+    assert str(caught.value).startswith(expected)
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
