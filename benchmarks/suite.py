@@ -51,6 +51,7 @@ BENCHMARKS = {
     "balanced": Benchmark(quick=("--models", "tiny", "--microbatches", "4", "--rounds", "1", "--no-quality")),
     "checkpoint": Benchmark(quick=("--megabytes", "10", "--rounds", "1")),
     "data": Benchmark(quick=("--rounds", "1"), on_gpu="(b): whether the copy of a batch is hidden"),
+    "faults": Benchmark(quick=("--rounds", "1", "--faults", "killed")),
     "launch": Benchmark(
         quick=("--rounds", "1", "--measures", "first", "--contenders", "parallelize", "torch.multiprocessing.spawn")
     ),
