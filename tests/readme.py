@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from pathlib import Path
 
 from parallelize import registry
 from parallelize.precision.levels import markdown
 
-__all__ = ["MIGRATION", "README", "changed", "difference", "migrations", "support", "written"]
+__all__ = ["MIGRATION", "README", "ROOT", "changed", "difference", "migrations", "proofs", "support", "written"]
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -84,9 +85,34 @@ def _indented(lines: list[str], before: list[str], after: list[str]) -> list[str
     return shown
 
 
+def peers() -> str:
+    """What holds in this library and in others, from the answers that benchmarks/peers left."""
+    found = json.loads((ROOT / "benchmarks" / "peers" / "answers.json").read_text())
+    rows = [["", *(f"{name} {version}" for name, version in found["versions"].items())]]
+    for row in found["rows"].values():
+        cells = (_SHORT.get(answer, answer).replace("|", "\\|") for answer in row["answers"].values())
+        rows.append([f"[{row['says']}]({row['proof'].partition('::')[0]})", *cells])
+    return _table(rows)
+
+
+def proofs() -> list[str]:
+    """The tests that hold, for this library, what the table of peers says of it: path::name."""
+    found = json.loads((ROOT / "benchmarks" / "peers" / "answers.json").read_text())
+    return [row["proof"] for row in found["rows"].values()]
+
+
+_SHORT = {"yes": "**yes**", "leaves it to you": "(yours)"}
+
+
 def written(text: str) -> str:
     """A README's text with what stands between `<!-- name -->` and `<!-- end -->` written anew."""
-    for name, block in {"changed": changed(), "support": support(), "levels": markdown(), **migrations()}.items():
+    for name, block in {
+        "changed": changed(),
+        "support": support(),
+        "levels": markdown(),
+        "peers": peers(),
+        **migrations(),
+    }.items():
         text = re.sub(
             rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, b=block: f"{m[1]}{b}\n{m[2]}", text, flags=re.DOTALL
         )

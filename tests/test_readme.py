@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,16 @@ def test_the_shown_diffs_and_tables_are_current(path: Path) -> None:
     text = path.read_text()
     assert readme.written(text) == text
     assert "<!-- end -->" in text
+
+
+def test_links_lead_somewhere() -> None:
+    """Files and folders that README links to are there, and so are the tests that it calls proofs."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", readme.README.read_text())
+    assert len(links) > 20
+    assert [link for link in links if not (readme.ROOT / link).exists()] == []
+    for proof in readme.proofs():
+        path, _, name = proof.partition("::")
+        assert f"def {name}(" in (readme.ROOT / path).read_text() if name else (readme.ROOT / path).exists()
 
 
 def test_stale_readme_is_seen() -> None:

@@ -1,0 +1,317 @@
+"""What a user may expect, each as a program that runs with any of the libraries; an AssertionError says what was seen.
+
+Workers leave what they saw in files: not every library returns values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from libraries import LIBRARIES, Library
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
+
+__all__ = ["BEHAVIOURS", "Behaviour"]
+
+
+SLEEP_S = 60.0  # how long rank 1 goes on when rank 0 has failed, unless somebody ends it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behaviour:
+    """One row.
+
+    Args:
+        says: the expectation.
+        check: raises AssertionError where it does not hold.
+        proof: the test of this repository that holds it for this library.
+        needs: what of a Library it uses beside `call`.
+    """
+
+    says: str
+    check: Callable[[str], None]
+    proof: str
+    needs: tuple[str, ...] = ()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.tag = "mine"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x))
+
+
+class Numbers(Dataset):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(96))
+
+
+# In the workers
+
+
+def _tell(folder: str, value: Any) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    Path(folder, f"{rank}.json").write_text(json.dumps(value))
+
+
+def _told(library: str, worker: Callable[..., None], processes: int = 2) -> list[Any]:
+    """What each rank told, in rank order."""
+    with tempfile.TemporaryDirectory() as folder:
+        LIBRARIES[library].call(processes, worker, library, folder)
+        return [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
+
+
+def _iterated(library: Library, loader: DataLoader) -> list[int]:
+    assert library.loader is not None
+    return [int(index) for batch in library.loader(loader) for index in batch]
+
+
+def _kept(library: str, folder: str) -> None:
+    model = Net()
+    with LIBRARIES[library].model(model, torch.optim.SGD(model.parameters(), lr=0.1)) as (wrapped, _):
+        same_class = isinstance(wrapped, Net)
+        has_attribute = getattr(wrapped, "tag", None) == "mine"
+        same_keys = list(wrapped.state_dict()) == list(Net().state_dict())
+    _tell(folder, [same_class, has_attribute, same_keys])
+
+
+def _bypassing(library: str, folder: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    refused = ""
+    with LIBRARIES[library].model(model, torch.optim.SGD(model.parameters(), lr=0.1)) as (wrapped, optimizer):
+        inner = getattr(wrapped, "module", wrapped)
+        inner.encoder(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+        try:
+            optimizer.step()
+        except Exception as error:  # noqa: BLE001 - every library refuses in its own way
+            refused = type(error).__name__
+    _tell(folder, [refused, [round(each, 6) for each in model.encoder.weight.flatten().tolist()]])
+
+
+def _sized(_library: str, folder: str) -> None:
+    # Of two calls in a row, the ranks of the second write over those of the first.
+    _tell(folder, dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def _weighted(library: str, folder: str) -> None:
+    torch.manual_seed(dist.get_rank())  # as one does for augmentation
+    weights = torch.arange(200) % 2  # even numbers never
+    sampler = WeightedRandomSampler(weights.double().tolist(), 80, replacement=False)
+    _tell(folder, _iterated(LIBRARIES[library], DataLoader(Numbers(200), batch_size=8, sampler=sampler)))
+
+
+def _streamed(library: str, folder: str) -> None:
+    _tell(folder, _iterated(LIBRARIES[library], DataLoader(Stream(), batch_size=8)))
+
+
+def _divided(library: str, folder: str) -> None:
+    sampler = DistributedSampler(Numbers(96), shuffle=False)
+    _tell(folder, _iterated(LIBRARIES[library], DataLoader(Numbers(96), batch_size=8, sampler=sampler)))
+
+
+def _evaluated(library: str, folder: str) -> None:
+    parts = LIBRARIES[library]
+    loader = parts.loader(DataLoader(Numbers(101), batch_size=8))
+    if library == "parallelize":
+        gathered = parts.gathered(loader, torch.cat(list(loader)))
+    else:  # theirs gather batch by batch
+        gathered = torch.cat([parts.gathered(loader, batch) for batch in loader])
+    _tell(folder, sorted(int(each) for each in gathered))
+
+
+def _epochs(library: str, folder: str) -> None:
+    loader = LIBRARIES[library].loader(DataLoader(Numbers(96), batch_size=8, shuffle=True))
+    next(iter(loader))  # a look at the first batch
+    _tell(folder, [[int(index) for batch in loader for index in batch] for _ in range(2)])
+
+
+def _valued(_library: str, _folder: str) -> torch.Tensor:
+    return torch.arange(300_000)
+
+
+def _failing(_library: str, folder: str) -> None:
+    _tell(folder, os.getpid())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        raise LookupError("the needle is lost")
+    time.sleep(SLEEP_S)
+
+
+# In the caller
+
+
+def _keeps_the_model(library: str) -> None:
+    (same_class, has_attribute, same_keys), *_ = _told(library, _kept)
+    assert same_class, "another class"
+    assert has_attribute, "attributes of the model are gone"
+    assert same_keys, "other state_dict keys"
+
+
+def _never_diverges(library: str) -> None:
+    (refused, first), (_, second) = _told(library, _bypassing)
+    assert refused or first == second, "the ranks train different weights, silently"
+
+
+def _returns(library: str) -> None:
+    value = LIBRARIES[library].call(2, _valued, library, "")
+    assert isinstance(value, torch.Tensor), f"returns {type(value).__name__}"
+    assert torch.equal(value, torch.arange(300_000)), "another value"
+
+
+def _is_called_from_a_string(library: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        function = f"import os\ndef train(*_): open(os.path.join({folder!r}, str(os.getpid())), 'w').close()\n"
+        program = f"{LIBRARIES[library].snippet}\n{function}call(train)\n"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+        assert len(list(Path(folder).iterdir())) == 2, _last(done.stderr)
+
+
+def _raises_the_cause(library: str) -> None:
+    raised: BaseException | None = None
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            LIBRARIES[library].call(2, _failing, library, folder)
+        except BaseException as error:  # noqa: BLE001 - whatever the library makes of it
+            raised = error
+        took_s = time.monotonic() - began
+        sleeper = json.loads(Path(folder, "1.json").read_text())
+    assert isinstance(raised, LookupError), f"{type(raised).__name__} in the caller"
+    assert "the needle is lost" in str(raised), "without its message"
+    assert not psutil.pid_exists(sleeper), "rank 1 is left"
+    assert took_s < SLEEP_S / 2, "only when rank 1 has ended by itself"
+
+
+def _changes_its_world(library: str) -> None:
+    seen = [_told(library, _sized, processes) for processes in (2, 3)]
+    assert seen == [[2, 2], [3, 3, 3]], f"worlds of {seen}"
+
+
+def _keeps_weights(library: str) -> None:
+    first, second = _told(library, _weighted)
+    drawn = first + second
+    assert all(index % 2 for index in drawn), "draws samples of weight 0"
+    assert len(set(drawn)) == len(drawn), "the ranks draw the same samples"
+    assert len(drawn) == 80, f"{len(drawn)} of 80 samples"
+
+
+def _divides_a_stream(library: str) -> None:
+    drawn = sorted(index for each in _told(library, _streamed) for index in each)
+    assert drawn == list(range(96)), f"{len(drawn)} samples, {len(set(drawn))} of them different, of 96"
+
+
+def _divides_once(library: str) -> None:
+    drawn = sorted(index for each in _told(library, _divided) for index in each)
+    assert drawn == list(range(96)), f"{len(drawn)} of 96 samples"
+
+
+def _evaluates_exactly(library: str) -> None:
+    first, *_ = _told(library, _evaluated)
+    assert first == list(range(101)), f"{len(first)} results for 101 samples"
+
+
+def _shuffles_anew(library: str) -> None:
+    orders = _told(library, _epochs)
+    assert all(one != other for one, other in orders), "every epoch has the same order"
+    for epoch in range(2):
+        drawn = sorted(index for each in orders for index in each[epoch])
+        assert drawn == list(range(96)), f"{len(set(drawn))} of 96 samples in an epoch"
+
+
+def _last(text: str) -> str:
+    """The type of the exception that a traceback ends with."""
+    last = (text.strip().splitlines() or ["nothing was run"])[-1]
+    return f"fails: {last.partition(':')[0].rpartition('.')[2]}"
+
+
+BEHAVIOURS = {
+    "model": Behaviour(
+        says="the model keeps its class, attributes and `state_dict` keys",
+        check=_keeps_the_model,
+        needs=("model",),
+        proof="tests/worlds/test_model_in_place.py::test_attributes_methods_and_references_hold",
+    ),
+    "bypass": Behaviour(
+        says="`model.encoder(x)` trains alike on all ranks, or is refused",
+        check=_never_diverges,
+        needs=("model",),
+        proof="tests/worlds/test_model_sync.py::test_a_gradient_that_bypasses_the_engine_is_refused",
+    ),
+    "value": Behaviour(
+        says="a call returns the function's value, a tensor of 2 MB",
+        check=_returns,
+        proof="tests/worlds/test_launch_values.py::test_a_hundred_megabytes_there_and_back",
+    ),
+    "string": Behaviour(
+        says="a function of `python -c` can be called",
+        check=_is_called_from_a_string,
+        proof="tests/worlds/test_launch_anywhere.py::test_a_script_without_a_guard",
+    ),
+    "cause": Behaviour(
+        says="what rank 0 raises is raised in the caller at once, and nothing is left",
+        check=_raises_the_cause,
+        proof="tests/worlds/test_launch_failure.py::test_one_exception_says_which_rank_failed_and_how",
+    ),
+    "worlds": Behaviour(
+        says="a second call may have another number of processes",
+        check=_changes_its_world,
+        proof="tests/worlds/test_launch_again.py::test_calls_with_other_numbers_of_processes",
+    ),
+    "weighted": Behaviour(
+        says="a weighted sampler draws once for all ranks, however they are seeded",
+        check=_keeps_weights,
+        needs=("loader",),
+        proof="tests/unit/test_data_loader.py::test_chance_is_shared_and_given_back",
+    ),
+    "stream": Behaviour(
+        says="an `IterableDataset` is divided, each sample once",
+        check=_divides_a_stream,
+        needs=("loader",),
+        proof="tests/unit/test_data_iterable.py::test_every_sample_comes_once",
+    ),
+    "divided": Behaviour(
+        says="a loader with a `DistributedSampler` is not divided twice",
+        check=_divides_once,
+        needs=("loader",),
+        proof="tests/unit/test_data_loader.py::test_a_distributed_loader_is_kept",
+    ),
+    "evaluation": Behaviour(
+        says="gathered results: one per sample, of 101 samples",
+        check=_evaluates_exactly,
+        needs=("loader", "gathered"),
+        proof="tests/worlds/test_data_training.py::test_results_come_back_in_dataset_order",
+    ),
+    "epochs": Behaviour(
+        says="epochs are shuffled anew without `set_epoch`",
+        check=_shuffles_anew,
+        needs=("loader",),
+        proof="tests/unit/test_data_loader.py::test_epochs_advance_unless_only_a_first_batch_was_taken",
+    ),
+}

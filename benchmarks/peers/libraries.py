@@ -1,0 +1,195 @@
+"""How each library calls a function in several CPU processes, and what it makes of a model and a loader there.
+
+Each is used as its own documentation says; `None` where it has nothing of the kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+__all__ = ["LIBRARIES", "Library"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """One contender.
+
+    Args:
+        package: what is imported.
+        call: `call(processes, function, *args)`: what the caller gets back.
+        model: a context manager: `with model(m, optimizer) as (m, optimizer)`.
+        loader: what to iterate in place of a DataLoader.
+        gathered: `gathered(loader, values)`: what every rank computed for its samples, each sample of the data once.
+        snippet: source that defines `call(function)`, for programs that are no file.
+    """
+
+    package: str
+    call: Callable[..., Any]
+    snippet: str
+    model: Callable[..., Any] | None = None
+    loader: Callable[[DataLoader], Any] | None = None
+    gathered: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+
+
+def _ours(processes: int, function: Callable[..., Any], *args: Any) -> Any:
+    from parallelize import distributed
+
+    return distributed(processes=processes)(function)(*args)
+
+
+@contextlib.contextmanager
+def _our_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Module, Any]]:
+    from parallelize import parallel_model
+
+    with parallel_model(model):
+        yield model, optimizer
+
+
+def _our_loader(loader: DataLoader) -> Any:
+    from parallelize import shard_loader
+
+    return shard_loader(loader, tail="exact")
+
+
+def _fabric(processes: int, function: Callable[..., Any], *args: Any) -> Any:
+    from lightning_fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=processes, strategy="ddp_spawn").launch(_with_fabric, function, args)
+
+
+_launched: list[Any] = []  # Fabric and Accelerate hand their object to the function: where the adapters find it
+
+
+def _with_fabric(fabric: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    _launched.append(fabric)
+    return function(*args)
+
+
+@contextlib.contextmanager
+def _fabric_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    yield _launched[-1].setup(model, optimizer)
+
+
+def _fabric_loader(loader: DataLoader) -> Any:
+    return _launched[-1].setup_dataloaders(loader)
+
+
+def _fabric_gathered(_loader: Any, values: torch.Tensor) -> torch.Tensor:
+    return _launched[-1].all_gather(values).flatten()
+
+
+def _accelerate(processes: int, function: Callable[..., Any], *args: Any) -> Any:
+    from accelerate import debug_launcher
+
+    return debug_launcher(_with_accelerator, (function, args), num_processes=processes)
+
+
+def _with_accelerator(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    from accelerate import Accelerator
+
+    _launched.append(Accelerator(cpu=True))
+    return function(*args)
+
+
+@contextlib.contextmanager
+def _accelerate_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    yield _launched[-1].prepare(model, optimizer)
+
+
+def _accelerate_loader(loader: DataLoader) -> Any:
+    return _launched[-1].prepare(loader)
+
+
+def _accelerate_gathered(_loader: Any, values: torch.Tensor) -> torch.Tensor:
+    return _launched[-1].gather_for_metrics(values)
+
+
+def _ignite(processes: int, function: Callable[..., Any], *args: Any) -> Any:
+    from ignite import distributed as idist
+
+    with idist.Parallel(backend="gloo", nproc_per_node=processes) as parallel:
+        return parallel.run(_with_rank, function, args)
+
+
+def _with_rank(_local_rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
+
+
+@contextlib.contextmanager
+def _ignite_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    from ignite import distributed as idist
+
+    yield idist.auto_model(model), idist.auto_optim(optimizer)
+
+
+def _ignite_loader(loader: DataLoader) -> Any:
+    from ignite import distributed as idist
+
+    sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
+    return idist.auto_dataloader(loader.dataset, batch_size=loader.batch_size * idist.get_world_size(), sampler=sampler)
+
+
+def _ignite_gathered(_loader: Any, values: torch.Tensor) -> torch.Tensor:
+    from ignite import distributed as idist
+
+    gathered = idist.all_gather(values)
+    assert isinstance(gathered, torch.Tensor)
+    return gathered
+
+
+def _torchrunx(processes: int, function: Callable[..., Any], *args: Any) -> Any:
+    from torchrunx import Launcher
+
+    launcher = Launcher(hostnames=["localhost"], workers_per_host=processes, backend="gloo")
+    return launcher.run(function, *args).rank(0)
+
+
+LIBRARIES = {
+    "parallelize": Library(
+        package="parallelize",
+        call=_ours,
+        model=_our_model,
+        loader=_our_loader,
+        gathered=lambda loader, values: loader.gather(values),
+        snippet="from parallelize import distributed\ncall = lambda f: distributed(processes=2)(f)()",
+    ),
+    "Fabric": Library(
+        package="lightning_fabric",
+        call=_fabric,
+        model=_fabric_model,
+        loader=_fabric_loader,
+        gathered=_fabric_gathered,
+        snippet="from lightning_fabric import Fabric\n"
+        "call = Fabric(accelerator='cpu', devices=2, strategy='ddp_spawn').launch",
+    ),
+    "Accelerate": Library(
+        package="accelerate",
+        call=_accelerate,
+        model=_accelerate_model,
+        loader=_accelerate_loader,
+        gathered=_accelerate_gathered,
+        snippet="from accelerate import debug_launcher\ncall = lambda f: debug_launcher(f, num_processes=2)",
+    ),
+    "ignite": Library(
+        package="ignite",
+        call=_ignite,
+        model=_ignite_model,
+        loader=_ignite_loader,
+        gathered=_ignite_gathered,
+        snippet="from ignite import distributed as idist\n"
+        "def call(f):\n    with idist.Parallel(backend='gloo', nproc_per_node=2) as p: return p.run(f)",
+    ),
+    "torchrunx": Library(
+        package="torchrunx",
+        call=_torchrunx,
+        snippet="from torchrunx import Launcher\n"
+        "call = lambda f: Launcher(hostnames=['localhost'], workers_per_host=2, backend='gloo').run(f).rank(0)",
+    ),
+}
