@@ -45,9 +45,11 @@ def _run(target: str, *, is_module: bool) -> None:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(target, run_name="__main__")
-    except BaseException as error:
-        error.__traceback__ = _behind_runpy(error.__traceback__)
-        raise
+    except BaseException as error:  # noqa: BLE001 - it is raised again below, as it would be without runpy
+        raised = error
+    else:
+        return
+    raise raised.with_traceback(_behind_runpy(raised.__traceback__))
 
 
 def trace_of_script(error: BaseException) -> TracebackType | None:

@@ -207,6 +207,7 @@ ENDING = """
 """
 
 
+@pytest.mark.timeout(180)  # it starts a script over and over
 @pytest.mark.parametrize("processes", [1, 2])
 def test_how_a_script_ends(processes: int, run: Run) -> None:
     """Its own exception, with the traceback of the rank and nothing of ours before it; its own exit code."""
