@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import multiprocessing.forkserver
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch.distributed as dist
 
 from parallelize import ConfigError, distributed
 
+TASKS = Path("/proc/self/task")
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -39,6 +43,27 @@ def test_a_call_after_a_failed_one() -> None:
         with pytest.raises(LookupError):
             fail()
         assert total(5) == (10, 2)
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="threads of compiled code are seen on Linux only")
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_no_thread_of_compiled_code_stays(is_failing: bool) -> None:
+    """Also before anything is collected: a process that is forked then crashes when it frees what the thread serves."""
+
+    @distributed(processes=2)
+    def call() -> None:
+        if is_failing:
+            raise LookupError("once")
+
+    gc.collect()
+    before = set(TASKS.iterdir())
+    gc.disable()
+    try:
+        with pytest.raises(LookupError) if is_failing else contextlib.nullcontext():
+            call()
+        assert set(TASKS.iterdir()) <= before
+    finally:
+        gc.enable()
 
 
 def test_two_threads_side_by_side() -> None:

@@ -95,6 +95,18 @@ class Agent(LocalElasticAgent):
         self._peers = peers
         self._returned: RunResult | None = None
 
+    def run(self, *args: Any, **kwargs: Any) -> RunResult:
+        """As torch elastic's, and no store is kept: its thread ends with the run.
+
+        This object is one that only the garbage collector frees. In a process forked by then (a DataLoader's worker),
+        where that thread never was, freeing the store ends in a crash.
+        """
+        try:
+            result: RunResult = super().run(*args, **kwargs)
+            return result
+        finally:
+            self._store = self._worker_group.store = None
+
     @property
     def attempt(self) -> int:
         """How often the group has been restarted."""
