@@ -26,6 +26,7 @@ from parallelize.backends.parts import converted, spread, whole_dictionaries
 from parallelize.backends.parts import whole as made_whole
 from parallelize.backends.sharding import Sharding
 from parallelize.backends.units import refuse_ties, units_of
+from parallelize.backends.whereabouts import Whereabouts
 from parallelize.contracts import Engine, Inner
 from parallelize.errors import SyncError
 from parallelize.traffic import Traffic
@@ -83,9 +84,11 @@ class ShardingEngine(Engine):
         for optimizer in optimizers:
             self._point(optimizer, to_parts=True)
         self._set_aside()
-        self.local = self.module = Gate(inner, roll_call_s=options.roll_call_s, world=world)
+        self._whereabouts = Whereabouts(model, root=inner, places=self._places, parts=self._parts)
+        before = self._whereabouts.before_forward
+        self.local = self.module = Gate(inner, roll_call_s=options.roll_call_s, world=world, before=before)
         self._taken = contextlib.ExitStack()
-        self._taken.callback(register_optimizer_step_pre_hook(self._refuse_stale).remove)
+        self._taken.callback(register_optimizer_step_pre_hook(self._whereabouts.before_step).remove)
         self._taken.enter_context(guarded_submodules(model, self.module))
         self._taken.enter_context(whole_dictionaries(model, saves_whole=options.full_state_dict))
 
@@ -128,6 +131,7 @@ class ShardingEngine(Engine):
             module._parameters[name] = whole
         for optimizer in self._optimizers:
             self._point(optimizer, to_parts=False)
+        self._whereabouts.part_with(self._optimizers)
         for group in self._mesh.get_all_groups() if self._mesh.ndim > 1 else ():
             dist.destroy_process_group(group)
 
@@ -167,15 +171,6 @@ class ShardingEngine(Engine):
             optimizer.state[target] = {
                 name: converted(value, of=each, like=target if to_parts else None) for name, value in state.items()
             }
-
-    def _refuse_stale(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        wholes = {id(whole) for _, _, whole in self._places}
-        if any(id(each) in wholes for group in optimizer.param_groups for each in group["params"]):
-            raise SyncError(
-                f"{type(optimizer).__name__} holds parameters that {type(self._inner.model).__name__} had before",
-                why="fsdp has replaced them since it was made: its steps would train nothing",
-                fix="pass it, as in parallel_model(model, optimizers=optimizer), or make it inside the block",
-            )
 
 
 def _mesh(options: Sharding, *, world: World, device: torch.device) -> DeviceMesh:

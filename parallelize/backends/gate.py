@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,10 +29,12 @@ class Gate(nn.Module):
         inner: the root of fully_shard; no child of this module.
         roll_call_s: how long a forward without gradients waits for the others; 0: without end.
         world: this process among the others.
+        before: called before each forward of the model.
     """
 
-    def __init__(self, inner: Inner, *, roll_call_s: float, world: World) -> None:
+    def __init__(self, inner: Inner, *, roll_call_s: float, world: World, before: Callable[[], None]) -> None:
         super().__init__()
+        self._before = before
         self.__dict__["inner"] = inner
         self._roll_call_s = roll_call_s
         self._world = world
@@ -43,6 +45,7 @@ class Gate(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, together with all other ranks."""
+        self._before()
         if torch.is_grad_enabled():
             self._has_trained = True
         elif self._has_trained:

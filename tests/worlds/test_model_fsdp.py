@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -246,6 +247,69 @@ def test_a_module_replaced_inside_is_refused() -> None:
             model.head = nn.Linear(5, 1)
             with pytest.raises(SyncError, match="Stack has changed: head is another module"):
                 model(batch_of(rank()))
+
+    run()
+
+
+@pytest.mark.parametrize("how", ["assign", "replace", "functional"])
+def test_a_parameter_put_in_anothers_place_is_refused(how: str) -> None:
+    """fully_shard would go on with its own part: what was loaded or put there would be lost without a word."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = seeded()
+        loaded = {key: value.clone() for key, value in model.state_dict().items()}
+        with parallel_model(model, backend="fsdp"):
+            train(model, torch.optim.SGD(model.parameters(), 0.1), steps=range(1))
+            if how == "assign":
+                model.load_state_dict(loaded, assign=True)
+            elif how == "replace":
+                model.stem.weight = nn.Parameter(loaded["stem.weight"])
+            with pytest.raises(SyncError, match=r"(?s)stem.weight of Stack is another parameter.*assign=True"):
+                torch.func.functional_call(model, loaded if how == "functional" else {}, (batch_of(rank()),))
+
+    run()
+
+
+@pytest.mark.parametrize("how", ["no_sync", "no_sync around backward", "grad", "grad before"])
+def test_gradients_that_were_not_sent_are_not_passed_over(how: str) -> None:
+    """A step that finds no gradient in the parts, because all are waiting to be sent, would train nothing."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = seeded()
+        with parallel_model(model, backend="fsdp"):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            train(model, optimizer, steps=range(1))
+            optimizer.zero_grad()
+            with no_sync(model) if how == "no_sync" else contextlib.nullcontext():
+                loss = model(batch_of(rank())).mean()
+                weight = model.head.weight  # whole until backward
+                with no_sync(model) if how == "no_sync around backward" else contextlib.nullcontext():
+                    if how.startswith("grad"):
+                        gradient = torch.autograd.grad(loss, [weight])[0]
+                        (weight if how == "grad before" else model.head.weight).grad = gradient
+                    else:
+                        loss.backward()
+            with pytest.raises(SyncError, match=r"gradient of .* of Stack is not averaged"):
+                optimizer.step()
+
+    run()
+
+
+def test_an_optimizer_made_inside_is_refused_after_the_block() -> None:
+    """It holds parts, and the model no longer does: neither plainly nor in a second block do its steps train."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = seeded()
+        with parallel_model(model, backend="fsdp"):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            train(model, optimizer, steps=range(1))
+        with pytest.raises(SyncError, match=r"(?s)SGD holds parts of a model.*optimizers=optimizer"):
+            train(model, optimizer, steps=range(1))
+        with parallel_model(model, backend="fsdp"), pytest.raises(SyncError, match="SGD holds parts of a model"):
+            train(model, optimizer, steps=range(1))
 
     run()
 
