@@ -85,6 +85,7 @@ class Block:
             if not any(parameter.requires_grad for parameter in self.model.parameters()):
                 # A discriminator, frozen while its generator is trained: gradients pass through it and stop nowhere.
                 return self._engine.local
+            self._refuse_functional()
             self._rebuild()
         # Before the collectives of a step: a rank with fewer batches than the others would leave them waiting later.
         self._steps.reach()
@@ -135,6 +136,15 @@ class Block:
         self.model.to(self._run.device)
         self._start()
         self._on_rebuilt()
+
+    def _refuse_functional(self) -> None:
+        for name, each in self.model.named_parameters():
+            if not isinstance(each, nn.Parameter):
+                raise SyncError(
+                    f"{name} of {type(self.model).__name__} is no parameter here: torch.func.functional_call",
+                    why="gradients are averaged where they arrive, in parameters; these tensors only pass them on",
+                    fix="put the functional call in a method of the model, and route that: methods=['adapted']",
+                )
 
     def _refuse_change(self) -> None:
         raise SyncError(
