@@ -52,7 +52,6 @@ BENCHMARKS = {
     "checkpoint": Benchmark(quick=("--megabytes", "10", "--rounds", "1")),
     "data": Benchmark(quick=("--rounds", "1"), on_gpu="(b): whether the copy of a batch is hidden"),
     "faults": Benchmark(quick=("--rounds", "1", "--faults", "killed")),
-    "faults": Benchmark(quick=("--rounds", "1", "--faults", "raises")),
     "launch": Benchmark(
         quick=("--rounds", "1", "--measures", "first", "--contenders", "parallelize", "torch.multiprocessing.spawn")
     ),
