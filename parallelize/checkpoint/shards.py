@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from parallelize.checkpoint.atomic import writing_out
 from parallelize.checkpoint.digest import digest, without_checksums
 from parallelize.checkpoint.pieces import Piece
 
@@ -92,7 +93,7 @@ def write_pieces(folder: Path, rank: int, parts: Sequence[Part]) -> list[Piece]:
     writer = FileSystemWriter(folder)
     # A file is named for the place of its plan among all ranks'.
     plan = writer.prepare_global_plan([SavePlan([])] * rank + [SavePlan([each.item for each in parts])])[rank]
-    with without_checksums():
+    with without_checksums(), writing_out(folder / f"__{rank}_0.distcp"):
         results = writer.write_data(plan, _Values(parts)).value()
     values = {each.item.index: each.values for each in parts}
     return [_piece(each, values[each.index]) for each in results]
