@@ -17,8 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import torch
 import torch.distributed as dist
 import wrapt
-from torch import nn
-from typing_extensions import Unpack
+from typing_extensions import Never, Unpack
 
 from parallelize.config import Config
 from parallelize.contracts import Launcher
@@ -32,7 +31,7 @@ from parallelize.placement import Placement, place
 from parallelize.queueing import Queue
 from parallelize.runtime import active
 from parallelize.stopping import heeding
-from parallelize.task import Outcome, Task, modules_in
+from parallelize.task import Outcome, Task, bring_back, modules_in, name_of
 from parallelize.worker import entered
 from parallelize.world import Node, World, detect
 
@@ -46,7 +45,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 
-def distributed(**options: Unpack[Options]) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
+def distributed(*misplaced: Never, **options: Unpack[Options]) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
     """Make calls of a function run on all devices asked for, as if it were called once.
 
     Decorating is inert: no process starts, no device is touched, nothing is read. At the call, the environment's
@@ -56,6 +55,7 @@ def distributed(**options: Unpack[Options]) -> Callable[[Callable[P, R]], Distri
         **options: as `Config` describes them: `backend`, `gpus`, `processes`, `num_nodes`, `amp`, `amp_engine`, `seed`,
             `timeout`, `max_restarts`, `launcher`, `logs`, `process_group_backend`, `init_connection`, `wrap`,
             `verify_every`, `update_modules`.
+        *misplaced: nothing; what is given without a name is refused.
 
     Returns:
         A decorator. What it returns has the function's signature, name and docstring, and is called like it.
@@ -63,6 +63,13 @@ def distributed(**options: Unpack[Options]) -> Callable[[Callable[P, R]], Distri
     Raises:
         ConfigError: the options cannot work, whatever the machine; or (when it decorates) no plain function.
     """
+    if misplaced:
+        given = ", ".join(map(name_of, misplaced))
+        raise ConfigError(
+            f"distributed({given})",
+            why="every option has a name, and the function comes after them",
+            fix="write @distributed() with its parentheses above the function, or distributed(...)(function)",
+        )
     config = Config.parse(**options)
 
     def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
@@ -157,7 +164,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         Raises:
             ConfigError: a call would be refused.
         """
-        name, launcher = self.__wrapped__.__qualname__, self._self_config.merged(os.environ).launcher
+        name, launcher = name_of(self.__wrapped__), self._self_config.merged(os.environ).launcher
         if isinstance(launcher, Queue) and detect(os.environ) is None:
             return explanation(launcher.plan(self._queue()[1]), None, name=name, queue=launcher.name)
         placement = self._placement()
@@ -191,7 +198,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         config = self._self_config.merged(os.environ)
         if not isinstance(config.launcher, Queue):
             raise ConfigError(
-                f"{self.__wrapped__.__qualname__} has no queue: launcher={config.launcher and config.launcher.name!r}",
+                f"{name_of(self.__wrapped__)} has no queue: launcher={config.launcher and config.launcher.name!r}",
                 why="only a launcher of a cluster can take a call and run it later",
                 fix="use @distributed(launcher=SlurmLauncher(partition=...)), or call it without submit",
             )
@@ -257,24 +264,8 @@ def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
     """In processes of their own; modules among the arguments come back trained."""
     outcomes: Sequence[Outcome] = by.launch(task, node=node, environ=os.environ)
     for module, trained in zip(modules_in(task.args, task.kwargs), outcomes[0].trained, strict=False):
-        _update(module, trained)
+        bring_back(module, trained)
     return [outcome.value for outcome in outcomes] if task.all_ranks else outcomes[0].value
-
-
-def _update(module: nn.Module, trained: Mapping[str, torch.Tensor]) -> None:
-    """Copy rank 0's weights and buffers into the caller's module, tensor by tensor: references to them hold."""
-    mine = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    fitting = {name for name, tensor in trained.items() if name in mine and mine[name].shape == tensor.shape}
-    with torch.no_grad():
-        for name in fitting:
-            mine[name].copy_(trained[name])
-    lost = sorted({*trained, *mine} - fitting)
-    if lost:
-        warnings.warn(
-            f"{type(module).__name__}: {', '.join(lost)} changed shape or name in the call and did not come back; "
-            "return the module to get it as it is in the worker",
-            stacklevel=5,
-        )
 
 
 def _join(task: Task, world: World) -> Any:

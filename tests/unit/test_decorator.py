@@ -86,6 +86,19 @@ def test_wrong_options_are_refused_where_they_are_written() -> None:
     assert len(caught.value.faults) == 2
 
 
+def test_a_decorator_without_parentheses_is_refused() -> None:
+    """With what to write instead; the same where options are given without their names."""
+    for given, named in ((train.__wrapped__, "train"), ("ddp", "str")):
+        with pytest.raises(ConfigError, match=rf"distributed\({named}\)(.|\n)*write @distributed\(\)"):
+            distributed(given)  # type: ignore[arg-type]  # the mistake
+
+
+def test_what_has_no_name_is_explained_too() -> None:
+    """A partial by the function it calls."""
+    partial = distributed(processes=2)(functools.partial(train.__wrapped__, 3))
+    assert partial.explain().startswith("train would run as\n")
+
+
 async def coroutine() -> None: ...
 
 

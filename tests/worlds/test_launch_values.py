@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from parallelize import distributed
 
@@ -151,6 +152,27 @@ def test_a_module_that_changed_its_shape_is_told_of() -> None:
     with pytest.warns(UserWarning, match="Linear: weight changed shape or name") as caught:
         grow(net)
     assert caught[0].filename == __file__
+
+
+@distributed(processes=2)
+def forward(*nets: nn.Module) -> None:
+    for net in nets:
+        net(torch.ones(2, 3))
+
+
+@distributed(processes=2)
+def total_of(net: nn.Module) -> int:
+    return sum(1 for _ in net.parameters())
+
+
+def test_a_module_without_sizes_comes_back_with_those_it_got() -> None:
+    """Lazy layers that ran in the call are filled; those that did not stay as they are."""
+    net, other = nn.LazyLinear(2), nn.LazyLinear(2)
+    total_of(other)
+    assert is_lazy(other.weight)
+    forward(net)
+    assert net(torch.zeros(5, 3)).shape == (5, 2)
+    assert type(net) is nn.Linear
 
 
 def test_a_module_in_one_process_is_the_very_object() -> None:
