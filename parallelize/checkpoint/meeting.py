@@ -52,7 +52,8 @@ class Meeting:
         self._store = store
         self.number = 0 if store is None else next(_numbers()[what])
         self._key = f"parallelize/meeting/{what}/{self.number}"
-        self._timeout = runtime.current().config.timeout
+        run = runtime.current()
+        self._timeout, self._watch = run.config.timeout, run.watch
         self._own = b""
 
     @classmethod
@@ -98,13 +99,15 @@ class Meeting:
         if self._store is None:
             return
         limit_s = min(patience_s, self._timeout.total_seconds())
-        met = self._wait([self._brought(each) for each in range(self.world_size)], limit_s, says=self._lonely)
+        keys = [self._brought(each) for each in range(self.world_size)]
+        with self._watch.needing(self.absent) as hopeless:
+            met = self._wait(keys, limit_s, says=self._lonely, hopeless=hopeless)
         # Whoever decides first decides for all: a rank that comes at the very end does not go on alone.
         verdict = self._store.compare_set(f"{self._key}/verdict", "", _DONE if met else "missed").decode()
         if verdict != _DONE:
-            missing = self.absent()
+            missing, why_not = self.absent(), f": {hopeless()}" if hopeless() else f" within {limit_s:g} s"
             raise SyncError(
-                f"{self.what}: {_ranks(missing)} did not come within {limit_s:g} s"
+                f"{self.what}: {_ranks(missing)} did not come{why_not}"
                 if missing
                 else f"{self.what}: rank {self.rank} came when the others had given up",
                 why=why,
@@ -188,24 +191,33 @@ class Meeting:
     def _has(self, key: str) -> bool:
         return self._store is not None and self._store.check([key])
 
-    def _wait(self, keys: list[str], limit_s: float, *, says: Callable[[], str] | None = None) -> bool:
+    def _wait(
+        self,
+        keys: list[str],
+        limit_s: float,
+        *,
+        says: Callable[[], str] | None = None,
+        hopeless: Callable[[], str] = str,
+    ) -> bool:
         """Whether the keys are there in time; a line in the log where that takes long."""
         if self._store is None:
             return True
         first_s = limit_s if says is None else min(LATE_S, limit_s)
-        if self._is_set(keys, first_s):
+        if self._is_set(keys, first_s, hopeless):
             return True
+        if hopeless():
+            return False
         line = says() if says is not None else ""
         if line:
             _log.warning("%s", line)
-        return limit_s > first_s and self._is_set(keys, limit_s - first_s)
+        return limit_s > first_s and self._is_set(keys, limit_s - first_s, hopeless)
 
-    def _is_set(self, keys: list[str], limit_s: float) -> bool:
+    def _is_set(self, keys: list[str], limit_s: float, hopeless: Callable[[], str]) -> bool:
         """Look again and again: a wait in the store would keep this process's other threads from it."""
         assert self._store is not None
         end, pause_s = time.monotonic() + limit_s, _LOOK_FIRST_S
         while not self._store.check(keys):
-            if time.monotonic() >= end:
+            if time.monotonic() >= end or hopeless():
                 return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_EVERY_S)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from parallelize.watch.places import Call, Place
 
-__all__ = ["FIRST_LINE_S", "Finding", "awaited", "find", "line_due_s", "overdue", "waiting_line"]
+__all__ = ["FIRST_LINE_S", "Finding", "awaited", "find", "hopeless", "line_due_s", "overdue", "waiting_line"]
 
 FIRST_LINE_S = 30.0
 """After so many seconds in which nothing is proven, a line says who waits for whom; then at twice that, and so on."""
@@ -151,6 +151,22 @@ def _circle(places: Sequence[Place]) -> Finding | None:
     said = _listed([(rank, f"{_waits(stuck[rank])} for {_ranks(targets)}") for rank, targets in sorted(edges.items())])
     why = "each stands in a call that another has yet to make"
     return Finding(f"ranks wait for each other: {said}", why, _FIX_MISMATCH, tuple(edges))
+
+
+def hopeless(rank: int, needed: Sequence[int], places: Sequence[Place]) -> Finding | None:
+    """That one of the ranks that a rank needs elsewhere cannot come there: it has returned, or waits for that rank.
+
+    Args:
+        rank: it waits by other means than a collective, and does not say so in its place.
+        needed: those that have not come.
+        places: of all that have told.
+    """
+    for place in places:
+        is_stuck = place.is_alone and rank in awaited(place, places)
+        if place.rank in needed and (place.state == "returned" or is_stuck):
+            where = "has returned" if place.state == "returned" else f"{_waits(place)} for rank {rank}"
+            return Finding(f"rank {place.rank} {where}", "", "", (place.rank,))
+    return None
 
 
 def line_due_s(said: int) -> float:

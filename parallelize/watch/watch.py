@@ -29,6 +29,7 @@ import torch.distributed as dist
 from parallelize.errors import SyncError
 from parallelize.watch import frames, proof
 from parallelize.watch.board import Board
+from parallelize.watch.need import Need
 from parallelize.watch.places import Place, State
 from parallelize.watch.recorder import Recorder, members
 from parallelize.watch.thread_clock import ThreadClock
@@ -86,6 +87,25 @@ class Watch:
         finally:
             self._now = None
 
+    @contextlib.contextmanager
+    def needing(self, ranks: Callable[[], Sequence[int]]) -> Iterator[Callable[[], str]]:
+        """A wait for other ranks that is no collective: the block looks, again and again, for what they leave.
+
+        Args:
+            ranks: those that have not come yet; asked in another thread.
+
+        Yields:
+            What tells why one of them cannot come any more, or "".
+        """
+        need = Need(ranks)
+        if self._now is not None:
+            self._now.need = need
+        try:
+            yield need.hopeless
+        finally:
+            if self._now is not None:
+                self._now.need = None
+
     def _end(self, error: SyncError) -> None:
         self.on_proof(error)  # as it is now: it may be set while the watch is on
 
@@ -109,6 +129,7 @@ class _Watching:
         self, board: Board, *, timeout: timedelta, since_ns: int | None, on_proof: Callable[[SyncError], None]
     ) -> None:
         self._board, self._on_proof = board, on_proof
+        self.need: Need | None = None
         self._timeout_s, self._owns_group = timeout.total_seconds(), since_ns is not None
         self._main = threading.get_ident()
         self._clock, self._recorder = ThreadClock(self._main), Recorder(since_ns or 0)
@@ -155,12 +176,15 @@ class _Watching:
         waits = stood_s >= SUSPECT_S and (
             frames.is_in_distributed(frames.stack_of(frame)) or self._recorder.has_pending()
         )
+        need = self.need
+        if need is not None:
+            need.look(self._board)
         question = self._board.ask() if waits else self._board.question()
         if not waits:
             self._suspected, self._lines, self._first_asked = None, 0, question + 1
             self._board.leave()
         if question == self._answered:
-            return stood_s >= SUSPECT_S
+            return stood_s >= SUSPECT_S or need is not None
         self._answered = question
         place = self._place("waits" if waits else "runs", frames.stack_of(frame), since_s=stood_s)
         self._board.post(place)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from parallelize.watch import frames
 from parallelize.watch.places import Call, Place
-from parallelize.watch.proof import Finding, find, line_due_s, overdue, waiting_line
+from parallelize.watch.proof import Finding, find, hopeless, line_due_s, overdue, waiting_line
 from parallelize.watch.recorder import Recorder, calls_of
 from parallelize.watch.thread_clock import ThreadClock
 
@@ -151,6 +151,18 @@ def test_one_that_has_gone_on_after_another_collective_is_named_with_its_place()
     finding = find([waits(0, reduce_in("all")), other])
     assert finding is not None
     assert "rank 1 was in broadcast of float32[4], and has gone on to eval.py:12" in finding.what
+
+
+def test_who_waits_for_this_rank_elsewhere_cannot_come() -> None:
+    """Nor can one that has returned; one that runs can, or that waits for another, or that has a thread for it."""
+    stuck, runs = waits(1, reduce_in("all")), Place(2, "runs", "eval.py:12")
+    finding = hopeless(0, [1, 2], [Place(0, "runs"), stuck, runs])
+    assert finding is not None
+    assert finding.what == "rank 1 waits at train.py:41 in all_reduce of float32[4] for rank 0"
+    assert hopeless(0, [2], [Place(0, "runs"), stuck, runs]) is None
+    assert hopeless(0, [1], [Place(0, "runs"), replace(stuck, is_alone=False), runs]) is None
+    assert hopeless(0, [1], [Place(0, "runs"), waits(1, reduce_in("pair", number=0)), runs]) is None
+    assert hopeless(0, [1], [Place(0, "runs"), Place(1, "returned"), runs]) is not None
 
 
 def test_a_finding_holds_when_all_that_it_rests_on_have_told_again() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize import SyncError, all_reduce, barrier, distributed, main_first, parallel_model
+from parallelize import SyncError, all_reduce, barrier, distributed, main_first, parallel_model, save
 
 # The whole call, on a machine that does other things, too.
 WITHIN_S = 10.0
@@ -274,6 +274,28 @@ def test_a_rank_that_is_stopped_is_named_when_the_time_is_over() -> None:
     (waited,) = places(stop.__wrapped__)
     expected = f"rank 1 waits at {waited} in all_reduce of float32[1] for rank 0, which has not answered\n"
     assert str(caught.value).startswith(expected)
+
+
+@distributed(processes=2, backend="fsdp")
+def save_alone(path: Path) -> tuple[float, str]:
+    with parallel_model(nn.Linear(4, 4)) as model:
+        started, said = time.monotonic(), ""
+        if dist.get_rank() == 0:
+            try:
+                save(path, model=model)  # rank 0
+            except SyncError as error:
+                said = str(error)
+        seconds = time.monotonic() - started
+        barrier("saved")  # rank 1
+    return seconds, said
+
+
+def test_a_save_that_others_cannot_come_to_is_ended_at_once(tmp_path: Path) -> None:
+    """Where one rank waits for the others' shards and they for that rank, it alone is told, and may go on."""
+    seconds, said = save_alone(tmp_path / "a.pt")
+    saves, waits = places(save_alone.__wrapped__)
+    assert f"save at {saves}: rank 1 did not come: rank 1 waits at {waits} in barrier('saved') for rank 0" in said
+    assert seconds < WITHIN_S
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
