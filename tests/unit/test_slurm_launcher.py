@@ -246,3 +246,12 @@ def test_a_folder_is_found_by_number_and_by_itself(tmp_path: Path) -> None:
     folder.link("12")
     for number, parent in (("12", tmp_path), ("12_3", tmp_path), ("99", folder.path)):
         assert JobFolder.of(number, parent).path == folder.path
+
+
+def test_a_number_leads_to_its_latest_job(tmp_path: Path) -> None:
+    """Numbers begin again with a cluster, and two clusters may share a home folder."""
+    first, second = JobFolder.make(tmp_path, "first"), JobFolder.make(tmp_path, "second")
+    for folder in (first, second):
+        (folder.path / "call.json").write_text("{}")
+        folder.link("12")
+    assert JobFolder.of("12", tmp_path).path == second.path

@@ -108,9 +108,10 @@ class JobFolder:
         return self.path / f"stop.{job_id}.{attempt}"
 
     def link(self, job_id: str) -> None:
-        """Let the job be found by its number."""
-        with contextlib.suppress(FileExistsError):
-            (self.path.parent / job_id).symlink_to(self.path.name)
+        """Let the job be found by its number, which may have been that of an earlier one, or of another cluster's."""
+        link = self.path / "link"
+        link.symlink_to(self.path.name)
+        link.replace(self.path.parent / job_id)
 
     def write_outcomes(self, job_id: str, outcomes: Sequence[Outcome]) -> None:
         """Leave what came of a job."""
