@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from parallelize import barrier, distributed
+from parallelize.launchers.slurm.folder import JobFolder
 from parallelize.store import serve_store
 
 
@@ -72,3 +73,13 @@ def test_the_files_of_a_run_are_private(monkeypatch, tmp_path):
     assert found
     assert [each for each in found if each[1] != "0o700"] == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_job_is_private(tmp_path):
+    """Whatever this user lets others see by default, nobody else reads or changes the calls that a job unpickles."""
+    before = os.umask(0)
+    try:
+        folder = JobFolder.make(tmp_path / "jobs", "train")
+    finally:
+        os.umask(before)
+    assert oct(folder.path.stat().st_mode & 0o777) == "0o700"
