@@ -120,6 +120,7 @@ PROVOKED: list[tuple[str, str, Check[Any], Any]] = [
         versions.CHECK,
         Versions(python="3.11", own="1.0", installed={"torch": "9.1.0"}, least={}),
     ),
+    ("no-numpy", "NumPy", versions.CHECK, Versions(python="3.11", own="1.0", installed={}, least={}, has_numpy=False)),
     ("torch-without-cuda", "2 NVIDIA GPU(s)", accelerators.CHECK, Accelerators(present=2)),
     (
         "gpus-unusable",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import platform
 import re
 from collections.abc import Iterator, Mapping
@@ -26,12 +27,14 @@ class Versions:
         own: this package's.
         installed: version of each package that this one needs; None: it is not installed.
         least: the oldest that this package admits, by name.
+        has_numpy: whether NumPy is there: torch does not ask for it, and complains in every process without it.
     """
 
     python: str
     own: str
     installed: Mapping[str, str | None]
     least: Mapping[str, str]
+    has_numpy: bool = True
 
 
 def gather(_environ: Mapping[str, str]) -> Versions:
@@ -46,6 +49,7 @@ def gather(_environ: Mapping[str, str]) -> Versions:
         own=__version__,
         installed={name: _version(name) for name in least or ("torch", "wrapt", "cloudpickle", "tqdm")},
         least=least,
+        has_numpy=importlib.util.find_spec("numpy") is not None,
     )
 
 
@@ -67,6 +71,13 @@ def judge(facts: Versions) -> Iterator[Finding]:
                 why=f"parallelize {facts.own} needs {name} {least} or newer",
                 fix=f"pip install --upgrade '{name}>={least}'",
             )
+    if not facts.has_numpy:
+        yield warning(
+            "no-numpy",
+            "NumPy is not installed",
+            why="torch says so in every process, and arrays of a dataset cannot become tensors",
+            fix="pip install numpy",
+        )
     torch = facts.installed.get("torch") or "0"
     if _numbers(torch)[:2] > _numbers(CHECKED_WITH):
         yield warning(
