@@ -6,10 +6,12 @@ import dataclasses
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from torch.utils.data import DataLoader
 
 from parallelize.data.choice import source_of
 from parallelize.data.options import Batch, Divides, LoaderOptions
@@ -84,11 +86,11 @@ def shard_loader(
         return _sharded_already(cast("Any", loader), options)
     sharded = _remembered(loader)
     read = dataclasses.replace(options, progress=False)  # a label that names the epoch begins nothing anew
-    if read not in sharded:
+    found = sharded.get(read)
+    if found is None:
         frame = sys._getframe(1)
         site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        sharded[read] = _made(loader, options, site)
-    found = sharded[read]
+        found = sharded[read] = _made(loader, options, site)
     found._options = options
     return found
 
@@ -118,16 +120,23 @@ def _made(loader: Iterable[T], options: LoaderOptions, site: str) -> ShardedLoad
 _made_at: Counter[str] = Counter()
 
 
+_Shares = MutableMapping[LoaderOptions, ShardedLoader[Any]]
+
 # How far a loader was read in a run: kept for the loader itself (not for an equal one), gone with it.
-_MEMORY: WeakKeyDictionary[Any, tuple[Runtime | None, dict[LoaderOptions, ShardedLoader[Any]]]] = WeakKeyDictionary()
+_MEMORY: WeakKeyDictionary[Any, tuple[Runtime | None, _Shares]] = WeakKeyDictionary()
 
 
-def _remembered(loader: object) -> dict[LoaderOptions, ShardedLoader[Any]]:
+def _remembered(loader: object) -> _Shares:
     try:
-        of_run, sharded = _MEMORY.get(loader, (None, {}))
+        of_run, sharded = _MEMORY.get(loader, (None, _shares(loader)))
         if of_run is not active():  # another call of a decorated function begins with epoch 0
-            sharded = {}
+            sharded = _shares(loader)
         _MEMORY[loader] = (active(), sharded)
     except TypeError:  # a list has no identity to remember, and no order that changes with the epoch
         return {}
     return sharded
+
+
+def _shares(loader: object) -> _Shares:
+    # The share of a plain iterable keeps that iterable, and kept here it would for ever; it has epochs only to tell.
+    return {} if isinstance(loader, DataLoader) or hasattr(loader, "set_epoch") else WeakValueDictionary()

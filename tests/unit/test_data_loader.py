@@ -142,10 +142,19 @@ def test_attributes_that_are_not_there_are_not_there():
         shard_loader(loader_of(2)).nothing  # noqa: B018 - asking is the test
 
 
-def test_a_loader_goes_when_its_user_lets_it_go():
-    """What is remembered about a loader does not keep it."""
-    loader = loader_of(4)
-    list(shard_loader(loader))
+class Batches:
+    def __iter__(self):
+        yield from (torch.arange(2), torch.arange(2), torch.arange(2))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: loader_of(4), Batches, lambda: iter(Batches())], ids=["loader", "plain", "one"]
+)
+def test_a_loader_goes_when_its_user_lets_it_go(make):
+    """What is remembered about a loader does not keep it, read to its end or not."""
+    loader = make()
+    for _ in shard_loader(loader):
+        break
     alive = weakref.ref(loader)
     del loader
     gc.collect()
