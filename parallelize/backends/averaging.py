@@ -151,6 +151,10 @@ class AveragingEngine(Engine):
 
     @override
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        if self.module.static_graph and not self.module._static_graph_delay_allreduce_enqueued:
+            # torch learns the graph from a first iteration that averages, and aborts at any other. Averaging once more
+            # than needed changes no sum.
+            return contextlib.nullcontext()
         return self.module.no_sync()
 
     @override

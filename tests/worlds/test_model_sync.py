@@ -710,6 +710,30 @@ def test_a_static_graph_that_has_not_begun_to_average_is_refused() -> None:
     train()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_static_graph_may_begin_under_no_sync(reentrant: bool) -> None:
+    """Accumulation under static_graph=True, from its first micro-batch on, which torch alone aborts at."""
+
+    class Checkpointed(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.utils.checkpoint.checkpoint(self.encode, x, use_reentrant=reentrant))
+
+    @distributed(processes=WORLD, backend=DDPBackend(static_graph=True))
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Checkpointed)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        with parallel_model(model):
+            for _ in range(2):
+                optimizer.zero_grad()
+                for micro in batch_of(rank()).chunk(2):
+                    with no_sync(model) if micro[0, 0] == batch_of(rank())[0, 0] else contextlib.nullcontext():
+                        (model(micro.clone().requires_grad_(True)).square().mean() / 2).backward()
+                optimizer.step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
+
+
 @pytest.mark.parametrize("name", list(ZOO))
 def test_the_zoo_trains_as_hand_written_ddp_does(name: str) -> None:
     """Weights and buffers after some steps are bitwise those of torch's DistributedDataParallel on the same batches."""
