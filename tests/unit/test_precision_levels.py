@@ -72,6 +72,8 @@ def test_a_description_says_the_row() -> None:
 
 
 def test_explain_shows_the_row() -> None:
-    """A decorated function's explain() has the line."""
+    """A decorated function's explain() has the row, a line for each cell."""
     text = distributed(processes=2, amp="O2")(print).explain()
-    assert "O2 in bf16 (native): weights in forward: bf16" in text
+    lines = [line.strip() for line in text.splitlines()]
+    assert "precision    O2 in bf16 (native)" in lines
+    assert {"weights in forward: bf16", "weights updated: fp32", "loss scaling: none"} <= set(lines)
