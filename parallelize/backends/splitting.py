@@ -104,8 +104,10 @@ def _joined(row: Sequence[Any], *, samples: Sequence[int], device: torch.device)
     column = torch.stack(parts)
     if not column.is_floating_point():
         return column
-    weights = torch.tensor(samples, dtype=column.dtype).to(device, non_blocking=True)
-    return (column * weights).sum() / sum(samples)
+    # Not in half: a loss times its samples may be beyond fp16, and bf16 counts to 256.
+    wide = torch.promote_types(column.dtype, torch.float32)
+    weights = torch.tensor(samples, dtype=wide).to(device, non_blocking=True) / sum(samples)
+    return (column * weights).sum().to(column.dtype)
 
 
 def _samples(share: Any) -> int:

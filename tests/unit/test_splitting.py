@@ -69,6 +69,14 @@ def test_losses_without_dimensions_are_the_mean_over_all_samples(shares: list[li
     torch.testing.assert_close(put(*losses, samples=[len(share) for share in shares]), everything.mean())
 
 
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 300.0), (torch.bfloat16, 3.0)])
+def test_losses_in_half_precision_are_weighted_exactly(dtype: torch.dtype, value: float) -> None:
+    """A loss times its samples is beyond fp16, and samples beyond 256 are no bf16 numbers: the mean is exact anyway."""
+    result = put(*[torch.tensor(value, dtype=dtype)] * 2, samples=[333, 257])
+    assert result.dtype is dtype
+    assert result.item() == value
+
+
 def test_losses_stay_in_the_graph() -> None:
     """backward() of the joined loss reaches each replica by its share of the samples."""
     losses = [torch.zeros((), requires_grad=True) for _ in range(2)]
