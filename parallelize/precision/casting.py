@@ -12,13 +12,21 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 
-__all__ = ["LEFT_ALONE", "HalfModels", "HalfWeights"]
+__all__ = ["HalfModels", "HalfWeights", "left_alone"]
 
 # Batch norm is fp32 by the level's definition; a parametrization computes a weight, in the precision of a weight; a
 # scripted module is no Python object whose attributes could be covered. What is left out, autocast casts by itself.
-LEFT_ALONE: tuple[type[nn.Module], ...] = (_NormBase, ParametrizationList, torch.jit.ScriptModule)
+_LEFT_ALONE: tuple[type[nn.Module], ...] = (_NormBase, ParametrizationList, torch.jit.ScriptModule)
+
+# On CPUs these take weights in half only beside inputs in half, and autocast leaves their inputs as they are there.
+_LEFT_ALONE_ON_CPU: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.GroupNorm)
 
 _ABSENT = object()
+
+
+def left_alone(device_type: str) -> tuple[type[nn.Module], ...]:
+    """Classes of modules that keep their weights in fp32 under O2, on a kind of device."""
+    return _LEFT_ALONE + (_LEFT_ALONE_ON_CPU if device_type == "cpu" else ())
 
 
 class HalfWeights:
@@ -32,16 +40,18 @@ class HalfWeights:
 
     Args:
         dtype: the half-precision type.
+        exempt: classes of modules whose weights stay as they are.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, exempt: tuple[type[nn.Module], ...]) -> None:
         self._dtype = dtype
+        self._exempt = exempt
         self._models: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = weakref.WeakKeyDictionary()
         self._owned: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
     def adopt(self, model: nn.Module) -> None:
         """Cast for a model from now on, by the parameters it has now."""
-        owners = {module: _fp32_names(module) for module in model.modules() if not isinstance(module, LEFT_ALONE)}
+        owners = {module: _fp32_names(module) for module in model.modules() if not isinstance(module, self._exempt)}
         self._owned.update({module: names for module, names in owners.items() if names})
         self._models[model] = [module for module, names in owners.items() if names]
 
@@ -75,7 +85,7 @@ class HalfWeights:
 
     def _cover_replica(self, replica: Any) -> None:
         for module in replica.modules():
-            if not isinstance(module, LEFT_ALONE):
+            if not isinstance(module, self._exempt):
                 names = _fp32_names(module)
                 module.__dict__.update({name: getattr(module, name).to(self._dtype) for name in names})
 

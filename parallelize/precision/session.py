@@ -16,7 +16,7 @@ from parallelize.contracts import Amp, Session
 from parallelize.precision import compiling, refusals
 from parallelize.precision.autocast import Window
 from parallelize.precision.backward import Backward, Grad, current_scaling
-from parallelize.precision.casting import LEFT_ALONE, HalfModels, HalfWeights
+from parallelize.precision.casting import HalfModels, HalfWeights, left_alone
 from parallelize.precision.patching import replaced
 from parallelize.precision.scale import LossScale
 from parallelize.precision.scaling import Scaling
@@ -62,7 +62,7 @@ class NativeSession(Session):
     def __init__(self, policy: Policy, *, window: Window, scaling: Scaling | None, weights: HalfWeights | None) -> None:
         self.communication_dtype = policy.communication_dtype
         self.weights_dtype = policy.weights
-        self.fp32_modules = LEFT_ALONE
+        self.fp32_modules = left_alone(policy.device.type)
         self._half = policy.autocast
         self._window = window
         self._scaling = scaling
@@ -165,7 +165,9 @@ def mixed_precision(policy: Policy, *, models: Sequence[nn.Module]) -> Iterator[
     scaling, is_own = current_scaling(), False
     if scaling is None and policy.scaling is not None:
         scaling, is_own = Scaling(LossScale(policy.scaling, device=policy.device), agree=policy.agree), True
-    weights = None if policy.weights is None or policy.gathers else HalfWeights(policy.weights)
+    weights = None
+    if policy.weights is not None and not policy.gathers:
+        weights = HalfWeights(policy.weights, exempt=left_alone(policy.device.type))
     stored = None if policy.storage is None else HalfModels(policy.storage, models=models)
     session = NativeSession(policy, window=window, scaling=scaling, weights=weights)
     with contextlib.ExitStack() as stack:

@@ -128,6 +128,20 @@ def test_o2_casts_again_when_a_checkpoint_recomputes(reentrant: bool) -> None:
         torch.testing.assert_close(here.grad, there.grad, rtol=rtol, atol=rtol / 10)
 
 
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)]
+)
+def test_o2_norms_take_inputs_in_full_precision(norm: nn.Module) -> None:
+    """What comes first, or after a sum with the input, is in fp32: a norm on a CPU refuses weights in half there."""
+    model, x = nn.Sequential(copy.deepcopy(norm), nn.Linear(6, 2)), torch.randn(4, 3, 6)
+    x = x[:, 0] if isinstance(norm, nn.GroupNorm) else x
+    with block(model, "O2"):
+        output = model(x)
+        output.float().square().mean().backward()
+    torch.testing.assert_close(output.float(), model(x), rtol=0.05, atol=0.05)
+    assert all(each.grad is not None for each in model.parameters())
+
+
 def test_o2_covers_nothing_after_an_exception() -> None:
     """A module that fails has its parameter back."""
 
