@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -132,8 +133,6 @@ class ShardingEngine(Engine):
         for optimizer in self._optimizers:
             self._point(optimizer, to_parts=False)
         self._whereabouts.part_with(self._optimizers)
-        for group in self._mesh.get_all_groups() if self._mesh.ndim > 1 else ():
-            dist.destroy_process_group(group)
 
     def _set_aside(self) -> None:
         """Free the values of the user's own Parameter objects: they are in the parts now."""
@@ -173,11 +172,19 @@ class ShardingEngine(Engine):
             }
 
 
+# Of each process group, those of several dimensions, whose own groups end with it.
+_meshes: WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], DeviceMesh]] = WeakKeyDictionary()
+
+
 def _mesh(options: Sharding, *, world: World, device: torch.device) -> DeviceMesh:
     if options.shard_size is None or options.shard_size == world.world_size:
         return init_device_mesh(device.type, (world.world_size,), mesh_dim_names=("shard",))
     shape = (world.world_size // options.shard_size, options.shard_size)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    known = _meshes.setdefault(dist.group.WORLD, {})
+    # Once: DTensor remembers what it did on an equal mesh, and would go on with the groups of that one.
+    if (device.type, shape) not in known:
+        known[device.type, shape] = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return known[device.type, shape]
 
 
 def _shard(options: Sharding, inner: Inner, *, units: Sequence[nn.Module], mesh: DeviceMesh) -> None:

@@ -157,10 +157,12 @@ def test_options_change_no_result(backend: FSDPBackend) -> None:
 
 
 def test_copies_of_a_shared_model() -> None:
-    """shard_size=2 of four ranks: two copies, whose gradients are averaged."""
+    """shard_size=2 of four ranks: two copies, whose gradients are averaged, in one block after another."""
 
     @distributed(processes=4)
     def run() -> dict[str, torch.Tensor]:
+        with parallel_model(seeded(), backend=FSDPBackend(shard_size=2)) as model:  # a block before this one
+            model(batch_of(0)).sum().backward()
         model = seeded()
         with parallel_model(model, backend=FSDPBackend(shard_size=2)):
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
