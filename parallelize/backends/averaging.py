@@ -177,9 +177,23 @@ class AveragingEngine(Engine):
 
 
 class _Untrained(LocalEngine):
-    """A model of which nothing is trained yet: alike on every rank, and watched for what is unfrozen."""
+    """A model of which nothing is trained yet: alike on every rank, and watched for what is unfrozen.
+
+    Args:
+        module: it.
+        sends_buffers: whether buffers are rank 0's on every rank after the block.
+    """
 
     averages = True
+
+    def __init__(self, module: nn.Module, *, sends_buffers: bool) -> None:
+        super().__init__(module)
+        self._sends_buffers = sends_buffers
+
+    @override
+    def close(self, *, failed: bool) -> None:
+        if not failed and self._sends_buffers:
+            send(list(self.module.buffers()))
 
 
 def averaging_engine(options: Averaging, module: nn.Module, *, inner: Inner, device: torch.device) -> Engine:
@@ -196,7 +210,7 @@ def averaging_engine(options: Averaging, module: nn.Module, *, inner: Inner, dev
     """
     if not any(parameter.requires_grad for parameter in inner.parameters()):
         send([*inner.parameters(), *inner.buffers()])
-        return _Untrained(module)
+        return _Untrained(module, sends_buffers=options.broadcast_buffers)
     with contextlib.ExitStack() as stack:
         if options.sync_batchnorm:
             stack.enter_context(_synchronised_batchnorm(inner.model, device=device))

@@ -103,14 +103,16 @@ def test_parameters_start_as_rank_0s() -> None:
         assert all(map(torch.equal, first, second))
 
 
-def test_batch_norm_statistics_are_rank_0s_after_the_block() -> None:
-    """Running statistics, which every rank has seen differently, end as one model's."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_batch_norm_statistics_are_rank_0s_after_the_block(frozen: bool) -> None:
+    """Running statistics, which every rank has seen differently, end as one model's, also where nothing is trained."""
 
     @distributed(processes=WORLD)
     def train() -> tuple[torch.Tensor, torch.Tensor]:
-        model = ConvNet()
+        model = ConvNet().requires_grad_(not frozen)
+        x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(rank()))
         with parallel_model(model):
-            model(torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(rank()))).mean().backward()
+            model(x.requires_grad_(True)).mean().backward()
             inside = model.encoder[1].running_mean.clone()
         return inside, model.encoder[1].running_mean
 
