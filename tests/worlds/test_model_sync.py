@@ -43,6 +43,21 @@ def assert_alone_is_the_same(ranks: list[Any], loss_of: Callable[[Any, torch.Ten
             torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-7)
 
 
+def assert_trained_alike(loss_of: Callable[[Any, torch.Tensor], torch.Tensor], **options: Any) -> None:
+    """One backward and a step in a block on every rank: nothing is refused, the gradients are those of one process."""
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Mlp)
+        with parallel_model(model, **options):
+            loss_of(model, batch_of(rank())).backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+        assert "loss" not in vars(model)
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), loss_of)
+
+
 def bypasses() -> dict[str, Callable[[Mlp, torch.Tensor], torch.Tensor]]:
     def functional(model: Mlp, x: torch.Tensor) -> torch.Tensor:
         weights = dict(model.named_parameters())
@@ -123,30 +138,12 @@ def test_a_regulariser_in_the_same_backward_is_averaged() -> None:
     def loss_of(model: Mlp, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean() + model.encoder(x).abs().mean() + model.head.weight.square().sum()
 
-    @distributed(processes=WORLD)
-    def train() -> dict[str, torch.Tensor | None]:
-        model = seeded(Mlp)
-        with parallel_model(model):
-            loss_of(model, batch_of(rank())).backward()
-            torch.optim.SGD(model.parameters(), 0.0).step()
-        return gradients(model)
-
-    assert_alone_is_the_same(train.all_ranks(), loss_of)
+    assert_trained_alike(loss_of)
 
 
 def test_a_named_method_is_routed() -> None:
     """methods=["loss"] runs a method through the engine: its gradients are averaged."""
-
-    @distributed(processes=WORLD)
-    def train() -> dict[str, torch.Tensor | None]:
-        model = seeded(Mlp)
-        with parallel_model(model, methods=["loss"]):
-            model.loss(batch_of(rank())).backward()
-            torch.optim.SGD(model.parameters(), 0.0).step()
-        assert "loss" not in vars(model)
-        return gradients(model)
-
-    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model.loss(x))
+    assert_trained_alike(lambda model, x: model.loss(x), methods=["loss"])
 
 
 def test_two_forwards_before_one_backward_are_averaged() -> None:
@@ -155,15 +152,7 @@ def test_two_forwards_before_one_backward_are_averaged() -> None:
     def loss_of(model: Mlp, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean() + model(x + 1).mean()
 
-    @distributed(processes=WORLD)
-    def train() -> dict[str, torch.Tensor | None]:
-        model = seeded(Mlp)
-        with parallel_model(model):
-            loss_of(model, batch_of(rank())).backward()
-            torch.optim.SGD(model.parameters(), 0.0).step()
-        return gradients(model)
-
-    assert_alone_is_the_same(train.all_ranks(), loss_of)
+    assert_trained_alike(loss_of)
 
 
 def test_two_backwards_for_two_forwards_are_refused() -> None:
