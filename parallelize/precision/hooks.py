@@ -22,7 +22,8 @@ class TrueGradients:
     Such hooks are how recurrent nets clip inside backward, and how gradients are looked at. Under a hand-written
     GradScaler they see scaled gradients, and clip at 1 / scale.
 
-    Hooks on modules and on nodes of the graph, and custom autograd functions, see scaled gradients here too.
+    Hooks on modules and on nodes of the graph, those that run after a gradient was accumulated, and custom autograd
+    functions see scaled gradients here too.
 
     Args:
         scale: the loss scale.
