@@ -25,9 +25,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import cloudpickle
 import torch
 
+from parallelize import main_module
 from parallelize.allocation import STOP_FILE
 from parallelize.errors import LaunchError
 from parallelize.layout import Layout
@@ -82,7 +82,8 @@ def run(orders: Orders) -> None:
     try:
         _settle(orders, world)
         task = Task.read(task_path(folder), device=_default_device())
-        _fill_main(task.function)
+        main_module.fill(task.function)
+        main_module.share()
         _perform(task, world, path)
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is its outcome
         _fail(world, error, path)
@@ -263,18 +264,3 @@ def _default_device() -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
-
-
-def _fill_main(function: Any) -> None:
-    """Give this process's __main__ what the caller's had, as far as it came along.
-
-    Pickle finds a class of __main__ by its name there; torch.save(model), DataLoader workers and all_gather_object
-    all rely on it.
-    """
-    names = vars(sys.modules["__main__"])
-    for name, value in getattr(function, "__globals__", {}).items():
-        if not name.startswith("__"):
-            names.setdefault(name, value)
-    for kind in list(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.values()):
-        if kind.__module__ == "__main__" and "." not in kind.__qualname__:
-            names.setdefault(kind.__name__, kind)

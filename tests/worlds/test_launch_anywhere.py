@@ -78,6 +78,52 @@ def test_a_script_without_a_guard(how: str, run_script: Run) -> None:
     assert done.stderr == ""
 
 
+# Everything that a loader's workers are sent, and what comes back, has a class or a function of __main__ in it.
+SPAWNED = """
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from parallelize import distributed, shard_loader
+
+class Batch:
+    def __init__(self, values):
+        self.values = values
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return scaled(index)
+
+def scaled(index):
+    return index * 3
+
+def collate(values):
+    return Batch(values)
+
+def init(number):
+    assert isinstance(get_worker_info().dataset, Numbers)
+
+@distributed(processes=2)
+def train():
+    loader = DataLoader(
+        Numbers(), 2, num_workers=1, collate_fn=collate, worker_init_fn=init, multiprocessing_context="spawn"
+    )
+    batches = list(shard_loader(loader))
+    assert all(isinstance(batch, Batch) for batch in batches)
+    return [batch.values for batch in batches]
+
+seen = train.all_ranks()
+assert seen == [[[0, 6]], [[3, 9]]], seen
+print("done")
+"""
+
+
+def test_workers_of_a_loader_that_are_not_forked(run_script: Run) -> None:
+    """Started by spawn, they have the dataset and all the functions of a script without a guard."""
+    done = run_script(SPAWNED, how="file")
+    assert done.stdout == "done\n", done.stderr
+
+
 def test_a_package_run_by_name_with_flags_in_a_changed_directory(tmp_path: Path) -> None:
     """`python -O -X ... -W ... -m package` and its relative imports, sys.path and directory reach the workers."""
     package, elsewhere, extra = tmp_path / "pkg", tmp_path / "outputs", tmp_path / "extra"
