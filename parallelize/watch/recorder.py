@@ -65,7 +65,8 @@ class Recorder:
         """How many collectives each group has begun, and which was the last to end; a cheap look."""
         status = _dump(entries=False).get("pg_status", {})
         return tuple(
-            (each["last_enqueued_collective"], each["last_completed_collective"]) for _, each in sorted(status.items())
+            (each.get("last_enqueued_collective", 0), each.get("last_completed_collective", 0))
+            for _, each in sorted(status.items())
         )
 
     def calls(self, stands: object, *, at_once: bool) -> tuple[Call, ...]:
