@@ -51,6 +51,9 @@ def distributed(*misplaced: Never, **options: Unpack[Options]) -> Callable[[Call
     Decorating is inert: no process starts, no device is touched, nothing is read. At the call, the environment's
     PARALLELIZE_<OPTION> variables win over the options given here.
 
+    A call takes nothing from the caller's generators of random numbers. In one process it begins with their state, in
+    which they are afterwards, too: so without a seed a second call there draws the same numbers again.
+
     Args:
         **options: as `Config` describes them: `backend`, `gpus`, `processes`, `num_nodes`, `amp`, `amp_engine`, `seed`,
             `timeout`, `max_restarts`, `launcher`, `logs`, `process_group_backend`, `init_connection`, `wrap`,

@@ -57,7 +57,7 @@ def source_of(loader: Any, *, options: LoaderOptions, run: Runtime) -> Source[An
 def _copy(loader: DataLoader[Any], *, options: LoaderOptions, run: Runtime, is_wide: bool) -> LoaderCopy[Any]:
     world = run.world
     start = WorkerStart(loader.worker_init_fn, rank=world.rank, world_size=world.world_size, is_wide=is_wide)
-    # A run with a seed has given each process a stream of its own already; only workers start anew every epoch.
+    # In a run with a seed parallel_model gives each process a stream of its own; only workers start anew every epoch.
     of_run = run.config.seed if loader.num_workers else None
     copy: LoaderCopy[Any] = LoaderCopy(loader, seed=of_run if options.seed is None else options.seed, start=start)
     if options.to_device and run.device.type not in ("cpu", "mps"):

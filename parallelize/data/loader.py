@@ -66,7 +66,8 @@ def shard_loader(
         prefetch: batches that are copied to an accelerator ahead of the loop.
         divides: what an iterable dataset divides its data over by itself: "nothing", the "workers" that
             get_worker_info() tells of, or "processes"; None: seen from what it asks for. Only "nothing" lets the length
-            be known.
+            be known. One that divides by itself decides how much each process gets, whatever `tail` says: where it may
+            not be as much, train with a `limit=` that all of them reach.
 
     Raises:
         ConfigError: options without a meaning, or a loader that cannot be divided.
