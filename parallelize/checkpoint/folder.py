@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallelize.checkpoint.archive import MAIN, Checkpoint, write
+from parallelize.checkpoint.archive import MAIN, Checkpoint, read, write
 from parallelize.checkpoint.atomic import force
 from parallelize.checkpoint.meeting import Meeting
 from parallelize.checkpoint.pieces import Piece, Pieces, is_divided
@@ -106,8 +106,21 @@ def write_folder(path: Path, checkpoint: Checkpoint, share: Share, meeting: Meet
         try:
             _complete(path, checkpoint, share, meeting)
         except BaseException:
-            shutil.rmtree(path / share.folder, ignore_errors=True)
+            # It may also come, as SIGTERM does, when the new checkpoint is complete already.
+            if not _is_named(path, share.folder):
+                shutil.rmtree(path / share.folder, ignore_errors=True)
             raise
+
+
+def _is_named(path: Path, folder: str) -> bool:
+    """Whether the checkpoint that is there may need these parts."""
+    if not (path / MAIN).exists():
+        return False
+    try:
+        pieces = read(path).pieces
+    except ParallelizeError:
+        return True
+    return pieces is not None and pieces.folder == folder
 
 
 def _hand_in(path: Path, share: Share, meeting: Meeting) -> None:

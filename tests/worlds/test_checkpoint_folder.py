@@ -35,7 +35,7 @@ from parallelize import (
     rank,
     save,
 )
-from parallelize.checkpoint import meeting, saving
+from parallelize.checkpoint import archive, meeting, saving
 from parallelize.checkpoint.archive import MAIN, read
 from parallelize.checkpoint.digest import digest
 
@@ -302,6 +302,27 @@ def test_a_rank_that_cannot_write_is_told(tmp_path):
     assert "cannot write" in other
     assert load(tmp_path / "last") == {"old": 1}
     assert [each.name for each in (tmp_path / "last").iterdir() if each.name.startswith("parts")] == []
+
+
+def test_an_end_after_the_last_moment_leaves_the_new_one(tmp_path):
+    """Where rank 0 is stopped when the checkpoint is complete and the old parts are still there, it is not undone."""
+    replace = archive.replace_file
+
+    def replace_and_be_stopped(path, write):
+        replace(path, write)
+        raise KeyboardInterrupt
+
+    @distributed(processes=2, backend="fsdp")
+    def run():
+        model = net()
+        with parallel_model(model):
+            save(tmp_path / "last", model=model, number=1)
+            archive.replace_file = replace_and_be_stopped  # in this process, which ends with the call
+            with pytest.raises(KeyboardInterrupt if is_main() else SyncError):
+                save(tmp_path / "last", model=model, number=2)
+
+    run.all_ranks()
+    assert load(tmp_path / "last", model=net()) == {"number": 2}
 
 
 def test_one_rank_alone_is_told(tmp_path):
