@@ -33,6 +33,11 @@ FOREIGN_SIGNALS = {signal.SIGALRM} if sys.platform != "win32" else set()
 FOREIGN_THREADS = {"TMonitor"}
 
 
+# Started in the background by a shell, tests would ignore Ctrl-C, and so would every program that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """What a test finds and has to leave as it was."""
