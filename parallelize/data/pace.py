@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch.distributed as dist
-from tqdm.auto import tqdm
 
 from parallelize.watch.recorder import begun_since
 
@@ -85,7 +84,7 @@ def with_pace(batches: Iterable[T], *, key: str, label: str) -> Iterator[T]:
 def _tell(steps: int, step_s: float, data_s: float, *, since_ns: int, key: str, label: str) -> None:
     is_connected = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if not is_connected:
-        tqdm.write(line([Pace(0, steps, step_s, data_s)], world_size=1, label=label), file=sys.stderr)
+        _say(line([Pace(0, steps, step_s, data_s)], world_size=1, label=label))
         return
     pace = Pace(dist.get_rank(), steps, step_s, data_s, begun=begun_since(since_ns))
     store = dist.PrefixStore(f"parallelize/pace/{key}", dist.distributed_c10d._get_default_store())
@@ -93,7 +92,13 @@ def _tell(steps: int, step_s: float, data_s: float, *, since_ns: int, key: str, 
         store.set(str(pace.rank), pace.dumps())
         return
     others = _gathered(store, dist.get_world_size())
-    tqdm.write(line([pace, *others], world_size=dist.get_world_size(), label=label), file=sys.stderr)
+    _say(line([pace, *others], world_size=dist.get_world_size(), label=label))
+
+
+def _say(text: str) -> None:
+    from tqdm.auto import tqdm  # here: in a notebook without ipywidgets it warns as soon as it is imported
+
+    tqdm.write(text, file=sys.stderr)
 
 
 def _gathered(store: dist.Store, world_size: int) -> list[Pace]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from tqdm.auto import tqdm
-
 from parallelize.data.source import Reading
 
 __all__ = ["with_bar"]
@@ -23,6 +21,8 @@ def with_bar(batches: Iterator[T], reading: Reading[T], *, steps: int | None, la
         steps: how many batches there will be; None: unknown.
         label: written before the bar.
     """
+    from tqdm.auto import tqdm  # here: in a notebook without ipywidgets it warns as soon as it is imported
+
     samples = reading.all_samples()
     unit, total = (" batches", steps) if samples is None else (" samples", samples)
     with tqdm(total=total, desc=label, unit=unit, dynamic_ncols=True) as bar:

@@ -398,3 +398,9 @@ def test_the_callers_main_is_as_before() -> None:
     before = (getattr(main, "__file__", None), main.__spec__, multiprocessing.get_start_method(allow_none=True))
     add(1)
     assert (getattr(main, "__file__", None), main.__spec__, multiprocessing.get_start_method(allow_none=True)) == before
+
+
+def test_importing_leaves_what_a_notebook_warns_of_for_later() -> None:
+    """tqdm.auto warns at its import, in a notebook without ipywidgets: only who wants a bar imports it."""
+    code = "import sys, parallelize; sys.exit('tqdm.auto' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
