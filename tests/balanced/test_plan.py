@@ -113,6 +113,14 @@ def test_no_gain_is_said_and_leaves_the_model_alone(caplog: pytest.LogCaptureFix
     assert "backend='ddp'" in str(plan(model))
 
 
+def test_one_device_is_said_to_be_one() -> None:
+    """And no time of a division that cannot be is held against it."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu",))):
+        loss_of(model(rows(8)[0][0])).backward()
+    assert plan(model).why == "no gain: there is one device; consider backend='ddp'"
+
+
 def test_a_model_without_submodules_is_left_alone() -> None:
     """A single layer cannot be divided, and runs."""
     model = nn.Linear(8, 3)

@@ -230,7 +230,12 @@ class Planner:
         unsplit_s, predicted_s = found.profile.unsplit_s, found.schedule.predicted_s
         if self._wishes.microbatches is not None or unsplit_s is None:
             return plan
-        if len(plan.devices) == 1 or unsplit_s < _GAIN * predicted_s:
+        if len(plan.devices) == 1:
+            count = len(self._spots)
+            return self._alone(
+                "there is one device" if count == 1 else f"no division over {count} devices is faster", plan
+            )
+        if unsplit_s < _GAIN * predicted_s:
             return self._alone(f"a step takes {_ms(unsplit_s)}, divided it would take {_ms(predicted_s)}", plan)
         others = [self._described(found, each, draws=draws) for each in self._alternatives(found)]
         tried = [replace(each, measured_s=trial.divided_s(each)) for each in [plan, *others][:_TRIED]]
