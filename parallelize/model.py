@@ -24,6 +24,7 @@ from parallelize.inplace.streams import split_streams
 from parallelize.layout import Layout, lay_out
 from parallelize.runtime import Runtime
 from parallelize.startline import StartLine
+from parallelize.watch.apart import IN_BLOCK
 from parallelize.world import World, detect
 
 __all__ = ["no_sync", "parallel_model"]
@@ -86,6 +87,7 @@ def parallel_model(
     admit(models)
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(_run({name: value for name, value in options.items() if value is not None}))
+        (runtime.active() or run).told.add(IN_BLOCK)
         _refuse_comparing_parts(run)
         if run.config.seed is not None and run.world.world_size > 1:
             split_streams(seed=run.config.seed, rank=run.world.rank)

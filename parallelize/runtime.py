@@ -22,6 +22,7 @@ from parallelize.devices import probe
 from parallelize.layout import Layout, lay_out
 from parallelize.network import gloo_interface, reachable
 from parallelize.store import serve_store
+from parallelize.watch.apart import noticing_apart
 from parallelize.watch.watch import Watch
 from parallelize.world import World, detect
 
@@ -171,7 +172,8 @@ def _process_group(runtime: Runtime) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _watched(runtime: Runtime, *, since_ns: int | None) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _watched(runtime: Runtime, *, since_ns: int | None) -> Iterator[None]:
     """The watch over this process while it is one of several.
 
     Args:
@@ -179,10 +181,13 @@ def _watched(runtime: Runtime, *, since_ns: int | None) -> contextlib.AbstractCo
         since_ns: when its group was made (time.time_ns); None: it was there before, and stays.
     """
     if dist.get_world_size() == 1:
-        return contextlib.nullcontext()
+        yield
+        return
     # Every rank enters its runs in the same order, so that all count alike.
     store = dist.PrefixStore(f"parallelize/watch/{next(_watches)}", dist.distributed_c10d._get_default_store())
-    return runtime.watch.over(store, timeout=runtime.config.timeout, since_ns=since_ns)
+    watch = runtime.watch.over(store, timeout=runtime.config.timeout, since_ns=since_ns)
+    with watch, noticing_apart(runtime.told):
+        yield
 
 
 _groups = itertools.count()

@@ -1,0 +1,58 @@
+"""A function that forgets parallel_model is told that its processes train apart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize import all_reduce, distributed, parallel_model
+
+
+def _fit(model: nn.Module, average: Callable[[nn.Module], None] = lambda model: None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _by_hand(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = all_reduce(parameter.grad)
+
+
+@distributed(processes=2)
+def train(ways: tuple[str, ...]) -> None:
+    for way in ways:
+        print(way, file=sys.stderr)
+        model = nn.Linear(4, 1)
+        if way == "ddp":
+            _fit(nn.parallel.DistributedDataParallel(model))
+        elif way == "by hand":
+            _fit(model, _by_hand)
+        elif way == "in a block":
+            with parallel_model(model):
+                _fit(model)
+        else:
+            _fit(model)
+
+
+def test_processes_that_train_apart_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The warning names the line of the step, and the fix."""
+    train(("apart", "apart again"))
+    err = capsys.readouterr().err
+    assert err.count("each of 2 processes trains a model of its own") == 1
+    assert "test_apart.py" in err.partition("UserWarning")[0]
+    assert "with parallel_model(model):" in err
+
+
+@pytest.mark.parametrize("way", ["ddp", "by hand", "in a block"])
+def test_what_averages_is_not_warned_of(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor what the same run trains apart afterwards: who averages knows that there are several."""
+    train((way, "apart"))
+    assert capsys.readouterr().err == f"{way}\napart\n"
