@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import io
 import logging
 import multiprocessing
 import os
 import random
-import select
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 
 from parallelize import main_module
 from parallelize.allocation import STOP_FILE
+from parallelize.ending import Ending, flush, on_request
 from parallelize.errors import LaunchError
 from parallelize.layout import Layout
 from parallelize.runtime import Runtime, activate
@@ -79,20 +76,22 @@ def run(orders: Orders) -> None:
     folder = Path(orders.folder)
     path = outcome_path(folder, world.rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
     os.setsid()  # a group of its own: what this process starts can be ended with it
+    ending = Ending(world, path, launcher_pid=orders.launcher_pid)
     try:
         _settle(orders, world)
+        ending.watch()
         task = Task.read(task_path(folder), device=_default_device())
         main_module.fill(task.function)
         main_module.share()
-        _perform(task, world, path)
+        _perform(task, world, path, ending)
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is its outcome
-        _fail(world, error, path)
+        ending.fail(error)
 
 
-def _perform(task: Task, world: World, path: Path) -> None:
+def _perform(task: Task, world: World, path: Path, ending: Ending) -> None:
     modules = modules_in(task.args, task.kwargs) if world.is_main and task.layout.config.update_modules else []
     with entered(task.layout.masked(), world) as runtime:
-        runtime.watch.on_proof = functools.partial(_end_at_once, world, path)
+        runtime.watch.on_proof = ending.at_once
         try:
             value = _value(task)
             if runtime.device.type != "cpu":
@@ -101,43 +100,21 @@ def _perform(task: Task, world: World, path: Path) -> None:
             Outcome.returned(world, wanted, modules).write(path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         except BaseException as error:  # noqa: BLE001 - before the process group is taken down
-            _fail(world, runtime.watch.explained(error), path)
-    _flush()
+            ending.fail(runtime.watch.explained(error))
+    flush()
 
 
 def _value(task: Task) -> Any:
     # Only now: before, a signal may find this process waiting for peers inside compiled code, where no handler runs.
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, on_request)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, on_request)
     try:
         return task.function(*task.args, **task.kwargs)
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
         return None
-
-
-def _fail(world: World, error: BaseException, path: Path) -> NoReturn:
-    """End this rank and all it started at once: peers that are gone cannot help to take a process group down."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that being stopped does not take the place of the cause
-    _end_at_once(world, path, error)
-
-
-def _end_at_once(world: World, path: Path, error: BaseException) -> NoReturn:
-    """As `_fail`, from whatever thread; the first error stands."""
-    _ending.acquire()
-    Outcome.raised(world, error).write(path)
-    _flush()
-    os.killpg(0, signal.SIGKILL)
-    os._exit(1)  # never reached
-
-
-_ending = threading.Lock()  # never released
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the reader may be gone
-            stream.flush()
 
 
 @contextlib.contextmanager
@@ -166,7 +143,6 @@ def _settle(orders: Orders, world: World) -> None:
     if threads.isdigit() and int(threads) > 0:  # libraries that are loaded have read the fork server's value
         torch.set_num_threads(int(threads))
     _settle_signals()
-    _end_with(orders.launcher_pid)
     multiprocessing.set_start_method(orders.start_method, force=True)
     _draw_afresh()
     _settle_output(world)
@@ -217,45 +193,6 @@ def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
         why="several processes cannot share one keyboard: the debugger would wait for input that never comes",
         fix="run in one process, where it works: PARALLELIZE_PROCESSES=1 (or PARALLELIZE_GPUS=1) before the command",
     )
-
-
-def _terminate(_signum: int, _frame: FrameType | None) -> None:
-    # Once: `finally` blocks run, and are not interrupted by a second one.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit(128 + signal.SIGTERM)
-
-
-def _end_with(launcher_pid: int) -> None:
-    """End this process when the launcher ends, however it ends; a fork server's children are nobody's otherwise."""
-    if not hasattr(os, "pidfd_open"):
-        threading.Thread(target=_poll_parent, name="parallelize-launcher-watch", daemon=True).start()
-        return
-    try:
-        launcher = os.pidfd_open(launcher_pid)
-    except ProcessLookupError:
-        os._exit(1)
-    threading.Thread(target=_watch, args=(launcher,), name="parallelize-launcher-watch", daemon=True).start()
-
-
-def _watch(launcher: int) -> None:
-    poll = select.poll()
-    poll.register(launcher, select.POLLIN)
-    poll.poll()
-    _end_group()
-
-
-def _poll_parent() -> None:
-    parent, wait = os.getppid(), threading.Event()
-    while os.getppid() == parent:
-        wait.wait(1.0)
-    _end_group()
-
-
-def _end_group() -> None:
-    """`finally` blocks get a few seconds; then this process and all it started are gone."""
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(5.0)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def _default_device() -> torch.device:

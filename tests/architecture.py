@@ -47,7 +47,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"layout"}),
     frozenset({"explanation", "payload", "placement", "watch"}),
     frozenset({"task"}),
-    frozenset({"queueing", "runtime"}),
+    frozenset({"ending", "queueing", "runtime"}),
     frozenset({"worker"}),
     frozenset({"announcements", "startline", "backends", "collectives", "launchers", "precision"}),
     frozenset({"inplace", "stopping"}),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -60,12 +62,14 @@ class Script:
     process: subprocess.Popen[str]
     folder: Path
     family: list[psutil.Process]
+    temporary: Path
 
     def assert_gone(self) -> None:
         """The script and all that came of it end in time."""
         self.process.wait(GONE_WITHIN_S)
         _, alive = psutil.wait_procs(self.family, timeout=GONE_WITHIN_S)
         assert not alive, [each.cmdline() for each in alive]
+        assert not list(self.temporary.glob("parallelize-*"))
 
     def has(self, *names: str) -> bool:
         return all((self.folder / name).exists() for name in names)
@@ -83,6 +87,7 @@ def wait_until(fact: Callable[[], bool], process: subprocess.Popen[str]) -> None
 def start(tmp_path: Path) -> Iterator[Callable[..., Script]]:
     """Starts the script and waits until its workers, their DataLoaders and their programs are at work."""
     scripts: list[Script] = []
+    temporary = tempfile.mkdtemp(prefix="plz", dir="/tmp")  # the name of a socket in it must be short
 
     def start(start_method: str, *prefix: str) -> Script:
         path = tmp_path / "script.py"
@@ -93,10 +98,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Script]]:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**os.environ, "TMPDIR": temporary},
         )
-        script = Script(process, tmp_path, [])
+        script = Script(process, tmp_path, [], Path(temporary))
         scripts.append(script)
         wait_until(lambda: script.has("ready.0", "ready.1"), process)
+        assert list(script.temporary.glob("parallelize-*"))
         script.family = psutil.Process(process.pid).children(recursive=True)
         return script
 
@@ -107,6 +114,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Script]]:
                 each.kill()
         script.process.kill()
         script.process.communicate()
+    shutil.rmtree(temporary)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ class ElasticLauncher(Launcher):
             WorkerError: a worker ended without an exception.
             LaunchError: a node did not come, or is gone.
         """
-        with _run_folder() as folder, Signals().kept() as signals:
+        # The folder goes first: a signal that ends this process is delivered on the way out.
+        with Signals().kept() as signals, _run_folder() as folder:
             task.write(task_path(folder))
             if node is not None:
                 node = dataclasses.replace(node, master_addr=reachable(node.master_addr))
