@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
-import logging
 import multiprocessing
 import os
 import random
@@ -28,6 +27,7 @@ from parallelize.allocation import STOP_FILE
 from parallelize.ending import Ending, flush, on_request
 from parallelize.errors import LaunchError
 from parallelize.layout import Layout
+from parallelize.logs import Logs
 from parallelize.runtime import Runtime, activate
 from parallelize.task import Outcome, Task, modules_in
 from parallelize.world import World, detect
@@ -46,14 +46,14 @@ class Orders:
         environ: the caller's variables at the call, with what the launcher changed.
         launcher_pid: when this process is gone, the worker has nobody left to work for.
         start_method: how this process starts others by default, those of a DataLoader for one.
-        log_level: from which level on the caller sees what this package logs.
+        logs: what the caller sees of a log on her console.
     """
 
     folder: str
     environ: Mapping[str, str]
     launcher_pid: int
     start_method: str
-    log_level: int
+    logs: Logs
 
 
 def task_path(folder: Path) -> Path:
@@ -146,7 +146,7 @@ def _settle(orders: Orders, world: World) -> None:
     multiprocessing.set_start_method(orders.start_method, force=True)
     _draw_afresh()
     _settle_output(world)
-    _settle_logging(orders.log_level)
+    orders.logs.settle()
 
 
 def _settle_signals() -> None:
@@ -178,13 +178,6 @@ def _settle_output(world: World) -> None:
     if not world.is_main:
         # Once is enough: rank 0 shows the same ones. Filters stay, so that -W error still raises on every rank.
         warnings.showwarning = lambda *_args, **_kwargs: None
-
-
-def _settle_logging(level: int) -> None:
-    """What the caller sees of this package's log is written here too, where the function sets up no handlers itself."""
-    logging.getLogger("parallelize").setLevel(level)
-    if logging.lastResort is not None:
-        logging.lastResort.setLevel(min(level, logging.lastResort.level))
 
 
 def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:

@@ -122,24 +122,31 @@ def test_one_process_says_nothing(caplog) -> None:
 
 
 def test_who_listens_to_the_log_hears_the_workers(run_script) -> None:
-    """A caller that asked logging for INFO sees rank 0's line on stderr, once a call; one that did not sees nothing."""
+    """A caller that asked logging for INFO sees rank 0's line on stderr, once a call; one that did not sees nothing.
+
+    So does a function that asks for it itself.
+    """
     script = """
         import logging, sys, torch
         from parallelize import distributed, parallel_model
-        if sys.argv[1:]:
-            logging.basicConfig(level=sys.argv[1])
+        if sys.argv[1:] == ["INFO"]:
+            logging.basicConfig(level="INFO", format="%(name)s: %(message)s")
 
         @distributed(processes=2)
-        def train():
-            logging.getLogger("another").info("not asked for")
+        def train(*asked):
+            if "inside" in asked:
+                logging.basicConfig(level="INFO", format="%(name)s: %(message)s")
+            logging.getLogger("another").info("heard, too")
             model = torch.nn.Linear(1, 1)
             with parallel_model(model):
                 model(torch.ones(1)).backward()
 
-        train()
-        train()
+        train(*sys.argv[1:])
+        train(*sys.argv[1:])
     """
-    heard = run_script(script, args=("INFO",)).stderr
-    assert len(re.findall(r"^Linear: 2 parameters; 8 bytes of gradients all-reduced a step;", heard, re.MULTILINE)) == 2
-    assert "not asked for" not in heard
+    line = r"^parallelize: Linear: 2 parameters; 8 bytes of gradients all-reduced a step;"
+    for asked in ("INFO", "inside"):
+        heard = run_script(script, args=(asked,)).stderr
+        assert len(re.findall(line, heard, re.MULTILINE)) == 2
+        assert heard.count("another: heard, too\n") == 2
     assert "parameters" not in run_script(script).stderr

@@ -26,6 +26,7 @@ from parallelize.launchers.elastic.output import RankFiles, Stream, shown
 from parallelize.launchers.elastic.rendezvous import Rendezvous
 from parallelize.launchers.elastic.signals import Signals
 from parallelize.launchers.elastic.verdict import verdict
+from parallelize.logs import Logs
 from parallelize.network import gloo_interface, reachable
 from parallelize.task import Outcome, Task
 from parallelize.worker import Orders, run, task_path
@@ -154,7 +155,7 @@ class _Run:
             ),
             launcher_pid=os.getpid(),
             start_method=_for_loaders(),
-            log_level=_log.getEffectiveLevel(),
+            logs=Logs.here(),
         )
         spec = WorkerSpec(
             role=task.name,
