@@ -36,7 +36,9 @@ def test_all_ranks_are_shown_with_their_number(capsys: pytest.CaptureFixture[str
 
 
 def test_a_directory_gets_a_file_per_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The files stay, and rank 0 is shown as well."""
+    """The files stay, and rank 0 is shown as well; those of an earlier run are not, whose place they take."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.out").write_text("of an earlier run\n" * 100)
     talk.options(logs=str(tmp_path / "logs"))()
     contents = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir() if path.suffix != ".json"}
     assert contents == {

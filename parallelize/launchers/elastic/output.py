@@ -41,13 +41,15 @@ class RankFiles(LogsSpecs):
         return self._folder / f"rank{rank}{again}.{stream}"
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files of one attempt, by local rank, as torch elastic asks for them."""
+        """The files of one attempt, by local rank, as torch elastic asks for them; what an earlier run left is gone."""
         outs, errs, errors = {}, {}, {}
         for local_rank, env in envs.items():
             rank, attempt = int(env["RANK"]), int(env["TORCHELASTIC_RESTART_COUNT"])
             outs[local_rank] = str(self.path(rank, attempt, "out"))
             errs[local_rank] = str(self.path(rank, attempt, "err"))
             errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(self._folder / f".rank{rank}.error.json")
+        for path in (*outs.values(), *errs.values()):
+            Path(path).unlink(missing_ok=True)  # it would be shown as this run's until the worker empties it
         return LogsDest(stdouts=outs, stderrs=errs, error_files=errors)
 
 
