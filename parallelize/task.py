@@ -199,8 +199,10 @@ class Outcome:
     @classmethod
     def raised(cls, world: World, error: BaseException) -> Outcome:
         """The function raised `error`, just now."""
-        if error.__cause__ is not None:
-            error.__cause__.__traceback__ = _from_function(error.__cause__.__traceback__)
+        cause = error.__cause__
+        if cause is not None:  # an error that another one explains, where it was raised, has the same traceback
+            is_same = cause.__traceback__ is error.__traceback__
+            cause.__traceback__ = None if is_same else _from_function(cause.__traceback__)
         text = "".join(traceback.format_exception(type(error), error, _from_function(error.__traceback__)))
         host, pid = socket.gethostname(), os.getpid()
         return cls(world.rank, host, pid, error=error, traceback=text, failed_at=time.time())

@@ -164,6 +164,18 @@ def test_a_raised_outcome_brings_error_traceback_and_time(tmp_path: Path) -> Non
     assert outcome.failed_at is not None
 
 
+def test_an_error_in_anothers_place_shows_their_traceback_once() -> None:
+    """What torch said of a wait for a rank that is gone stays as one line; another cause keeps its own traceback."""
+    try:
+        raise RuntimeError("closed by peer")
+    except RuntimeError as error:
+        explained = WorkerError("rank 1 has returned", why="it did", fix="do not").with_traceback(error.__traceback__)
+        explained.__cause__ = error
+    text = Outcome.raised(WORLD, explained).traceback
+    assert text.count("Traceback (most recent call last)") == text.count('raise RuntimeError("closed by peer")') == 1
+    assert text.startswith("RuntimeError: closed by peer\n")
+
+
 def test_a_value_that_cannot_travel_is_refused_when_written(tmp_path: Path) -> None:
     """The worker learns of it while it can still say so."""
     with pytest.raises(WorkerError, match=r"the returned value\[1\] cannot travel(.|\n)*fix: return plain values"):
