@@ -20,7 +20,7 @@ from suite import present  # noqa: E402 - see above
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("name", present(is_quick=True))
 def test_it_runs(name: str, tmp_path: Path) -> None:

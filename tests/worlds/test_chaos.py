@@ -28,7 +28,8 @@ from worlds.two_hosts import Host, missing, two_hosts
 from parallelize import load
 from parallelize.launchers.elastic.agent import STOP_GRACE_S
 
-pytestmark = pytest.mark.timeout(240)  # two hosts start torch twice each, for some tests twice
+# Two hosts start torch twice each, for some tests twice.
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(240)]
 
 LOST_AFTER_S = 4.0
 MARGIN_S = 10.0  # of a busy machine
@@ -190,7 +191,7 @@ def test_a_cut_link_ends_both_and_loses_nothing(hosts: tuple[Host, Host], tmp_pa
     assert_saved(tmp_path)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_worker_is_told_at_the_timeout(hosts: tuple[Host, Host], tmp_path: Path, rank: int) -> None:
     """A worker that is stopped may go on some day: both hosts wait for `timeout`, no longer, then say so."""
     with training(hosts, tmp_path, timeout=4) as run:
@@ -205,7 +206,7 @@ def test_a_stopped_worker_is_told_at_the_timeout(hosts: tuple[Host, Host], tmp_p
         run.assert_gone()
 
 
-@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.soak), 1])
+@pytest.mark.parametrize("node", [0, 1])
 def test_a_killed_agent_is_told_and_not_waited_for(hosts: tuple[Host, Host], tmp_path: Path, node: int) -> None:
     """The other host says which node is gone, at once even where restarts are left, and no worker of either is left."""
     with training(hosts, tmp_path, max_restarts=3) as run:
@@ -217,7 +218,6 @@ def test_a_killed_agent_is_told_and_not_waited_for(hosts: tuple[Host, Host], tmp
         run.assert_gone()
 
 
-@pytest.mark.soak
 def test_a_stopped_agent_is_told(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Where node 0's own process is stopped, which serves the store, the other gives up; so does it when it goes on."""
     with training(hosts, tmp_path) as run:
@@ -232,7 +232,6 @@ def test_a_stopped_agent_is_told(hosts: tuple[Host, Host], tmp_path: Path) -> No
         run.assert_gone()
 
 
-@pytest.mark.soak
 def test_a_worker_killed_on_one_host_is_no_loss(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """A worker that is killed ends both hosts within seconds by its name; started again the run goes on."""
     with training(hosts, tmp_path) as run:
@@ -271,12 +270,11 @@ def test_a_slow_link_is_no_fault(hosts: tuple[Host, Host], tmp_path: Path) -> No
         subprocess.run([*rule[:4], "del", *rule[5:8]], check=True)
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_whatever_befalls_a_run_it_goes_on(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """One fault after another, at any moment, and a run that is started again after each: nothing is ever lost."""
     chance = random.Random(0)
-    for number in range(30):
+    for number in range(8):
         with training(hosts, tmp_path, max_restarts=number % 2, timeout=4) as run:
             fault, node = chance.choice(["cut", "stop", "agent"]), chance.randrange(2)
             moment = time.monotonic() + chance.random()

@@ -406,6 +406,6 @@ def test_a_kill_leaves_the_old_or_the_new_folder(tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_many_kills_leave_the_old_or_the_new_folder(tmp_path):
-    """The same, a hundred times."""
-    delays = torch.rand(100, generator=torch.Generator().manual_seed(0)).tolist()
-    assert len(kill_while_saving(tmp_path / "last", delays)) > 80
+    """The same, forty times."""
+    delays = torch.rand(40, generator=torch.Generator().manual_seed(0)).tolist()
+    assert len(kill_while_saving(tmp_path / "last", delays)) > 30
