@@ -150,8 +150,14 @@ def _timeout(name: str, value: object) -> timedelta | Fault:
     return Fault(f"{name}={value!r}", why, "use seconds (a positive number) or a timedelta")
 
 
+_LIKE_RANKS = re.compile(r"ranks?[ =_-]?\d*|all|none", re.IGNORECASE)
+
+
 def _logs(name: str, value: object) -> str | Fault:
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if isinstance(text, str) and text not in {"rank0", "all"} and _LIKE_RANKS.fullmatch(text):
+        why = "it looks like a rank, and rank 0 alone or all of them can be shown"
+        return Fault(f"{name}={value!r}", why, f"use 'rank0' or 'all'; a directory of this name is './{text}'")
     if isinstance(text, str) and text:
         return text
     return Fault(f"{name}={value!r}", "it names no place for output", "use 'rank0', 'all' or a directory")

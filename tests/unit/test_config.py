@@ -215,6 +215,14 @@ KNOWN = ", ".join(map(repr, sorted(PARSERS)))
             ),
         ),
         ({"logs": ""}, Fault("logs=''", "it names no place for output", "use 'rank0', 'all' or a directory")),
+        (
+            {"logs": "rank1"},
+            Fault(
+                "logs='rank1'",
+                "it looks like a rank, and rank 0 alone or all of them can be shown",
+                "use 'rank0' or 'all'; a directory of this name is './rank1'",
+            ),
+        ),
         ({"wrap": 1}, Fault("wrap=1", "it cannot be called", "give a function, as in wrap=my_function")),
         ({"update_modules": 1}, Fault("update_modules=1", "it is neither on nor off", "use True or False")),
     ],
