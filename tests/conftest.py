@@ -33,9 +33,10 @@ FOREIGN_SIGNALS = {signal.SIGALRM} if sys.platform != "win32" else set()
 FOREIGN_THREADS = {"TMonitor"}
 
 
-# Started in the background by a shell, tests would ignore Ctrl-C, and so would every program that they start.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Started in the background by a shell, or by nohup, tests would ignore these, and so would every program they start.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Surroundings:
     threads: frozenset[threading.Thread]
     environ: Mapping[str, str]
     handlers: Mapping[int, object]
+    path: tuple[str, ...]
 
     @classmethod
     def now(cls) -> Surroundings:
@@ -54,6 +56,7 @@ class Surroundings:
             threads=frozenset(threading.enumerate()),
             environ={name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES},
             handlers={number: signal.getsignal(number) for number in signal.valid_signals() - FOREIGN_SIGNALS},
+            path=tuple(sys.path),
         )
 
 
@@ -120,9 +123,16 @@ def _changed_handlers(before: Surroundings) -> list[str]:
     return found
 
 
+def _changed_path(before: Surroundings) -> list[str]:
+    # Workers get it: with the checkout in it they would import that, and not the package that is tested.
+    changed = sorted(set(sys.path) ^ set(before.path))
+    sys.path[:] = before.path
+    return [f"sys.path: {each!r} came or went" for each in changed]
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fails a test that leaves a process, thread, process group, environment variable or signal handler."""
+    """Fails a test that leaves a process, thread, process group, variable, signal handler or entry of sys.path."""
     before = Surroundings.now()
     yield
     found = [
@@ -131,6 +141,7 @@ def leaves_nothing_behind() -> Iterator[None]:
         *_leaked_threads(before),
         *_changed_environ(before),
         *_changed_handlers(before),
+        *_changed_path(before),
     ]
     if found:
         pytest.fail("left behind:\n  " + "\n  ".join(found), pytrace=False)

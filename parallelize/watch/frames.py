@@ -182,8 +182,18 @@ def traceback_of(stack: Stack) -> TracebackType | None:
     return trace
 
 
+def _is_ours_elsewhere(file: str) -> bool:
+    """Whether a file of another process is one of this library, which may be installed in another place there."""
+    _, found, below = file.rpartition(f"{os.sep}{Path(_OWN).name}{os.sep}")
+    return bool(found) and (Path(_OWN) / below).exists()
+
+
 def site_in(text: str) -> str:
     """The innermost line of the user's program in a traceback that was printed, by Python or by its faulthandler."""
     is_innermost_first = "(most recent call first)" in text
-    found = [f"{Path(file).name}:{line}" for file, line in _PRINTED.findall(text) if not file.startswith(_foreign())]
+    found = [
+        f"{Path(file).name}:{line}"
+        for file, line in _PRINTED.findall(text)
+        if not (file.startswith(_foreign()) or _is_ours_elsewhere(file))
+    ]
     return found[0 if is_innermost_first else -1] if found else ""

@@ -292,6 +292,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert not alive
 
 
+@pytest.mark.soak
 def test_several_nodes(tmp_path: Path) -> None:
     """The same command on each node, with the place where they meet: one world of all their processes."""
     (tmp_path / "s.py").write_text("from parallelize import all_gather, rank\nprint(all_gather(rank()))\n")

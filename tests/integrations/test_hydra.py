@@ -56,7 +56,7 @@ def test_configuration_and_working_directory_arrive(run_script, tmp_path: Path) 
     """Overrides of the command line reach the workers, which write where Hydra has gone."""
     folder = tmp_path / "run of hydra"
     done = run_script(PROGRAM, args=("lr=0.2", f"hydra.run.dir={folder}", "hydra.job.chdir=True"))
-    weight, processes, is_same = done.stdout.split()
+    weight, processes, is_same = done.stdout.splitlines()[-1].split()  # Hydra logs to the same stream
     assert float(weight) == pytest.approx(1 - 0.2 * 1.5)
     assert (processes, is_same) == ("2", "True")
     assert (folder / "model.pt").exists()

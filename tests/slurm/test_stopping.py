@@ -55,6 +55,7 @@ def restarts(cluster: Cluster, job_id: str) -> str:
     return shown.partition("Restarts=")[2].split()[0]
 
 
+@pytest.mark.soak
 def test_a_signalled_job_of_an_array_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     """One of two is told to stop: it alone is requeued, and goes on from the step at which all its ranks stopped."""
     folders = [tmp_path / name for name in ("left", "right")]
@@ -89,6 +90,7 @@ def test_a_preempted_job_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     assert restarts(cluster, job.id) == "1"
 
 
+@pytest.mark.soak
 def test_a_job_whose_tasks_are_asked_to_end_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     """TERM to srun's task alone, as a cluster with control groups sends it on preemption, and the job still runs."""
     job = counting(tmp_path, processes=1).submit(str(tmp_path), steps=100)

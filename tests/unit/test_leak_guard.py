@@ -79,6 +79,14 @@ LEAKS = {
         """,
         "handler of SIGTERM: *SIG_IGN*",
     ),
+    "import path": (
+        """
+        import sys
+        def test_it():
+            sys.path.insert(0, "/elsewhere")
+        """,
+        "sys.path: '/elsewhere' came or went",
+    ),
 }
 
 HARMLESS = """

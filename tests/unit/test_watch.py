@@ -314,6 +314,9 @@ def test_a_printed_stack_is_read_either_way_round() -> None:
     printed = f'Traceback:\n  File "/home/a/train.py", line 4, in train\n  {torch_line}\nRuntimeError'
     dumped = "(most recent call first):\n  " + torch_line.replace(", in", " in") + '\n  File "/a/train.py", line 9 in f'
     assert (frames.site_in(printed), frames.site_in(dumped), frames.site_in("")) == ("train.py:4", "train.py:9", "")
+    elsewhere = printed + '  File "/opt/other/parallelize/worker.py", line 7, in run\n'
+    assert frames.site_in(elsewhere) == "train.py:4"
+    assert frames.site_in(elsewhere.replace("worker.py", "mine.py")) == "mine.py:7"
 
 
 def _wait(ended: threading.Event) -> None:

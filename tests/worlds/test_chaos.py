@@ -54,7 +54,8 @@ def train():
             dist.all_reduce(gradient)
             model.weight.data += gradient / 2
             saved.step()
-            (folder / f"at.{{rank()}}").write_text(f"{{os.getpid()}} {{saved.steps}}")
+            (folder / f"now.{{rank()}}").write_text(f"{{os.getpid()}} {{saved.steps}}")
+            os.replace(folder / f"now.{{rank()}}", folder / f"at.{{rank()}}")
             time.sleep(0.005)
         dist.barrier()
     return [first, model.weight.item()]
@@ -122,7 +123,7 @@ def training(hosts: tuple[Host, Host], folder: Path, **options: Any) -> Iterator
     """A run that trains for ever, a few checkpoints on its way."""
     with _started(hosts, folder, options, last=10**9) as nodes:
         files = [folder / f"at.{rank}" for rank in range(2)]
-        wait_for(lambda: all(each.exists() and each.read_text() for each in files))
+        wait_for(lambda: all(each.exists() for each in files))
         wait_for(lambda: len(list((folder / "saved").glob("step-*.pt"))) >= 2)
         workers = [int(each.read_text().split()[0]) for each in files]
         family = [each for node in nodes for each in psutil.Process(node.pid).children(recursive=True)]

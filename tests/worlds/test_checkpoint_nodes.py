@@ -42,7 +42,7 @@ print(json.dumps(distributed(seed=1, max_restarts=1, **options)(train)(folder, "
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(150)
 def test_both_nodes_go_on_from_the_last_file(tmp_path: Path) -> None:
     """A worker on node 1 is killed after step 5: both go on after step 4, to the weights of a run on one node."""

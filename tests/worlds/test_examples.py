@@ -90,6 +90,7 @@ def test_the_notebook(tmp_path: Path) -> None:
     assert right >= 0.85
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["accelerate", "lightning"])
 def test_what_was_migrated_learns(name: str, tmp_path: Path) -> None:
     """On a machine without GPUs, by the two variables that the folder's README names."""
