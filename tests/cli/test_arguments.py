@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from parallelize import ConfigError
@@ -87,8 +89,11 @@ def test_help_fits_a_screen() -> None:
         (["run", "nowhere.py", "--gpu", "2"], 2, "fix: "),
     ],
 )
-def test_codes(arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_codes(
+    arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """0 for what was told, 2 for what was refused: what, why and fix, without a traceback."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command looks for modules from where it was called
     assert main(arguments) == code
     out, err = capsys.readouterr()
     assert says in (err if code else out)
