@@ -29,9 +29,13 @@ LEAST = {
 def last_line(script: str, *, launcher: tuple[str, ...] = (), cwd: Path | None = None, **env: str) -> str:
     """What an example prints last."""
     command = [sys.executable, *launcher, str(EXAMPLES / script)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=55, check=False, cwd=cwd, env={**os.environ, **env}
-    )
+    for _ in range(3):
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=55, check=False, cwd=cwd, env={**os.environ, **env}
+        )
+        # Hand-written DDP under torchrun: Python's end races with threads that torch keeps, in about one of 20 runs.
+        if not (launcher and "terminate called without an active exception" in done.stderr):
+            break
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 
