@@ -17,7 +17,7 @@ from typing import NoReturn
 from parallelize.task import Outcome
 from parallelize.world import World
 
-__all__ = ["Ending", "flush", "on_request"]
+__all__ = ["Ending", "flush", "hear_interrupts", "on_request"]
 
 _FINALLY_WITHIN_S = 5.0
 
@@ -97,6 +97,14 @@ def on_request(number: int, _frame: FrameType | None) -> None:
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
+
+
+def hear_interrupts() -> None:
+    """Unblock SIGINT; one that came meanwhile was meant for the caller, who ends what it started."""
+    if hasattr(signal, "pthread_sigmask"):
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which also forgets a pending one
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
 
 
 def flush() -> None:

@@ -24,7 +24,7 @@ import torch
 
 from parallelize import main_module
 from parallelize.allocation import STOP_FILE
-from parallelize.ending import Ending, flush, on_request
+from parallelize.ending import Ending, flush, hear_interrupts, on_request
 from parallelize.errors import LaunchError
 from parallelize.layout import Layout
 from parallelize.logs import Logs
@@ -150,14 +150,18 @@ def _settle(orders: Orders, world: World) -> None:
 
 
 def _settle_signals() -> None:
-    """Where a file tells a run to stop, the signals that ask a job for it tell this process nothing."""
+    """Hear again what was blocked while this process started.
+
+    Where a file tells a run to stop, the signals that ask a job for it tell this process nothing.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         return
     asking = {signal.SIGUSR1, signal.SIGUSR2}
     if STOP_FILE in os.environ:
         for number in asking:
             signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, asking)  # blocked by whoever started the fork server
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, asking)
+    hear_interrupts()
 
 
 def _draw_afresh() -> None:

@@ -165,6 +165,42 @@ def test_ctrl_c_in_a_terminal_reaches_everyone_once(start: Callable[..., Script]
     assert "leaked" not in err
 
 
+STARTING = """
+import sys, time
+from parallelize import distributed
+from parallelize.launchers.elastic.plugin import ElasticLauncher
+
+@distributed(processes=2, launcher=ElasticLauncher(start_method=sys.argv[1]))
+def train():
+    time.sleep(300)
+
+try:
+    train()
+except KeyboardInterrupt:
+    print("caught")
+"""
+
+
+@pytest.mark.parametrize("children", [2, 3])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_ctrl_c_while_processes_start(start_method: str, children: int) -> None:
+    """The fork server and workers that still import hear nothing of it; the caller gets her KeyboardInterrupt."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTING, start_method],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        caller = psutil.Process(process.pid)
+        wait_until(lambda: len(caller.children(recursive=True)) >= children, process)
+        family = caller.children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=20) == ("caught\n", "")
+    _, alive = psutil.wait_procs(family, timeout=GONE_WITHIN_S)
+    assert not alive
+
+
 @distributed(processes=2)
 def ranks() -> int:
     return dist.get_rank()

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, Protocol
@@ -33,8 +34,7 @@ MONITOR_INTERVAL_S = 0.02
 STOP_GRACE_S = 3.0  # what `finally` blocks of the other workers get after a failure
 _STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
-# torch comes with the package; DistributedDataParallel imports dynamo, a second per rank. Neither touches a GPU.
-_PRELOAD = ["parallelize", "torch._dynamo"]
+_PRELOAD = ["parallelize.launchers.elastic.preload"]
 _starting = threading.Lock()
 
 
@@ -230,14 +230,16 @@ def _undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _spared() -> Iterator[None]:
-    """Start processes that USR1 and USR2 do not end: some clusters send a job's warning to every process of it.
+    """Start processes that no signal to their whole group ends: they are not yet in one of their own.
 
-    What is blocked here is blocked in the fork server for good; a worker unblocks it when it can bear it.
+    A terminal sends Ctrl-C to all of the caller's, and some clusters send a job's warning, USR1 or USR2, to every
+    process of it. What is blocked here is blocked in the fork server too; it and a worker unblock what they can bear.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
+    resource_tracker.ensure_running()  # its start ends with SIGINT unblocked in this thread
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2})
     try:
         yield
     finally:
