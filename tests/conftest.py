@@ -18,6 +18,7 @@ from typing import Literal
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 # What ends by itself gets this long to do so; it is only waited for in full by a test that fails.
 GRACE_S = 5.0
@@ -32,6 +33,10 @@ FOREIGN_SIGNALS = {signal.SIGALRM} if sys.platform != "win32" else set()
 # One per process, shared by all bars of the process, ended by tqdm at exit.
 FOREIGN_THREADS = {"TMonitor"}
 
+
+# Random inputs are about what is right: how long one takes is the machine's, which may have other work to do.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # Started in the background by a shell, or by nohup, tests would ignore these, and so would every program they start.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -163,7 +163,7 @@ HOSTS = st.lists(
 
 
 @given(nodelist=HOSTS)
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_the_first_host_is_slurms(cluster: Cluster, nodelist: str) -> None:
     """Of any list of hosts, as `scontrol show hostnames` has it."""
     expanded = cluster.run("scontrol", "show", "hostnames", nodelist).stdout.split()

@@ -34,7 +34,7 @@ def travel(
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_every_order_of_visits_ends(ways: list[list[int]]) -> None:
     """Whatever stages micro-batches visit, skip and come back to: all arrive, one at a time, first visits in order."""
     gates, log, busy = [Turnstile() for _ in range(3)], [], [0, 0, 0]

@@ -180,7 +180,7 @@ def intact(tmp_path_factory):
     return path.read_bytes()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_damage_is_told_or_harmless(tmp_path_factory, intact, data):
     """Any bytes changed, cut off or added: an error of this library, or the very content that was saved."""
@@ -213,7 +213,7 @@ def test_damage_is_told_or_harmless(tmp_path_factory, intact, data):
 
 
 @given(st.integers(0, 3 * 2**15), st.integers(0, 7))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_every_bit_is_in_the_fingerprint(index, bit):
     """One bit anywhere in a tensor makes another fingerprint; so do a type, a shape and an order."""
     tensor = torch.zeros(3 * 2**15 + 1, dtype=torch.uint8)

@@ -8,14 +8,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from parallelize.containers import leaves, map_leaves
 
 # How long an example takes says something about the machine and who else uses it.
-relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Pair(NamedTuple):
@@ -47,7 +46,6 @@ nested = st.recursive(
 )
 
 
-@relaxed
 @given(nested)
 def test_mapping_the_identity_changes_nothing(value):
     """The result is equal, of the same types all the way, and made of new containers."""
@@ -55,7 +53,6 @@ def test_mapping_the_identity_changes_nothing(value):
     assert type(map_leaves(lambda leaf: leaf, value)) is type(value)
 
 
-@relaxed
 @given(nested)
 def test_leaves_are_what_is_mapped_in_order(value):
     """Listing after mapping is mapping after listing."""

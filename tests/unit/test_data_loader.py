@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import keep_handler, place, values
 from torch.utils.data import (
@@ -29,7 +29,6 @@ from torch.utils.data import (
 from parallelize import ConfigError, distributed, shard_loader
 
 # How long an example takes says something about the machine and who else uses it.
-relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -563,7 +562,6 @@ def test_listeners_are_told_the_epoch():
 # Resuming
 
 
-@relaxed
 @given(
     st.integers(1, 40),
     st.integers(1, 3),

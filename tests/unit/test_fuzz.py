@@ -32,7 +32,7 @@ values = st.one_of(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.dictionaries(st.sampled_from(NAMES), values))
 def test_any_environment_is_a_place_or_an_error(environ):
     """Whatever the variables of launchers say: a world whose numbers fit, none, or a ConfigError that says what."""
@@ -54,7 +54,7 @@ def test_any_environment_is_a_place_or_an_error(environ):
 hostly = st.text(alphabet="n0123456789[],-x() \n٣", max_size=40) | st.text(max_size=20)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(hostly, st.integers(-1, 5))
 def test_any_host_list_is_read_or_refused(text, node):
     """Random text is a first host without brackets and counts of tasks, or a ConfigError."""
@@ -81,7 +81,7 @@ def test_long_host_lists_cost_their_length(text):
     assert time.monotonic() - started < 5
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), numbers.map("{}min".format))
 )
@@ -103,7 +103,7 @@ PLAN = Plan(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_any_file_is_a_plan_or_refused(tmp_path_factory, data):
     """Random bytes, a damaged plan, deep or foreign JSON: a ConfigError, or a plan that can be drawn."""

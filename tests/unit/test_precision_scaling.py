@@ -153,7 +153,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(here, there, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     schedule=st.lists(rounds, min_size=1, max_size=6),
     kinds=st.one_of(

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
@@ -15,7 +15,6 @@ from parallelize.data.order import Permutation
 from parallelize.data.sampling import TAILS, Split, as_steps, reader_steps, share
 
 # How long an example takes says something about the machine and who else uses it.
-relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 splits = st.builds(
     lambda total, world_size, batch, tail, drop_last: Split(
@@ -63,7 +62,6 @@ def test_pad_and_drop_are_torchs_distributed_sampler(world_size, sampler_drops, 
         assert split.steps(rank) == len(expected)
 
 
-@relaxed
 @given(splits)
 def test_lengths_are_what_is_yielded(split):
     """`steps` equals the number of batches, none is empty, and only "exact" lets ranks differ, by one batch."""
@@ -76,7 +74,6 @@ def test_lengths_are_what_is_yielded(split):
         assert len(set(lengths)) == 1
 
 
-@relaxed
 @given(splits.filter(lambda split: not split.drop_last))
 def test_every_unit_is_taken_as_often_as_its_tail_says(split):
     """Exact: once; pad: at most world - 1 repeats; drop: at most world - 1 are left out, none is repeated."""
@@ -91,7 +88,6 @@ def test_every_unit_is_taken_as_often_as_its_tail_says(split):
         assert seen.total() - split.total <= split.world_size - 1
 
 
-@relaxed
 @given(splits.filter(lambda split: split.tail == "weighted"))
 def test_weighted_counts_every_sample_once(split):
     """Units that are no repeats are, over all ranks of a step, exactly those that are due in it."""
@@ -102,7 +98,6 @@ def test_weighted_counts_every_sample_once(split):
             assert list(split.own(rank, step)) == list(split.positions(rank, step)) or not split.own(rank, step)
 
 
-@relaxed
 @given(splits, st.integers(0, 20), st.integers(1, 20))
 def test_resuming_equals_never_having_stopped(split, at, limit):
     """What a rank gets from any step on is what it gets when it starts there, under a limit too."""
@@ -115,7 +110,6 @@ def test_resuming_equals_never_having_stopped(split, at, limit):
         assert list(rest.batches(order, rank)) == list(whole.batches(order, rank))[at:]
 
 
-@relaxed
 @given(splits.filter(lambda split: not split.drop_last), st.integers(0, 20), st.integers(1, 5), st.integers(1, 4))
 def test_another_world_takes_up_what_is_left(split, at, world_size, batch):
     """After any step a world of another size takes exactly the units nobody has seen, in the same order."""
@@ -127,7 +121,6 @@ def test_another_world_takes_up_what_is_left(split, at, world_size, batch):
     assert sorted(unit for batches in shares(other) for unit in flat(batches)) == ordered(split)[start:]
 
 
-@relaxed
 @given(st.integers(1, 60), st.integers(2, 12), st.integers(1, 5), st.sampled_from(["exact", "weighted"]))
 def test_a_global_batch_that_does_not_divide_is_shared_out(total, batch, world_size, tail):
     """Each step's batch is that of one process, divided with shares that differ by at most one."""
@@ -139,7 +132,6 @@ def test_a_global_batch_that_does_not_divide_is_shared_out(total, batch, world_s
         assert max(map(len, own)) - min(map(len, own)) <= 1
 
 
-@relaxed
 @given(st.integers(1, 100), st.floats(0.01, 1.0), st.integers(1, 200))
 def test_limits_count_or_share(steps, fraction, count):
     """An int is at most so many steps, a float that part of them, and none is no part."""
@@ -153,7 +145,6 @@ def test_limits_count_or_share(steps, fraction, count):
     assert as_steps(1.0, steps) == steps
 
 
-@relaxed
 @given(st.integers(0, 50), st.integers(0, 2**40))
 def test_a_permutation_is_deterministic_and_complete(length, seed):
     """Equal length and seed give one order, of every number once."""
@@ -162,7 +153,6 @@ def test_a_permutation_is_deterministic_and_complete(length, seed):
     assert order == [Permutation(length, seed)[position] for position in range(length)]
 
 
-@relaxed
 @given(
     st.integers(0, 40),
     st.integers(1, 5),
@@ -182,7 +172,6 @@ def test_a_stream_is_shared_as_if_its_end_were_known(total, readers, tail, start
             assert len(shared) == split.steps(reader)
 
 
-@relaxed
 @given(
     st.integers(0, 40),
     st.integers(1, 3),

@@ -62,7 +62,7 @@ def script(value: str, folder: Path, flag: str = "a") -> Script:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(text)
 @example("a\ntouch run")
 def test_values_reach_the_commands_as_they_are(tmp_path_factory, value):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from zoo import ModelOutput
@@ -60,7 +60,6 @@ def test_containers_keep_their_type(wrap: Any) -> None:
     assert str(result) == str(whole)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=5), min_size=1, max_size=4))
 def test_losses_without_dimensions_are_the_mean_over_all_samples(shares: list[list[float]]) -> None:
     """The mean of each share, weighted by its samples, is the mean of all."""

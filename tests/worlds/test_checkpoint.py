@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -334,7 +334,7 @@ HOW = {
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6)
 @given(**HOW)
 def test_a_killed_run_continues_where_it_was(tmp_path_factory, uninterrupted, kills, backend, every, in_background):
     """With max_restarts= a run whose ranks are killed at any step ends bitwise as one that is left alone."""
@@ -343,7 +343,7 @@ def test_a_killed_run_continues_where_it_was(tmp_path_factory, uninterrupted, ki
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(**HOW)
 def test_many_killed_runs_continue(tmp_path_factory, uninterrupted, kills, backend, every, in_background):
     """The same, many times."""

@@ -202,7 +202,7 @@ def test_hostile_pickles_are_not_run(copied, tmp_path, where):
         assert (tmp_path / "run").exists()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_damage_is_told_or_harmless(saved, tmp_path_factory, data):
     """Bytes of any file changed, cut off or added: an error of this library, or the very weights that were saved."""
