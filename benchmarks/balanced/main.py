@@ -257,10 +257,12 @@ def measure(name: str, m: int, rounds: int) -> list[str]:
     )
     if isinstance(model, nn.Sequential) and name != "tiny":
         found["torch pipelining, 2 processes"] = pipelining(model, x, m, chosen, rounds)
-    whole = found["undivided"]
+    whole, pieces = found["undivided"], found["undivided, in micro-batches"]
     for way_name, times in found.items():
         fast, median = min(whole) / min(times), statistics.median(whole) / statistics.median(times)
-        rows.append(f"| {name}, m={m} | {way_name} | {1000 * min(times):.0f} | {fast:.2f}x | {median:.2f}x |")
+        is_whole = way_name.startswith("undivided") or (" auto" in way_name and auto.microbatches != m)
+        share = "" if is_whole else f"{100 * min(pieces) / min(times) / ideal_speedup(2, m):.0f} %"
+        rows.append(f"| {name}, m={m} | {way_name} | {1000 * min(times):.0f} | {fast:.2f}x | {median:.2f}x | {share} |")
         print(rows[-1], flush=True)
     return rows
 
@@ -341,7 +343,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {Path(__file__).name}")
     print("ideal of 2 stages:", {m: f"{ideal_speedup(2, m):.2f}x" for m in options.microbatches})
-    print("\n| model | way | least ms | by least | by median |\n|---|---|---|---|---|")
+    print("\n| model | way | least ms | by least | by median | of ideal |\n|---|---|---|---|---|---|")
     for name in options.models:
         for m in options.microbatches:
             measure(name, m, options.rounds)
