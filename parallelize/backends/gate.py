@@ -53,7 +53,8 @@ class Gate(nn.Module):
             self._has_trained = False
         self.depth += 1
         try:
-            return self.__dict__["inner"](*args, **kwargs)
+            with _ordinary_tensors():
+                return self.__dict__["inner"](*args, **kwargs)
         finally:
             self.depth -= 1
 
@@ -74,6 +75,16 @@ class Gate(nn.Module):
                 why="under fsdp every forward gathers parameters from all ranks",
                 fix="evaluate on all ranks, without `if rank == 0`, or after the block",
             ) from exc
+
+
+@contextlib.contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """Inference mode as no_grad: the first gathering makes what all later ones fill, and backward has to keep it."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False), torch.no_grad():
+            yield
+    else:
+        yield
 
 
 @contextlib.contextmanager

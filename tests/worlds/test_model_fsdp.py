@@ -156,6 +156,23 @@ def test_options_change_no_result(backend: FSDPBackend) -> None:
     assert_close(run(), trained_alone(steps=2))
 
 
+def test_evaluating_first_in_inference_mode_leaves_training_as_it_is() -> None:
+    """torch.inference_mode() before the first training step, and after it: backward saves no inference tensor."""
+
+    @distributed(processes=WORLD)
+    def run() -> dict[str, torch.Tensor]:
+        model = seeded()
+        with parallel_model(model, backend="fsdp"):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            for step in range(2):
+                with torch.inference_mode():
+                    assert not model(batch_of(rank())).requires_grad
+                train(model, optimizer, steps=range(step, step + 1))
+        return model.state_dict()
+
+    assert_close(run(), trained_alone(steps=2))
+
+
 def test_copies_of_a_shared_model() -> None:
     """shard_size=2 of four ranks: two copies, whose gradients are averaged, in one block after another."""
 
