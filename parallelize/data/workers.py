@@ -99,14 +99,19 @@ def explain(error: BaseException, where: str) -> None:
 
 def _index(traceback: types.TracebackType | None) -> str:
     """The index that torch's fetcher was fetching, as far as its frames tell."""
-    found = ""
+    found, indices = "", []
     while traceback is not None:
-        frame = traceback.tb_frame
-        if frame.f_code.co_filename == _utils.fetch.__file__:
-            if "idx" in frame.f_locals:
-                return f", index {frame.f_locals['idx']!r}"
-            if "possibly_batched_index" in frame.f_locals:
-                found = f", indices {frame.f_locals['possibly_batched_index']!r}"
+        code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
+        if code.co_filename == _utils.fetch.__file__:
+            if "idx" in names:
+                return f", index {names['idx']!r}"
+            if "possibly_batched_index" in names:
+                asked = names["possibly_batched_index"]
+                found, indices = f", indices {asked!r}", asked if isinstance(asked, list) else []
+        elif code.co_name == "__getitem__":
+            # Since Python 3.12 the fetcher's comprehension has no frame of its own: the dataset was given the index.
+            index = [names[name] for name in code.co_varnames[1:2] if name in names]
+            return f", index {index[0]!r}" if index and any(index[0] is each for each in indices) else found
         traceback = traceback.tb_next
     return found
 
