@@ -70,7 +70,6 @@ class Checkpoints:
     ) -> None:
         self._folder, self._keep, self._things, self._when, self._line = folder, keep, things, when, line
         self._is_sharded = any(map(needs_all_ranks, things.values())) if sharded is None else sharded
-        self._saved: int | None = None
         self._background, self._copies = Background(), Copies() if in_background else None
         self.steps: int = 0
         self.values: dict[str, Any] = {}
@@ -90,9 +89,10 @@ class Checkpoints:
             self.save()
 
     def save(self) -> None:
-        """Save now, on every rank; the oldest files beyond `keep` are removed."""
-        if self._saved == self.steps:
-            return
+        """Save now, on every rank; the oldest files beyond `keep` are removed.
+
+        A file of the same number of steps is replaced: what is saved may have changed without a step.
+        """
         self.wait()  # for the one before: its copy is overwritten
         meeting, path = Meeting.of(f"checkpoints at {self._line}"), self._path(self.steps)
         own = {_OWN: {"steps": self.steps, "values": self.values}}
@@ -104,7 +104,6 @@ class Checkpoints:
                 self._background.start(functools.partial(self._write, path, *copied, meeting))
             else:
                 self._write(path, *taken, meeting)
-        self._saved = self.steps
 
     def wait(self) -> None:
         """Until what is written in the background is on the disk.
@@ -119,8 +118,10 @@ class Checkpoints:
         if meeting.rank != 0:
             return
         # A newer file is one that was passed over when the run went on: it is nobody's past.
-        past = [each for each in self._files() if _number(each) <= _number(path)]
-        for each in past[self._keep :]:
+        past = [each for each in self._files() if _number(each) <= _number(path) and each != path]
+        # One of the same number has the other form, that of another backend, and is older than this one.
+        replaced = [each for each in past if _number(each) == _number(path)]
+        for each in replaced + past[len(replaced) + self._keep - 1 :]:
             remove(each)
 
     def resume(self) -> None:
@@ -150,7 +151,7 @@ class Checkpoints:
                 _passed_over(exc)
             return False
         own = values[_OWN]
-        self.steps, self.values, self._saved = own["steps"], dict(own["values"]), own["steps"]
+        self.steps, self.values = own["steps"], dict(own["values"])
         if meeting.rank == 0:
             _log.info("going on from %s, after %d steps", path, self.steps)
         return True

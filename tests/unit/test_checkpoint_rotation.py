@@ -107,6 +107,36 @@ def test_a_file_that_was_passed_over_is_no_past(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000000004.pt", "step-000000100.pt"]
 
 
+def test_what_changes_after_a_step_is_saved(tmp_path):
+    """By save() and at the end of the block: weights and values that no step has seen are in the file."""
+    model = nn.Linear(1, 1)
+
+    def found():
+        other = nn.Linear(1, 1)
+        own = load(tmp_path / "step-000000001.pt", model=other)["_checkpoints"]
+        return other.weight.item(), own["values"]
+
+    with checkpoints(tmp_path, every=1, model=model) as saved:
+        saved.step(best=1)
+        model.weight.data.fill_(7.0)
+        saved.values["best"] = 2
+        saved.save()
+        assert found() == (7.0, {"best": 2})
+        model.weight.data.fill_(8.0)
+        saved.values["best"] = 3
+    assert found() == (8.0, {"best": 3})
+
+
+def test_a_checkpoint_replaces_the_other_form(tmp_path):
+    """A folder of as many steps, which another backend has written, is not found again beside the newer file."""
+    model = nn.Linear(1, 1)
+    for number, sharded in enumerate([True, False, True]):
+        with checkpoints(tmp_path, sharded=sharded, model=model) as saved:
+            assert saved.values.get("number", -1) == number - 1
+            saved.values["number"] = number
+    assert [each.name for each in tmp_path.iterdir()] == ["step-000000000"]
+
+
 def test_a_failure_in_the_background_is_raised(tmp_path):
     """What could not be written in the background is an error in the loop, at the latest when the block ends."""
     (tmp_path / "file").write_text("")
@@ -125,12 +155,12 @@ def test_the_background_writes_what_was(tmp_path):
     model, tied = nn.Linear(3, 3), nn.Linear(3, 3)
     tied.weight = model.weight
     with checkpoints(tmp_path, every=1, keep=9, in_background=True, model=model, tied=tied) as saved:
-        for number in range(1, 6):
+        for number in range(1, 7):
             model.weight.data.fill_(number)
             model.bias.data.fill_(-number)
             saved.step()
             model.weight.data.zero_()
-    for number in range(1, 6):
+    for number in range(1, 6):  # the sixth is written again at the end
         found = nn.Linear(3, 3)
         load(tmp_path / f"step-{number:09d}.pt", tied=found)
         assert bool((found.weight == number).all())
