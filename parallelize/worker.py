@@ -29,6 +29,7 @@ from parallelize.errors import LaunchError
 from parallelize.layout import Layout
 from parallelize.logs import Logs
 from parallelize.runtime import Runtime, activate
+from parallelize.settings import Settings
 from parallelize.task import Outcome, Task, modules_in
 from parallelize.world import World, detect
 
@@ -47,6 +48,7 @@ class Orders:
         launcher_pid: when this process is gone, the worker has nobody left to work for.
         start_method: how this process starts others by default, those of a DataLoader for one.
         logs: what the caller sees of a log on her console.
+        settings: what the caller has set in torch.
     """
 
     folder: str
@@ -54,6 +56,7 @@ class Orders:
     launcher_pid: int
     start_method: str
     logs: Logs
+    settings: Settings
 
 
 def task_path(folder: Path) -> Path:
@@ -83,15 +86,16 @@ def run(orders: Orders) -> None:
         task = Task.read(task_path(folder), device=_default_device())
         main_module.fill(task.function)
         main_module.share()
-        _perform(task, world, path, ending)
+        _perform(task, world, path, ending, settings=orders.settings)
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is its outcome
         ending.fail(error)
 
 
-def _perform(task: Task, world: World, path: Path, ending: Ending) -> None:
+def _perform(task: Task, world: World, path: Path, ending: Ending, *, settings: Settings) -> None:
     modules = modules_in(task.args, task.kwargs) if world.is_main and task.layout.config.update_modules else []
     with entered(task.layout.masked(), world) as runtime:
         runtime.watch.on_proof = ending.at_once
+        settings.settle_device()
         try:
             value = _value(task)
             if runtime.device.type != "cpu":
@@ -147,6 +151,7 @@ def _settle(orders: Orders, world: World) -> None:
     _draw_afresh()
     _settle_output(world)
     orders.logs.settle()
+    orders.settings.settle()
 
 
 def _settle_signals() -> None:

@@ -35,7 +35,7 @@ Sources = Mapping[str, str]
 
 # A file imports only from the floors above its own line here, that is: from lower ones. Folders stand for their files.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"allocation", "errors", "logs", "main_module", "store", "version"}),
+    frozenset({"allocation", "errors", "logs", "main_module", "settings", "store", "version"}),
     frozenset({"containers", "hostlist", "network", "traffic"}),
     frozenset({"world"}),
     frozenset({"devices"}),

@@ -62,6 +62,17 @@ def test_two_nodes_return_rank_0s_value(cluster: Cluster, tmp_path: Path) -> Non
     assert (again.result(), again.log) == (value, job.log)
 
 
+def test_what_the_script_has_set_in_torch_holds_in_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    """A job runs the script's top level no more than a worker does."""
+    launcher = SlurmLauncher(folder=tmp_path / "jobs", time="10:00")
+    torch.set_default_dtype(torch.float64)
+    try:
+        job = distributed(launcher=launcher, processes=2, timeout=60)(torch.get_default_dtype).submit()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert job.result(timeout_s=100) == torch.float64
+
+
 def test_a_failure_of_rank_3_comes_back_as_itself(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -131,3 +131,28 @@ def test_a_request_that_does_not_fit_torchruns_world_is_refused(torchrun) -> Non
     """Both numbers are named, on every rank, before anything runs."""
     for said in torchrun({"processes": 4}):
         assert said.startswith("processes per node: 4 asked for, 2 started"), said
+
+
+@distributed(processes=2)
+def settings_of_torch() -> tuple[torch.dtype, bool, str, str]:
+    made = torch.tensor(1.5, device="cpu").dtype
+    said = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    return made, *said, torch.empty(1).device.type
+
+
+def test_what_the_script_has_set_in_torch_holds_in_workers() -> None:
+    """Workers do not run its top level again, and train as one process would."""
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high")
+    torch.set_default_device("meta")
+    try:
+        expected = settings_of_torch.options(processes=1)()
+        found = settings_of_torch.all_ranks()
+    finally:
+        torch.set_default_device(None)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+    assert expected == (torch.float64, True, "high", "meta")
+    assert found == [expected] * 2

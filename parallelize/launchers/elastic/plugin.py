@@ -28,6 +28,7 @@ from parallelize.launchers.elastic.signals import Signals
 from parallelize.launchers.elastic.verdict import verdict
 from parallelize.logs import Logs
 from parallelize.network import gloo_interface, reachable
+from parallelize.settings import Settings
 from parallelize.task import Outcome, Task
 from parallelize.worker import Orders, run, task_path
 from parallelize.world import Node
@@ -156,6 +157,7 @@ class _Run:
             launcher_pid=os.getpid(),
             start_method=_for_loaders(),
             logs=Logs.here(),
+            settings=Settings.here(),
         )
         spec = WorkerSpec(
             role=task.name,

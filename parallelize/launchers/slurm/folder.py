@@ -3,6 +3,7 @@
 <folder>/train-k3x9/          one submission
     job.sh                    the script
     call.json                 how the interpreter was started
+    settings                  what the caller has set in torch
     task.0, task.1, ...       the calls; one, or one for each job of an array
     12_0.log                  what that job printed, all attempts
     result.12_0               what came of it
@@ -23,8 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from parallelize.errors import LaunchError
-from parallelize.payload import pack
+from parallelize.payload import pack, unpack
+from parallelize.settings import Settings
 from parallelize.task import Outcome, Task
 
 __all__ = ["JobFolder"]
@@ -83,6 +87,7 @@ class JobFolder:
         """
         for index, task in enumerate(tasks):
             task.write(self.path / f"task.{index}")
+        pack(Settings.here(), self.path / "settings", parts={})
         (self.path / "guard.sh").write_text(guard)
         started = {"sys_path": [str(Path(entry).resolve()) for entry in sys.path], "name": tasks[0].name}
         (self.path / "call.json").write_text(json.dumps(started))
@@ -90,6 +95,11 @@ class JobFolder:
     def sys_path(self) -> list[str]:
         """The caller's sys.path, absolute."""
         return [str(entry) for entry in json.loads((self.path / "call.json").read_text())["sys_path"]]
+
+    def settings(self) -> Settings:
+        """What the caller has set in torch."""
+        found: Settings = unpack(self.path / "settings", device=torch.device("cpu"))
+        return found
 
     def task(self, index: int) -> Path:
         """The file of a call."""

@@ -153,6 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     folder = JobFolder(given.folder)
     sys.path[:] = folder.sys_path()
+    settings = folder.settings()  # the workers get those of this process
+    settings.settle()
+    settings.settle_device()
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # a cluster may send it to every process
     step = Step(folder, given.job, given.attempt, given.index, given.max_requeues, dict(os.environ))
     return step.run()
