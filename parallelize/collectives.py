@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelize import runtime
+from parallelize import runtime, transport
 from parallelize.containers import leaves, map_leaves
 from parallelize.errors import ConfigError, SyncError, did_you_mean
 from parallelize.watch.frames import site
@@ -19,7 +19,6 @@ from parallelize.watch.frames import site
 __all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "main_first"]
 
 Op = Literal["mean", "sum", "max", "min"]
-_OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def all_reduce(x: Any, op: Op = "mean") -> Any:
@@ -27,7 +26,8 @@ def all_reduce(x: Any, op: Op = "mean") -> Any:
 
     Args:
         x: a tensor, a number, or containers of them; alike on every process. It is not changed.
-        op: "mean", "sum", "max" or "min", over processes, element by element.
+        op: "mean", "sum", "max" or "min", over processes, element by element; of a nan and numbers each is nan, as
+            torch has it. Tensors in half precision are summed in fp32 and rounded once.
 
     Returns:
         The same containers around the reduced values: a tensor of the same shape, type and device for a tensor, a
@@ -37,13 +37,15 @@ def all_reduce(x: Any, op: Op = "mean") -> Any:
         ConfigError: an `op` that there is not, something that cannot be reduced, the mean of a tensor of integers.
         SyncError: the processes called it with different shapes, types, containers or `op`.
     """
-    if op not in _OPS:
-        raise ConfigError(f"op={op!r}", why="there is no such reduction", fix=did_you_mean(str(op), _OPS))
+    if op not in transport.OPS:
+        raise ConfigError(f"op={op!r}", why="there is no such reduction", fix=did_you_mean(str(op), transport.OPS))
     _refuse_what_cannot_travel(x, f"all_reduce(op={op!r})", op=op)
     if _size() == 1:
         return map_leaves(lambda leaf: _alone(leaf, op), x)
     _agree(f"all_reduce(op={op!r})", x)
-    return map_leaves(lambda leaf: _one(leaf, lambda tensor: _apply(_AllReduce, tensor, op), op=op), x)
+    return map_leaves(
+        lambda leaf: transport.reduce(leaf, op) if isinstance(leaf, Tensor) else _reduced_number(leaf, op), x
+    )
 
 
 def all_gather(x: Any) -> Any:
@@ -64,7 +66,7 @@ def all_gather(x: Any) -> Any:
     if _size() == 1:
         return map_leaves(lambda leaf: leaf.clone()[None] if isinstance(leaf, Tensor) else [leaf], x)
     _agree("all_gather", x)
-    return map_leaves(lambda leaf: _one(leaf, lambda tensor: _apply(_AllGather, tensor)), x)
+    return map_leaves(lambda leaf: _one(leaf, transport.gather), x)
 
 
 def broadcast(x: Any, src: int = 0) -> Any:
@@ -88,7 +90,7 @@ def broadcast(x: Any, src: int = 0) -> Any:
     if size == 1:
         return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x)
     _agree(f"broadcast(src={src})", x)
-    return map_leaves(lambda leaf: _one(leaf, lambda tensor: _apply(_Broadcast, tensor, src)), x)
+    return map_leaves(lambda leaf: _one(leaf, lambda tensor: transport.send(tensor, src)), x)
 
 
 def barrier(name: str | None = None) -> None:
@@ -163,41 +165,54 @@ def _size() -> int:
 
 def _refuse_what_cannot_travel(x: Any, what: str, *, op: str | None = None) -> None:
     for leaf in leaves(x):
-        if not isinstance(leaf, (Tensor, bool, int, float)):
+        if isinstance(leaf, Tensor):
+            _refuse_tensor(leaf, what, op=op)
+        elif not isinstance(leaf, (bool, int, float)):
             raise ConfigError(
                 f"{what} of {type(leaf).__name__} {leaf!r:.80}",
                 why="only tensors, numbers and containers of them travel between processes",
                 fix="use torch.distributed.broadcast_object_list or all_gather_object for other things",
             )
-        if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_meta):
-            kind = "meta" if leaf.is_meta else str(leaf.layout)
-            raise ConfigError(f"{what} of a {kind} tensor", why="only dense values travel", fix="use x.to_dense()")
-        if isinstance(leaf, Tensor) and not _is_kept_by(op, leaf.dtype):
+        elif isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
             raise ConfigError(
-                f"{what} of a tensor of {leaf.dtype}",
-                why="the result would not fit the type of the tensor",
-                fix="use x.float() for a mean, x.long() for a sum, x.abs() for the largest complex number",
+                f"{what} of an integer of {leaf.bit_length()} bits",
+                why="integers travel between processes in 64 bits",
+                fix="use float(x), or torch.distributed.all_gather_object",
             )
 
 
-def _is_kept_by(op: str | None, dtype: torch.dtype) -> bool:
+def _refuse_tensor(x: Tensor, what: str, *, op: str | None) -> None:
+    odd = {"meta": x.is_meta, "nested": x.is_nested, "quantized": x.is_quantized}
+    kind = next((name for name, holds in odd.items() if holds), str(x.layout))
+    if kind != str(torch.strided):
+        fix = "use x.dequantize()" if x.is_quantized else "use x.to_dense(), or a padded tensor of a nested one"
+        raise ConfigError(f"{what} of a {kind} tensor", why="only dense values travel", fix=fix)
+    if op is not None and not _is_kept_by(op, x.dtype):
+        raise ConfigError(
+            f"{what} of a tensor of {x.dtype}",
+            why="the result would not fit the type of the tensor, or no process group computes in it",
+            fix="use x.float() for a mean, x.long() for a sum, x.abs() for the largest complex number",
+        )
+
+
+def _is_kept_by(op: str, dtype: torch.dtype) -> bool:
     """Whether a reduction of values of a type is of that type again."""
-    return {
-        "mean": dtype.is_floating_point or dtype.is_complex,
-        "sum": dtype is not torch.bool,
-        "max": not dtype.is_complex,
-        "min": not dtype.is_complex,
-    }.get(op or "", True)
+    return (
+        dtype in transport.REDUCED_AS
+        and {
+            "mean": dtype.is_floating_point or dtype.is_complex,
+            "sum": dtype is not torch.bool,
+            "max": not dtype.is_complex,
+            "min": not dtype.is_complex,
+        }[op]
+    )
 
 
 def _agree(what: str, x: Any) -> None:
     """Compare what every process is about to do: collectives of different shapes hang, or mix values up silently."""
     text = f"{what} of {_signature(x)}" if x is not None else what
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    mine = torch.tensor([digest], device=_carrier(torch.device("cpu")))
-    digests = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(digests, mine)
-    if len({int(each) for each in torch.cat(digests)}) == 1:
+    if len(set(transport.gather(torch.tensor([digest])).flatten().tolist())) == 1:
         return
     texts = [""] * dist.get_world_size()
     dist.all_gather_object(texts, f"{text} ({site()})")
@@ -231,75 +246,15 @@ def _alone(leaf: Any, op: str) -> Any:
     return float(leaf) if op == "mean" else (int(leaf) if op == "sum" and isinstance(leaf, bool) else leaf)
 
 
-def _one(leaf: Any, collective: Callable[[Tensor], Tensor], *, op: str | None = None) -> Any:
+def _reduced_number(number: float, op: str) -> Any:
+    if op == "sum" and isinstance(number, int):
+        return sum(_one(number, transport.gather))  # by Python: it may have more than 64 bits
+    return _one(float(number) if op == "mean" else number, lambda tensor: transport.reduce(tensor, op))
+
+
+def _one(leaf: Any, collective: Callable[[Tensor], Tensor]) -> Any:
     """The collective on a tensor, or on a number that becomes one for the way."""
     if isinstance(leaf, Tensor):
-        kind = torch.uint8 if leaf.dtype is torch.bool else leaf.dtype
-        return collective(leaf.to(_carrier(leaf.device), kind)).to(leaf.device, leaf.dtype)
-    kind = torch.float64 if isinstance(leaf, float) or op == "mean" else torch.int64
-    result = collective(torch.tensor(leaf, dtype=kind, device=_carrier(torch.device("cpu"))))
-    if isinstance(leaf, bool) and op not in ("mean", "sum"):
-        result = result.bool()
-    return result.tolist()
-
-
-def _carrier(device: torch.device) -> torch.device:
-    """The device itself if this run's processes can talk from there, else one from which they can."""
-    types = [each.type for each in dist.distributed_c10d._get_default_group()._device_types]
-    return device if device.type in types else runtime.current().device
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch has no types for it
-    return result
-
-
-# For backward: L is the sum of the losses of all processes, x and y a process's own value and result, W the world size.
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, op: str) -> Tensor:
-        y = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(y, _OPS[op])
-        if op == "mean":
-            y /= dist.get_world_size()
-        ctx.op = op
-        ctx.save_for_backward(*((x, y) if op in ("max", "min") else ()))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.op in ("mean", "sum"):
-            return _apply(_AllReduce, grad, ctx.op), None
-        # dL/dx goes to who holds the extremum; those who tie share it.
-        x, y = ctx.saved_tensors
-        holds = (x == y).to(grad.dtype)
-        return _apply(_AllReduce, grad, "sum") * holds / _apply(_AllReduce, holds, "sum"), None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:  # S -> (W, *S)
-        mine = x.detach().contiguous()
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
-        return torch.stack(gathered)
-
-    @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> Tensor:  # (W, *S) -> S
-        return _apply(_AllReduce, grad, "sum")[dist.get_rank()]
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, src: int) -> Tensor:
-        y = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(y, src)
-        ctx.src = src
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = _apply(_AllReduce, grad, "sum")
-        return total if dist.get_rank() == ctx.src else torch.zeros_like(total), None
+        return collective(leaf)
+    kind = torch.float64 if isinstance(leaf, float) else torch.bool if isinstance(leaf, bool) else torch.int64
+    return collective(torch.tensor(leaf, dtype=kind)).tolist()

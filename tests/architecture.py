@@ -48,7 +48,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"explanation", "payload", "placement", "watch"}),
     frozenset({"task"}),
     frozenset({"ending", "queueing", "runtime"}),
-    frozenset({"worker"}),
+    frozenset({"transport", "worker"}),
     frozenset({"announcements", "startline", "backends", "collectives", "launchers", "precision"}),
     frozenset({"inplace", "stopping"}),
     frozenset({"checkpoint", "data", "decorator", "model"}),

@@ -86,6 +86,106 @@ def test_types_are_kept(dtype):
         assert torch.equal(sent, torch.ones_like(x))
 
 
+# Of one byte to eight: no process group knows them, so they travel in other types or as bytes.
+RARE = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def test_types_that_no_process_group_knows_travel_too():
+    """What is gathered or sent comes back bit by bit, in every shape, also of no elements and not contiguous."""
+
+    @distributed(processes=2)
+    def run():
+        shapes = [torch.zeros(()), torch.zeros(0, 3), torch.arange(6.0).view(2, 3).T]
+        inputs = [(each + rank()).to(dtype) for each in shapes for dtype in RARE]
+        return [(x, all_gather(x), broadcast(x, src=1)) for x in inputs]
+
+    for inputs in zip(*run.all_ranks(), strict=True):
+        mine = [x.tolist() for x, _, _ in inputs]
+        for x, gathered, sent in inputs:
+            assert gathered.dtype == sent.dtype == x.dtype
+            assert gathered.tolist() == mine
+            assert sent.tolist() == mine[1]
+
+
+def test_small_integers_are_reduced_in_their_own_type():
+    """Sums and extrema of 16 and 32 bits come back in the type that went in; a sum wraps around as in torch."""
+
+    @distributed(processes=2)
+    def run():
+        xs = [torch.tensor([7, 2**15 - 1], dtype=dtype) for dtype in (torch.int16, torch.uint16, torch.uint32)]
+        return [(all_reduce(x, "sum"), all_reduce(x - rank(), "min")) for x in xs[:1]], all_reduce(xs[1:], "sum")
+
+    [(summed, least)], unsigned = run()
+    assert summed.dtype == least.dtype == torch.int16
+    assert (summed.tolist(), least.tolist()) == ([14, -2], [6, 2**15 - 2])
+    assert [each.dtype for each in unsigned] == [torch.uint16, torch.uint32]
+    assert [each.tolist() for each in unsigned] == [[14, 2**16 - 2]] * 2
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_nan_is_never_lost(op, processes):
+    """Whichever process holds it: in tensors of every floating type, and as a number."""
+
+    @distributed(processes=processes)
+    def run():
+        # Process i holds a nan in element i only, and numbers on both sides of the others'.
+        x = torch.full((processes + 1,), float(rank()))
+        x[rank()] = torch.nan
+        tensors = [all_reduce(x.to(dtype), op) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+        return tensors, [all_reduce(each, op) for each in x.tolist()]
+
+    kept = float(processes - 1 if op == "max" else 0)
+    expected = torch.tensor([torch.nan] * processes + [kept])
+    for tensors, numbers in run.all_ranks():
+        for each in (*tensors, torch.tensor(numbers)):
+            torch.testing.assert_close(each, expected.to(each.dtype), equal_nan=True, rtol=0, atol=0)
+
+
+def test_means_of_half_precision_do_not_overflow(processes):
+    """The mean of large fp16 values is one of them, not inf, and so is the mean that backward takes of gradients."""
+
+    @distributed(processes=processes)
+    def run():
+        x = torch.tensor([40000.0, 1.0], dtype=torch.float16, requires_grad=True)
+        mean = all_reduce(x)
+        mean.backward(torch.tensor([30000.0, 1.0], dtype=torch.float16))
+        return mean.detach(), x.grad
+
+    for mean, grad in run.all_ranks():
+        assert mean.dtype == grad.dtype == torch.float16
+        assert mean.tolist() == [40000.0, 1.0]
+        assert grad.tolist() == [30000.0, 1.0]
+
+
+def test_pending_conjugates_and_negations_travel():
+    """x.conj() and x.conj().imag are views that torch has not computed yet; their values arrive, gradients return."""
+
+    @distributed(processes=2)
+    def run():
+        x = torch.tensor([1 + 2j, 3 - 1j]) * (rank() + 1)
+        leaf = x.clone().requires_grad_()
+        summed = all_reduce(leaf.conj(), "sum")
+        summed.conj().imag.sum().backward()
+        found = all_gather(x.conj()), broadcast(x.conj().imag, src=1), summed.detach()
+        return [each.resolve_neg().resolve_conj() for each in found], leaf.grad.resolve_conj()
+
+    for (gathered, sent, summed), grad in run.all_ranks():
+        assert gathered.tolist() == [[1 - 2j, 3 + 1j], [2 - 4j, 6 + 2j]]
+        assert sent.tolist() == [-4.0, 2.0]
+        assert summed.tolist() == [3 - 6j, 9 + 3j]
+        assert grad.tolist() == [2j, 2j]
+
+
+def test_sums_of_integers_outgrow_64_bits():
+    """Python's integers have no end, and neither has their sum."""
+
+    @distributed(processes=2)
+    def run():
+        return all_reduce(2**63 - 1 - rank(), "sum"), all_reduce(2**63 - 1 - rank(), "min")
+
+    assert run() == (2**64 - 3, 2**63 - 2)
+
+
 def test_gradients_cross_processes(processes):
     """The gradient of the sum of all ranks' losses is the one that a single process computes."""
 
@@ -134,6 +234,11 @@ def test_a_world_of_one_changes_nothing():
         (lambda: all_reduce(torch.tensor(1)), "a tensor of torch.int64"),
         (lambda: all_reduce(torch.tensor(True), "sum"), "a tensor of torch.bool"),
         (lambda: all_reduce([torch.eye(2).to_sparse()]), "torch.sparse_coo tensor"),
+        (lambda: all_reduce(torch.zeros(1, dtype=torch.uint64), "max"), "a tensor of torch.uint64"),
+        (lambda: all_reduce(torch.zeros(1).to(torch.float8_e5m2)), "a tensor of torch.float8_e5m2"),
+        (lambda: all_gather(torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)), "a nested tensor"),
+        (lambda: all_gather(2**70), "an integer of 71 bits"),
+        (lambda: all_reduce(-(2**63) - 1), "an integer of 64 bits"),
         (lambda: broadcast(1, src=1), "src=1"),
         (lambda: broadcast(1, src=True), "src=True"),
         (lambda: all_gather({"a": None}), "of NoneType None"),
