@@ -216,3 +216,55 @@ def test_plans_of_equal_models_fit_each_other() -> None:
     model = Gpt()
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), plan=made)):
         assert model(X).shape == (8, 8, 11)
+
+
+class Droppy(nn.Module):
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.drop(self.a(x)))
+
+
+def assert_masks_of_backward_are_those_of_forward(model: Any) -> None:
+    """The gradient of b, which is linear in what dropout has left, tells which masks backward has used."""
+    x = torch.randn(8, 8)
+    kept: list[torch.Tensor] = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        model.zero_grad()
+        output = model(x)
+        output.sum().backward()
+        kept.append(output.detach())
+        # sum of outputs = sum of W * dL/dW + bias * dL/dbias
+        weight, bias = model.b.weight, model.b.bias
+        total = (weight * weight.grad).sum() + (bias * bias.grad).sum()
+        torch.testing.assert_close(total, output.sum(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(*kept)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_validation_pass_may_come_first(recompute: bool) -> None:
+    """A plan whose first batch was evaluated learns of dropout when training begins: seeds and recomputing hold."""
+    model = seeded(Droppy).eval()
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4, recompute=recompute)):
+        with torch.no_grad():
+            model(torch.randn(8, 8))
+        assert not plan(model).draws
+        model.train()
+        assert_masks_of_backward_are_those_of_forward(model)
+        assert plan(model).draws
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_plan_made_without_dropout_serves_a_model_with_it(recompute: bool) -> None:
+    """The first batch by a given plan shows whether numbers are drawn, and is run again if so."""
+    backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=4, recompute=recompute)
+    with parallel_model(seeded(lambda: Droppy(0.0)), backend=backend) as before:
+        before(torch.randn(8, 8))
+        made = plan(before)
+    assert not made.draws
+    model = seeded(Droppy)
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), plan=made)):
+        assert_masks_of_backward_are_those_of_forward(model)

@@ -78,6 +78,28 @@ def test_a_buffer_that_forward_changes() -> None:
         call(Counting(), torch.randn(8, 8))
 
 
+def test_state_that_only_training_leaves() -> None:
+    """A first batch in evaluation mode does not hide what forward leaves on the model in training."""
+
+    class Storing(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.a(x)
+            if self.training:
+                self.hidden = hidden
+            return self.c(self.b(hidden))
+
+    model = Storing().eval()
+    x = torch.randn(8, 8)
+    with parallel_model(model, backend=TWO):
+        assert model(x).shape == (8, 8)
+        model.train()
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="forward changes hidden of the model"):
+                model(x)
+        model.eval()
+        assert model(x).shape == (8, 8)
+
+
 def test_a_cache_that_settles_is_no_state() -> None:
     """What the first forward makes and later ones only read is no obstacle."""
 

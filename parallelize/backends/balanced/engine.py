@@ -16,9 +16,9 @@ from typing_extensions import override
 from parallelize.backends.averaging import Averaging, averaging_engine
 from parallelize.backends.balanced import atoms, refusals
 from parallelize.backends.balanced.crossing import watching
-from parallelize.backends.balanced.executor import Executor
 from parallelize.backends.balanced.forward import Forward
 from parallelize.backends.balanced.hardware import spots
+from parallelize.backends.balanced.pipeline import Pipeline
 from parallelize.backends.balanced.placement import Placement
 from parallelize.backends.balanced.plan import Plan, remember, signature
 from parallelize.backends.balanced.planner import Planner, Wishes
@@ -119,13 +119,7 @@ class BalancedEngine(Engine):
         plan = self._agreed(args, kwargs)
         remember(model, plan)
         if plan.is_split:
-            wiring = wired(plan, model, batch_dim=request.wishes.batch_dim, home=request.home)
-            self._placement.put(atoms.homes(model, wiring.routes), wiring.stages)
-            workers = Workers(wiring.stages, microbatches=plan.microbatches)
-            self._given_back.callback(workers.close)
-            running: nn.Module = _Pipeline(
-                self._inner, Executor(self._forward, model=model, wiring=wiring, workers=workers)
-            )
+            running: nn.Module = self._pipeline(plan)
         else:
             self._placement.put(atoms.homes(model, {}), places([request.home]))
             running = _Whole(self._inner, device=request.home, home=request.home)
@@ -133,6 +127,15 @@ class BalancedEngine(Engine):
             self._reduced = averaging_engine(request.averaging, running, inner=self._inner, device=request.home)
             self._synchronise()
         self._running = running
+
+    def _pipeline(self, plan: Plan) -> Pipeline:
+        model, request = self._inner.model, self._request
+        wiring = wired(plan, model, batch_dim=request.wishes.batch_dim, home=request.home)
+        self._placement.put(atoms.homes(model, wiring.routes), wiring.stages)
+        workers = Workers(wiring.stages, microbatches=plan.microbatches)
+        self._given_back.callback(workers.close)
+        is_given = request.plan is not None
+        return Pipeline(self._inner, self._forward, plan=plan, wiring=wiring, workers=workers, is_given=is_given)
 
     def _where(self) -> torch.device:
         return next((each.device for each in self._inner.model.parameters()), self._request.home)
@@ -199,19 +202,6 @@ class _Entry(nn.Module):
         if active() is not None:  # the model calls itself
             return self._inner.with_weights(*args, **kwargs)
         return self._engine.run(args, kwargs, is_local=self._is_local)
-
-
-class _Pipeline(nn.Module):
-    """The pipeline, as a module that DistributedDataParallel can hold."""
-
-    def __init__(self, inner: Inner, executor: Executor) -> None:
-        super().__init__()
-        self.inner = inner
-        self._executor = executor
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._executor.run(args, kwargs)
 
 
 class _Whole(nn.Module):

@@ -49,6 +49,7 @@ class Plan:
         is_split: whether the model is divided; otherwise it is left alone on its one device.
         why: what decided, in a sentence.
         draws: whether the model draws random numbers.
+        evaluated: names of the modules that were in evaluation mode: what they do in training was not seen.
         output_dims: pairs of an output's position and its batch dimension, None if it has none.
     """
 
@@ -69,6 +70,7 @@ class Plan:
     is_split: bool = True
     why: str = ""
     draws: bool = True
+    evaluated: tuple[str, ...] = ()
     output_dims: tuple[tuple[int, int | None], ...] = ()
 
     @property
@@ -176,7 +178,7 @@ def _checked(found: Plan) -> Plan:
         (int, float, type(None)): ("unsplit_s", "predicted_s", "measured_s"),
     }
     of_each: dict[type | tuple[type, ...], tuple[str, ...]] = {
-        str: ("events", "devices"),
+        str: ("events", "devices", "evaluated"),
         int: ("bounds",),
         (int, float): ("forward_s", "backward_s", "memory_bytes"),
     }

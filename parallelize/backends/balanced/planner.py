@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from parallelize.backends.balanced import atoms, refusals, untouched
 from parallelize.backends.balanced.chunks import batch_size, take
 from parallelize.backends.balanced.costs import Profile, Spot
 from parallelize.backends.balanced.forward import Forward
+from parallelize.backends.balanced.observation import observed, ordinary
 from parallelize.backends.balanced.placement import Placement
 from parallelize.backends.balanced.plan import Plan, signature
 from parallelize.backends.balanced.profiling import Bench, bytes_of_modules, profile, seconds_of_modules
@@ -33,7 +33,6 @@ from parallelize.backends.balanced.provisional import at, spread
 from parallelize.backends.balanced.schedule import Memory, Schedule, best, candidates, fits_whole, needed_cap
 from parallelize.backends.balanced.trial import Trial, threads
 from parallelize.backends.balanced.workers import places
-from parallelize.containers import map_leaves
 
 __all__ = ["Planner", "Wishes"]
 
@@ -126,7 +125,7 @@ class Planner:
             ConfigError: a model that cannot be divided, or that fits nowhere.
         """
         with torch.inference_mode(mode=False), torch.enable_grad(), untouched.untouched(self._model, self._devices):
-            inputs = map_leaves(_ordinary, (args, kwargs))
+            inputs = ordinary((args, kwargs))
             self._samples = batch_size(inputs, dim=self._wishes.batch_dim)
             return self._plan(inputs)
 
@@ -145,8 +144,7 @@ class Planner:
             )
             if not table:
                 return self._alone("it calls no submodules between which it could be divided")
-            bench = self._observed(bench, inputs)
-            self._check_state(bench, inputs)
+            bench = observed(bench, self._part(inputs), microbatches=self._wishes.microbatches)
             found = self._fitting(bench, inputs)
         trial = Trial(
             module=self._module,
@@ -164,18 +162,6 @@ class Planner:
             trial.compare(plan)
             _log.info("%s", plan)
         return plan
-
-    def _observed(self, bench: Bench, inputs: Any) -> Bench:
-        """The bench, knowing whether the model draws random numbers."""
-        part = self._part(inputs)
-        if untouched.draws_python(lambda: bench.run(part)):
-            warnings.warn(
-                f"forward of {type(self._model).__name__} draws from random or numpy.random: under backend='balanced' "
-                "which micro-batch draws first is left to chance. Draw with torch, or before the model is called.",
-                stacklevel=2,
-            )
-        bench = replace(bench, draws=False)
-        return replace(bench, draws=untouched.draws_torch(lambda: bench.run(part), self._devices))
 
     def _fitting(self, bench: Bench, inputs: Any) -> _Found:
         """The best schedule of the first kind of atoms with which anything fits.
@@ -216,14 +202,6 @@ class Planner:
 
     def _part(self, inputs: Any) -> Any:
         return take(inputs, max(1, self._samples // 2), dim=self._wishes.batch_dim)
-
-    def _check_state(self, bench: Bench, inputs: Any) -> None:
-        if self._wishes.microbatches == 1:
-            return
-        part = self._part(inputs)
-        changed = untouched.changes(self._model, lambda: bench.run(part))
-        if changed:
-            raise refusals.stateful(changed)
 
     def _chosen(self, found: _Found, trial: Trial, *, draws: bool) -> Plan:
         plan = self._described(found, found.schedule, draws=draws)
@@ -274,6 +252,7 @@ class Planner:
             + ("; the model fits on one device, where backend='ddp' is normally faster" if fits else "")
             + ("; without recomputing, no division fits" if schedule.recompute else ""),
             draws=draws,
+            evaluated=tuple(name for name, module in self._model.named_modules() if not module.training),
             output_dims=tuple(found.dims.items()),
         )
 
@@ -293,11 +272,6 @@ class Planner:
         )
         _log.warning("%s", alone)
         return alone
-
-
-def _ordinary(leaf: Any) -> Any:
-    """A tensor that autograd may keep: one made in inference mode is copied."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf
 
 
 def _trained_share(model: nn.Module) -> float:

@@ -14,7 +14,40 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallelize.backends.balanced.randomness import default_generator
 
-__all__ = ["changes", "draws_python", "draws_torch", "evaluating", "untouched"]
+__all__ = ["Before", "changes", "draws_python", "draws_torch", "evaluating", "untouched"]
+
+
+class Before:
+    """The buffers of a model, and the generators, as they are now.
+
+    Args:
+        model: whose parameters nobody changes meanwhile.
+        devices: whose generators count, besides the CPU's.
+    """
+
+    def __init__(self, model: nn.Module, devices: frozenset[torch.device]) -> None:
+        self._generators = [default_generator(device) for device in {torch.device("cpu"), *devices}]
+        self._states = [generator.get_state() for generator in self._generators]
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def has_drawn(self) -> bool:
+        """Whether somebody has drawn random numbers since."""
+        pairs = zip(self._generators, self._states, strict=True)
+        return any(not torch.equal(generator.get_state(), state) for generator, state in pairs)
+
+    def restore(self) -> None:
+        """Go back."""
+        with torch.no_grad():
+            for module, name, buffer, value in self._buffers:
+                module._buffers[name] = buffer
+                buffer.copy_(value)
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
 
 
 @contextlib.contextmanager
@@ -25,23 +58,11 @@ def untouched(model: nn.Module, devices: frozenset[torch.device]) -> Iterator[No
         model: whose parameters nobody changes meanwhile.
         devices: whose generators count, besides the CPU's.
     """
-    generators = [default_generator(device) for device in {torch.device("cpu"), *devices}]
-    states = [generator.get_state() for generator in generators]
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    before = Before(model, devices)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                buffer.copy_(value)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        before.restore()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,51 @@
+"""What a forward does besides computing: which numbers it draws, what it leaves on the model."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from parallelize.backends.balanced import refusals, untouched
+from parallelize.backends.balanced.profiling import Bench
+from parallelize.containers import map_leaves
+
+__all__ = ["observed", "ordinary"]
+
+
+def observed(bench: Bench, inputs: Any, *, microbatches: int | None) -> Bench:
+    """The bench, knowing whether the model draws random numbers in the modes that its submodules are in.
+
+    Args:
+        bench: runs the model.
+        inputs: of a micro-batch.
+        microbatches: how many there will be at the same time; None: not known yet.
+
+    Raises:
+        ConfigError: forward leaves something on the model, so that micro-batches would disturb each other.
+    """
+    if untouched.draws_python(lambda: bench.run(inputs)):
+        warnings.warn(
+            f"forward of {type(bench.model).__name__} draws from random or numpy.random: under backend='balanced' "
+            "which micro-batch draws first is left to chance. Draw with torch, or before the model is called.",
+            stacklevel=2,
+        )
+    plain = replace(bench, draws=False)
+    draws = untouched.draws_torch(lambda: plain.run(inputs), frozenset(stage.device for stage in bench.stages))
+    bench = replace(bench, draws=draws)
+    if microbatches != 1:
+        changed = untouched.changes(bench.model, lambda: bench.run(inputs))
+        if changed:
+            raise refusals.stateful(changed)
+    return bench
+
+
+def ordinary(inputs: Any) -> Any:
+    """Inputs that autograd may keep: a tensor made in inference mode is copied."""
+    return map_leaves(_ordinary, inputs)
+
+
+def _ordinary(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf

@@ -1,0 +1,135 @@
+"""A plan at work, as a module that DistributedDataParallel can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from parallelize.backends.balanced.chunks import batch_size, take
+from parallelize.backends.balanced.executor import Executor, Wiring
+from parallelize.backends.balanced.forward import Forward
+from parallelize.backends.balanced.observation import observed, ordinary
+from parallelize.backends.balanced.plan import Plan, remember
+from parallelize.backends.balanced.profiling import Bench
+from parallelize.backends.balanced.untouched import Before, untouched
+from parallelize.backends.balanced.workers import Workers
+from parallelize.contracts import Inner
+
+__all__ = ["Pipeline"]
+
+
+class _Modes:
+    """In which of training and evaluation each module of a model has been seen.
+
+    Dropout shows itself in training only, and so may what a forward leaves on the model: a plan whose first batch was
+    one of a validation pass does not know of it.
+
+    Args:
+        model: with its modules.
+        evaluated: names of those that planning has seen in evaluation; the others it has seen in training.
+    """
+
+    def __init__(self, model: nn.Module, *, evaluated: Collection[str]) -> None:
+        names, self._modules = zip(*model.named_modules(), strict=True)
+        self._latest: list[bool] = []
+        self._seen = {(index, name not in evaluated) for index, name in enumerate(names)}
+
+    def are_new(self) -> bool:
+        """Whether a module is in a mode in which it was not seen."""
+        modes = [module.training for module in self._modules]
+        return modes != self._latest and not self._seen.issuperset(enumerate(modes))
+
+    def see(self) -> None:
+        """Each module is seen in its mode."""
+        self._latest = [module.training for module in self._modules]
+        self._seen.update(enumerate(self._latest))
+
+
+class Pipeline(nn.Module):
+    """Runs batches by a plan.
+
+    Args:
+        inner: of the block.
+        forward: what each micro-batch calls.
+        plan: of the model.
+        wiring: the plan's, with the model's own modules.
+        workers: threads for its stages.
+        is_given: whether the plan is an earlier one, of a model whose dropout may have been another.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        forward: Forward,
+        *,
+        plan: Plan,
+        wiring: Wiring,
+        workers: Workers,
+        is_given: bool,
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self._forward = forward
+        self._plan = plan
+        self._workers = workers
+        self._modes = _Modes(inner.model, evaluated=frozenset(plan.evaluated))
+        self._is_doubted = is_given
+        self._wiring = wiring
+        self._devices = frozenset(stage.device for stage in wiring.stages)
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a batch."""
+        if self._modes.are_new():
+            self._observe((args, kwargs))
+        if self._is_doubted:
+            self._is_doubted = False
+            return self._doubted(args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        executor = Executor(self._forward, model=self.inner.model, wiring=self._wiring, workers=self._workers)
+        return executor.run(args, kwargs)
+
+    def _doubted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A batch that is run again if its micro-batches have drawn numbers, which the plan does not know of."""
+        if self._wiring.draws:
+            return self._run(args, kwargs)
+        before = Before(self.inner.model, self._devices)
+        output = self._run(args, kwargs)
+        if not before.has_drawn():
+            return output
+        before.restore()
+        self._expect_draws()
+        return self._run(args, kwargs)
+
+    def _observe(self, inputs: Any) -> None:
+        """Look at what the model does in its new modes, before micro-batches run in them."""
+        model, wiring = self.inner.model, self._wiring
+        bench = Bench(
+            module=self._forward,
+            model=model,
+            stages=wiring.stages,
+            routes=wiring.routes,
+            workers=self._workers,
+            batch_dim=wiring.batch_dim,
+        )
+        is_grad_enabled = torch.is_grad_enabled()
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(is_grad_enabled), untouched(model, self._devices):
+            part = ordinary(inputs)
+            samples = batch_size(part, dim=wiring.batch_dim)
+            part = take(part, -(-samples // wiring.microbatches), dim=wiring.batch_dim)
+            bench = observed(bench, part, microbatches=wiring.microbatches)
+        self._modes.see()
+        if bench.draws and not wiring.draws:
+            self._expect_draws()
+
+    def _expect_draws(self) -> None:
+        self._wiring = replace(self._wiring, draws=True)
+        self._plan = replace(self._plan, draws=True)
+        remember(self.inner.model, self._plan)
