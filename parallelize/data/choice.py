@@ -23,15 +23,21 @@ from parallelize.runtime import Runtime
 __all__ = ["source_of"]
 
 
-def source_of(loader: Any, *, options: LoaderOptions, run: Runtime) -> Source[Any]:
+def source_of(loader: Any, *, options: LoaderOptions, run: Runtime, turn: int) -> Source[Any]:
     """What reads a loader of this kind.
+
+    Args:
+        loader: the user's.
+        options: as asked.
+        run: the run it is read in.
+        turn: number of this loader among those that its line has made in this run, from 0.
 
     Raises:
         ConfigError: it is no loader, or none that can be divided, or not with these options.
     """
     if not isinstance(loader, DataLoader):
         _refuse_what_is_no_loader(loader)
-        return PlainSource(loader, options=options, world=run.world)
+        return PlainSource(loader, options=options, world=run.world, turn=turn)
     part, divides = loader.dataset, None
     is_iterable = isinstance(loader.dataset, IterableDataset)
     if is_iterable and options.divides is None:

@@ -108,7 +108,7 @@ def _sharded_already(loader: ShardedLoader[T], options: LoaderOptions) -> Sharde
 
 def _made(loader: Iterable[T], options: LoaderOptions, site: str) -> ShardedLoader[T]:
     run = current()
-    source = source_of(loader, options=options, run=run)
+    source = source_of(loader, options=options, run=run, turn=_turns.next(site))
     said = source.arithmetic()
     if said and run.world.is_main:
         _log.info("%s: %s", site, said)
@@ -120,6 +120,23 @@ def _made(loader: Iterable[T], options: LoaderOptions, site: str) -> ShardedLoad
 # Loaders by the line that makes them: one that makes two would take each for the other's share.
 _made_at: Counter[str] = Counter()
 
+
+class _Turns:
+    """Counts what each line makes in a run: a stream that is made anew for an epoch knows nothing of its number."""
+
+    def __init__(self) -> None:
+        self._run: Runtime | None = None
+        self._made: Counter[str] = Counter()
+
+    def next(self, site: str) -> int:
+        """How many this line has made before."""
+        if self._run is not active():
+            self._run, self._made = active(), Counter()
+        self._made[site] += 1
+        return self._made[site] - 1
+
+
+_turns = _Turns()
 
 _Shares = MutableMapping[LoaderOptions, ShardedLoader[Any]]
 

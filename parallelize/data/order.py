@@ -68,7 +68,7 @@ def seed_of(sampler: object, default: int) -> int:
 def draw_lazily(sampler: Any, *, seed: int, epoch: int, chunk: int) -> Iterator[Any]:
     """What `draw` gives, of a sampler that does not say when it ends: so many units at a time.
 
-    Between chunks all sources of chance are as the rest of the program knows them.
+    Also of any other iterable. Between chunks all sources of chance are as the rest of the program knows them.
     """
     stream = OwnStream(seed + epoch, list(_generators(sampler)))
     units: Iterator[Any] | None = None

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from parallelize.data.epochs import Epochs
+from parallelize.data.likeness import likeness
 from parallelize.data.options import LoaderOptions, no_fraction
-from parallelize.data.readings import CountedReading, StreamReading
+from parallelize.data.order import draw_lazily
+from parallelize.data.readings import CountedReading, Fetch, StreamReading
 from parallelize.data.sampling import Split
 from parallelize.data.source import Place, Reading, Source
 from parallelize.errors import ConfigError
@@ -17,6 +19,8 @@ __all__ = ["PlainSource"]
 
 T = TypeVar("T")
 
+_COMPARED = 16  # of the batches that all processes hold
+
 
 class PlainSource(Source[T]):
     """An iterable of batches; of a sequence only this process's own are made.
@@ -25,6 +29,7 @@ class PlainSource(Source[T]):
         batches: the user's.
         options: as asked.
         world: this process among the others.
+        turn: number of this one among those that its line has made in this run, from 0: each draws another order.
 
     Raises:
         ConfigError: options that only a loader can have.
@@ -32,11 +37,12 @@ class PlainSource(Source[T]):
 
     is_resumable_anywhere = True
 
-    def __init__(self, batches: Iterable[T], *, options: LoaderOptions, world: World) -> None:
+    def __init__(self, batches: Iterable[T], *, options: LoaderOptions, world: World, turn: int) -> None:
         _check(batches, options)
         self.loader = batches
         self._options, self._world = options, world
         self._is_sequence = hasattr(batches, "__getitem__") and hasattr(batches, "__len__")
+        self._seed = (options.seed or 0) + turn
         self._epochs = Epochs([batches])
 
     def read(self, place: Place) -> Reading[T]:
@@ -44,9 +50,10 @@ class PlainSource(Source[T]):
         self._epochs.tell(place.epoch)
         split, rank = self._split(place.start), self._world.rank
         if not self._is_sequence:
-            return StreamReading(_as_they_come, split=split, stream=self.loader, rank=rank, is_grouped=False)
+            stream = draw_lazily(self.loader, seed=self._seed, epoch=place.epoch, chunk=1)
+            return StreamReading(_as_they_come, split=split, stream=stream, rank=rank, is_grouped=False)
         order = range(len(self.loader))
-        return CountedReading(self._fetch, split=split, order=order, rank=rank, is_grouped=False)
+        return _SequenceReading(self._fetch, split=split, order=order, rank=rank, batches=self.loader)
 
     def steps(self, place: Place) -> int | None:
         """How many batches a reading from there gives this process; None: the iterable has no length."""
@@ -55,6 +62,10 @@ class PlainSource(Source[T]):
     def chosen_epoch(self) -> int | None:
         """The epoch that the user has told the iterable since the last reading."""
         return self._epochs.chosen()
+
+    def identity(self) -> dict[str, Any]:
+        """The seed of what is drawn while a stream is read; a sequence is as it is."""
+        return {} if self._is_sequence else {"seed": self._seed}
 
     def close(self) -> None:
         """Nothing is kept running."""
@@ -67,6 +78,17 @@ class PlainSource(Source[T]):
     def _fetch(self, indices: Iterable[Any], _steps: int | None) -> Iterator[T]:
         sequence: Sequence[T] = self.loader
         return (sequence[index] for index in indices)
+
+
+class _SequenceReading(CountedReading[T]):
+    def __init__(self, fetch: Fetch[T], *, split: Split, order: range, rank: int, batches: Sequence[T]) -> None:
+        super().__init__(fetch, split=split, order=order, rank=rank, is_grouped=False)
+        self._batches = batches
+
+    def fingerprint(self) -> str:
+        # Of a list that was shuffled before. Of other sequences only this process's own are made.
+        first = self._batches[:_COMPARED] if isinstance(self._batches, (list, tuple)) else ()
+        return likeness([super().fingerprint(), likeness(first)])
 
 
 def _as_they_come(batches: Iterable[Any], _steps: int | None) -> Iterator[Any]:

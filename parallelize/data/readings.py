@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from parallelize.data.gathering import in_dataset_order
+from parallelize.data.likeness import likeness
 from parallelize.data.sampling import Split, share
 from parallelize.data.source import Reading
 
-__all__ = ["CountedReading", "StreamReading", "lazily"]
+__all__ = ["CountedReading", "Fetch", "StreamReading", "lazily"]
 
 T = TypeVar("T")
 Fetch = Callable[[Iterable[Any], int | None], Iterator[T]]
@@ -91,15 +92,20 @@ class StreamReading(Reading[T]):
     def __init__(self, fetch: Fetch[T], *, split: Split, stream: Iterable[Any], rank: int, is_grouped: bool) -> None:
         self._fetch, self._split, self._stream = fetch, split, stream
         self._rank, self._is_grouped = rank, is_grouped
+        self._likeness = ""
 
     def batches(self) -> Iterator[T]:
         """The batches, fetched by the user's loader."""
         return self._fetch(lazily(self._units), None)
 
+    def fingerprint(self) -> str:
+        """A short form of what came first."""
+        return self._likeness
+
     def _units(self) -> Iterator[Any]:
         split = self._split
         own = share(
-            self._stream,
+            self._noted(),
             reader=self._rank,
             readers=split.world_size,
             tail=split.tail,
@@ -113,6 +119,15 @@ class StreamReading(Reading[T]):
         while batch := list(itertools.islice(own, size)):
             if len(batch) == size or not split.drop_last:
                 yield batch
+
+    def _noted(self) -> Iterator[Any]:
+        stream = iter(self._stream)
+        # What rank 0 has to read for a first batch: every W-th unit is its own. The others read more.
+        first = list(itertools.islice(stream, self._split.group - self._split.world_size + 1))
+        self._likeness = likeness(first)
+        yield from first
+        del first
+        yield from stream
 
     def position(self, given: int) -> int:
         """Units of the epoch that are consumed after so many batches."""

@@ -677,6 +677,52 @@ def test_batches_of_any_iterable_are_divided(kind, tail):
     assert [rank[0] for rank in ranks] == expected
 
 
+def streams(loader):
+    yield lambda: zip(loader, range(100))  # noqa: B905 - the shorter ends
+    yield lambda: ((batch, number) for number, batch in enumerate(loader))
+    yield lambda: ((batch, 0) for batch in loader)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_shuffled_stream_is_one_order_for_all_processes(number):
+    """What is drawn while it is read is drawn alike, another order each time one is made; the globals do not notice."""
+    make = list(streams(loader_of(12, batch_size=2, shuffle=True)))[number]
+    ranks = []
+    for rank in range(2):
+        with place(rank, 2):
+            ranks.append([])
+            for _ in range(2):
+                stream = make()
+                before = torch.get_rng_state()
+                ranks[-1].append(values(batch for batch, _ in shard_loader(stream)))
+                assert torch.equal(torch.get_rng_state(), before)
+    for one, other in zip(*ranks, strict=True):
+        assert sorted(one + other) == numbers(12)
+    assert ranks[0][0] != ranks[0][1]
+
+
+def test_a_shuffled_stream_is_resumed_by_its_seed():
+    """Another stream of the same line is in another order: its state is refused by name, and goes on with the seed."""
+    loader, states, whole = loader_of(12, batch_size=2, shuffle=True), [], []
+    make = lambda **options: shard_loader(iter(zip(loader, range(9))), **options)  # noqa: E731, B905 - a stream anew
+    with place(0, 1):
+        for _ in range(2):
+            sharded = make()
+            whole.append([])
+            for batch, _ in sharded:
+                whole[-1].append(batch.tolist())
+                if len(whole[-1]) == 2:
+                    states.append(sharded.state_dict())
+    with place(0, 1):
+        with pytest.raises(ConfigError, match="seed=1 is loaded with seed=0") as caught:
+            make().load_state_dict(states[1])
+        assert "restore the loader with seed=1" in caught.value.faults[0].fix
+    with place(0, 1):
+        sharded = make(seed=1)
+        sharded.load_state_dict(states[1])
+        assert [batch.tolist() for batch, _ in sharded] == whole[1][2:]
+
+
 def test_lengths_of_iterables():
     """`len` is what comes where the iterable has one, and a TypeError where nobody knows."""
     with place(1, 2):

@@ -189,6 +189,32 @@ def test_processes_that_read_differently_are_told_at_the_first_step(difference):
     assert "set_epoch() alike" in caught.value.faults[0].fix
 
 
+def shuffled(workers=0):
+    return DataLoader(data(8), batch_size=2, shuffle=True, num_workers=workers)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [lambda: list(shuffled()), lambda: zip(shuffled(workers=1), range(9))],  # noqa: B905 - the shorter ends
+    ids=["list", "stream"],
+)
+def test_batches_that_were_shuffled_before_are_told_at_the_first_step(batches):
+    """A list, or a stream whose workers have begun, that each process has made for itself in another order."""
+
+    @distributed(processes=2, timeout=20)
+    def train():
+        torch.manual_seed(rank())
+        net = model()
+        torch.manual_seed(rank())
+        with parallel_model(net):
+            for batch in shard_loader(batches()):
+                x, y = batch if isinstance(batch[0], torch.Tensor) else batch[0]
+                loss_of(net, x, y).backward()
+
+    with pytest.raises(SyncError, match=r"rank \d reads epoch .*, where rank \d reads"):
+        train()
+
+
 def test_what_one_process_reads_for_itself_is_nobodys_business():
     """Rank 0 looks at a loader of its own between the first batch and the first step, and evaluates in between."""
 
