@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from parallelize import runtime
+from parallelize.backends.first_iteration import FirstIteration
 from parallelize.containers import leaves, map_leaves
 from parallelize.contracts import Backend, Engine, Inner, LocalEngine
 from parallelize.errors import ConfigError
@@ -88,7 +89,7 @@ class _Replica(DistributedDataParallel):
     def _post_forward(self, output: Any) -> Any:
         """With the tensors of an output in a list: torch itself opens fewer kinds of containers, and no dataclass."""
         watch: Any = super()._post_forward
-        if not (self.static_graph or self.find_unused_parameters):
+        if not self.find_unused_parameters:
             return watch(output)
         watched = iter(watch(list(leaves(output))))
         return map_leaves(lambda _: next(watched), output)
@@ -121,8 +122,7 @@ class AveragingEngine(Engine):
         self._sends_buffers = sends_buffers
         self._hook = hook
         self._on_close = on_close
-        self._forwards = 0
-        self._handle = module.register_forward_pre_hook(self._count)
+        self._first = FirstIteration(module) if module.static_graph else None
 
     @override
     def traffic(self) -> Traffic:
@@ -136,13 +136,8 @@ class AveragingEngine(Engine):
 
     @override
     def is_reduced(self, *, in_backward: bool) -> bool:
-        if self.module.static_graph:
-            # The first iteration of a static graph averages at the very end, and backwards may be nested in it. What
-            # does it hangs on the output's tensors: where torch finds none, nobody begins, and nobody complains.
-            if in_backward and self._forwards == 1:
-                return False
-            if not self.module._static_graph_delay_allreduce_enqueued:
-                return False
+        if self._first is not None and not self._first.is_over:
+            return False
         try:
             self.module.reducer._check_reducer_finalized()
         except RuntimeError:
@@ -151,7 +146,7 @@ class AveragingEngine(Engine):
 
     @override
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        if self.module.static_graph and not self.module._static_graph_delay_allreduce_enqueued:
+        if self._first is not None and not self._first.is_over:
             # torch learns the graph from a first iteration that averages, and aborts at any other. Averaging once more
             # than needed changes no sum.
             return contextlib.nullcontext()
@@ -159,7 +154,8 @@ class AveragingEngine(Engine):
 
     @override
     def close(self, *, failed: bool) -> None:
-        self._handle.remove()
+        if self._first is not None:
+            self._first.stop()
         # Hooks on the parameters' accumulators would go with the last reference, whenever that goes.
         self.module.reducer._remove_autograd_hooks()
         self._on_close()
@@ -169,11 +165,6 @@ class AveragingEngine(Engine):
             # A thread of gloo may still hold the hook's last future, and with it the group: while this thread waits, it
             # lets go. If it came last, it would end the group from inside, which aborts the process.
             dist.barrier()
-
-    def _count(self, *_: object) -> None:
-        self._forwards += 1
-        if self._forwards == 2:
-            self._handle.remove()
 
 
 class _Untrained(LocalEngine):

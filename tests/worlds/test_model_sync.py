@@ -15,6 +15,7 @@ from zoo import BRANCHED, ZOO, Branched, Mlp
 
 from parallelize import DDPBackend, SyncError, all_reduce, distributed, no_sync, parallel_model, rank
 from parallelize.inplace.guard import Guard
+from parallelize.world import World
 
 WORLD = 2
 
@@ -645,6 +646,37 @@ def test_a_static_graph_is_averaged() -> None:
         return gradients(model)
 
     assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
+
+
+@pytest.mark.parametrize("how", ["saliency", "attack", "penalty"])
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "wrapped"])
+def test_a_static_graph_is_learnt_from_a_backward_that_brings_gradients(how: str, ours: bool) -> None:
+    """autograd.grad for an input comes first, in the same forward or one of its own: averaging begins all the same."""
+
+    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_(True)
+        loss = model(x).square().mean()
+        (slope,) = torch.autograd.grad(loss, x, retain_graph=True, create_graph=how == "penalty")
+        if how == "attack":
+            loss = model((x + slope.sign()).detach()).square().mean()
+        return loss + slope.square().sum(1).mean() if how == "penalty" else loss
+
+    def wrapped(module: nn.Module, _world: World) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(module, static_graph=True)
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Mlp)
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        options: dict[str, Any] = {"backend": DDPBackend(static_graph=True)} if ours else {"wrap": wrapped}
+        with parallel_model(model, **options):
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss_of(model, batch_of(rank())).backward()
+                optimizer.step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), loss_of)
 
 
 class Boxed(Mlp):
