@@ -38,6 +38,7 @@ def test_the_single_device_script(cluster: Cluster, folder: Path) -> None:
     assert accuracy(done.stdout, done.stderr) >= 0.93
 
 
+@pytest.mark.soak
 def test_the_job_script(cluster: Cluster, folder: Path) -> None:
     """Two nodes x two tasks, on CPUs by the environment alone."""
     environ = {**python_first(cluster), "PARALLELIZE_PROCESSES": "2"}

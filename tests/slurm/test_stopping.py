@@ -76,6 +76,7 @@ def test_a_signalled_job_of_an_array_goes_on(cluster: Cluster, tmp_path: Path) -
     )
 
 
+@pytest.mark.soak
 def test_a_preempted_job_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     """A job of higher priority takes both nodes; the first stops on both at one step, waits, and goes on."""
     job = counting(tmp_path, num_nodes=2, processes=1, partition="main", sbatch={"exclusive": True}).submit(

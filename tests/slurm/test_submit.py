@@ -111,6 +111,7 @@ def test_a_running_job_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     assert str(job.log) in "\n".join(getattr(raised.value, "__notes__", []))
 
 
+@pytest.mark.soak
 def test_a_job_killed_outright_is_reported(cluster: Cluster, tmp_path: Path) -> None:
     """SIGKILL to all of its processes leaves no word of theirs; the state of the job is known all the same."""
     job = submittable(tmp_path).submit("sleep", started=str(tmp_path / "started"))
@@ -145,6 +146,7 @@ def test_a_refusal_has_slurms_words(cluster: Cluster, tmp_path: Path, options: d
         submittable(tmp_path, **options).submit()
 
 
+@pytest.mark.soak
 def test_a_script_does_what_submit_does(cluster: Cluster, tmp_path: Path) -> None:
     """Written to a path with a space, handed to sbatch by hand, found by number in the folder beside it."""
     path = tmp_path / "my job.sh"

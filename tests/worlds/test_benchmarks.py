@@ -50,6 +50,7 @@ def test_a_benchmark_that_fails_is_told(tmp_path: Path) -> None:
         assert (done.returncode, said in done.stderr) == (2, True)
 
 
+@pytest.mark.soak
 def test_a_users_own_function_is_measured(tmp_path: Path) -> None:
     """By file and name; a function that says its seconds is not charged for starting processes."""
     script = tmp_path / "mine.py"

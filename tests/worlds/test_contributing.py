@@ -71,6 +71,7 @@ def test_the_backend_of_the_guide(
     assert done.stdout == "refused True\n"
 
 
+@pytest.mark.soak
 def test_its_name_on_the_command_line(my_package: Path) -> None:
     """A plug-in of another distribution is one of `parallelize run`'s backends."""
     script = my_package / "script.py"

@@ -53,6 +53,7 @@ def test_it_learns(script: str) -> None:
     assert accuracy(script) >= LEAST[script]
 
 
+@pytest.mark.soak
 def test_drawn_digits_look_like_digits() -> None:
     """The generator's mean picture is at most half as far from the mean digit as noise is."""
     noise, drawn = re.findall(r"\d\.\d+", last_line("04_gan.py"))
@@ -65,6 +66,7 @@ def test_digits_are_recognised(script: str) -> None:
     assert accuracy(script) >= 0.97
 
 
+@pytest.mark.soak
 def test_a_gpt_learns_more_than_how_often_characters_are() -> None:
     """After a hundred steps in bf16 it tells unseen text at least 0.6 nats a character better."""
     by_frequency, by_model = map(float, re.findall(r"\d\.\d\d", last_line("03_gpt.py")))
@@ -104,6 +106,7 @@ def test_what_was_migrated_learns(name: str, tmp_path: Path) -> None:
     assert float(line.removeprefix("accuracy on 360 unseen images ")) >= 0.85
 
 
+@pytest.mark.soak
 def test_what_was_migrated_from_accelerate_learned_before(tmp_path: Path) -> None:
     """The script that the diff begins with is one that works."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -113,6 +116,7 @@ def test_what_was_migrated_from_accelerate_learned_before(tmp_path: Path) -> Non
     assert float(line.removeprefix("accuracy on 360 unseen images ")) >= 0.85
 
 
+@pytest.mark.soak
 def test_what_was_migrated_from_ddp_trains_the_same_weights(tmp_path: Path) -> None:
     """Bit by bit, after 15 epochs in two processes."""
     weights = []

@@ -191,6 +191,7 @@ def test_restart_is_of_all_nodes(nodes: Nodes, port: int) -> None:
         assert said["value"] == [12.0, 0, 0, 0, 1]
 
 
+@pytest.mark.soak
 def test_spent_restarts_name_every_cause(nodes: Nodes, port: int) -> None:
     """When the last restart fails too, the error tells of the earlier attempts."""
     # `fails` is the script's own option: in how many attempts rank 3 fails.
@@ -221,6 +222,7 @@ def test_missing_node_is_named(nodes: Nodes, port: int) -> None:
     assert "node 1 did not" in said["text"]
 
 
+@pytest.mark.soak
 def test_no_node_0_is_named(nodes: Nodes, port: int) -> None:
     """A node that finds nobody at MASTER_ADDR:MASTER_PORT says so."""
     said = nodes.said(nodes.start("return", options={"timeout": 2}, environ=on_loopback(1, port)))
@@ -256,6 +258,7 @@ def test_no_meeting_place_is_refused(nodes: Nodes) -> None:
     assert "MASTER_ADDR=<address of node 0>" in said["text"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("killed", [0, 1], ids=["node 0", "node 1"])
 def test_killed_agent_ends_the_run(nodes: Nodes, port: int, killed: int) -> None:
     """One node's own process is killed while all workers sleep: the other says so within the time of lost beats."""
