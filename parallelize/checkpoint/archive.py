@@ -19,7 +19,7 @@ from parallelize.checkpoint.pieces import Pieces, is_divided
 from parallelize.containers import leaves
 from parallelize.errors import ConfigError, ParallelizeError
 
-__all__ = ["MAIN", "Checkpoint", "Entry", "damaged", "read", "write"]
+__all__ = ["MAIN", "Checkpoint", "Entry", "damaged", "is_archive", "read", "write"]
 
 MAIN = "checkpoint.pt"
 """The file in a checkpoint that is a folder."""
@@ -163,10 +163,20 @@ def _complete(path: Path, checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
+def is_archive(path: Path) -> bool:
+    """Whether it begins as a file of torch.save does: what is refused then is not what a kill or a full disk leaves."""
+    path = path / MAIN if path.is_dir() else path
+    return path.is_file() and _start(path) == _MAGIC
+
+
+def _start(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC))
+
+
 def _look(path: Path) -> None:
     try:
-        with path.open("rb") as file:
-            start = file.read(len(_MAGIC))
+        start = _start(path)
     except FileNotFoundError as exc:
         raise ConfigError(
             f"no checkpoint {path}",

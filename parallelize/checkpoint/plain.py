@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from parallelize.errors import ConfigError
 
-__all__ = ["is_in_parts", "plain"]
+__all__ = ["is_in_parts", "plain", "plain_names"]
 
 _KEPT = (torch.dtype, torch.device, torch.Size)
-_SCALARS: tuple[type[Any], ...] = (bool, int, float, complex, str, bytes)
+_EXACT: dict[type[Any], Callable[[Any], Any]] = {
+    bool: bool,
+    int: int,
+    float: float,
+    complex: complex,
+    str: str.__str__,  # an enumeration's own str() is another text
+    bytes: bytes,
+    Integral: int,  # NumPy's are no subclasses of int
+}
 
 
 def is_in_parts(value: Any) -> bool:
@@ -43,18 +52,28 @@ def plain(value: Any, *, where: str, whole: Callable[[Any, str], Any]) -> Any:
         return type(value)(plain(each, where=f"{where}[{number}]", whole=whole) for number, each in enumerate(value))
     if type(value) is set:
         return {_key(each, where) for each in value}
-    for kind in _SCALARS:  # a NumPy float is a float, and comes back as one
-        if isinstance(value, kind):
-            return kind(value)
-    raise _refused(where, f"{type(value).__module__}.{type(value).__qualname__}")
+    return _exact(value, where)
+
+
+def plain_names(things: Mapping[str, Any]) -> dict[str, Any]:
+    """The same things under names that are no subclasses of str, as `**` lets them through."""
+    return {_key(name, "save()"): thing for name, thing in things.items()}
 
 
 def _key(key: Any, where: str) -> Any:
-    if key is None or isinstance(key, (bool, int, float, str)):
+    if key is None:
         return key
     if isinstance(key, tuple):
         return tuple(_key(each, where) for each in key)
-    raise _refused(f"a key of {where}", f"{type(key).__module__}.{type(key).__qualname__}")
+    return _exact(key, f"a key of {where}")
+
+
+def _exact(value: Any, where: str) -> Any:
+    """A number or a text of one of Python's own types: a NumPy float is a float, and comes back as one."""
+    for kind, exactly in _EXACT.items():
+        if isinstance(value, kind):
+            return exactly(value)
+    raise _refused(where, f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def _tensor(value: torch.Tensor, where: str) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallelize import runtime
-from parallelize.checkpoint.archive import Checkpoint, read
+from parallelize.checkpoint.archive import Checkpoint, is_archive, read
 from parallelize.checkpoint.atomic import clear_leftovers
 from parallelize.checkpoint.background import Background, Copies
 from parallelize.checkpoint.folder import Share, is_broken_off, remove
@@ -36,6 +36,9 @@ __all__ = ["Checkpoints", "checkpoints"]
 _NAME = re.compile(r"step-(\d{9,})(\.pt)?")
 _OWN = "_checkpoints"
 """Under this name a file holds the number of steps and the values given to `step`."""
+
+_FILE = "file "
+"""So begins what rank 0 tells of the file that it has chosen."""
 
 _log = logging.getLogger("parallelize")
 
@@ -130,10 +133,7 @@ class Checkpoints:
         while True:
             meeting = Meeting.of(f"checkpoints at {self._line} (resuming)")
             meeting.bring(b"")
-            found = self._newest(passed_over) if meeting.rank == 0 else None
-            chosen = "" if found is None else found.name
-            if meeting.world_size > 1:
-                chosen = self._agreed(meeting, chosen)
+            chosen = self._chosen(passed_over, meeting)
             if not chosen or self._goes_on_from(self._folder / chosen, meeting):
                 return
             passed_over.add(chosen)
@@ -156,21 +156,42 @@ class Checkpoints:
             _log.info("going on from %s, after %d steps", path, self.steps)
         return True
 
-    @staticmethod
-    def _agreed(meeting: Meeting, chosen: str) -> str:
-        if meeting.rank == 0:
-            meeting.tell(f"file {chosen}")
-            return chosen
-        return meeting.outcome().removeprefix("file ")
+    def _chosen(self, passed_over: set[str], meeting: Meeting) -> str:
+        """The name of the newest file that is whole, as rank 0 sees it; "": there is none."""
+        if meeting.rank != 0:
+            told = meeting.outcome()
+            if told.startswith(_FILE):
+                return told.removeprefix(_FILE)
+            raise SyncError(f"{meeting.what} failed on rank 0: {told}", why="it chooses for all", fix="see its error")
+        told = "it ended by an exception"
+        try:
+            chosen = self._newest(passed_over)
+            told = f"{_FILE}{chosen}"
+        except ConfigError as exc:
+            told = str(exc)
+            raise
+        finally:
+            meeting.tell(told)
+        return chosen
 
-    def _newest(self, passed_over: set[str]) -> Path | None:
+    def _newest(self, passed_over: set[str]) -> str:
+        refusal: ConfigError | None = None
         for path in self._files():
             try:
                 if path.name not in passed_over and _OWN in read(path).entries:
-                    return path
+                    return path.name
             except ParallelizeError as exc:
                 _passed_over(exc)
-        return None
+                if isinstance(exc, ConfigError) and is_archive(path):
+                    refusal = refusal or exc
+        if refusal is not None:
+            raise ConfigError(
+                f"checkpoints({str(self._folder)!r}): {refusal.faults[0].what}",
+                why="no file in the folder can be gone on from, and this one is not damaged: to begin anew would "
+                "replace it",
+                fix="to begin anew, name another folder or remove the files; to go on, " + refusal.faults[0].fix,
+            ) from refusal
+        return ""
 
     def _files(self) -> list[Path]:
         """Newest first."""

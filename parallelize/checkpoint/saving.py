@@ -16,7 +16,7 @@ from parallelize import runtime
 from parallelize.checkpoint.archive import Checkpoint, Entry, write
 from parallelize.checkpoint.folder import Share, folder_for, packed, unpacked, write_folder
 from parallelize.checkpoint.meeting import ALONE_S, LATE_S, Meeting
-from parallelize.checkpoint.plain import plain
+from parallelize.checkpoint.plain import plain, plain_names
 from parallelize.checkpoint.randomness import take_generators
 from parallelize.checkpoint.states import VALUE, needs_all_ranks, state_of
 from parallelize.errors import ConfigError, SyncError
@@ -101,6 +101,7 @@ def take(
         raise ConfigError(
             f"save({str(path)!r})", why="there is nothing to save", fix="name it: save(path, model=model)"
         )
+    things = plain_names(things)
     kinds = [(name, state_of(thing)) for name, thing in things.items()]
     told = f"{path}: " + ", ".join(f"{name} ({VALUE if state is None else state.kind})" for name, state in kinds)
     is_common = any(map(needs_all_ranks, things.values()))

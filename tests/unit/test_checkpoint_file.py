@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 import re
@@ -66,6 +67,37 @@ def test_subclasses_of_numbers_are_plain(tmp_path):
     save(tmp_path / "a.pt", best=numpy.float64(0.1), nested={"deep": [numpy.float64(0.2)]})
     found = load(tmp_path / "a.pt")
     assert (type(found["best"]), found) == (float, {"best": 0.1, "nested": {"deep": [0.2]}})
+
+
+class Phase(str, enum.Enum):
+    """As text, an enumeration gives its own name."""
+
+    WARM = "warm"
+
+
+class Level(enum.IntEnum):
+    """A number with a name."""
+
+    HIGH = 3
+
+
+@pytest.mark.parametrize("numpy", ["str_", "float64", "int64", "bytes_", None])
+def test_keys_and_elements_are_plain(tmp_path, numpy):
+    """Whatever subclass they are of, keys, elements of sets and names can be read again, as what they equal."""
+    pairs = [(Phase.WARM, "warm"), (Level.HIGH, 3)]
+    if numpy is not None:
+        raw = {"str_": "a", "float64": 0.5, "int64": 7, "bytes_": b"b"}[numpy]
+        pairs = [(getattr(pytest.importorskip("numpy"), numpy)(raw), raw)]
+    for subclass, own in pairs:
+        save(tmp_path / "a.pt", value=subclass, keys={subclass: {(subclass, 1): subclass}}, elements={subclass})
+        expected = {"value": own, "keys": {own: {(own, 1): own}}, "elements": {own}}
+        assert repr(load(tmp_path / "a.pt")) == repr(expected)
+
+
+def test_names_are_plain(tmp_path):
+    """A name of a subclass of str, which ** lets through, is a str in the file."""
+    save(tmp_path / "a.pt", **{Phase.WARM: 1})
+    assert repr(load(tmp_path / "a.pt")) == "{'warm': 1}"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import time
 
 import pytest
@@ -23,6 +24,12 @@ def assert_equal(a, b):
 
 def dataset():
     return TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(0)))
+
+
+class Phase(enum.Enum):
+    """No plain value."""
+
+    WARM = "warm"
 
 
 class KilledError(Exception):
@@ -96,6 +103,35 @@ def test_a_damaged_last_file_is_passed_over(tmp_path, caplog):
     again = run(tmp_path, every=10)
     assert_equal(again, last)
     assert caplog.text.count("passed over") == 2
+
+
+@pytest.mark.parametrize("holds", ["a class", "another format", "other things"])
+def test_files_that_are_not_damaged_are_not_begun_anew_on(tmp_path, holds):
+    """Where there is nothing but files that are whole and of no use, a run is refused, not begun at step 0."""
+    found = tmp_path / "step-000000002.pt"
+    whole = {
+        "a class": {"keys": {Phase.WARM: 1}},
+        "another format": {"parallelize checkpoint": 7},
+        "other things": nn.Linear(1, 1).state_dict(),
+    }
+    torch.save(whole[holds], found)
+    (tmp_path / "step-000000001.pt").write_bytes(b"")
+    before = found.read_bytes()
+    with pytest.raises(ConfigError, match="checkpoints") as caught, checkpoints(tmp_path, model=nn.Linear(1, 1)):
+        pass
+    assert "step-000000002.pt" in caught.value.faults[0].what
+    assert "name another folder" in caught.value.faults[0].fix
+    assert found.read_bytes() == before
+
+
+def test_a_file_of_another_format_is_passed_over_for_one_that_is_whole(tmp_path, caplog):
+    """A run goes on from what it can read."""
+    with checkpoints(tmp_path, every=1, model=nn.Linear(1, 1)) as saved:
+        saved.step()
+    torch.save({"parallelize checkpoint": 7}, tmp_path / "step-000000002.pt")
+    with checkpoints(tmp_path, model=nn.Linear(1, 1)) as saved:
+        assert saved.steps == 1
+    assert "has format 7" in caplog.text
 
 
 def test_a_file_that_was_passed_over_is_no_past(tmp_path):

@@ -365,6 +365,22 @@ def test_a_restart_begins_at_the_last_file(tmp_path, uninterrupted, caplog):
     assert caplog.text.count("restart 1 of 1 after WorkerError: rank 1") == 1
 
 
+def test_a_refusal_to_begin_anew_reaches_all(tmp_path):
+    """Where rank 0 finds nothing but files of no use, the others do not wait, and begin nothing either."""
+    torch.save({"parallelize checkpoint": 7}, tmp_path / "step-000000001.pt")
+
+    @distributed(processes=2)
+    def run():
+        with (
+            pytest.raises(ParallelizeError, match="has format 7") as caught,
+            checkpoints(tmp_path, model=net()),
+        ):
+            pass
+        return type(caught.value).__name__
+
+    assert run.all_ranks() == ["ConfigError", "SyncError"]
+
+
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_saving_without_a_step_replaces_the_file(tmp_path, backend):
     """Each save() is on the disk, however many steps were counted since the last; a run that goes on has it."""
