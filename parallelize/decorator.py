@@ -31,7 +31,8 @@ from parallelize.placement import Placement, place
 from parallelize.queueing import Queue
 from parallelize.runtime import active
 from parallelize.stopping import heeding
-from parallelize.task import Outcome, Task, bring_back, modules_in, name_of
+from parallelize.task import Outcome, Task, name_of
+from parallelize.trained import bring_back, modules_in
 from parallelize.worker import entered
 from parallelize.world import Node, World, detect
 

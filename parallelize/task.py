@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -23,14 +22,14 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from parallelize.errors import ConfigError, WorkerError
 from parallelize.layout import Layout
 from parallelize.payload import pack, unpack
+from parallelize.trained import tensors_of
 from parallelize.world import World
 
-__all__ = ["FunctionRef", "Outcome", "Task", "bring_back", "modules_in", "name_of"]
+__all__ = ["FunctionRef", "Outcome", "Task", "name_of"]
 
 _CPU = torch.device("cpu")
 
@@ -193,7 +192,7 @@ class Outcome:
     @classmethod
     def returned(cls, world: World, value: object, modules: Sequence[nn.Module] = ()) -> Outcome:
         """The function returned `value`, and `modules` were among its arguments."""
-        trained = [_tensors(module) for module in modules]
+        trained = [tensors_of(module) for module in modules]
         return cls(world.rank, socket.gethostname(), os.getpid(), value=value, trained=trained)
 
     @classmethod
@@ -268,51 +267,3 @@ def name_of(function: object) -> str:
     """The name under which a user knows a function, or whatever else can be called."""
     inner = function.func if isinstance(function, functools.partial) else function
     return getattr(inner, "__qualname__", type(inner).__name__)
-
-
-def modules_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[nn.Module]:
-    """Every module among the arguments of a call, in lists, tuples and dicts too; each once, in order."""
-    found: dict[int, Any] = {}
-    waiting: list[Any] = [args, kwargs]
-    while waiting:
-        item = waiting.pop(0)
-        if id(item) in found:
-            continue
-        if isinstance(item, (nn.Module, Mapping, list, tuple)):
-            found[id(item)] = item
-        if isinstance(item, Mapping):
-            waiting.extend(item.values())
-        elif isinstance(item, (list, tuple)):
-            waiting.extend(item)
-    return [item for item in found.values() if isinstance(item, nn.Module)]
-
-
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: tensor.detach() for name, tensor in named if not is_lazy(tensor)}
-
-
-def bring_back(module: nn.Module, trained: Mapping[str, torch.Tensor]) -> None:
-    """Copy rank 0's weights and buffers into the caller's module, tensor by tensor: references to them hold.
-
-    Args:
-        module: the caller's.
-        trained: tensors of the worker's copy of it, by name.
-    """
-    mine: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name in [name for name, tensor in mine.items() if is_lazy(tensor)]:
-        if name in trained:  # it got its size in the call
-            mine[name].materialize(trained[name].shape, dtype=trained[name].dtype)
-        else:
-            del mine[name]
-    fitting = {name for name, tensor in trained.items() if name in mine and mine[name].shape == tensor.shape}
-    with torch.no_grad():
-        for name in fitting:
-            mine[name].copy_(trained[name])
-    lost = sorted({*trained, *mine} - fitting)
-    if lost:
-        warnings.warn(
-            f"{type(module).__name__}: {', '.join(lost)} changed shape or name in the call and did not come back; "
-            "return the module to get it as it is in the worker",
-            stacklevel=5,
-        )

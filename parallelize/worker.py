@@ -30,7 +30,8 @@ from parallelize.layout import Layout
 from parallelize.logs import Logs
 from parallelize.runtime import Runtime, activate
 from parallelize.settings import Settings
-from parallelize.task import Outcome, Task, modules_in
+from parallelize.task import Outcome, Task
+from parallelize.trained import modules_in
 from parallelize.world import World, detect
 
 __all__ = ["Orders", "entered", "outcome_path", "run", "seed_everything", "task_path"]

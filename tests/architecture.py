@@ -45,7 +45,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"support"}),
     frozenset({"config"}),
     frozenset({"layout"}),
-    frozenset({"explanation", "payload", "placement", "watch"}),
+    frozenset({"explanation", "payload", "placement", "trained", "watch"}),
     frozenset({"task"}),
     frozenset({"ending", "queueing", "runtime"}),
     frozenset({"transport", "worker"}),

@@ -19,7 +19,7 @@ from parallelize import distributed
 from parallelize.config import Config
 from parallelize.errors import ConfigError, WorkerError
 from parallelize.layout import Layout
-from parallelize.task import FunctionRef, Outcome, Task, modules_in
+from parallelize.task import FunctionRef, Outcome, Task
 from parallelize.world import World
 
 CPU = torch.device("cpu")
@@ -195,12 +195,3 @@ def test_an_exception_that_cannot_travel_is_stood_in_for(tmp_path: Path) -> None
     assert isinstance(error, WorkerError)
     assert str(error).startswith("HoldsALockError: held\n")
     assert "lock" in str(error)
-
-
-def test_modules_are_found_in_containers_each_once() -> None:
-    """In order: positional, then by name; lists, tuples and dicts are looked into, attributes are not."""
-    a, b, c = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
-    assert modules_in((a, [b, (a,)], 3), {"x": {"y": c}, "z": b}) == [a, b, c]
-    circle: list[Any] = [a]
-    circle.append(circle)
-    assert modules_in((circle,), {}) == [a]

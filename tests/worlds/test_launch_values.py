@@ -191,3 +191,24 @@ def test_values_of_all_ranks_come_in_order() -> None:
     """`all_ranks` is a list by rank; a call is rank 0's value."""
     assert own_rank.options(processes=3).all_ranks() == [0, 1, 2]
     assert own_rank() == 0
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("mask", torch.tensor(1.0).expand(2, 2))
+
+
+@distributed(processes=2)
+def train_masked(net: Masked) -> str:
+    with torch.no_grad():
+        net.linear.weight.fill_(2)
+    return "loss"
+
+
+def test_a_buffer_that_takes_no_copy_costs_no_result() -> None:
+    """The value of a training that has ended is not lost over a tensor."""
+    net = Masked()
+    assert train_masked(net) == "loss"
+    assert net.linear.weight.eq(2).all()
