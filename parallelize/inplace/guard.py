@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -29,9 +29,21 @@ __all__ = ["Guard"]
 _BYPASSED = "it was computed from this rank's batch alone: a submodule or a method other than forward was called, the \
 model was used functionally, or backward ran once more than the model"
 _UNSENT = "it was accumulated under no_sync, and no backward outside of no_sync has averaged it since"
-_FIX_BYPASSED = "call the model itself; name other methods, as in parallel_model(model, methods=['encode']); for \
-several forwards call backward once, on the sum of their losses"
-_FIX_UNSENT = "run forward and backward of the last micro-batch outside of no_sync, with every parameter in use"
+_UNFINISHED = "the backward that brought it gave other parameters none, and averaging has waited for those in vain"
+_FIXES = {
+    _BYPASSED: "call the model itself; name other methods, as in parallel_model(model, methods=['encode']); for "
+    "several forwards call backward once, on the sum of their losses",
+    _UNSENT: "run forward and backward of the last micro-batch outside of no_sync, with every parameter in use",
+    _UNFINISHED: "use backend=DDPBackend(find_unused_parameters=True), or call zero_grad before the next backward",
+}
+
+
+class _Own(NamedTuple):
+    """A gradient that is this rank's own, from before another engine took over."""
+
+    parameter: torch.Tensor
+    name: str
+    why: str
 
 
 class Guard:
@@ -53,6 +65,7 @@ class Guard:
         self._arrived: set[int] = set()
         self._is_end_awaited = False
         self._own: dict[int, str] = {}
+        self._inherited: dict[int, _Own] = {}
         self._is_paused = False
         self._has_run = False
         self._has_arrived = False
@@ -97,13 +110,14 @@ class Guard:
             self._arrived.clear()
 
     def inherit(self, other: Guard) -> None:
-        """Take over what another guard knows of the gradients that both watch."""
-        for index, why in other._own.items():
-            mine = self._index.get(id(other._parameters[index]))
-            if mine is not None:
-                self._own[mine] = why
+        """Take over what another guard knows of gradients, also of parameters that are frozen by now."""
+        unfinished = {} if other._has_settled(in_backward=False) else dict.fromkeys(other._arrived, _UNFINISHED)
+        self._inherited = dict(other._inherited)
+        for index, why in {**unfinished, **other._own}.items():
+            own = _Own(other._parameters[index], other._names[index], why)
+            self._inherited[id(own.parameter)] = own
 
-    def _on_gradient(self, index: int, _: torch.Tensor) -> None:
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         self._has_arrived = True
         if not self._is_open:
             self._own[index] = _UNSENT if self._is_paused else _BYPASSED
@@ -115,8 +129,11 @@ class Guard:
                 fix="put forward and backward of the micro-batch inside the same no_sync, and evaluate under no_grad",
             )
         self._arrived.add(index)
+        # What it had of its own is averaged with the rest.
         if self._own:
-            self._own.pop(index, None)  # what it had of its own is averaged with the rest
+            self._own.pop(index, None)
+        if self._inherited:
+            self._inherited.pop(id(parameter), None)
         if not self._is_end_awaited:
             self._is_end_awaited = True
             _queue_callback(self._on_backward_end)
@@ -142,6 +159,8 @@ class Guard:
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._structure.is_current():
             self._refuse_newcomers(optimizer)
+        if self._inherited:
+            self._refuse_inherited(optimizer)
         if not any(id(each) in self._index for each in _parameters_of(optimizer)):
             return
         # Until the next forward: several optimizers may share what one backward has brought, or the user has assigned.
@@ -155,11 +174,10 @@ class Guard:
         if self._is_open and self._arrived:
             self._refuse_unfinished()
         for index in sorted(held & self._own.keys()):
-            gradient = self._parameters[index].grad
-            if gradient is None:
+            if self._parameters[index].grad is None:
                 del self._own[index]
-            elif bool((gradient._values() if gradient.is_sparse else gradient).count_nonzero()):
-                raise self._not_averaged(index)
+            elif _has_gradient(self._parameters[index]):
+                raise self._not_averaged(self._names[index], self._own[index])
 
     def _compare_assigned(self, held: set[int]) -> None:
         """Gradients that no backward has brought: from autograd.grad, averaged by the user or not."""
@@ -168,6 +186,14 @@ class Guard:
         compare(
             assigned, model_name=self._model_name, when="though it came from no backward; parallelize.all_reduce it"
         )
+
+    def _refuse_inherited(self, optimizer: torch.optim.Optimizer) -> None:
+        for each in _parameters_of(optimizer):
+            own = self._inherited.get(id(each))
+            if own is not None and each.grad is None:
+                del self._inherited[id(each)]
+            elif own is not None and _has_gradient(each):
+                raise self._not_averaged(own.name, own.why)
 
     def _refuse_newcomers(self, optimizer: torch.optim.Optimizer) -> None:
         now = {id(each): name for name, each in self._structure.model.named_parameters() if each.requires_grad}
@@ -189,12 +215,11 @@ class Guard:
         if not self._has_settled(in_backward=False):
             raise self._unused()
 
-    def _not_averaged(self, index: int) -> SyncError:
-        why = self._own[index]
+    def _not_averaged(self, name: str, why: str) -> SyncError:
         return SyncError(
-            f"the gradient of {self._names[index]} of {self._model_name} is not averaged over the ranks",
+            f"the gradient of {name} of {self._model_name} is not averaged over the ranks",
             why=why,
-            fix=_FIX_BYPASSED if why is _BYPASSED else _FIX_UNSENT,
+            fix=_FIXES[why],
         )
 
     def _unused(self) -> SyncError:
@@ -226,6 +251,13 @@ def _is_in_backward() -> bool:
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _has_gradient(parameter: torch.Tensor) -> bool:
+    gradient = parameter.grad
+    if gradient is None:
+        return False
+    return bool((gradient._values() if gradient.is_sparse else gradient).count_nonzero())
 
 
 def _checked_closure(args: tuple[Any, ...], kwargs: dict[str, Any], *, check: Any) -> Any:

@@ -366,6 +366,31 @@ def test_a_gradient_left_from_no_sync_alone_is_refused() -> None:
     train()
 
 
+@pytest.mark.parametrize("how", ["no_sync", "unused"])
+def test_a_gradient_of_ones_own_is_refused_when_frozen_too(how: str) -> None:
+    """What a parameter has of its rank's own when it is frozen, its optimizer does not step on; unless thrown away."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = seeded(Branched)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = batch_of(rank())
+        reason = "under no_sync" if how == "no_sync" else "waited for those"
+        with parallel_model(model):
+            with no_sync(model) if how == "no_sync" else contextlib.nullcontext():
+                model(x).mean().backward()
+            model.right.requires_grad_(False)
+            model.left.weight.requires_grad_(False)
+            model(x).mean().backward()
+            with pytest.raises(SyncError, match=rf"(?s)left.weight of Branched is not averaged.*{reason}"):
+                optimizer.step()
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+    train()
+
+
 def test_a_step_inside_backward_is_refused() -> None:
     """An optimizer in a hook of backward would step on gradients that are not averaged yet."""
 
