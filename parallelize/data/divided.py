@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset, IterDataPipe, _utils, get_worker_info
 
+from parallelize.data.knowledge import asking, known_size, unclear
 from parallelize.data.options import Divides
 from parallelize.data.sampling import Tail, share
 from parallelize.data.workers import WideInfo
@@ -23,7 +24,7 @@ class DividedDataset(IterableDataset[T]):
 
     Where the dataset does not divide itself, every reader reads all of it and keeps every so-manieth sample. Whether it
     does is seen when its first sample comes: one that has asked get_worker_info() for the number of workers divides by
-    it, and is shown the workers of all processes as those of one.
+    it, and is shown the workers of all processes as those of one. One that asks for its process has to say.
 
         readers       process 0              process 1              2 processes with 2 workers each: T = 4 readers
         worker 0      0       4       8        1       5            reader = worker * processes + process, so that
@@ -46,7 +47,10 @@ class DividedDataset(IterableDataset[T]):
             info = WideInfo(info, rank=self._world.rank, world_size=self._world.world_size)
         samples = _informed(self.undivided, info)
         if self._divides is None:
-            ahead = list(itertools.islice(samples, 1))
+            with asking() as asked:
+                ahead = list(itertools.islice(samples, 1))
+            if asked and self._world.world_size > 1:
+                raise unclear(self.undivided, f"it calls {' and '.join(sorted(asked))} while it is read")
             samples = itertools.chain(ahead, samples)
         if self._divides == "workers" or (self._divides is None and info.was_asked):
             yield from samples
@@ -75,6 +79,9 @@ def recognised(dataset: Any, world: World) -> tuple[Any, Divides | None]:
     """A dataset as it is to be read by a process, and what it divides itself over; None: not known.
 
     Hugging Face's are asked to divide themselves over the processes; WebDataset's and torch's data pipes do so already.
+
+    Raises:
+        ConfigError: another one that knows the number of processes.
     """
     package = type(dataset).__module__.partition(".")[0]
     if package == "datasets":
@@ -83,4 +90,7 @@ def recognised(dataset: Any, world: World) -> tuple[Any, Divides | None]:
         return split_dataset_by_node(dataset, rank=world.rank, world_size=world.world_size), "processes"
     if package == "webdataset" or isinstance(dataset, IterDataPipe):
         return dataset, "processes"
+    name = None if world.world_size == 1 else known_size(dataset, world.world_size)
+    if name is not None:
+        raise unclear(dataset, f"it has {name}={world.world_size}")
     return dataset, None

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from parallelize.data.copies import LoaderCopy
 from parallelize.data.epochs import Epochs
+from parallelize.data.knowledge import SIZES
 from parallelize.data.options import LoaderOptions
 from parallelize.data.readings import lazily
 from parallelize.data.sampling import as_steps
@@ -21,9 +22,6 @@ __all__ = ["KeptSource", "dividing_sampler"]
 
 T = TypeVar("T")
 
-# What samplers call the number of parts they divide into: torch's, Lightning's and timm's; Accelerate's; others'.
-_SIZES = ("num_replicas", "num_processes", "num_shards", "world_size", "_num_replicas", "_world_size")
-
 
 def dividing_sampler(loader: DataLoader[Any], world: World) -> Any | None:
     """The sampler of a loader that gives each process a part of its own, or None.
@@ -33,7 +31,7 @@ def dividing_sampler(loader: DataLoader[Any], world: World) -> Any | None:
     """
     batches = loader.batch_sampler
     for sampler in (batches, loader.sampler, getattr(batches, "sampler", None)):
-        for name in _SIZES:
+        for name in SIZES:
             size = getattr(sampler, name, None)
             if not isinstance(size, int):
                 continue

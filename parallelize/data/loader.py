@@ -65,9 +65,10 @@ def shard_loader(
         to_device: whether batches arrive on `device()`; whole under dp and ddp2, for DataParallel to scatter.
         prefetch: batches that are copied to an accelerator ahead of the loop.
         divides: what an iterable dataset divides its data over by itself: "nothing", the "workers" that
-            get_worker_info() tells of, or "processes"; None: seen from what it asks for. Only "nothing" lets the length
-            be known. One that divides by itself decides how much each process gets, whatever `tail` says: where it may
-            not be as much, train with a `limit=` that all of them reach.
+            get_worker_info() tells of, or "processes"; None: seen from what it asks for, and refused where it asks for
+            its process or knows how many there are. Only "nothing" lets the length be known. One that divides by itself
+            decides how much each process gets, whatever `tail` says: where it may not be as much, train with a `limit=`
+            that all of them reach.
 
     Raises:
         ConfigError: options without a meaning, or a loader that cannot be divided.

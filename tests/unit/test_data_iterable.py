@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from ranks import keep_handler, place, values
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+import parallelize as par
 from parallelize import ConfigError, shard_loader
 
 
@@ -125,6 +127,54 @@ def test_processes_make_as_many_steps(workers, tail, drop_last):
     ]
     assert abs(len(seen) - 23) < readers
     assert len(set(seen)) == (23 if tail == "pad" else len(seen))
+
+
+class AsksForItsProcess(Everything):
+    def __iter__(self):
+        return iter(range(par.rank(), self.length, par.world_size()))
+
+
+class AsksOnTheWay(Everything):
+    def __iter__(self):
+        for value in range(self.length):
+            if value % par.world_size() == par.rank():
+                yield value
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("dataset", [AsksForItsProcess(8), AsksOnTheWay(8)])
+def test_a_dataset_that_asks_for_its_process_has_to_say_why(dataset, workers):
+    """It may divide itself, and would be divided twice: refused unless `divides` is given, or there is one process."""
+    with pytest.raises((ConfigError, RuntimeError), match=f"{type(dataset).__name__} knows of the processes: it calls"):
+        read(dataset, workers=workers)
+    ranks = read(dataset, workers=workers, options={"divides": "processes"})
+    assert [values(batches) for batches in ranks] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert values(read(dataset, workers=workers, world_size=1)[0]) == list(range(8))
+
+
+@pytest.mark.parametrize("name", ["world_size", "world", "num_replicas"])
+def test_a_dataset_that_knows_the_number_of_processes_has_to_say_why(name):
+    """One that was told when it was made is refused before it is read; another number is a number."""
+    for size, is_known in ((2, True), (3, False), (True, False)):
+        dataset = Everything(8)
+        setattr(dataset, name, size)
+        with place(0, 2), pytest.raises(ConfigError) if is_known else contextlib.nullcontext() as caught:
+            assert values(shard_loader(DataLoader(dataset, batch_size=2))) == [0, 2, 4, 6]
+        if is_known:
+            assert f"Everything knows of the processes: it has {name}=2" in str(caught.value)
+            assert "divides='processes'" in caught.value.faults[0].fix
+
+
+def test_a_dataset_that_somebody_profiles_is_read():
+    """Whoever profiles the reading goes on doing so."""
+    seen = []
+    sys.setprofile(lambda frame, _event, _arg: seen.append(frame.f_code.co_name))
+    try:
+        ranks = read(Everything(3), options={"tail": "exact"})
+    finally:
+        sys.setprofile(None)
+    assert [values(batches) for batches in ranks] == [[0, 2], [1]]
+    assert "fetch" in seen
 
 
 def test_lengths_nobody_knows():

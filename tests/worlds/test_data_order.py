@@ -7,10 +7,11 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from parallelize import barrier, device, distributed, parallel_model, rank, shard_loader, world_size
+from parallelize import ConfigError, barrier, device, distributed, parallel_model, rank, shard_loader, world_size
 
 
 def dataset(length):
@@ -48,6 +49,42 @@ def test_data_pipes_divide_themselves():
         return [value for batch in shard_loader(DataLoader(pipe, batch_size=2)) for value in batch.tolist()]
 
     assert sorted(value for values in run.all_ranks() for value in values) == list(range(10))
+
+
+class ByProcess(IterableDataset):
+    """Divides itself as a program of torch.distributed does."""
+
+    def __iter__(self):
+        return iter(range(dist.get_rank(), 8, dist.get_world_size()))
+
+
+class ByTorch(IterableDataset):
+    """Has torch ask for it, and something else that waits for all."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        dist.barrier()
+        return iter(range(8) if self.sampler is None else DistributedSampler(range(8), shuffle=False))
+
+
+@distributed(processes=2)
+def read_by_process(dataset, divides=None):
+    return [int(value) for batch in shard_loader(DataLoader(dataset, batch_size=2), divides=divides) for value in batch]
+
+
+@pytest.mark.parametrize("dataset", [ByProcess(), ByTorch(DistributedSampler)], ids=["itself", "by torch"])
+def test_what_asks_torch_for_its_process_is_not_divided_twice(dataset):
+    """Refused, until it is said that it divides itself."""
+    with pytest.raises(ConfigError, match="it calls get_rank and get_world_size while it is read"):
+        read_by_process(dataset)
+    assert read_by_process.all_ranks(dataset, "processes") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_what_torch_asks_for_itself_is_no_question():
+    """A collective in a dataset knows the processes, and divides nothing."""
+    assert read_by_process.all_ranks(ByTorch(None)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_the_bar_is_on_rank_0_and_counts_all_samples(capfd):
