@@ -32,6 +32,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from parallelize import parallel_model
+from parallelize.backends.balanced.plan import plan
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.backends.balanced.tape import active
 
@@ -504,3 +505,65 @@ def test_tokens_of_another_length() -> None:
         for length in (3, 8, 5):
             x = tokens(6)[0][0][:, :length]
             torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        for layer in (self.a, self.b):
+            x = x + (layer(x) @ x.transpose(1, 2) + bias).softmax(-1) @ x
+        return x
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_later_batch_may_be_as_long_as_an_argument_that_is_not_per_sample(is_loaded: bool) -> None:
+    """A bias over 4 tokens is not cut for a batch of 4: an earlier batch, or the plan's, was of another length."""
+    model = seeded(Attending)
+    plain = copy.deepcopy(model)
+    backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=4)
+    first, *later = [(torch.randn(4, t, 8), torch.randn(t, t) * 3) for t in (6, 4, 5, 4)]
+    if is_loaded:
+        with parallel_model(seeded(Attending), backend=backend) as other:
+            other(*first)
+            assert plan(other).whole_inputs == ("1 (2-D)",)
+            backend = BalancedBackend(devices=("cpu", "cpu"), plan=plan(other))
+        first, *later = later
+    with parallel_model(model, backend=backend):
+        for inputs in (first, *later):
+            torch.testing.assert_close(model(*inputs), plain(*inputs))
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.b(self.a(x))
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Transposing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.b(self.a(x))
+        return (y.t(), y.square().mean()) if self.training else y
+
+
+def test_outputs_may_differ_between_training_and_evaluation() -> None:
+    """With labels and without, in training and evaluation, outputs of another structure are joined as they come."""
+    labelled, transposing = seeded(Labelled), seeded(Transposing)
+    x, labels = torch.randn(8, 8), torch.randint(5, (8,))
+    backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=4)
+    with parallel_model(copy.deepcopy(labelled), backend=backend) as model:
+        assert model(x, labels)["logits"].shape == (8, 5)
+        torch.testing.assert_close(model.eval()(x)["logits"], labelled(x)["logits"])
+    with parallel_model(copy.deepcopy(transposing), backend=backend) as model:
+        torch.testing.assert_close(model(x), transposing(x))
+        torch.testing.assert_close(model.eval()(x), transposing.eval()(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallelize import ConfigError
-from parallelize.backends.balanced.chunks import Batch, Column, batch_size, columns, take
+from parallelize.backends.balanced.chunks import Batch, Column, batch_size, columns, named, take, uneven
+from parallelize.containers import leaves
 
 CPU = torch.device("cpu")
+
+
+@dataclass
+class Point:
+    at: torch.Tensor
+    weight: int
 
 
 @given(samples=st.integers(1, 9), microbatches=st.integers(1, 12), dim=st.integers(0, 1))
@@ -81,6 +89,41 @@ def test_a_known_dimension_wins_over_one_that_is_as_long_by_chance() -> None:
     values = [[torch.zeros(2, 2, 5)], [torch.ones(2, 2, 5)]]
     assert columns(values, (2, 2), device=CPU, dims={0: 1})[0].value.shape == (2, 4, 5)
     assert columns(values, (2, 2), device=CPU, dims={})[0].value.shape == (4, 2, 5)
+
+
+def test_dimensions_of_another_form_are_not_known() -> None:
+    """What was learnt of outputs of some form is not applied to outputs of another."""
+    values = [[torch.zeros(2, 5)], [torch.ones(2, 5)]]
+    known: dict[str, Any] = {"dims": {0: None, 1: 0}, "known": (0, 2)}
+    assert columns(values, (2, 2), device=CPU, **known)[0].value.shape == (4, 5)
+    with pytest.raises(ConfigError, match="output 0 of the model"):
+        columns(values, (2, 2), device=CPU, dims={0: None}, known=(2,))
+
+
+def test_names_are_those_of_leaves() -> None:
+    """Every leaf has one name, in the order in which leaves come, and tensors' names count their dimensions."""
+    inputs = (
+        ({"x": torch.zeros(4, 2), "of": [1, torch.zeros(3)]}, Point(torch.zeros(2), 5)),
+        {"flag": None, "sizes": (torch.Size((1,)), 2)},
+    )
+    found = list(named(inputs))
+    assert [leaf for _, leaf in found] == list(leaves(inputs))
+    assert [name for name, _ in found] == [
+        *("0.x (2-D)", "0.of.0", "0.of.1 (1-D)", "1.at (1-D)", "1.weight"),
+        *("flag", "sizes.0.0", "sizes.1"),
+    ]
+
+
+def test_what_was_longer_than_a_batch_is_not_cut() -> None:
+    """Tensors that cannot be per sample are named, and are passed on whole when a batch is as long as they are."""
+    classes = torch.zeros(5)
+    seen = uneven(((torch.zeros(8, 2),), {"weight": classes, "mask": torch.zeros(1, 8)}), dim=0)
+    assert seen == {"weight (1-D)"}
+    rest = ((torch.zeros(5, 2),), {"weight": classes, "mask": torch.zeros(5, 8)})
+    args, kwargs = Batch(rest, microbatches=5, dim=0, whole=seen).inputs(0)
+    assert [args[0].shape, kwargs["weight"].shape, kwargs["mask"].shape] == [(1, 2), (5,), (1, 8)]
+    _, kwargs = take(rest, 2, dim=0, whole=seen)
+    assert [kwargs["weight"].shape, kwargs["mask"].shape] == [(5,), (2, 8)]
 
 
 def test_the_first_samples() -> None:

@@ -1,14 +1,16 @@
 """One batch as micro-batches, and their outputs as one batch again.
 
 Inputs: of the tensors anywhere in the arguments, those whose `batch_dim` is as long as the batch are cut, all other
-values go to every micro-batch. Outputs: tensors are joined along the dimension that follows the micro-batch's size;
-scalars are averaged, weighted by samples, which is exact for a loss that is a mean over samples; what is equal in all
-micro-batches is returned once. Anything else has no meaning for the whole batch and is refused.
+values go to every micro-batch, as does what an earlier batch has shown to be of another length. Outputs: tensors are
+joined along the dimension that follows the micro-batch's size; scalars are averaged, weighted by samples, which is exact
+for a loss that is a mean over samples; what is equal in all micro-batches is returned once. Anything else has no meaning
+for the whole batch and is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from parallelize.backends.balanced import refusals
 from parallelize.containers import leaves, map_leaves
 
-__all__ = ["Batch", "Column", "batch_size", "columns", "rebuild", "shapes", "take"]
+__all__ = ["Batch", "Column", "batch_size", "columns", "form", "named", "rebuild", "shapes", "take", "uneven"]
 
 
 def batch_size(inputs: Any, *, dim: int) -> int:
@@ -42,14 +44,36 @@ def rebuild(like: Any, flat: Sequence[Any]) -> Any:
     return map_leaves(lambda _: next(values), like)
 
 
-def take(inputs: Any, samples: int, *, dim: int) -> Any:
-    """The first samples of a batch."""
+def named(inputs: Any) -> Iterator[tuple[str, Any]]:
+    """Every leaf in the order of `leaves`, with a name that it has in every batch: its place, and its dimensions."""
+    args, kwargs = inputs
+    for place, value in [*((str(index), each) for index, each in enumerate(args)), *kwargs.items()]:
+        for path, leaf in _paths(place, value):
+            yield f"{path} ({leaf.dim()}-D)" if isinstance(leaf, torch.Tensor) else path, leaf
+
+
+def uneven(inputs: Any, *, dim: int) -> set[str]:
+    """Names of the tensors that cannot be per sample: their length is not that of the batch."""
     size = batch_size(inputs, dim=dim)
+    return {
+        name
+        for name, leaf in named(inputs)
+        # What has a length of 1 may be broadcast here, and per sample in the next batch.
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] not in {1, size}
+    }
 
-    def first(leaf: Any) -> Any:
-        return leaf.narrow(dim, 0, min(samples, size)) if _is_cut(leaf, size, dim) else leaf
 
-    return map_leaves(first, inputs)
+def take(inputs: Any, samples: int, *, dim: int, whole: Collection[str] = ()) -> Any:
+    """The first samples of a batch; `whole` as of Batch."""
+    flat = list(leaves(inputs))
+    cut = _cut(inputs, batch_size(inputs, dim=dim), dim=dim, whole=whole)
+    return rebuild(
+        inputs,
+        [
+            leaf.narrow(dim, 0, min(samples, leaf.shape[dim])) if is_cut else leaf
+            for leaf, is_cut in zip(flat, cut, strict=True)
+        ],
+    )
 
 
 class Batch:
@@ -59,20 +83,21 @@ class Batch:
         inputs: arguments and keyword arguments.
         microbatches: at most so many.
         dim: the batch dimension of the inputs.
+        whole: names of tensors that are not per sample, though they may be as long as this batch.
 
     Attributes:
         sizes: samples of each micro-batch.
         parts: the inputs of each micro-batch, as flat lists; tensors that want a gradient are leaves of their own.
     """
 
-    def __init__(self, inputs: Any, *, microbatches: int, dim: int) -> None:
+    def __init__(self, inputs: Any, *, microbatches: int, dim: int, whole: Collection[str] = ()) -> None:
         self._inputs = inputs
         self._dim = dim
         flat = list(leaves(inputs))
         size = batch_size(inputs, dim=dim)
         count = max(1, min(microbatches, size))
         self.sizes = tuple(size // count + (index < size % count) for index in range(count))
-        self._is_cut = [_is_cut(leaf, size, dim) for leaf in flat]
+        self._is_cut = _cut(inputs, size, dim=dim, whole=whole)
         pieces = [self._pieces(leaf, is_cut) for leaf, is_cut in zip(flat, self._is_cut, strict=True)]
         self.parts = [list(part) for part in zip(*pieces, strict=True)]
         self.wanting = [(i, leaf) for i, leaf in enumerate(flat) if _wants_gradient(leaf)]
@@ -101,8 +126,26 @@ class Batch:
         return [piece.detach().requires_grad_(leaf.requires_grad) for piece in pieces]
 
 
-def _is_cut(leaf: Any, size: int, dim: int) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == size
+def _cut(inputs: Any, size: int, *, dim: int, whole: Collection[str]) -> list[bool]:
+    """Of every leaf, whether it is cut."""
+    return [
+        isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == size and name not in whole
+        for name, leaf in named(inputs)
+    ]
+
+
+def _paths(at: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        inner: list[tuple[Any, Any]] = list(value.items())
+    elif isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "to")):
+        inner = list(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
+    else:
+        yield at, value
+        return
+    for key, each in inner:
+        yield from _paths(f"{at}.{key}", each)
 
 
 def _wants_gradient(leaf: Any) -> bool:
@@ -141,8 +184,18 @@ def shapes(output: Any) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves(output))
 
 
+def form(shapes_: Sequence[tuple[int, ...] | None]) -> tuple[int | None, ...]:
+    """How many dimensions each leaf of an output has, None where it is no tensor."""
+    return tuple(None if each is None else len(each) for each in shapes_)
+
+
 def columns(
-    rows: Sequence[Sequence[Any]], sizes: Sequence[int], *, device: torch.device, dims: Mapping[int, int | None]
+    rows: Sequence[Sequence[Any]],
+    sizes: Sequence[int],
+    *,
+    device: torch.device,
+    dims: Mapping[int, int | None],
+    known: tuple[int | None, ...] | None = None,
 ) -> list[Column]:
     """The outputs of micro-batches as those of the batch.
 
@@ -151,12 +204,15 @@ def columns(
         sizes: samples of each.
         device: where joined tensors are.
         dims: position of an output -> its batch dimension as far as it is known; None: it has none.
+        known: the form of the outputs for which that is known; None: any.
 
     Raises:
         ConfigError: an output that differs between micro-batches and has no batch dimension.
     """
     if len({len(row) for row in rows}) > 1:
         raise refusals.uneven_outputs([len(row) for row in rows])
+    if known is not None and known != form(shapes(rows[0])):
+        dims = {}  # in evaluation, or without labels, a model may return something else
     return [
         _column(values, tuple(sizes), position=position, device=device, dims=dims)
         for position, values in enumerate(zip(*rows, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,9 @@ class Wiring:
         recomputed: modules whose activations are computed again in backward.
         draws: whether the model draws random numbers.
         batch_dim: of the inputs.
+        whole_inputs: names of tensors among the inputs that are not cut.
         output_dims: position of an output -> its batch dimension as far as it is known; None: it has none.
+        output_form: of the outputs for which that is known; None: any.
         home: where joined outputs are.
     """
 
@@ -50,7 +52,9 @@ class Wiring:
     recomputed: tuple[nn.Module, ...] = ()
     draws: bool = True
     batch_dim: int = 0
+    whole_inputs: Collection[str] = ()
     output_dims: Mapping[int, int | None] = field(default_factory=dict)
+    output_form: tuple[int | None, ...] | None = None
     home: torch.device = torch.device("cpu")  # noqa: RUF009  # a device cannot change
 
 
@@ -78,7 +82,7 @@ class Executor:
             Exception: what the forward of a micro-batch has raised; of several, that of the first micro-batch.
         """
         wiring = self._wiring
-        batch = Batch((args, kwargs), microbatches=wiring.microbatches, dim=wiring.batch_dim)
+        batch = Batch((args, kwargs), microbatches=wiring.microbatches, dim=wiring.batch_dim, whole=wiring.whole_inputs)
         devices = [stage.device for stage in wiring.stages]
         ambient, shadows = Ambient(frozenset(devices)), Shadows(devices, half=self._module.half)
         tapes = self._tapes(len(batch.sizes), shadows)
@@ -137,7 +141,8 @@ class Executor:
             for tape, output in zip(record.tapes, outputs, strict=True)
         ]
         rows = [[value for value, _ in row] for row in handed]
-        found = columns(rows, sizes, device=wiring.home, dims=wiring.output_dims)
+        dims, known = wiring.output_dims, wiring.output_form
+        found = columns(rows, sizes, device=wiring.home, dims=dims, known=known)
         values = [column.value for column in found]
         waiting = [[row[position][1] for row in handed] for position in range(len(found))]
         wanted = [i for i, leaves_ in enumerate(waiting) if any(leaf is not None for leaf in leaves_)]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from parallelize.backends.balanced.chunks import batch_size, take
+from parallelize.backends.balanced.chunks import batch_size, take, uneven
 from parallelize.backends.balanced.executor import Executor, Wiring
 from parallelize.backends.balanced.forward import Forward
 from parallelize.backends.balanced.observation import observed, ordinary
@@ -85,12 +85,20 @@ class Pipeline(nn.Module):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch."""
+        self._learn((args, kwargs))
         if self._modes.are_new():
             self._observe((args, kwargs))
         if self._is_doubted:
             self._is_doubted = False
             return self._doubted(args, kwargs)
         return self._run(args, kwargs)
+
+    def _learn(self, inputs: Any) -> None:
+        """A tensor that is not as long as this batch is not per sample, and never will be."""
+        known = self._wiring.whole_inputs
+        new = uneven(inputs, dim=self._wiring.batch_dim).difference(known)
+        if new:
+            self._know(whole_inputs=tuple(sorted(new.union(known))))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor = Executor(self._forward, model=self.inner.model, wiring=self._wiring, workers=self._workers)
@@ -105,7 +113,7 @@ class Pipeline(nn.Module):
         if not before.has_drawn():
             return output
         before.restore()
-        self._expect_draws()
+        self._know(draws=True)
         return self._run(args, kwargs)
 
     def _observe(self, inputs: Any) -> None:
@@ -123,13 +131,13 @@ class Pipeline(nn.Module):
         with torch.inference_mode(mode=False), torch.set_grad_enabled(is_grad_enabled), untouched(model, self._devices):
             part = ordinary(inputs)
             samples = batch_size(part, dim=wiring.batch_dim)
-            part = take(part, -(-samples // wiring.microbatches), dim=wiring.batch_dim)
+            part = take(part, -(-samples // wiring.microbatches), dim=wiring.batch_dim, whole=wiring.whole_inputs)
             bench = observed(bench, part, microbatches=wiring.microbatches)
         self._modes.see()
         if bench.draws and not wiring.draws:
-            self._expect_draws()
+            self._know(draws=True)
 
-    def _expect_draws(self) -> None:
-        self._wiring = replace(self._wiring, draws=True)
-        self._plan = replace(self._plan, draws=True)
+    def _know(self, **more: Any) -> None:
+        self._wiring = replace(self._wiring, **more)
+        self._plan = replace(self._plan, **more)
         remember(self.inner.model, self._plan)

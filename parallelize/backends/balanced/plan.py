@@ -50,7 +50,9 @@ class Plan:
         why: what decided, in a sentence.
         draws: whether the model draws random numbers.
         evaluated: names of the modules that were in evaluation mode: what they do in training was not seen.
+        whole_inputs: names of tensors among the inputs that are not per sample.
         output_dims: pairs of an output's position and its batch dimension, None if it has none.
+        output_form: how many dimensions each output had then, None where it was no tensor; None: that is not known.
     """
 
     model: str
@@ -71,7 +73,9 @@ class Plan:
     why: str = ""
     draws: bool = True
     evaluated: tuple[str, ...] = ()
+    whole_inputs: tuple[str, ...] = ()
     output_dims: tuple[tuple[int, int | None], ...] = ()
+    output_form: tuple[int | None, ...] | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -178,7 +182,7 @@ def _checked(found: Plan) -> Plan:
         (int, float, type(None)): ("unsplit_s", "predicted_s", "measured_s"),
     }
     of_each: dict[type | tuple[type, ...], tuple[str, ...]] = {
-        str: ("events", "devices", "evaluated"),
+        str: ("events", "devices", "evaluated", "whole_inputs"),
         int: ("bounds",),
         (int, float): ("forward_s", "backward_s", "memory_bytes"),
     }

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced import atoms, refusals, untouched
-from parallelize.backends.balanced.chunks import batch_size, take
+from parallelize.backends.balanced.chunks import batch_size, take, uneven
 from parallelize.backends.balanced.costs import Profile, Spot
 from parallelize.backends.balanced.forward import Forward
 from parallelize.backends.balanced.observation import observed, ordinary
@@ -86,6 +86,7 @@ class _Found:
     profile: Profile
     memory: Memory
     dims: Mapping[int, int | None]
+    form: tuple[int | None, ...]
 
 
 class Planner:
@@ -127,6 +128,7 @@ class Planner:
         with torch.inference_mode(mode=False), torch.enable_grad(), untouched.untouched(self._model, self._devices):
             inputs = ordinary((args, kwargs))
             self._samples = batch_size(inputs, dim=self._wishes.batch_dim)
+            self._whole_inputs = tuple(sorted(uneven(inputs, dim=self._wishes.batch_dim)))
             return self._plan(inputs)
 
     def _plan(self, inputs: Any) -> Plan:
@@ -189,13 +191,13 @@ class Planner:
             found = atoms.separate(self._model, costs, at_most=at_most)
             divided = replace(bench, routes={id(module): [where[id(module)]] for module in found})
             self._placement.put(atoms.homes(self._model, divided.routes), bench.stages)
-            measured, dims = profile(divided, inputs, samples=self._samples)
+            measured, dims, form = profile(divided, inputs, samples=self._samples)
             measured = replace(measured, trained_share=_trained_share(self._model))
             memory = Memory(optimizer_state=self._wishes.optimizer_state, recompute=attempt.recompute)
             choose: dict[str, Any] = {"microbatches": self._wishes.microbatches, "memory": memory}
             schedule = best(measured, self._spots, **choose)
             if schedule is not None:
-                return _Found(schedule, measured, memory, dims)
+                return _Found(schedule, measured, memory, dims, form)
             if attempt.of == "bytes":
                 needed = min(needed, needed_cap(measured, self._spots, **choose))
         raise refusals.too_large(needed, [spot.device for spot in self._spots], is_measured=True)
@@ -253,7 +255,9 @@ class Planner:
             + ("; without recomputing, no division fits" if schedule.recompute else ""),
             draws=draws,
             evaluated=tuple(name for name, module in self._model.named_modules() if not module.training),
+            whole_inputs=self._whole_inputs,
             output_dims=tuple(found.dims.items()),
+            output_form=found.form,
         )
 
     def _alone(self, why: str, plan: Plan | None = None) -> Plan:

@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from parallelize.backends.balanced.ambient import Ambient
 from parallelize.backends.balanced.atoms import names_of, parameter_bytes
-from parallelize.backends.balanced.chunks import Batch, shapes, take
+from parallelize.backends.balanced.chunks import Batch, form, shapes, take
 from parallelize.backends.balanced.costs import Event, Profile
 from parallelize.backends.balanced.crossing import Crossing
 from parallelize.backends.balanced.forward import Forward
@@ -163,7 +163,9 @@ class Bench:
         return timings
 
 
-def profile(bench: Bench, inputs: Any, *, samples: int) -> tuple[Profile, dict[int, int | None]]:
+def profile(
+    bench: Bench, inputs: Any, *, samples: int
+) -> tuple[Profile, dict[int, int | None], tuple[int | None, ...]]:
     """Measure a model.
 
     Args:
@@ -172,7 +174,8 @@ def profile(bench: Bench, inputs: Any, *, samples: int) -> tuple[Profile, dict[i
         samples: in it.
 
     Returns:
-        What was measured; and for each output that is a tensor its batch dimension, None if it has none.
+        What was measured; for each output that is a tensor its batch dimension, None if it has none; and the form of
+        the outputs.
 
     Raises:
         ConfigError: forward leaves something behind on the model, so that micro-batches would disturb each other.
@@ -207,7 +210,8 @@ def profile(bench: Bench, inputs: Any, *, samples: int) -> tuple[Profile, dict[i
             )
         )
     dims = _batch_dims(rows[0].output_shapes, rows[-1].output_shapes)
-    return Profile(events=tuple(events), samples=samples, least_samples=small), dims
+    found = Profile(events=tuple(events), samples=samples, least_samples=small)
+    return found, dims, form(many.output_shapes)
 
 
 def seconds_of_modules(bench: Bench, inputs: Any) -> dict[int, float]:

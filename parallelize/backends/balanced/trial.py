@@ -118,7 +118,9 @@ def wired(plan: Plan, model: nn.Module, *, batch_dim: int, home: torch.device) -
         recomputed=tuple(modules[name] for name in dict.fromkeys(plan.events)) if plan.recompute else (),
         draws=plan.draws,
         batch_dim=batch_dim,
+        whole_inputs=plan.whole_inputs,
         output_dims=dict(plan.output_dims),
+        output_form=plan.output_form,
         home=home,
     )
 
