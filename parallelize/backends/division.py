@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
+from parallelize import transport
 from parallelize.backends.averaging import send
 from parallelize.backends.gate import Gate, guarded_submodules
 from parallelize.backends.parts import converted, spread, whole_dictionaries
@@ -136,10 +137,14 @@ class ShardingEngine(Engine):
 
     def _set_aside(self) -> None:
         """Free the values of the user's own Parameter objects: they are in the parts now."""
-        for _, _, whole in self._places:
-            part = self._parts[id(whole)]
-            if whole.grad is not None and part.grad is None:
-                part.grad = spread(whole.grad, like=part)
+        wholes = list({id(whole): whole for _, _, whole in self._places}.values())
+        has_gradient = torch.tensor([whole.grad is not None for whole in wholes], dtype=torch.bool)
+        for whole, is_anywhere in zip(wholes, transport.reduce(has_gradient, "max").tolist(), strict=True):
+            if is_anywhere:
+                # Each rank has its own, of backwards before the block; backwards in it will add averages.
+                mine = torch.zeros_like(whole) if whole.grad is None else whole.grad
+                part = self._parts[id(whole)]
+                part.grad = spread(transport.reduce(mine.detach(), "mean"), like=part)
             whole.grad = None
             whole.data = whole.data.new_empty(0)
 

@@ -290,6 +290,35 @@ def test_a_parameter_put_in_anothers_place_is_refused(how: str) -> None:
     run()
 
 
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_gradients_of_before_the_block_are_averaged(accumulates: bool) -> None:
+    """Each rank has accumulated its own: a step in the block takes their mean, alone or with what comes there."""
+
+    @distributed(processes=WORLD)
+    def run() -> dict[str, torch.Tensor]:
+        model = seeded()
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        model(batch_of(rank(), 0)).square().mean().backward()
+        if rank() == 0:
+            model.head.bias.grad = None  # as of a branch that only some ranks went through
+        with parallel_model(model, backend="fsdp", optimizers=optimizer):
+            if accumulates:
+                model(batch_of(rank(), 1)).square().mean().backward()
+            optimizer.step()
+        return model.state_dict()
+
+    model = seeded()
+    for each in range(WORLD):
+        (model(batch_of(each, 0)).square().mean() / WORLD).backward()
+        if each == 0:
+            model.head.bias.grad = None
+    if accumulates:
+        model(torch.cat([batch_of(each, 1) for each in range(WORLD)])).square().mean().backward()
+    torch.optim.SGD(model.parameters(), 0.5).step()
+    for weights in run.all_ranks():
+        assert_close(weights, dict(model.state_dict()))
+
+
 @pytest.mark.parametrize("how", ["no_sync", "no_sync around backward", "grad", "grad before"])
 def test_gradients_that_were_not_sent_are_not_passed_over(how: str) -> None:
     """A step that finds no gradient in the parts, because all are waiting to be sent, would train nothing."""
