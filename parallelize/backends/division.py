@@ -27,8 +27,8 @@ from parallelize.backends.gate import Gate, guarded_submodules
 from parallelize.backends.parts import converted, spread, whole_dictionaries
 from parallelize.backends.parts import whole as made_whole
 from parallelize.backends.sharding import Sharding
-from parallelize.backends.units import refuse_ties, units_of
-from parallelize.backends.whereabouts import Whereabouts
+from parallelize.backends.units import refuse_mixtures, refuse_sparse_gradients, refuse_ties, units_of
+from parallelize.backends.whereabouts import Whereabouts, refuse_flattening
 from parallelize.contracts import Engine, Inner
 from parallelize.errors import SyncError
 from parallelize.traffic import Traffic
@@ -69,6 +69,10 @@ class ShardingEngine(Engine):
         self._optimizers = optimizers
         units = units_of(model, options.blocks)
         refuse_ties(model, units)
+        refuse_mixtures(model, [*_apart(options, inner), *units])
+        refuse_sparse_gradients(model)
+        for optimizer in optimizers:
+            refuse_flattening(optimizer)
         reshards = options.reshard_after_forward is not False
         self._gathered_again = {id(each) for unit in units for each in unit.parameters() if reshards}
         send([*model.parameters(), *model.buffers()])
@@ -195,7 +199,7 @@ def _mesh(options: Sharding, *, world: World, device: torch.device) -> DeviceMes
 def _shard(options: Sharding, inner: Inner, *, units: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     policy, own_types = _policies(options, inner)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
-    apart = [each for each in inner.modules() if own_types is not None and isinstance(each, inner.session.fp32_modules)]
+    apart = _apart(options, inner)
     for module in (*apart, *(each for each in units if each not in apart), inner):
         fully_shard(
             module,
@@ -204,6 +208,12 @@ def _shard(options: Sharding, inner: Inner, *, units: Sequence[nn.Module], mesh:
             mp_policy=own_types if own_types is not None and module in apart else policy,
             offload_policy=offload,
         )
+
+
+def _apart(options: Sharding, inner: Inner) -> list[nn.Module]:
+    """The modules that the precision exempts, each a group of its own."""
+    _, own_types = _policies(options, inner)
+    return [each for each in inner.modules() if own_types is not None and isinstance(each, inner.session.fp32_modules)]
 
 
 def _policies(options: Sharding, inner: Inner) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy | None]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from parallelize.errors import ConfigError
 
-__all__ = ["refuse_ties", "units_of"]
+__all__ = ["refuse_mixtures", "refuse_sparse_gradients", "refuse_ties", "units_of"]
 
 
 def units_of(model: nn.Module, blocks: Any) -> list[nn.Module]:
@@ -39,17 +39,48 @@ def units_of(model: nn.Module, blocks: Any) -> list[nn.Module]:
 def refuse_ties(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """A parameter of two units would be sharded with one and left whole in the other."""
     home: dict[int, tuple[nn.Module, str]] = {}
+    for unit, name, parameter in _homes(model, units):
+        first_unit, first = home.setdefault(id(parameter), (unit, name))
+        if first_unit is not unit:
+            raise ConfigError(
+                f"{first} and {name} of {type(model).__name__} are one parameter in two blocks",
+                why="a parameter is gathered with one block only",
+                fix="choose FSDPBackend(blocks=...) so that both are in the same block, or in none",
+            )
+
+
+def refuse_mixtures(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """The gradients of a unit travel as one tensor, and so in one type."""
+    firsts: dict[nn.Module, tuple[str, nn.Parameter]] = {}
+    for unit, name, parameter in _homes(model, units):
+        if parameter.requires_grad:
+            first, other = firsts.setdefault(unit, (name, parameter))
+            if other.dtype is not parameter.dtype:
+                raise ConfigError(
+                    f"{first} of {type(model).__name__} is {other.dtype} and {name} is {parameter.dtype}",
+                    why="fully_shard gathers the parameters of a block together, and reduces their gradients as one",
+                    fix="keep both in one type (a complex one as torch.view_as_real), choose FSDPBackend(blocks=[...]) "
+                    "so that they are in different blocks, or use backend='ddp'",
+                )
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Parts are cut from dense gradients."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"{name or type(model).__name__} has sparse=True under fsdp",
+                why="fully_shard reduces dense gradients only",
+                fix="use sparse=False, freeze it, or use backend='ddp'",
+            )
+
+
+def _homes(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Each place of a parameter: the innermost unit around it (the model, if there is none), its name, the parameter."""
     innermost: dict[nn.Module, nn.Module] = {}
     for unit in units:
         for module in unit.modules():
             innermost.setdefault(module, unit)
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            here = innermost.get(module, model), f"{path}.{name}".lstrip(".")
-            first = home.setdefault(id(parameter), here)
-            if first[0] is not here[0]:
-                raise ConfigError(
-                    f"{first[1]} and {here[1]} of {type(model).__name__} are one parameter in two blocks",
-                    why="a parameter is gathered with one block only",
-                    fix="choose FSDPBackend(blocks=...) so that both are in the same block, or in none",
-                )
+            yield innermost.get(module, model), f"{path}.{name}".lstrip("."), parameter

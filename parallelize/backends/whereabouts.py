@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallelize.errors import SyncError
+from parallelize.errors import ConfigError, SyncError
 
-__all__ = ["Place", "Whereabouts"]
+__all__ = ["Place", "Whereabouts", "refuse_flattening"]
 
 Place = tuple[nn.Module, str, nn.Parameter]
 """Where a parameter is registered, and the user's own object."""
@@ -66,6 +66,7 @@ class Whereabouts:
 
         Raises:
             SyncError: it holds what the model had before, or parts whose gradients were not sent.
+            ConfigError: it cannot step on parts.
         """
         held = [each for group in optimizer.param_groups for each in group["params"]]
         if any(id(each) in self._wholes for each in held):
@@ -77,6 +78,7 @@ class Whereabouts:
         for each in held:
             managed = self._managed.get(id(each))
             if managed is not None:
+                refuse_flattening(optimizer)
                 self._met.add(optimizer)
                 if _has_unsent(managed, gradient=each.grad):
                     raise self._unsent(self._names[id(each)])
@@ -92,6 +94,16 @@ class Whereabouts:
             f"the gradient of {name} of {type(self._model).__name__} is not averaged over the ranks",
             why="its backward ran under no_sync, or it comes from torch.autograd.grad: the step would pass over it",
             fix="run forward and backward of the last micro-batch outside of no_sync, and call backward",
+        )
+
+
+def refuse_flattening(optimizer: torch.optim.Optimizer) -> None:
+    """LBFGS searches along one vector of all parameters, of which each rank would have made another one."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            f"{type(optimizer).__name__} under backend='fsdp'",
+            why="it joins all parameters in one vector, and each rank holds parts of them",
+            fix="use backend='ddp', or an optimizer that goes element by element, such as AdamW",
         )
 
 

@@ -401,6 +401,70 @@ def test_tied_parameters_in_two_blocks_are_refused() -> None:
     run()
 
 
+def test_mixed_types_in_a_block_are_refused() -> None:
+    """Complex beside real: named at the entry; in a block of its own, frozen, or alone it is no obstacle."""
+
+    class Filter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 4)
+            self.filter = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) * self.filter).abs()
+
+    def trained(model: Filter, backend: FSDPBackend) -> Filter:
+        with parallel_model(model, backend=backend):
+            train(model, torch.optim.SGD(model.parameters(), 0.1), steps=range(1))
+        return model
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        message = r"(?s)filter of Filter is torch.complex64 and linear.weight is torch.float32.*view_as_real.*blocks="
+        with pytest.raises(ConfigError, match=message):
+            trained(Filter(), FSDPBackend())
+        assert trained(Filter(), FSDPBackend(blocks=[nn.Linear])).filter.is_complex()
+        model = Filter()
+        model.filter.requires_grad_(False)
+        assert not trained(model, FSDPBackend()).filter.requires_grad
+
+    run()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    """An embedding with sparse=True is named at the entry."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1))
+        refused = pytest.raises(ConfigError, match=r"(?s)0 has sparse=True under fsdp.*backend='ddp'")
+        with refused, parallel_model(model, backend="fsdp"):
+            pass
+
+    run()
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_lbfgs_is_refused(is_named: bool) -> None:
+    """It needs whole parameters: said at the entry of the block if it is named there, else before its first step."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = seeded()
+        refused = pytest.raises(ConfigError, match=r"(?s)LBFGS under backend='fsdp'.*backend='ddp'")
+        if is_named:
+            with refused, parallel_model(model, backend="fsdp", optimizers=torch.optim.LBFGS(model.parameters())):
+                pass
+            model(batch_of(rank()))  # not touched
+            return
+        with parallel_model(model, backend="fsdp"):
+            optimizer = torch.optim.LBFGS(model.parameters())
+            with refused:
+                optimizer.step(lambda: model(batch_of(rank())).mean())
+
+    run()
+
+
 def test_classes_that_the_model_has_not_are_refused() -> None:
     """Nothing would be sharded as asked."""
 
