@@ -48,10 +48,12 @@ class ParallelizeError(Exception):
         what: what is wrong, with the value.
         why: the reason it cannot work.
         fix: what to write instead.
+        is_echo: whether it only passes on what another rank raises: that one's exception is what the caller gets.
     """
 
-    def __init__(self, what: str, *, why: str, fix: str) -> None:
+    def __init__(self, what: str, *, why: str, fix: str, is_echo: bool = False) -> None:
         self.faults: tuple[Fault, ...] = (Fault(what, why, fix),)
+        self.is_echo = is_echo
         super().__init__(str(self.faults[0]))
 
     def __reduce__(self) -> tuple[Any, ...]:

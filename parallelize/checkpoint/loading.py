@@ -140,9 +140,8 @@ def _agreed(meeting: Meeting, path: Path) -> Iterator[None]:
     for rank in range(meeting.world_size):
         failure = (meeting.brought(rank) or b"").decode()
         if failure:
-            raise ParallelizeError(
-                f"rank {rank} could not read its parts of {path}", why=failure.replace("\n", "; "), fix=_OTHER
-            )
+            why = failure.replace("\n", "; ")
+            raise ParallelizeError(f"rank {rank} could not read its parts of {path}", why=why, fix=_OTHER, is_echo=True)
 
 
 def _put(checkpoint: Checkpoint, things: Mapping[str, Any], states: Mapping[str, State]) -> None:

@@ -162,7 +162,8 @@ class Checkpoints:
             told = meeting.outcome()
             if told.startswith(_FILE):
                 return told.removeprefix(_FILE)
-            raise SyncError(f"{meeting.what} failed on rank 0: {told}", why="it chooses for all", fix="see its error")
+            what = f"{meeting.what} failed on rank 0: {told}"
+            raise SyncError(what, why="it chooses for all", fix="see its error", is_echo=True)
         told = "it ended by an exception"
         try:
             chosen = self._newest(passed_over)

@@ -148,7 +148,8 @@ def completed(meeting: Meeting) -> Iterator[None]:
         yield
         failure = meeting.outcome()
         if failure:
-            raise SyncError(f"{meeting.what} failed on rank 0: {failure}", why="it writes for all", fix="see its error")
+            what = f"{meeting.what} failed on rank 0: {failure}"
+            raise SyncError(what, why="it writes for all", fix="see its error", is_echo=True)
         return
     outcome = "it ended by an exception"
     try:

@@ -74,13 +74,14 @@ def travelled(error):
 @pytest.mark.parametrize("kind", KINDS)
 def test_travels_whole(kind):
     """Pickling keeps type, message, faults and notes."""
-    error = kind("what", why="why", fix="fix")
+    error = kind("what", why="why", fix="fix", is_echo=True)
     error.__notes__ = ["rank 1 on n2"]
     for other in travelled(error):
         assert type(other) is kind
         assert str(other) == str(error)
         assert other.faults == error.faults
         assert other.__notes__ == ["rank 1 on n2"]
+        assert other.is_echo
 
 
 def test_several_faults_travel():

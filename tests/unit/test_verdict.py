@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallelize.errors import WorkerError
+from parallelize.errors import SyncError, WorkerError
 from parallelize.launchers.elastic.agent import Death
 from parallelize.launchers.elastic.verdict import verdict, was_stopped
 from parallelize.task import Outcome
@@ -53,6 +54,18 @@ def test_an_echo_is_no_cause_however_early(line: str) -> None:
     error = judged([echo(0, 1.0, line), raised(2, 2.0), echo(3, 0.5, line)], [])
     assert str(error) == "of 2"
     assert error.__notes__[-1] == "the others: ranks 0, 3: lost the connection; rank 1: stopped"
+
+
+def passed_on(rank: int, at: float) -> Outcome:
+    return raised(rank, at, SyncError("save failed on rank 0", why="it writes", fix="see it", is_echo=True))
+
+
+def test_what_passes_on_a_failure_is_no_cause_however_early() -> None:
+    """An error of this library that says so is set aside, and told of the others with its own words."""
+    error = judged([passed_on(1, 1.0), passed_on(2, 1.0), raised(0, 2.0)], [], world_size=3)
+    assert str(error) == "of 0"
+    assert error.__notes__[-1] == "the others: ranks 1-2: SyncError: save failed on rank 0"
+    assert "failed on rank 0" in str(judged([passed_on(1, 1.0), stopped(0, 2.0)], []))
 
 
 def test_an_echo_is_the_cause_when_there_is_no_other() -> None:
@@ -126,3 +139,43 @@ def test_the_last_lines_of_a_silent_rank_are_shown(tmp_path: Path) -> None:
     error = verdict([], [died(1, 1.0)], world_size=2, logs=tmp_path)
     assert error.__notes__[0].splitlines()[:2] == ["last lines of rank 1:", "line 80"]
     assert "another" not in error.__notes__[0]
+
+
+class NotelessError(Exception):
+    def add_note(self, note: str) -> None:
+        raise RuntimeError("no notes")
+
+
+class OddNotesError(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.__notes__ = 3
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 knows no add_note")
+def test_an_exception_with_an_add_note_of_its_own_is_stood_in_for() -> None:
+    """What it raises then is not the cause."""
+    error = judged([raised(2, 1.0, NotelessError("full"))], [])
+    assert str(error).startswith("NotelessError: full\n")
+    assert "it takes no notes: RuntimeError: no notes" in str(error)
+
+
+def test_an_exception_that_takes_no_notes_is_stood_in_for() -> None:
+    """Text, place and notes are those of the rank that raised it."""
+    error = judged([raised(2, 1.0, OddNotesError("full"))], [])
+    assert isinstance(error, WorkerError)
+    assert (error.rank, error.host) == (2, "host2")
+    assert str(error).startswith("OddNotesError: full\n")
+    assert error.__notes__[0] == "rank 2 of 4 on host2 (pid 102) raised this:"
+
+
+class SpeechlessError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("nothing to say")
+
+
+def test_another_ranks_exception_without_a_text_does_no_harm() -> None:
+    """It is told of in the words that there are."""
+    error = judged([raised(0, 1.0), raised(1, 2.0, SpeechlessError(), "")], [], world_size=2)
+    assert str(error) == "of 0"
+    assert error.__notes__[-1].startswith("the others: rank 1: SpeechlessError: (its text cannot be had")

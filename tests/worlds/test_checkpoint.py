@@ -288,6 +288,27 @@ def test_what_rank_0_cannot_write_reaches_all(tmp_path):
     assert run.all_ranks() == ["ParallelizeError", "SyncError"]
 
 
+class Broken:
+    """Raises where its state is asked for, which rank 0 does."""
+
+    def state_dict(self):
+        raise FileExistsError("mine")
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_the_cause_of_a_failed_save_reaches_the_caller(tmp_path):
+    """Not what the other rank says of it, which is told of it before rank 0 has raised."""
+
+    @distributed(processes=2)
+    def run():
+        save(tmp_path / "a.pt", broken=Broken())
+
+    with pytest.raises(FileExistsError, match="mine"):
+        run()
+
+
 def train(folder, kills, backend, every, in_background=False):
     """A run as a user writes it; in attempt n the rank kills[n][1] is killed after step kills[n][0]."""
     torch.manual_seed(1)

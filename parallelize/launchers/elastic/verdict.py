@@ -7,9 +7,9 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallelize.errors import SyncError, WorkerError
+from parallelize.errors import ParallelizeError, SyncError, WorkerError
 from parallelize.launchers.elastic.agent import Death
-from parallelize.task import Outcome
+from parallelize.task import Outcome, text_of
 from parallelize.watch.frames import site_in
 
 __all__ = ["is_echo", "verdict", "was_stopped"]
@@ -48,12 +48,14 @@ def verdict(
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     silent = {death.rank: death for death in deaths if death.rank not in {outcome.rank for outcome in failed}}
     cause = _cause(failed, list(silent.values()))
-    error = _of_death(cause, logs, outcomes) if isinstance(cause, Death) else _of_outcome(cause, world_size)
+    error, notes = _of_death(cause, logs, outcomes) if isinstance(cause, Death) else _of_outcome(cause, world_size)
     said = {rank: _account(told.get(rank), silent.get(rank)) for rank in range(world_size) if rank != cause.rank}
-    _note(error, f"the others: {_grouped(said)}" if said else "there is no other rank")
-    for attempt, before in enumerate(earlier):
-        _note(error, f"attempt {attempt} had failed with {_line(before)}")
-    return error
+    notes.append(f"the others: {_grouped(said)}" if said else "there is no other rank")
+    notes += (f"attempt {attempt} had failed with {_line(before)}" for attempt, before in enumerate(earlier))
+    noted = _noted(error, notes)
+    if isinstance(noted, WorkerError):
+        noted.rank, noted.host = cause.rank, cause.host
+    return noted
 
 
 def _cause(failed: Sequence[Outcome], silent: Sequence[Death]) -> Outcome | Death:
@@ -76,38 +78,37 @@ def was_stopped(outcome: Outcome) -> bool:
 
 
 def is_echo(outcome: Outcome) -> bool:
-    """Whether a rank failed because another one was gone, as torch tells it."""
+    """Whether a rank failed because another one had, as torch tells it or as it says itself."""
+    return _lost_another(outcome) or (isinstance(outcome.error, ParallelizeError) and outcome.error.is_echo)
+
+
+def _lost_another(outcome: Outcome) -> bool:
     # A SyncError may come of an echo, and says what that one does not.
     return bool(_ECHO.search(outcome.traceback)) and not isinstance(outcome.error, SyncError)
 
 
-def _of_outcome(outcome: Outcome, world_size: int) -> BaseException:
+def _of_outcome(outcome: Outcome, world_size: int) -> tuple[BaseException, list[str]]:
     error = outcome.error
     assert error is not None
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         ended = -signal.SIGTERM if was_stopped(outcome) else code
         error = _worker_error(outcome.rank, outcome.host, ended, how=f"SystemExit({error.code!r})")
-    if isinstance(error, WorkerError):
-        error.rank, error.host = outcome.rank, outcome.host
-    _note(error, f"rank {outcome.rank} of {world_size} on {outcome.host} (pid {outcome.pid}) raised this:")
-    _note(error, outcome.traceback.rstrip())
-    return error
+    where = f"rank {outcome.rank} of {world_size} on {outcome.host} (pid {outcome.pid}) raised this:"
+    return error, [where, outcome.traceback.rstrip()]
 
 
-def _of_death(death: Death, logs: Path, outcomes: Sequence[Outcome]) -> WorkerError | SyncError:
+def _of_death(death: Death, logs: Path, outcomes: Sequence[Outcome]) -> tuple[BaseException, list[str]]:
     output = _output(logs, death.rank)
     mismatch = _MISMATCH.search(output)
     if mismatch is not None:
         return _of_mismatch(death, mismatch[1], output, outcomes)
     error = _worker_error(death.rank, death.host, death.exitcode, how="it left no exception")
     tail = "\n".join(output.splitlines()[-_TAIL_LINES:])
-    if tail:
-        _note(error, f"last lines of rank {death.rank}:\n{tail}")
-    return error
+    return error, [f"last lines of rank {death.rank}:\n{tail}"] if tail else []
 
 
-def _of_mismatch(death: Death, said: str, output: str, outcomes: Sequence[Outcome]) -> SyncError:
+def _of_mismatch(death: Death, said: str, output: str, outcomes: Sequence[Outcome]) -> tuple[SyncError, list[str]]:
     """Gloo ends a process without an exception when it gets more than it asked for."""
     stack = output[output.rindex(_STACK) if _STACK in output else 0 :]
     places = {death.rank: site_in(stack), **{each.rank: site_in(each.traceback) for each in outcomes}}
@@ -117,15 +118,14 @@ def _of_mismatch(death: Death, said: str, output: str, outcomes: Sequence[Outcom
         why=f"ranks are in different collectives, or give them tensors of different shapes or types ({said.strip()})",
         fix="make the same calls on every rank, with the same shapes and types in the same order",
     )
-    _note(error, f"rank {death.rank} on {death.host} (pid {death.pid}) was ended by gloo")
-    return error
+    return error, [f"rank {death.rank} on {death.host} (pid {death.pid}) was ended by gloo"]
 
 
 def _worker_error(rank: int, host: str, exitcode: int, *, how: str) -> WorkerError:
     name = _signal_name(exitcode)
     fix = _FIXES.get(name or "", "raise an exception instead, so that its reason can be shown here")
     error = WorkerError(f"rank {rank} on {host} {_ended(exitcode)}", why=how, fix=fix)
-    error.rank, error.host, error.exitcode, error.signal_name = rank, host, exitcode, name
+    error.exitcode, error.signal_name = exitcode, name
     return error
 
 
@@ -147,11 +147,11 @@ def _account(outcome: Outcome | None, death: Death | None) -> str:
         return "stopped"
     if outcome.error is None:
         return "had returned"
-    return "lost the connection" if is_echo(outcome) else _line(outcome.error)
+    return "lost the connection" if _lost_another(outcome) else _line(outcome.error)
 
 
 def _line(error: BaseException) -> str:
-    reason = str(error).strip().partition("\n")[0]
+    reason = text_of(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {reason[:120]}" if reason else type(error).__name__
 
 
@@ -172,6 +172,21 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 def _output(logs: Path, rank: int) -> str:
     return "".join(path.read_text(errors="replace") for path in sorted(logs.glob(f"rank{rank}.*")) if path.is_file())
+
+
+def _noted(error: BaseException, notes: Sequence[str]) -> BaseException:
+    """The error with the notes; one that takes none, as its class has it, is stood in for."""
+    try:
+        for note in notes:
+            _note(error, note)
+    except Exception as exc:  # noqa: BLE001 - a user's class raises what it likes
+        stand_in = WorkerError(
+            f"{type(error).__name__}: {text_of(error)}",
+            why=f"a worker raised it, and it takes no notes: {_line(exc)}",
+            fix="see the worker's traceback; to catch it by its type, leave add_note and __notes__ as Python has them",
+        )
+        return _noted(stand_in, notes)
+    return error
 
 
 def _note(error: BaseException, text: str) -> None:
