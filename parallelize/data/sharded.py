@@ -161,10 +161,10 @@ class ShardedLoader(Generic[T]):
         return course.reading.gather(results, steps=course.given)
 
     def _next(self) -> Place:
-        chosen = self._source.chosen_epoch()
-        if chosen is not None:
+        chosen, course = self._source.chosen_epoch(), self._course
+        # A loop that tells its sampler the epoch at which it goes on does not begin it again.
+        if chosen is not None and (course is not None or chosen != self._place.epoch):
             return Place(epoch=chosen)
-        course = self._course
         if course is None or not (course.is_over or course.given > 1):
             return self._place
         return Place(epoch=course.place.epoch + 1)

@@ -624,6 +624,54 @@ def test_a_state_goes_on_where_it_was_saved(workers, tail):
             assert len(resumed) == len(whole[0])
 
 
+class Told(Sampler):
+    """Another order each epoch, of the user's own."""
+
+    epoch = 0
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return iter(torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("make", [lambda: DistributedSampler(numbers(12), 2, 1), Told])
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_sampler_that_is_told_the_epoch_goes_on_in_it(make, is_told):
+    """The usual sampler.set_epoch(epoch) repeats nothing of an epoch that is gone on with; another one begins anew."""
+    with place(1, 2):
+
+        def begin():
+            sampler = make()
+            return sampler, shard_loader(loader_of(12, batch_size=1, sampler=sampler))
+
+        sampler, whole = begin()
+        epochs = [values(whole) for _ in range(3)]
+        sampler, sharded = begin()
+        list(sharded)
+        for step, _ in enumerate(sharded):
+            if step == 1:
+                state = sharded.state_dict()
+                break
+        sampler, resumed = begin()
+        resumed.load_state_dict(state)
+        seen = []
+        for epoch in range(resumed.epoch, 3):
+            if is_told:
+                sampler.set_epoch(epoch)
+            assert resumed.epoch == epoch
+            seen.append(values(resumed))
+        assert seen == [epochs[1][2:], epochs[2]]
+        sampler, resumed = begin()
+        resumed.load_state_dict(state)
+        sampler.set_epoch(2)
+        assert values(resumed) == epochs[2]
+
+
 def test_the_length_after_what_was_left_is_that_of_the_next_epoch():
     """What is left of an epoch has its own length only while it is read."""
     sharded = shard_loader(loader_of(10, batch_size=1))
