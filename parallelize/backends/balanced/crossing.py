@@ -2,6 +2,7 @@
 
 torch's functions and methods     Crossing, a function mode of the micro-batch's thread
 autograd.Function.apply           replaced, since no mode sees it
+checkpoint                        replaced: in backward it computes again, where no mode is
 calls of modules                  a global hook, since one on the module would go along with its copies and pickles
 """
 
@@ -17,7 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
+from parallelize.backends.balanced.checkpoints import divisible_checkpoints, reentrant
 from parallelize.backends.balanced.tape import Tape, active
 
 __all__ = ["Crossing", "watching"]
@@ -85,6 +88,7 @@ class _Watch:
             if self._watchers == 1:
                 self._given_back.callback(register_module_forward_pre_hook(_arrive).remove)
                 self._given_back.enter_context(_visible_functions())
+                self._given_back.enter_context(divisible_checkpoints(Crossing))
 
     def end(self) -> None:
         with self._lock:
@@ -114,6 +118,8 @@ def _visible_functions() -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         tape = active()
         own = original.__get__(None, cls)
+        if cls is CheckpointFunction:  # outside of micro-batches too: planning asks for the gradients of some tensors
+            return reentrant(*args)
         return own(*args, **kwargs) if tape is None else _called(tape, own, args, kwargs)
 
     replacement = classmethod(apply)
@@ -127,7 +133,7 @@ def _visible_functions() -> Iterator[None]:
 
 def _arrive(module: nn.Module, _args: Any) -> None:
     tape = active()
-    if tape is not None:
+    if tape is not None and not tape.is_bound:
         tape.arrive(module)
 
 

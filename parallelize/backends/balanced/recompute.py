@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parallelize.backends.balanced.crossing import Crossing
-from parallelize.backends.balanced.segment import Segment
-from parallelize.backends.balanced.tape import Tape, active
+from parallelize.backends.balanced.tape import active
 
 __all__ = ["recomputing"]
 
@@ -38,36 +35,6 @@ def recomputing(atoms: Sequence[nn.Module]) -> Iterator[None]:
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     tape = active()
-    if tape is None or tape.is_again or not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(
-        forward,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,  # the segment's generators are restored instead
-        context_fn=lambda: (contextlib.nullcontext(), _Again(tape)),
-        **kwargs,
-    )
-
-
-class _Again(contextlib.AbstractContextManager[None]):
-    """The place of a module in its micro-batch, taken once more in backward.
-
-    The graph that holds this is held by the tape: it refers to the tape weakly, or a forward whose backward never comes
-    would stay in memory.
-    """
-
-    def __init__(self, tape: Tape) -> None:
-        self._tape = weakref.ref(tape)
-        self._segment: weakref.ref[Segment] = weakref.ref(tape.segment)
-        self._streams = tape.segment.streams.fork()
-        self._entered = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        tape, segment = self._tape(), self._segment()
-        assert tape is not None  # its backward is running
-        assert segment is not None
-        self._entered.enter_context(tape.again(segment, self._streams, Crossing(tape)))
-
-    def __exit__(self, *exc: object) -> None:
-        self._entered.close()
+    if tape is None or tape.is_in_piece or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)  # inside a checkpoint of the user's nothing is kept anyway
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -100,6 +100,9 @@ class Tape:
         self._turnstiles = turnstiles
         self._seed = seed
         self._is_again = False
+        # Told of each segment in which they begin: all that is computed now is theirs.
+        self._pieces: list[Callable[[Segment], None]] = []
+        self._has_computed = False
 
     @property
     def device(self) -> torch.device:
@@ -137,6 +140,22 @@ class Tape:
         finally:
             self.segment, segment.streams, self._is_again = before
 
+    @contextlib.contextmanager
+    def in_one_piece(self, begin: Callable[[Segment], None]) -> Iterator[None]:
+        """What is computed meanwhile is one segment's.
+
+        Args:
+            begin: given the segment; once more if a module moves the micro-batch before anything is computed.
+        """
+        if not self._pieces:
+            self._has_computed = False
+        self._pieces.append(begin)
+        begin(self.segment)
+        try:
+            yield
+        finally:
+            self._pieces.pop()
+
     def arrive(self, module: nn.Module) -> None:
         """A module is about to run: its stage is where the micro-batch goes on."""
         route = self._routes.get(id(module))
@@ -164,6 +183,8 @@ class Tape:
             self.segment.streams = Streams(hash((self._seed, self.index, len(self.segments))) % 2**63)
         self.segments.append(self.segment)
         self._owners[self.segment.key] = self.segment
+        for begin in self._pieces:
+            begin(self.segment)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor in the segment that runs."""
@@ -183,6 +204,7 @@ class Tape:
 
     def claim(self, tensor: torch.Tensor) -> None:
         """The segment that runs has made a tensor."""
+        self._has_computed = True
         if getattr(tensor, _MARK, None) not in self._owners:
             setattr(tensor, _MARK, self.segment.key)
 
@@ -214,6 +236,16 @@ class Tape:
         """Send all micro-batches home."""
         for turnstile in self._turnstiles or ():
             turnstile.abort()
+
+    @property
+    def is_in_piece(self) -> bool:
+        """Whether what is computed now is computed twice, in one segment."""
+        return self._is_again or bool(self._pieces)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the micro-batch must stay in the segment that runs."""
+        return self.is_in_piece and (self._is_again or self._has_computed)
 
     @property
     def is_again(self) -> bool:

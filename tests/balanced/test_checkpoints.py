@@ -1,0 +1,237 @@
+"""torch's checkpoint, called by the user inside a model that is divided."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from balanced.models import assert_equal_gradients, divided, loss_of, seeded
+from torch import Tensor, nn
+from torch.utils import checkpoint as torchs
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from parallelize import parallel_model
+from parallelize.backends.balanced.plugin import BalancedBackend
+
+INPUTS: tuple[Any, dict[str, Any]] = ((torch.randn(8, 8, dtype=torch.double),), {})
+
+
+class Chain(nn.Module):
+    """Four blocks with dropout, of which each subclass recomputes in another way."""
+
+    def __init__(self, dropout: float = 0.4) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 16), nn.Dropout(dropout), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+        )
+        self.head = nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(self.first(x)))
+
+    def body(self, x: Tensor) -> Any:
+        return self.blocks(x)
+
+
+class Modules(Chain):
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Reentrant(Chain):
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+class Functions(Chain):
+    """Regions that begin with an operation, and with random numbers of their own."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(self.noisy, block, x, use_reentrant=False)
+        return x
+
+    def noisy(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x + torch.rand_like(x)) * torch.rand(8, dtype=torch.double)
+
+
+class Rows(Chain):
+    def body(self, x: Tensor) -> Any:
+        return checkpoint_sequential(self.blocks, 2, x, use_reentrant=False)
+
+
+class Nested(Chain):
+    def body(self, x: Tensor) -> Any:
+        return checkpoint(Modules.body, self, x, use_reentrant=False)
+
+
+def assert_true_gradient(model: Any, x: Tensor) -> None:
+    """The gradient of each weight, along a direction of chance, is the difference quotient of the loss."""
+
+    def loss() -> Tensor:
+        torch.manual_seed(3)
+        output: Tensor = model(x)
+        return output.square().sum()
+
+    model.zero_grad()
+    loss().backward()
+    step = 1e-6
+    for name, weight in model.named_parameters():
+        direction = torch.randn(weight.shape, dtype=weight.dtype, generator=torch.Generator().manual_seed(0))
+        found = []
+        for signed in (step, -2 * step):
+            with torch.no_grad():
+                weight.add_(direction, alpha=signed)
+            found.append(loss().detach())
+        with torch.no_grad():
+            weight.add_(direction, alpha=step)
+        slope = (weight.grad * direction).sum()
+        torch.testing.assert_close((found[0] - found[1]) / (2 * step), slope, rtol=1e-4, atol=1e-5, msg=name)
+
+
+# What looks for the submodules that are called wants no gradients.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("kind", [Modules, Reentrant, Functions, Rows, Nested])
+def test_random_numbers_are_drawn_again(kind: type[Chain], microbatches: int, recompute: bool) -> None:
+    """A region has the same dropout masks in backward as in forward, wherever it begins and whatever is around it."""
+    model = seeded(kind)
+    options: dict[str, Any] = {"microbatches": microbatches, "recompute": recompute, "draws": True}
+    with divided(model, INPUTS, stages=3, **options):
+        assert_true_gradient(model, INPUTS[0][0])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_region_inside_what_is_recomputed(recompute: bool) -> None:
+    """A module that recomputes a part of itself may be recomputed as a whole."""
+    model = seeded(Modules)
+    outer = nn.Sequential(nn.Linear(8, 8).double(), model)
+    plan: dict[str, Any] = {"events": ("0", "1"), "bounds": (0, 1, 2), "recompute": recompute, "draws": True}
+    with divided(outer, INPUTS, **plan):
+        assert_true_gradient(outer, INPUTS[0][0])
+
+
+@pytest.mark.parametrize("kind", [Modules, Reentrant, Functions, Rows, Nested])
+def test_planning_with_checkpoints(kind: type[Chain]) -> None:
+    """Measuring leaves no gradient behind; `backward` and `torch.autograd.grad` are those of finite differences."""
+    model = seeded(kind)
+    x = INPUTS[0][0]
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)):
+        with torch.no_grad():
+            model(x)
+        assert all(each.grad is None for each in model.parameters())
+        assert_true_gradient(model, x)
+        torch.manual_seed(3)
+        got = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    for gradient, parameter in zip(got, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+def test_a_reentrant_region_without_an_input_that_wants_a_gradient() -> None:
+    """As ever it gives no gradients, and says so."""
+
+    class First(Chain):
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.blocks(checkpoint(self.first, x, use_reentrant=True)))
+
+    model = seeded(lambda: First(0.0))
+    plain = copy.deepcopy(model)
+    for each, block in ((model, divided(model, INPUTS)), (plain, contextlib.nullcontext())):
+        with block:
+            with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+                output = each(*INPUTS[0])
+            loss_of(output).backward()
+    assert model.first.weight.grad is None
+    assert_equal_gradients(model, plain)
+
+
+def test_a_context_of_the_user_is_entered_both_times() -> None:
+    """What `context_fn` returns surrounds a region in forward and in backward, once in each micro-batch."""
+    entered: list[str] = []
+
+    class Noting:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            entered.append(self.name)
+
+        def __exit__(self, *exc: object) -> None:
+            entered.append(f"{self.name} ends")
+
+    class Watched(Chain):
+        def body(self, x: Tensor) -> Any:
+            contexts = lambda: (Noting("ahead"), Noting("again"))  # noqa: E731  # as one writes it
+            return checkpoint(self.blocks, x, use_reentrant=False, context_fn=contexts)
+
+    model = seeded(Watched)
+    with divided(model, INPUTS, microbatches=2, draws=True):
+        entered.clear()
+        loss_of(model(*INPUTS[0])).backward()
+    assert sorted(entered) == sorted(["ahead", "ahead ends", "again", "again ends"] * 2)
+
+
+def test_an_exception_inside_a_region() -> None:
+    """It reaches the caller as it is, and the next step goes through all stages."""
+
+    class Fragile(Modules):
+        def body(self, x: Tensor) -> Tensor:
+            return checkpoint(self.checked, x, use_reentrant=False)
+
+        def checked(self, x: Tensor) -> Any:
+            if (x.abs() > 50).any():
+                raise ValueError("a bad sample")
+            return self.blocks(x)
+
+    model = seeded(lambda: Fragile(0.0))
+    plain = copy.deepcopy(model)
+    x = INPUTS[0][0]
+    with divided(model, INPUTS):
+        with pytest.raises(ValueError, match="a bad sample"):
+            model(x * 1e6)
+        loss_of(model(x)).backward()
+    loss_of(plain(x)).backward()
+    assert_equal_gradients(model, plain)
+
+
+def test_regions_leave_no_cycle_behind() -> None:
+    """What a forward with regions keeps goes with its output, used for a backward or not, with the collector off."""
+    model = seeded(Modules)
+    with divided(model, INPUTS, draws=True):
+        gc.collect()
+        gc.disable()
+        try:
+            for is_used in (True, False):
+                output = model(*INPUTS[0])
+                record = weakref.ref(output.grad_fn.record)
+                if is_used:
+                    loss_of(output).backward()
+                del output
+                assert record() is None
+        finally:
+            gc.enable()
+
+
+def test_torchs_own_checkpoint_is_given_back() -> None:
+    """After the block, and outside of forwards inside it, checkpoints are torch's."""
+    before = torchs._checkpoint_without_reentrant_generator
+    model = seeded(Modules)
+    with divided(model, INPUTS, draws=True):
+        linear = nn.Linear(8, 8)
+        x = torch.randn(2, 8)
+        checkpoint(nn.Sequential(linear, nn.Dropout(0.5)), x, use_reentrant=False).sum().backward()
+        assert linear.weight.grad is not None
+    assert torchs._checkpoint_without_reentrant_generator is before
