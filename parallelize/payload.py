@@ -37,7 +37,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if "__reduce_ex__" in vars(type(obj)) and obj.__class__ is not type(obj):
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, BaseException) and _is_reduced_by_default(type(obj)):
-            return _rebuilt, (type(obj), obj.args), vars(obj)
+            reduced: Any = obj.__reduce__()
+            return _rebuilt, (type(obj), reduced[1]), *reduced[2:]
         if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
             # cloudpickle would send a copy of what the file holds now.
             raise TypeError(f"cannot pickle {type(obj).__name__!r} object: an open file")
@@ -51,12 +52,17 @@ class _Pickling:
 
 
 def _is_reduced_by_default(kind: type[BaseException]) -> bool:
-    return kind.__reduce__ is BaseException.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
+    return kind.__reduce__ is _builtin(kind).__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
+
+
+def _builtin(kind: type[BaseException]) -> Any:
+    """The innermost class that is the interpreter's own, such as OSError, which also keeps a file's name."""
+    return next(each for each in kind.__mro__ if not each.__flags__ & _IS_PYTHON_CLASS)
 
 
 def _rebuilt(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     """The exception with its `args`, not by its own `__init__`, which may want something else."""
-    builtin: Any = next(each for each in kind.__mro__ if not each.__flags__ & _IS_PYTHON_CLASS)
+    builtin = _builtin(kind)
     error: BaseException = builtin.__new__(kind, *args)
     builtin.__init__(error, *args)
     return error

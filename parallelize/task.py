@@ -29,7 +29,7 @@ from parallelize.payload import pack, unpack
 from parallelize.trained import tensors_of
 from parallelize.world import World
 
-__all__ = ["FunctionRef", "Outcome", "Task", "name_of"]
+__all__ = ["FunctionRef", "Outcome", "Task", "name_of", "text_of"]
 
 _CPU = torch.device("cpu")
 
@@ -201,8 +201,9 @@ class Outcome:
         cause = error.__cause__
         if cause is not None:  # an error that another one explains, where it was raised, has the same traceback
             is_same = cause.__traceback__ is error.__traceback__
-            cause.__traceback__ = None if is_same else _from_function(cause.__traceback__)
-        text = "".join(traceback.format_exception(type(error), error, _from_function(error.__traceback__)))
+            # Not set as an attribute, which a frozen dataclass refuses.
+            BaseException.with_traceback(cause, None if is_same else _from_function(cause.__traceback__))
+        text = _formatted(error, _from_function(error.__traceback__))
         host, pid = socket.gethostname(), os.getpid()
         return cls(world.rank, host, pid, error=error, traceback=text, failed_at=time.time())
 
@@ -254,10 +255,26 @@ def _from_function(trace: TracebackType | None) -> TracebackType | None:
     return inner or trace
 
 
+def _formatted(error: BaseException, trace: TracebackType | None) -> str:
+    try:
+        return "".join(traceback.format_exception(type(error), error, trace))
+    except Exception:  # noqa: BLE001 - Python reads attributes of some errors, which a user's class fills as it likes
+        frames = "".join(traceback.format_tb(trace))
+        return f"Traceback (most recent call last):\n{frames}{type(error).__name__}: {text_of(error)}\n"
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says, if its class is able to say it."""
+    try:
+        return str(error)
+    except Exception as exc:  # noqa: BLE001 - a user's __str__ may raise anything
+        return f"(its text cannot be had: __str__ raised {type(exc).__name__})"
+
+
 def _stand_in(error: BaseException, reason: Exception) -> WorkerError:
-    why = reason.faults[0].why if isinstance(reason, ConfigError) else f"{type(reason).__name__}: {reason}"
+    why = reason.faults[0].why if isinstance(reason, ConfigError) else f"{type(reason).__name__}: {text_of(reason)}"
     return WorkerError(
-        f"{type(error).__name__}: {error}",
+        f"{type(error).__name__}: {text_of(error)}",
         why=f"a worker raised it, and as an object it cannot travel to the caller: {why}",
         fix="see the worker's traceback; to catch it by its type, let it hold plain values",
     )

@@ -43,6 +43,12 @@ class DictError(KeyError):
         super().__init__("fixed")
 
 
+class DiskError(OSError):
+    def __init__(self, path: str, *, size: int) -> None:
+        super().__init__(28, "disk full", path)
+        self.size = size
+
+
 class SlotsError(ValueError):
     __slots__ = ()
 
@@ -54,6 +60,8 @@ class SlotsError(ValueError):
         DictError(),
         SlotsError("a", 2),
         OSError(2, "gone", "file"),
+        DiskError("/scratch", size=7),
+        ImportError("no such", name="a", path="b"),
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
         SystemExit(4),
         ConfigError("what", why="why", fix="fix"),

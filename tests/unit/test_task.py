@@ -182,6 +182,33 @@ def test_a_value_that_cannot_travel_is_refused_when_written(tmp_path: Path) -> N
         Outcome.returned(WORLD, [1, lock]).write(tmp_path / "outcome")
 
 
+class SpeechlessError(Exception):
+    def __init__(self) -> None:
+        super().__init__("said")
+        self.lock = lock
+
+    def __str__(self) -> str:
+        raise ValueError("nothing to say")
+
+
+def test_an_exception_without_a_text_is_stood_in_for(tmp_path: Path) -> None:
+    """What its __str__ raises is not taken for what happened."""
+    Outcome.raised(WORLD, SpeechlessError()).write(tmp_path / "outcome")
+    error = Outcome.read(tmp_path / "outcome").error
+    assert str(error).startswith("SpeechlessError: (its text cannot be had: __str__ raised ValueError)\n")
+
+
+def test_an_exception_that_python_cannot_format_has_its_frames() -> None:
+    """Python counts with the attributes of a SyntaxError, which a parser of the user's may fill with anything."""
+    try:
+        raise SyntaxError("bad config", ("a.toml", 1, "column 3", "x = 1"))
+    except SyntaxError as error:
+        text = Outcome.raised(WORLD, error).traceback
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert 'raise SyntaxError("bad config"' in text
+    assert "SyntaxError: bad config" in text
+
+
 class HoldsALockError(Exception):
     def __init__(self) -> None:
         super().__init__("held")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import signal
 import sys
@@ -35,11 +36,19 @@ class LockedError(Exception):
 
 
 class ForeignError(OSError):
-    """OSError pickles in a way of its own, by calling its class."""
+    """It pickles in a way of its own, which calls its class."""
 
     def __init__(self, path: str, *, size: int) -> None:
         super().__init__(28, "disk full", path)
         self.size = size
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), self.args
+
+
+@dataclasses.dataclass(frozen=True)
+class BadShardError(Exception):
+    path: str
 
 
 def segfault() -> None:
@@ -163,6 +172,21 @@ def test_the_traceback_is_that_of_the_users_function(tmp_path: Path) -> None:
 def raise_on_1(error: BaseException | None = None) -> None:
     if dist.get_rank() == 1:
         raise error or ForeignError("/scratch", size=7)
+
+
+@distributed(processes=2)
+def raise_from_a_frozen_one() -> None:
+    try:
+        raise BadShardError("a.bin")
+    except BadShardError as error:
+        raise ValueError("no data") from error
+
+
+def test_an_exception_comes_whatever_it_was_raised_from() -> None:
+    """A frozen dataclass takes no attribute, and was taken for a rank that left nothing: out of memory, it said."""
+    with pytest.raises(ValueError, match="no data") as caught:
+        raise_from_a_frozen_one()
+    assert "BadShardError: a.bin" in caught.value.__notes__[1]
 
 
 def test_an_exception_that_pickle_cannot_rebuild_is_told_in_words() -> None:
