@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -277,6 +278,25 @@ def test_a_plan_for_another_model_or_other_devices() -> None:
     elsewhere = plan_for(seeded(Gpt), INPUTS, device="cuda:7")
     with pytest.raises(ConfigError, match="plan= is for devices cuda:7"):
         call(seeded(Gpt), X, backend=BalancedBackend(devices=("cpu",), plan=elsewhere))
+
+
+def test_options_that_contradict_a_plan() -> None:
+    """Whoever passes a plan and asks for something else is told so at once, of all options; "auto" asks for nothing."""
+    made = plan_for(seeded(Gpt), INPUTS, memory_bytes=(2000.0, 1000.0))
+    with pytest.raises(ConfigError) as caught:
+        BalancedBackend(plan=made, microbatches=8, recompute=True, batch_norm="full", devices=("cpu",))
+    assert [fault.what for fault in caught.value.faults] == [
+        "plan= is for 4 micro-batches, with microbatches=8",
+        "plan= is for 4 micro-batches, with batch_norm='full'",
+        "plan= is for keeping activations, with recompute=True",
+        "plan= is for devices cpu, cpu, with devices=['cpu']",
+    ]
+    for memory in (1999, (1999, 1999), (999, 2000)):
+        with pytest.raises(ConfigError, match="plan= is for 2000 bytes on a device, with memory="):
+            BalancedBackend(plan=made, memory=memory)
+    two = ("cpu", "cpu")
+    BalancedBackend(plan=made, microbatches=4, recompute=False, memory=(1000, 2000), devices=two)
+    BalancedBackend(plan=replace(made, microbatches=1), batch_norm="full", devices=two)
 
 
 def test_a_file_that_is_no_plan(tmp_path: Any) -> None:

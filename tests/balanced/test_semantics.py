@@ -567,3 +567,25 @@ def test_outputs_may_differ_between_training_and_evaluation() -> None:
     with parallel_model(copy.deepcopy(transposing), backend=backend) as model:
         torch.testing.assert_close(model(x), transposing(x))
         torch.testing.assert_close(model.eval()(x), transposing.eval()(x))
+
+
+class Pairing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.b(self.a(x)).view(8, 5).chunk(2)
+        return F.mse_loss(one, other)
+
+
+def test_one_micro_batch_is_the_whole_batch_while_planning_too() -> None:
+    """A model that needs its whole batch sees no part of one under microbatches=1, nor batch norm under "full"."""
+    model, x = seeded(Pairing), torch.randn(8, 8)
+    with parallel_model(copy.deepcopy(model), backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=1)) as same:
+        torch.testing.assert_close(same(x), model(x))
+    norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    pair = torch.randn(2, 8)
+    backend = BalancedBackend(devices=("cpu", "cpu"), batch_norm="full")
+    with parallel_model(copy.deepcopy(norm), backend=backend) as same:
+        torch.testing.assert_close(same(pair), norm(pair))

@@ -1,10 +1,11 @@
 """One batch as micro-batches, and their outputs as one batch again.
 
 Inputs: of the tensors anywhere in the arguments, those whose `batch_dim` is as long as the batch are cut, all other
-values go to every micro-batch, as does what an earlier batch has shown to be of another length. Outputs: tensors are
-joined along the dimension that follows the micro-batch's size; scalars are averaged, weighted by samples, which is exact
-for a loss that is a mean over samples; what is equal in all micro-batches is returned once. Anything else has no meaning
-for the whole batch and is refused.
+values go to every micro-batch, as does what an earlier batch has shown to be of another length.
+
+Outputs: tensors are joined along the dimension that follows the micro-batch's size; scalars are averaged, weighted by
+samples, which is exact for a loss that is a mean over samples; what is equal in all micro-batches is returned once.
+Anything else has no meaning for the whole batch and is refused.
 """
 
 from __future__ import annotations

@@ -191,7 +191,8 @@ class Planner:
             found = atoms.separate(self._model, costs, at_most=at_most)
             divided = replace(bench, routes={id(module): [where[id(module)]] for module in found})
             self._placement.put(atoms.homes(self._model, divided.routes), bench.stages)
-            measured, dims, form = profile(divided, inputs, samples=self._samples)
+            is_whole = self._wishes.microbatches == 1
+            measured, dims, form = profile(divided, inputs, samples=self._samples, is_whole=is_whole)
             measured = replace(measured, trained_share=_trained_share(self._model))
             memory = Memory(optimizer_state=self._wishes.optimizer_state, recompute=attempt.recompute)
             choose: dict[str, Any] = {"microbatches": self._wishes.microbatches, "memory": memory}
@@ -203,7 +204,9 @@ class Planner:
         raise refusals.too_large(needed, [spot.device for spot in self._spots], is_measured=True)
 
     def _part(self, inputs: Any) -> Any:
-        return take(inputs, max(1, self._samples // 2), dim=self._wishes.batch_dim)
+        """What a micro-batch may be."""
+        count = 1 if self._wishes.microbatches == 1 else 2
+        return take(inputs, max(1, self._samples // count), dim=self._wishes.batch_dim)
 
     def _chosen(self, found: _Found, trial: Trial, *, draws: bool) -> Plan:
         plan = self._described(found, found.schedule, draws=draws)

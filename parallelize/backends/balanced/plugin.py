@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -41,7 +42,7 @@ class BalancedBackend(Averaging):
         batch_norm: "micro", or "full": each batch whole, as one micro-batch.
         batch_dim: the dimension of the inputs along which samples lie.
         optimizer_state: bytes that the optimizer keeps, per byte of a trained parameter: 2 for Adam, 0 for SGD.
-        plan: an earlier `parallelize.plan(model)`, used without measuring again.
+        plan: an earlier `parallelize.plan(model)`, used without measuring again; other options must not contradict it.
     """
 
     name = "balanced"
@@ -64,7 +65,7 @@ class BalancedBackend(Averaging):
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
-        faults = list(_faults(self))
+        faults = list(_faults(self)) or list(_contradictions(self))
         if faults:
             raise ConfigError.of(faults)
 
@@ -118,6 +119,35 @@ def _faults(options: BalancedBackend) -> Iterator[Fault]:
             yield Fault(
                 f"devices={list(options.devices or ())!r}", str(error).split("\n")[0], "use names such as 'cuda:1'"
             )
+
+
+def _contradictions(options: BalancedBackend) -> Iterator[Fault]:
+    """What was asked for besides a plan that has decided otherwise; a model that is left alone is never cut."""
+    plan = options.plan
+    if plan is None or not plan.is_split:
+        return
+    wrong = []
+    if options.microbatches not in {"auto", plan.microbatches}:
+        wrong.append((f"{plan.microbatches} micro-batches", f"microbatches={options.microbatches!r}"))
+    if options.batch_norm == "full" and plan.microbatches > 1:
+        wrong.append((f"{plan.microbatches} micro-batches", "batch_norm='full'"))
+    if options.recompute not in {"auto", plan.recompute}:
+        wrong.append(("recomputing" if plan.recompute else "keeping activations", f"recompute={options.recompute!r}"))
+    named = Counter(str(_complete(name)) for name in options.devices or plan.devices)
+    if Counter(plan.devices) - named:
+        wrong.append((f"devices {', '.join(plan.devices)}", f"devices={list(options.devices or ())!r}"))
+    elif options.memory is not None and plan.memory_bytes:
+        caps = options.memory if isinstance(options.memory, tuple) else (options.memory,) * len(plan.devices)
+        # Whichever stage is on whichever device: the largest stages need the largest limits.
+        pairs = zip(sorted(plan.memory_bytes, reverse=True), sorted(caps, reverse=True), strict=False)
+        if any(needed > cap for needed, cap in pairs):
+            wrong.append((f"{max(plan.memory_bytes):.0f} bytes on a device", f"memory={options.memory!r}"))
+    for decided, asked in wrong:
+        yield Fault(
+            f"plan= is for {decided}, with {asked}",
+            "a plan is used as it is: the other option would be ignored",
+            "leave one of the two out; without plan=, another one is made",
+        )
 
 
 PLUGIN = BalancedBackend

@@ -164,7 +164,7 @@ class Bench:
 
 
 def profile(
-    bench: Bench, inputs: Any, *, samples: int
+    bench: Bench, inputs: Any, *, samples: int, is_whole: bool = False
 ) -> tuple[Profile, dict[int, int | None], tuple[int | None, ...]]:
     """Measure a model.
 
@@ -172,6 +172,7 @@ def profile(
         bench: where.
         inputs: arguments and keyword arguments of the first batch.
         samples: in it.
+        is_whole: whether it will never be cut: some models cannot bear it.
 
     Returns:
         What was measured; for each output that is a tensor its batch dimension, None if it has none; and the form of
@@ -181,7 +182,7 @@ def profile(
         ConfigError: forward leaves something behind on the model, so that micro-batches would disturb each other.
     """
     least = 2 if samples >= 4 and _has_batchnorm(bench.model) else 1
-    small, large = max(least, samples // 16), max(least, samples // 2)
+    small, large = (samples, samples) if is_whole else (max(least, samples // 16), max(least, samples // 2))
     sizes = [small, large] if small < large else [large]
     rows = [_fastest(bench, take(inputs, size, dim=bench.batch_dim)) for size in sizes]
     memory = bench.run(take(inputs, large, dim=bench.batch_dim), counts_saved=True)
