@@ -91,6 +91,8 @@ class HalfWeights:
 
 
 def _fp32_names(module: nn.Module) -> tuple[str, ...]:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        return ()  # a sparse gradient cannot go back through torch's cast
     # In a replica, parameters are plain attributes: results of a copy, with a history.
     own: dict[str, Any] = module.__dict__.get("_former_parameters") or module._parameters
     return tuple(name for name, each in own.items() if each is not None and each.dtype is torch.float32)

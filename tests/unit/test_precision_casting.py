@@ -95,6 +95,29 @@ def test_o2_follows_full_precision() -> None:
     assert found == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_o2_leaves_sparse_gradients_sparse(kind: Any) -> None:
+    """An embedding with sparse=True is not cast, and trains as in fp32 beside layers that are."""
+
+    def trained(amp: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(8, 4, sparse=True), Watching(4, 2))
+        before = model[0].weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with block(model, amp):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.tensor([[0, 3], [3, 5]])).float().square().mean().backward()
+                assert model[0].weight.grad.is_sparse
+                optimizer.step()
+        assert set(model[1].seen) == {HALF if amp == "O2" else torch.float32}
+        return model[0].weight.detach() - before
+
+    change = trained("O0")
+    assert change.abs().max() > 0.05
+    torch.testing.assert_close(trained("O2"), change, rtol=0.05, atol=0.002)
+
+
 def test_o2_is_autocast_where_only_products_have_weights() -> None:
     """With linear layers alone, casting in the module is what autocast does at the operation: equal to the last bit."""
     torch.manual_seed(0)
