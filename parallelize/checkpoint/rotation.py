@@ -71,7 +71,9 @@ class Checkpoints:
         in_background: bool,
         sharded: bool | None,
     ) -> None:
-        self._folder, self._keep, self._things, self._when, self._line = folder, keep, things, when, line
+        self._keep, self._things, self._when, self._line = keep, things, when, line
+        # The program may go to another directory, and did not mean to take the rest of its files along.
+        self._named, self._folder = folder, folder.absolute()
         self._is_sharded = any(map(needs_all_ranks, things.values())) if sharded is None else sharded
         self._background, self._copies = Background(), Copies() if in_background else None
         self.steps: int = 0
@@ -101,7 +103,8 @@ class Checkpoints:
         own = {_OWN: {"steps": self.steps, "values": self.values}}
         with completed(meeting):
             things = {**self._things, **own}
-            taken = take(path, things, meeting, together_s=float("inf"), sharded=self._is_sharded)
+            named = self._named / path.name
+            taken = take(path, things, meeting, named=named, together_s=float("inf"), sharded=self._is_sharded)
             if self._copies is not None:
                 copied = self._copies.of(*taken)
                 self._background.start(functools.partial(self._write, path, *copied, meeting))
@@ -187,7 +190,7 @@ class Checkpoints:
                     refusal = refusal or exc
         if refusal is not None:
             raise ConfigError(
-                f"checkpoints({str(self._folder)!r}): {refusal.faults[0].what}",
+                f"checkpoints({str(self._named)!r}): {refusal.faults[0].what}",
                 why="no file in the folder can be gone on from, and this one is not damaged: to begin anew would "
                 "replace it",
                 fix="to begin anew, name another folder or remove the files; to go on, " + refusal.faults[0].fix,
@@ -234,7 +237,8 @@ def checkpoints(
     left of it: `loader.epoch` says which it is.
 
     Args:
-        folder: of this run alone; with several nodes one that all of them share.
+        folder: of this run alone; with several nodes one that all of them share. A relative one is where it is when the
+            block is entered.
         every: a number of steps, or a time by rank 0's clock, such as "10min".
         keep: how many files.
         in_background: write from a copy in memory, while the loop goes on; the step that saves then takes as long as

@@ -57,7 +57,9 @@ def save(path: str | os.PathLike[str], /, *, sharded: bool | None = None, **thin
     meeting = Meeting.of(f"save at {line_of(sys._getframe(1))}")
     together_s = ALONE_S if any(map(needs_all_ranks, things.values())) else None
     with completed(meeting):
-        write_taken(Path(path), *take(Path(path), things, meeting, together_s=together_s, sharded=sharded), meeting)
+        at = Path(path)
+        taken = take(at, things, meeting, named=at, together_s=together_s, sharded=sharded)
+        write_taken(at, *taken, meeting)
 
 
 def line_of(frame: Any) -> str:
@@ -79,14 +81,21 @@ def write_taken(path: Path, checkpoint: Checkpoint, share: Share | None, meeting
 
 
 def take(
-    path: Path, things: Mapping[str, Any], meeting: Meeting, *, together_s: float | None, sharded: bool | None
+    path: Path,
+    things: Mapping[str, Any],
+    meeting: Meeting,
+    *,
+    named: Path,
+    together_s: float | None,
+    sharded: bool | None,
 ) -> tuple[Checkpoint, Share | None]:
     """What is to be written, in tensors that the things share; nothing is written yet.
 
     Args:
-        path: where it will be written, compared with the other ranks'.
+        path: where it will be written.
         things: as for `save`.
         meeting: the call.
+        named: the path in the user's words, compared with the other ranks': nodes may see one folder at two places.
         together_s: how long all ranks are waited for, which have to come; None: rank 0 may be alone.
         sharded: as for `save`.
 
@@ -99,11 +108,11 @@ def take(
     """
     if not things:
         raise ConfigError(
-            f"save({str(path)!r})", why="there is nothing to save", fix="name it: save(path, model=model)"
+            f"save({str(named)!r})", why="there is nothing to save", fix="name it: save(path, model=model)"
         )
     things = plain_names(things)
     kinds = [(name, state_of(thing)) for name, thing in things.items()]
-    told = f"{path}: " + ", ".join(f"{name} ({VALUE if state is None else state.kind})" for name, state in kinds)
+    told = f"{named}: " + ", ".join(f"{name} ({VALUE if state is None else state.kind})" for name, state in kinds)
     is_common = any(map(needs_all_ranks, things.values()))
     folder = _bring(path, told, meeting, is_sharded=sharded, in_parts=is_common)
     if together_s is not None:

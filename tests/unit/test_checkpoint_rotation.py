@@ -94,6 +94,21 @@ def test_the_last_files_are_kept(tmp_path):
     assert names == ["notes.txt", "step-000000008.pt", "step-000000009.pt", "step-1.pt"]
 
 
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch, in_background, sharded):
+    """A program that goes to another directory in the block finds all of its files in one place."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    how = {"in_background": in_background, "sharded": sharded}
+    with checkpoints("runs", every=1, keep=2, model=nn.Linear(1, 1), **how) as saved:
+        for _ in range(4):
+            saved.step()
+            monkeypatch.chdir(tmp_path / "out")
+    assert sorted(each.stem for each in (tmp_path / "runs").iterdir()) == ["step-000000003", "step-000000004"]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_a_damaged_last_file_is_passed_over(tmp_path, caplog):
     """A run goes on from the newest file that is whole, and says which it has passed over."""
     last = run(tmp_path, every=10)
