@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parallelize.contracts import Engine
 from parallelize.errors import SyncError
@@ -67,9 +68,10 @@ class Guard:
         self._own: dict[int, str] = {}
         self._inherited: dict[int, _Own] = {}
         self._is_paused = False
-        self._has_run = False
         self._has_arrived = False
         self._has_stepped = False
+        self._brought = 0  # by backwards so far: gradients of parameters
+        self._spent: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -80,6 +82,7 @@ class Guard:
                 hook = functools.partial(self._on_gradient, index)
                 stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
             stack.callback(register_optimizer_step_pre_hook(self._on_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             yield
 
     @contextlib.contextmanager
@@ -102,7 +105,6 @@ class Guard:
 
     def after_forward(self) -> None:
         """The engine has run: unless paused, its next backward averages."""
-        self._has_run = True
         if self._has_stepped:
             self._has_stepped = self._has_arrived = False
         if not self._is_paused:
@@ -119,6 +121,7 @@ class Guard:
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         self._has_arrived = True
+        self._brought += 1
         if not self._is_open:
             self._own[index] = _UNSENT if self._is_paused else _BYPASSED
             return
@@ -153,10 +156,17 @@ class Guard:
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before any optimizer steps."""
-        self._check(optimizer)
-        return _checked_closure(args, kwargs, check=functools.partial(self._check, optimizer))
+        checked = _checked_closure(args, kwargs, check=functools.partial(self._check, optimizer))
+        # What a closure is about to replace was not assigned for this step.
+        self._check(optimizer, brings_gradients=checked is not None)
+        return checked
 
-    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """After any optimizer's step: what it has found is no backward's gift the next time."""
+        if any(id(each) in self._index for each in _parameters_of(optimizer)):
+            self._spent[optimizer] = self._brought
+
+    def _check(self, optimizer: torch.optim.Optimizer, *, brings_gradients: bool = False) -> None:
         if not self._structure.is_current():
             self._refuse_newcomers(optimizer)
         if self._inherited:
@@ -165,7 +175,8 @@ class Guard:
             return
         # Until the next forward: several optimizers may share what one backward has brought, or the user has assigned.
         self._has_stepped = True
-        is_assigned = self._has_run and not self._has_arrived
+        is_unheard_of = not self._has_arrived or self._spent.get(optimizer) == self._brought
+        is_assigned = is_unheard_of and not brings_gradients
         if not self._own and not (self._is_open and self._arrived) and not is_assigned:
             return
         held = {self._index[id(each)] for each in _parameters_of(optimizer) if id(each) in self._index}
@@ -184,7 +195,9 @@ class Guard:
         gradients = {self._names[index]: self._parameters[index].grad for index in sorted(held)}
         assigned = {f"the gradient of {name}": each for name, each in gradients.items() if each is not None}
         compare(
-            assigned, model_name=self._model_name, when="though it came from no backward; parallelize.all_reduce it"
+            assigned,
+            model_name=self._model_name,
+            when="though it came from no backward here; parallelize.all_reduce it",
         )
 
     def _refuse_inherited(self, optimizer: torch.optim.Optimizer) -> None:

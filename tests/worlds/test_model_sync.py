@@ -456,6 +456,60 @@ def test_gradients_assigned_by_hand_are_compared_for_every_optimizer() -> None:
     train()
 
 
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_gradients_from_a_copy_are_compared(trained_before: bool) -> None:
+    """Reptile: differences to a copy that each rank has trained; compared also where the model itself never runs."""
+
+    @distributed(processes=WORLD)
+    def train() -> torch.Tensor:
+        model = seeded(Mlp)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(*, averaged: bool) -> None:
+            fast = copy.deepcopy(model)
+            fast(batch_of(rank())).square().mean().backward()
+            torch.optim.SGD(fast.parameters(), 0.1).step()
+            for slow, other in zip(model.parameters(), fast.parameters(), strict=True):
+                moved = slow.detach() - other.detach()
+                slow.grad = all_reduce(moved) if averaged else moved
+            optimizer.step()
+
+        with parallel_model(model):
+            if trained_before:
+                model(batch_of(rank())).mean().backward()
+                optimizer.step()
+            for _ in range(2):
+                with pytest.raises(SyncError, match=r"encoder.weight of Mlp differs.*came from no backward here"):
+                    step(averaged=False)
+                step(averaged=True)
+        return model.encoder.weight.detach()
+
+    assert torch.equal(*train.all_ranks())
+
+
+def test_gradients_from_before_the_block_are_compared() -> None:
+    """Refused as they are, though welcome where a closure throws them away first."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = seeded(Mlp)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(batch_of(rank())).mean()
+            loss.backward()
+            return loss
+
+        model(batch_of(rank())).mean().backward()
+        with parallel_model(model):
+            with pytest.raises(SyncError, match=r"encoder.weight of Mlp differs.*came from no backward here"):
+                optimizer.step()
+            optimizer.step(closure)
+
+    train()
+
+
 def test_a_closure_is_checked_too() -> None:
     """step(closure) steps on what the closure has left: a bypass in it is refused."""
 
