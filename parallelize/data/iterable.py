@@ -83,6 +83,10 @@ class IterableSource(Source[T]):
         """The epoch that the user has told the dataset since the last reading."""
         return self._epochs.chosen()
 
+    def unit(self) -> dict[str, Any]:
+        """How many samples a batch has, and from how many workers batches come in turn."""
+        return {"batch_size": self.loader.batch_size, "num_workers": max(self.loader.num_workers, 1)}
+
     def fetch(self, place: Place) -> Iterator[T]:
         """The batches from a place on; there is no way there but to read what comes before it, and throw it away."""
         limit = self._options.limit

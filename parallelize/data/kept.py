@@ -83,6 +83,10 @@ class KeptSource(Source[T]):
         """The epoch that the user has told the sampler or the dataset since the last reading."""
         return self._epochs.chosen()
 
+    def unit(self) -> dict[str, Any]:
+        """How many samples a batch has, where that is known."""
+        return {"batch_size": getattr(self._units, "batch_size", None)}
+
     def arithmetic(self) -> str:
         """That the loader is divided already."""
         return f"{self._divider} divides it over the processes already: kept as it is"

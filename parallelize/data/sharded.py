@@ -108,6 +108,7 @@ class ShardedLoader(Generic[T]):
             "start": place.start,
             "world_size": self._run.world.world_size,
             **self._source.identity(),
+            **self._source.unit(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -118,11 +119,14 @@ class ShardedLoader(Generic[T]):
                 and in a world of another size.
 
         Raises:
-            ConfigError: the data or the seed is another one, or a loader that cannot go on in a world of another size.
+            ConfigError: the data or the seed is another one, a loader that cannot go on in a world of another size, or
+                with other batches in the middle of an epoch.
         """
-        here = {"world_size": self._run.world.world_size, **self._source.identity()}
-        fixed = here.keys() - ({"world_size"} if self._source.is_resumable_anywhere else set())
-        for name in sorted(fixed):
+        here = {} if self._source.is_resumable_anywhere else {"world_size": self._run.world.world_size}
+        here |= self._source.identity()
+        if state["start"]:
+            here |= self._source.unit()
+        for name in here:
             if state.get(name) != here[name]:
                 raise ConfigError(
                     f"a state saved with {name}={state.get(name)!r} is loaded with {name}={here[name]!r}",

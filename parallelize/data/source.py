@@ -77,6 +77,10 @@ class Source(abc.ABC, Generic[T]):
         """What has to be the same when a saved position is used again, as plain values."""
         return {}
 
+    def unit(self) -> dict[str, Any]:
+        """What has to be the same where a saved epoch is gone on with, but not where one begins, as plain values."""
+        return {}
+
     def arithmetic(self) -> str:
         """How the batches of the processes add up, as a phrase; empty if there is nothing to say."""
         return ""

@@ -209,6 +209,30 @@ def test_resuming_reads_on(workers):
         shard_loader(DataLoader(Everything(23))).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 4}, "batch_size=2 is loaded with batch_size=4"),
+        ({"num_workers": 2}, "num_workers=1 is loaded with num_workers=2"),
+        ({"num_workers": 1}, None),
+    ],
+)
+def test_resuming_with_other_batches_is_refused(changes, message):
+    """A position counts batches; one worker makes those that the process itself makes."""
+    with place(0, 2):
+        sharded = shard_loader(DataLoader(Everything(23), batch_size=2))
+        for step, _ in enumerate(sharded):
+            if step == 2:
+                break
+        resumed = shard_loader(DataLoader(Everything(23), **{"batch_size": 2, **changes}))
+        with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+            resumed.load_state_dict(sharded.state_dict())
+            assert values(resumed) == [12, 14, 16, 18, 20, 22]
+        sharded.set_epoch(1)
+        resumed.load_state_dict(sharded.state_dict())  # nothing of it was read
+        assert resumed.epoch == 1
+
+
 def test_a_limit_ends_a_stream():
     """So many batches per process, of a stream that does not end by itself too."""
 

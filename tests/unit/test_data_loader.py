@@ -704,6 +704,11 @@ def test_a_state_between_epochs_is_the_next_one():
             {"world_size": 2},
             "world_size=2 is loaded with world_size=1",
         ),
+        (
+            lambda: DataLoader(numbers(8), batch_size=4, sampler=DistributedSampler(numbers(8), 1, 0)),
+            {"batch_size": 2, "start": 1},
+            "batch_size=2 is loaded with batch_size=4",
+        ),
     ],
 )
 def test_a_state_of_other_data_is_refused(loader, changes, message):
