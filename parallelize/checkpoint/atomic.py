@@ -27,12 +27,13 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Put a new file at `path`: a kill at any moment leaves the old one or the new one.
 
     Args:
-        path: where; its folder exists.
+        path: where; its folder exists. Of a link, what it leads to is replaced, as by any program that writes to it.
         write: writes the file at the path it is given, in the same folder.
 
     Raises:
         OSError: the file system refuses; what was at `path` is still there.
     """
+    path = path.resolve() if path.is_symlink() else path
     clear_leftovers(path.parent, re.compile(re.escape(path.name)))
     beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:

@@ -278,6 +278,20 @@ def test_a_failing_writer_leaves_the_old_file(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["a"]
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_is_followed(tmp_path, exists):
+    """Saving to a link replaces what it leads to, there yet or not, and leaves the link and nothing beside it."""
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "last.pt").symlink_to(Path("scratch", "real.pt"))
+    if exists:
+        save(tmp_path / "scratch" / "real.pt", a=1)
+    save(tmp_path / "last.pt", a=2)
+    assert (tmp_path / "last.pt").is_symlink()
+    assert load(tmp_path / "scratch" / "real.pt") == load(tmp_path / "last.pt") == {"a": 2}
+    assert [each.name for each in (tmp_path / "scratch").iterdir()] == ["real.pt"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["last.pt", "scratch"]
+
+
 def test_an_unwritable_place_is_told(tmp_path):
     """A place that no file can be made in is an error with the reason."""
     (tmp_path / "file").write_text("")
