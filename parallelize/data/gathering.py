@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from parallelize.containers import map_leaves
 from parallelize.data.sampling import Split
 from parallelize.errors import ConfigError
 
-__all__ = ["in_dataset_order", "rows_of"]
+__all__ = ["in_dataset_order", "indices_of", "rows_of"]
 
 
 def in_dataset_order(results: Any, *, split: Split, order: Sequence[Any], rank: int, steps: int) -> Any:
@@ -57,7 +58,7 @@ def rows_of(split: Split, order: Sequence[Any], rank: int, steps: int) -> Iterat
     for step in range(steps):
         own = split.own(rank, step)
         for position in split.positions(rank, step):
-            indices = _indices(order[position % split.total])
+            indices = indices_of(order[position % split.total])
             if position in own:
                 yield from enumerate(indices, start=row)
             row += len(indices)
@@ -66,11 +67,19 @@ def rows_of(split: Split, order: Sequence[Any], rank: int, steps: int) -> Iterat
 def _sizes(split: Split, order: Sequence[Any], rank: int, steps: int) -> Iterator[tuple[int, int]]:
     for step in range(steps):
         for position in split.positions(rank, step):
-            yield len(_indices(order[position % split.total])), position
+            yield len(indices_of(order[position % split.total])), position
 
 
-def _indices(unit: Any) -> Sequence[Any]:
-    return unit if isinstance(unit, Sized) and isinstance(unit, Sequence) and not isinstance(unit, str) else (unit,)
+def indices_of(unit: Any) -> Sequence[Any]:
+    """The indices of a unit: of a batch all of them, else itself; tensors and NumPy's numbers as Python's."""
+    unit = _plain(unit)
+    if isinstance(unit, (Sequence, AbstractSet)) and not isinstance(unit, (str, bytes)):
+        return [_plain(each) for each in unit]
+    return (unit,)
+
+
+def _plain(index: Any) -> Any:
+    return index.tolist() if hasattr(index, "tolist") else index
 
 
 def _check(leaf: Any, total: int) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from parallelize.data.gathering import in_dataset_order
+from parallelize.data.gathering import in_dataset_order, indices_of
 from parallelize.data.likeness import likeness
 from parallelize.data.sampling import Split, share
 from parallelize.data.source import Reading
@@ -74,8 +74,7 @@ class CountedReading(Reading[T]):
     def _samples_at(self, positions: range) -> int:
         if self._is_grouped:
             return len(positions)
-        units = (self.order[position] for position in positions)
-        return sum(len(unit) if isinstance(unit, Sized) else 1 for unit in units)
+        return sum(len(indices_of(self.order[position])) for position in positions)
 
 
 class StreamReading(Reading[T]):

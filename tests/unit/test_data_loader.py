@@ -313,6 +313,25 @@ def test_opaque_batches_are_units():
         assert [reading.weight(step) for step in range(2)] == [2 * 2 / 3, 0.0]
 
 
+@pytest.mark.parametrize("batches", [torch.arange(5).split(2), np.array_split(np.arange(5), [2, 4])])
+def test_batches_of_indices_may_be_arrays(batches):
+    """What they weigh is told by their sizes, of tensors and arrays too."""
+    with place(0, 2):
+        sharded = shard_loader(DataLoader(np.arange(5), batch_sampler=batches), tail="weighted")
+        assert [batch.tolist() for batch in sharded] == [[0, 1], [4]]
+        reading = sharded._course.reading
+        assert [reading.samples(0), reading.samples(1), reading.weight(1)] == [4, 1, 2.0]
+
+
+@pytest.mark.parametrize("sampler", [torch.arange(4), np.arange(4)])
+def test_single_indices_may_be_tensors(sampler):
+    """A unit of no dimension is one sample."""
+    with place(0, 2):
+        sharded = shard_loader(DataLoader(np.arange(4), batch_size=None, sampler=sampler), tail="weighted")
+        assert list(sharded) == [0, 2]
+        assert sharded._course.reading.all_samples() == 4
+
+
 def test_a_loader_without_batches_is_divided_by_item():
     """batch_size=None: what the dataset gives for an index is given as it is."""
     ranks = on_all(2, lambda: DataLoader([[0, 1], [2], [3, 4]], batch_size=None, collate_fn=tuple))

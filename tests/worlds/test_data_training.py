@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDataset
 
 from parallelize import SyncError, barrier, distributed, no_sync, parallel_model, rank, shard_loader
 
@@ -122,6 +123,44 @@ def test_results_come_back_in_dataset_order(tail, shuffle):
     for gathered in evaluate.all_ranks():
         assert gathered["value"].tolist() == [10 * each for each in range(16)]
         assert gathered["rows"].shape == (16, 2)
+
+
+class Batches(Sampler):
+    """A batch sampler that yields what it is given."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+ODD = torch.arange(1, 16, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 2, "sampler": SubsetRandomSampler(ODD)},
+        {"batch_size": 2, "sampler": SubsetRandomSampler(ODD.numpy())},
+        {"batch_sampler": Batches(ODD.flip(0).split(3))},
+        {"batch_sampler": Batches(np.array_split(ODD.numpy()[::-1], 3))},
+        {"batch_sampler": Batches([list(each) for each in ODD.flip(0).split(3)])},
+    ],
+    ids=["tensors", "numbers of NumPy", "batches of tensors", "arrays", "lists of tensors"],
+)
+def test_results_of_any_indices_come_back_in_dataset_order(options):
+    """Whatever a sampler yields its indices as."""
+
+    @distributed(processes=2)
+    def evaluate():
+        loader = shard_loader(DataLoader(TensorDataset(torch.arange(16)), **options), tail="exact")
+        return loader.gather(torch.cat([x for (x,) in loader])).tolist()
+
+    assert evaluate.all_ranks() == [ODD.tolist()] * 2
 
 
 def test_results_of_a_loop_that_was_left_are_gathered():
