@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from parallelize.checkpoint.archive import Entry
 from parallelize.checkpoint.plain import is_in_parts
@@ -85,7 +86,7 @@ class _ModelState(State):
         differing = [
             f"{key} has shape {tuple(saved[key].shape)} in the checkpoint, {tuple(value.shape)} in the model"
             for key, value in own.items()
-            if isinstance(value, torch.Tensor) and key in saved and value.shape != saved[key].shape
+            if isinstance(value, torch.Tensor) and key in saved and not _fits(saved[key].shape, value)
         ]
         if differing:
             yield _listed(differing)
@@ -113,13 +114,13 @@ class _OptimizerState(State):
     def faults(self, thing: Any, state: Any) -> Iterator[str]:
         if type(thing).__name__ != state["class"]:
             yield f"it was {state['class']} and is {type(thing).__name__}"
-        saved, own = state["shapes"], _shapes(thing)
+        saved, own = state["shapes"], [group["params"] for group in thing.param_groups]
         if [len(group) for group in saved] != [len(group) for group in own]:
             yield f"it had groups of {_sizes(saved)} parameters and has groups of {_sizes(own)}"
             return
         for number, (before, now) in enumerate(zip(chain(*saved), chain(*own), strict=True)):
-            if before != now:
-                yield f"its parameter {number} had shape {tuple(before)} and has {tuple(now)}"
+            if not _fits(before, now):
+                yield f"its parameter {number} had shape {tuple(before)} and has {tuple(now.shape)}"
 
     def homes(self, thing: Any, state: Any) -> Iterator[tuple[Any, Any]]:
         of_index = _of_index(thing, state["state"])
@@ -202,7 +203,12 @@ def _shapes(optimizer: torch.optim.Optimizer) -> list[list[list[int]]]:
     return [[list(each.shape) for each in group["params"]] for group in optimizer.param_groups]
 
 
-def _sizes(groups: list[list[list[int]]]) -> str:
+def _fits(shape: Sequence[int], own: torch.Tensor) -> bool:
+    """Whether values of a shape go into a tensor; into one that a lazy module has not made yet, any do."""
+    return is_lazy(own) or list(own.shape) == list(shape)
+
+
+def _sizes(groups: Sequence[Sequence[Any]]) -> str:
     return " and ".join(str(len(group)) for group in groups) or "no"
 
 

@@ -155,6 +155,30 @@ def test_generators_are_left_alone_when_asked(tmp_path):
     assert random.random() != drawn[1]
 
 
+@pytest.mark.parametrize("order", [["model", "optimizer"], ["optimizer", "model"]])
+def test_lazy_modules_get_their_shapes(tmp_path, order):
+    """Into a model that has not seen a batch yet, and its optimizer, goes what was saved of one that has."""
+
+    def lazy():
+        model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 1))
+        return model, torch.optim.Adam(model.parameters(), foreach=False)
+
+    def trained_once(model, optimizer):
+        model(torch.arange(8.0).reshape(4, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = trained_once(*lazy())
+    save(tmp_path / "a.pt", model=model, optimizer=optimizer)
+    things = dict(zip(["model", "optimizer"], lazy(), strict=True))
+    load(tmp_path / "a.pt", **{name: things[name] for name in order})
+    assert_equal(as_it_is(*things.values()), as_it_is(model, optimizer))
+    assert_equal(
+        as_it_is(*trained_once(things["model"], things["optimizer"])), as_it_is(*trained_once(model, optimizer))
+    )
+
+
 def mismatches():
     """What cannot take the state of `trained()`, and what the error says of it."""
     model, optimizer, _ = trained(0)
