@@ -31,9 +31,9 @@ from parallelize.placement import Placement, place
 from parallelize.queueing import Queue
 from parallelize.runtime import active
 from parallelize.stopping import heeding
-from parallelize.task import Outcome, Task, name_of
+from parallelize.task import Outcome, Task, is_importable, name_of
 from parallelize.trained import bring_back, modules_in
-from parallelize.worker import entered
+from parallelize.worker import entered, refuse_while_reading
 from parallelize.world import Node, World, detect
 
 __all__ = ["DistributedFunction", "distributed"]
@@ -186,7 +186,8 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         # By name where the name leads here, as functions do; else function and options, for a pickler that can.
-        if self.__module__ != "__main__" and self._is_same(_named(self.__module__, self.__qualname__)):
+        home = sys.modules.get(self.__module__)
+        if home and is_importable(home) and self._is_same(_named(self.__module__, self.__qualname__)):
             return _named, (self.__module__, self.__qualname__)
         return DistributedFunction, (self.__wrapped__, self._self_config)
 
@@ -215,6 +216,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         return Task(*_unbound(self.__wrapped__, args), kwargs, layout, all_ranks)
 
     def _submitted(self, calls: Sequence[tuple[Any, Any]], *, at_most: int | None = None) -> list[Job[R]]:
+        refuse_while_reading(name_of(self.__wrapped__))
         queue, config = self._queue()
         tasks = [self._queued(queue, config, args, kwargs) for args, kwargs in calls]
         return queue.submit(tasks, at_most=at_most, environ=os.environ) if tasks else []
@@ -224,6 +226,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         if active() is not None:
             value = function(*args, **kwargs)
             return _everyones(value) if all_ranks else value
+        refuse_while_reading(name_of(function))
         config = self._self_config.merged(os.environ)
         if isinstance(config.launcher, Queue) and detect(os.environ) is None:
             task = self._queued(config.launcher, config, args, kwargs, all_ranks=all_ranks)

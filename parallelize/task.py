@@ -29,7 +29,7 @@ from parallelize.payload import pack, unpack
 from parallelize.trained import tensors_of
 from parallelize.world import World
 
-__all__ = ["FunctionRef", "Outcome", "Task", "name_of", "text_of"]
+__all__ = ["FunctionRef", "Outcome", "Task", "is_importable", "name_of", "text_of"]
 
 _CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ class FunctionRef:
     def to(cls, function: Callable[..., Any]) -> FunctionRef:
         """By name if the name leads back to this very function in an importable module, else by value."""
         home, qualname = _home(function), getattr(function, "__qualname__", "")
-        if home is not None and _is_importable(home):
+        if home is not None and is_importable(home):
             for depth, found in enumerate(_behind(home, qualname)):
                 if found is function:
                     return cls(home.__name__, qualname, depth)
@@ -69,18 +69,26 @@ def _home(function: Callable[..., Any]) -> ModuleType | None:
     return sys.modules.get(getattr(function, "__module__", None) or "")
 
 
-def _is_importable(module: ModuleType) -> bool:
-    """Whether another process with our sys.path finds this very module by its name; not so for __main__."""
+def is_importable(module: ModuleType) -> bool:
+    """Whether another process with our sys.path gets this very module by its name; not so for __main__.
+
+    Nor for one whose import has not ended here: its top level makes the call, and would make it there too.
+    """
     own, spec, path = getattr(module, "__spec__", None), None, None
     if own is None or module.__name__ == "__main__":
         return False
     parts = own.name.split(".")
     for end in range(1, len(parts) + 1):
-        spec = _find_spec(".".join(parts[:end]), path)
-        if spec is None:
+        name = ".".join(parts[:end])
+        spec = _find_spec(name, path)
+        if spec is None or _is_being_imported(name):
             return False
         path = spec.submodule_search_locations
     return spec is not None and spec.origin == own.origin
+
+
+def _is_being_imported(name: str) -> bool:
+    return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
 
 
 def _find_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
@@ -96,7 +104,7 @@ _by_value = threading.Lock()  # cloudpickle's list of modules is one for all thr
 def _traveling_with(function: Callable[..., Any]) -> Iterator[None]:
     """Let what a function's module holds travel by value if workers cannot import the module."""
     home = _home(function)
-    if home is None or home.__name__ == "__main__" or _is_importable(home):  # cloudpickle knows about __main__
+    if home is None or home.__name__ == "__main__" or is_importable(home):  # cloudpickle knows about __main__
         yield
         return
     with _by_value:

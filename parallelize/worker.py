@@ -16,6 +16,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,7 +35,9 @@ from parallelize.task import Outcome, Task
 from parallelize.trained import modules_in
 from parallelize.world import World, detect
 
-__all__ = ["Orders", "entered", "outcome_path", "run", "seed_everything", "task_path"]
+__all__ = ["Orders", "entered", "outcome_path", "refuse_while_reading", "run", "seed_everything", "task_path"]
+
+_reading: ContextVar[bool] = ContextVar("parallelize_reading", default=False)
 
 _KEPT = "TORCHELASTIC_"  # variables of the agent that started this process
 
@@ -84,12 +87,37 @@ def run(orders: Orders) -> None:
     try:
         _settle(orders, world)
         ending.watch()
-        task = Task.read(task_path(folder), device=_default_device())
+        task = _read(task_path(folder))
         main_module.fill(task.function)
         main_module.share()
         _perform(task, world, path, ending, settings=orders.settings)
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is its outcome
         ending.fail(error)
+
+
+def _read(path: Path) -> Task:
+    token = _reading.set(True)
+    try:
+        return Task.read(path, device=_default_device())
+    finally:
+        _reading.reset(token)
+
+
+def refuse_while_reading(name: str) -> None:
+    """Make no call from the top level of a module that a worker imports to read its task.
+
+    Args:
+        name: of the function that is called.
+
+    Raises:
+        LaunchError: this is such a call.
+    """
+    if _reading.get():
+        raise LaunchError(
+            f"{name} is called by a module while a worker imports it",
+            why="a module's top level runs in every worker that needs something of it, and would make the call in each",
+            fix="put the call into a function, or below if __name__ == '__main__':",
+        )
 
 
 def _perform(task: Task, world: World, path: Path, ending: Ending, *, settings: Settings) -> None:

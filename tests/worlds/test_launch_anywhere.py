@@ -387,6 +387,48 @@ def outer(x: int) -> list[tuple[int, int]]:
     return [inner(x), inner.all_ranks(parallelize.rank())[1], inner.options(processes=3)(x)]
 
 
+CALLS_WHEN_IMPORTED = """
+from pathlib import Path
+from parallelize import distributed, rank
+
+class Part:
+    pass
+
+def part():
+    return Part()
+
+@distributed(processes=2)
+def other():
+    return part()
+
+@distributed(processes=2)
+def train(folder):
+    Path(folder, f"trained.{rank()}").touch(exist_ok=False)
+    return other()
+
+if Path("call").exists():
+    found = train(".")
+"""
+
+
+def test_a_call_while_its_module_is_imported_is_made_once(tmp_path: Path, run_script: Run) -> None:
+    """Workers that imported the module too would make the call again, each."""
+    (tmp_path / "experiment.py").write_text(CALLS_WHEN_IMPORTED)
+    (tmp_path / "call").touch()
+    run_script("import experiment; assert type(experiment.found) is experiment.Part")
+    assert sorted(path.name for path in tmp_path.glob("trained.*")) == ["trained.0", "trained.1"]
+
+
+def test_a_call_made_by_a_workers_import_is_refused(tmp_path: Path, run_script: Run) -> None:
+    """Each worker would join in with a training of its own, before that which it was started for."""
+    (tmp_path / "experiment.py").write_text(CALLS_WHEN_IMPORTED)
+    code = "import pathlib, experiment; pathlib.Path('call').touch(); experiment.other()"
+    said = run_script(code, check=False).stderr
+    assert "LaunchError: train is called by a module while a worker imports it" in said
+    assert "fix: put the call into a function, or below if __name__ == '__main__':" in said
+    assert not list(tmp_path.glob("trained.*"))
+
+
 def test_a_call_inside_a_call_just_runs() -> None:
     """In a worker a decorated function is the function: same world, no processes."""
     assert outer(5) == [(5, 2), (1, 2), (5, 2)]
