@@ -181,10 +181,11 @@ class ShardedLoader(Generic[T]):
                     course.announcement = self._announced(course)
                     course.told = reading(self._source.arithmetic())
                 if is_weighted:
-                    course.weight.value = course.reading.weight(course.given)
+                    course.weight.give(course.reading.weight(course.given))
                 course.given += 1
                 yield batch
             course.is_over = True
+            course.weight.end()
 
     def _arriving(self, course: _Course[T]) -> Iterator[T]:
         batches = course.reading.batches()

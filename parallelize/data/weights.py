@@ -27,9 +27,51 @@ __all__ = ["Weight", "weighing"]
 
 
 class Weight:
-    """What the gradients of a loader's current batch count."""
+    """What the gradients of a loader's current batch count; a backward is of the batch that was given last.
 
-    value = 1.0
+    Attributes:
+        value: the weight, 1 where all processes have as many samples.
+    """
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+        self._is_used = True  # whether the current batch had a backward; before the first one there is none to have it
+        self._was_used = self._is_behind = self._is_unclear = False
+
+    def give(self, value: float) -> None:
+        """The next batch counts this much."""
+        self._is_behind |= not self._is_used
+        self._is_unclear |= self._is_behind and value != self.value
+        self.value, self._is_used = value, False
+
+    def use(self) -> None:
+        """A backward begins.
+
+        Raises:
+            SyncError: it may be of an earlier batch, which counts differently.
+        """
+        if self._is_unclear:
+            raise _taken_ahead(
+                "a batch was taken while the one before it had no backward yet, and they count differently"
+            )
+        self._is_used = self._was_used = True
+
+    def end(self) -> None:
+        """There are no more batches.
+
+        Raises:
+            SyncError: the last one counts differently, and its backward has yet to come.
+        """
+        if self._was_used and not self._is_used and self.value != 1.0:
+            raise _taken_ahead("the loader was read to its end before the last batch had its backward")
+
+
+def _taken_ahead(what: str) -> SyncError:
+    return SyncError(
+        f"tail='weighted': {what}",
+        why="each backward counts by the samples of the batch that was taken last",
+        fix="take one batch at a time, each with a backward of its own before the next, or use tail='pad'",
+    )
 
 
 class _Weighing:
@@ -44,10 +86,11 @@ class _Weighing:
         self, tensors: Any, grad_tensors: Any = None, *args: Any, grad_variables: Any = None, **kwargs: Any
     ) -> None:
         given = grad_tensors if grad_variables is None else grad_variables  # the deprecated name of the same
-        weight = self._weight()
+        is_inside = self._is_running or torch._C._current_graph_task_id() != -1
+        weight = 1.0 if is_inside else self._weight()
         # A backward inside a backward goes on with a gradient that is weighted already: reentrant checkpointing, and
         # torch's own second call for a subclass of Tensor.
-        if weight == 1.0 or self._is_running or torch._C._current_graph_task_id() != -1:
+        if weight == 1.0:
             self.original(tensors, given, *args, **kwargs)
             return
         roots = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
@@ -60,6 +103,8 @@ class _Weighing:
             self._is_running = False
 
     def _weight(self) -> float:
+        for each in self.weights:
+            each.use()
         values = {weight.value for weight in self.weights}
         if len(values) > 1:
             raise SyncError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -107,6 +109,37 @@ def test_weights_accumulate():
     expected = torch.cat([each.grad.flatten() for each in net.parameters()])
     for grad in gradient.all_ranks():
         torch.testing.assert_close(grad, expected, rtol=0, atol=1e-12)
+
+
+def ahead(batches):
+    """One batch of look-ahead."""
+    before = next(batches)
+    for batch in batches:
+        yield before
+        before = batch
+    yield before
+
+
+def grouped(batches):
+    """Groups of three."""
+    while group := list(itertools.islice(batches, 3)):
+        yield from group
+
+
+@pytest.mark.parametrize("order", [ahead, grouped])
+def test_weights_of_batches_that_are_taken_ahead_are_refused(order):
+    """A wrong weight would be a wrong gradient; an epoch in which all weigh alike is trained as it is."""
+
+    @distributed(processes=2, timeout=20)
+    def train(length):
+        net = model()
+        with parallel_model(net):
+            for x, y in order(iter(shard_loader(DataLoader(data(length), batch_size=2), tail="weighted"))):
+                loss_of(net, x, y).backward()
+
+    train(12)
+    with pytest.raises(SyncError, match="tail='weighted': a batch was taken while the one before it had no backward"):
+        train(9)
 
 
 @pytest.mark.parametrize("tail", ["pad", "exact", "weighted"])
