@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import nn
 
 from parallelize.announcements import Moments
@@ -132,9 +133,13 @@ class Block:
         self._engine.close(failed=failed)
 
     def _rebuild(self) -> None:
-        self._stop(failed=False)
-        self.model.to(self._run.device)
-        self._start()
+        known = {id(each) for each in self._structure.parameters.values()}
+        alike = tuple(each for each in self.model.parameters() if id(each) in known)
+        # An earlier forward may still wait for its backward. The next engine sends what all ranks hold, in place.
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(alike):
+            self._stop(failed=False)
+            self.model.to(self._run.device)
+            self._start()
         self._on_rebuilt()
 
     def _refuse_functional(self) -> None:

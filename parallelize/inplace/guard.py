@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parallelize.contracts import Engine
@@ -71,6 +72,11 @@ class Guard:
         self._has_arrived = False
         self._has_stepped = False
         self._brought = 0  # by backwards so far: gradients of parameters
+        # Looking for unused parameters, torch counts as used what any backward has reached since the last round, also a
+        # paused one, and averages it with the rest.
+        module = engine.module
+        is_replica = isinstance(module, DistributedDataParallel)
+        self._takes_unused = is_replica and module.find_unused_parameters and not module.static_graph
         self._spent: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
@@ -152,6 +158,8 @@ class Guard:
     def _has_settled(self, *, in_backward: bool) -> bool:
         if self._is_open and self._engine.is_reduced(in_backward=in_backward):
             self._is_open = False
+            if self._takes_unused:
+                self._own.clear()
         return not self._is_open
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -35,9 +35,11 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: each.grad for name, each in model.named_parameters()}
 
 
-def assert_alone_is_the_same(ranks: list[Any], loss_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+def assert_alone_is_the_same(
+    ranks: list[Any], loss_of: Callable[[Any, torch.Tensor], torch.Tensor], *, make: Callable[[], nn.Module] = Mlp
+) -> None:
     """The gradients of every rank are those of one process on the mean of the ranks' losses."""
-    model = seeded(Mlp)
+    model = seeded(make)
     sum(loss_of(model, batch_of(rank)) / WORLD for rank in range(WORLD)).backward()
     for got in ranks:
         for name, gradient in gradients(model).items():
@@ -349,8 +351,32 @@ def test_unused_parameters_are_found_when_asked_for() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("paused", [True, False], ids=["no_sync", "around the engine"])
+def test_a_branch_of_the_paused_micro_batch_alone_is_averaged(paused: bool) -> None:
+    """find_unused_parameters averages what accumulated before the last micro-batch, which did not use it."""
+
+    def loss_of(model: Branched, x: torch.Tensor) -> torch.Tensor:
+        return model(x, right=True).square().mean() + model(x).mean()
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Branched)
+        x = batch_of(rank())
+        with parallel_model(model, backend=DDPBackend(find_unused_parameters=True)):
+            if paused:
+                with no_sync(model):
+                    model(x, right=True).square().mean().backward()
+            else:
+                model.right(x).square().mean().backward()
+            model(x).mean().backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), loss_of, make=Branched)
+
+
 def test_a_gradient_left_from_no_sync_alone_is_refused() -> None:
-    """What find_unused_parameters leaves alone, because the last micro-batch did not use it, is this rank's own."""
+    """What find_unused_parameters leaves alone, because another engine saw its backward, is this rank's own."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -359,6 +385,7 @@ def test_a_gradient_left_from_no_sync_alone_is_refused() -> None:
         with parallel_model(model, backend=DDPBackend(find_unused_parameters=True)):
             with no_sync(model):
                 model(x, right=True).mean().backward()
+            model.left.bias.requires_grad_(False)
             model(x).mean().backward()
             with pytest.raises(SyncError, match=r"(?s)right.weight of Branched is not averaged.*under no_sync"):
                 torch.optim.SGD(model.parameters(), 0.1).step()
@@ -554,6 +581,38 @@ def test_unfreezing_inside_the_block_is_followed(start_frozen: tuple[str, ...]) 
         return gradients(model)
 
     assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).mean())
+
+
+@pytest.mark.parametrize("part", ["encoder", "head"])
+def test_freezing_between_two_forwards_of_one_backward_is_followed(part: str) -> None:
+    """The engine changes while the first forward waits for its backward, which finds what it has saved unchanged."""
+
+    def loss_of(model: Mlp, x: torch.Tensor) -> torch.Tensor:
+        first = model(x).square().mean()
+        model.get_submodule(part).requires_grad_(False)
+        return first + model(2 * x).square().mean()
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor]:
+        model = seeded(Mlp)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model):
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss_of(model, batch_of(rank())).backward()
+                optimizer.step()
+                model.requires_grad_(True)
+        return model.state_dict()
+
+    model = seeded(Mlp)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model, torch.cat([batch_of(rank) for rank in range(WORLD)])).backward()
+        optimizer.step()
+        model.requires_grad_(True)
+    for got in train.all_ranks():
+        torch.testing.assert_close(got, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 def test_replaced_parameters_are_followed() -> None:
