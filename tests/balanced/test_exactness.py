@@ -20,6 +20,8 @@ from balanced.models import (
     tokens,
 )
 
+from parallelize import parallel_model
+from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.containers import map_leaves
 
 # Tied and reused weights are summed in another order, and so are some convolutions over copies of their inputs.
@@ -192,3 +194,25 @@ def test_inputs_are_left_alone() -> None:
     assert torch.equal(towers.left, kept.left)
     assert towers.left.grad is None
     assert towers.left.__dict__ == {}
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_text_is_generated_as_ever(is_planned: bool, microbatches: int) -> None:
+    """generate(), which passes a cache from call to call, gives the plain model's text, before training and after."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=3, n_head=2, vocab_size=60, n_positions=64, initializer_range=0.3, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    plain = copy.deepcopy(model).eval()
+    tokens = torch.randint(5, 50, (8, 10))
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=microbatches)):
+        if is_planned:
+            model(input_ids=tokens, use_cache=False).logits.sum().backward()
+        model.eval()
+        assert torch.equal(model.generate(tokens, **options), plain.generate(tokens, **options))
+        model.train()
+        model(input_ids=tokens, use_cache=False).logits.sum().backward()

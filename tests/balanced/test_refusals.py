@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from typing import Any
@@ -194,6 +195,65 @@ def test_packed_sequences() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.randn(3, 8), torch.randn(2, 8)])
     with pytest.raises(ConfigError, match="PackedSequence"):
         call(nn.Sequential(lstm), packed)
+
+
+class Memory:
+    def __init__(self, **attributes: Any) -> None:
+        self.kept: list[torch.Tensor] = []
+        vars(self).update(attributes)
+
+
+class Remembering(Chain):
+    def forward(self, x: torch.Tensor, memory: Memory | None = None, *, scale: Any = None) -> torch.Tensor:
+        h = self.a(x)
+        if memory is not None:
+            memory.kept.append(h.detach())
+            h = h + memory.kept[0].mean()
+        return self.c(self.b(h)) * (1.0 if scale is None else scale.by)
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_an_object_that_forward_writes_to(is_planned: bool) -> None:
+    """In training it is refused by name, planning leaves it alone; without gradients its batch is run whole."""
+    model, x = Remembering(), torch.randn(8, 8)
+    plain = copy.deepcopy(model)
+    with parallel_model(model, backend=TWO):
+        if is_planned:
+            model(x)
+        memory = Memory()
+        with pytest.raises(ConfigError, match="argument memory of the model, a Memory, is changed by forward"):
+            model(x, memory=memory)
+        assert is_planned or not memory.kept
+        memory = Memory()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x, memory=memory), plain(x, memory=Memory()))
+        assert [kept.shape for kept in memory.kept] == [(8, 8)]
+    memory = Memory()
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=1)):
+        model(x, memory)
+    assert len(memory.kept) == 1
+
+
+def test_an_object_with_tensors_of_the_samples() -> None:
+    """One that holds a tensor as long as the batch cannot be cut; one that is only read is shared."""
+    x = torch.randn(8, 8)
+    samples = Memory(mask=torch.ones(8, 8))
+    with parallel_model(Remembering(), backend=TWO) as model:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"argument scale of the model, a Memory, holds a tensor of \(8, 8\)"):
+                model(x, scale=samples)
+            assert model(x, scale=Memory(by=torch.tensor(2.0))).shape == (8, 8)
+
+
+def test_an_object_among_the_outputs() -> None:
+    """Each micro-batch has another one: what it is for the whole batch nobody knows."""
+
+    class Returning(Chain):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.c(self.b(self.a(x))), Memory()
+
+    with pytest.raises(ConfigError, match=r"output 1 of the model is a Memory(.|\n)*use_cache = False"):
+        call(Returning(), torch.randn(8, 8))
 
 
 @pytest.mark.parametrize("kind", ["DataParallel", "SyncBatchNorm", "RecursiveScriptModule"])

@@ -21,7 +21,19 @@ from torch.nn.utils.rnn import PackedSequence
 from parallelize.backends.balanced import refusals
 from parallelize.containers import leaves, map_leaves
 
-__all__ = ["Batch", "Column", "batch_size", "columns", "form", "named", "rebuild", "shapes", "take", "uneven"]
+__all__ = [
+    "Batch",
+    "Column",
+    "batch_dims",
+    "batch_size",
+    "columns",
+    "form",
+    "named",
+    "rebuild",
+    "shapes",
+    "take",
+    "uneven",
+]
 
 
 def batch_size(inputs: Any, *, dim: int) -> int:
@@ -185,6 +197,19 @@ def shapes(output: Any) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves(output))
 
 
+def batch_dims(few: Sequence[tuple[int, ...] | None], many: Sequence[tuple[int, ...] | None]) -> dict[int, int | None]:
+    """The dimension of each output that differs between two sizes of batch."""
+    if few is many or len(few) != len(many):
+        return {}
+    found: dict[int, int | None] = {}
+    for position, (one, other) in enumerate(zip(few, many, strict=True)):
+        if one is not None and other is not None and len(one) == len(other):
+            differing = [dim for dim, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+            if len(differing) <= 1:
+                found[position] = differing[0] if differing else None
+    return found
+
+
 def form(shapes_: Sequence[tuple[int, ...] | None]) -> tuple[int | None, ...]:
     """How many dimensions each leaf of an output has, None where it is no tensor."""
     return tuple(None if each is None else len(each) for each in shapes_)
@@ -235,6 +260,8 @@ def _column(
         return Column(first.detach().to(device, copy=True) if is_ours else first)
     if not isinstance(first, torch.Tensor):
         if any(value != first for value in values):
+            if hasattr(first, "__dict__"):
+                raise refusals.not_a_tensor(position, type(first).__name__)
             raise refusals.unjoinable(position, f"values {first!r} and others")
         return Column(first)
     if first.dim() == 0 and first.is_floating_point():

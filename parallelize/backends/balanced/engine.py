@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from parallelize.backends.averaging import Averaging, averaging_engine
 from parallelize.backends.balanced import atoms, refusals
+from parallelize.backends.balanced.carriers import carriers
 from parallelize.backends.balanced.crossing import watching
 from parallelize.backends.balanced.forward import Forward
 from parallelize.backends.balanced.hardware import spots
@@ -81,8 +82,9 @@ class BalancedEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_local: bool) -> Any:
         """A batch through the pipeline; the first one plans it."""
         if self._running is None:
-            if is_local and self.averages:
-                # A rank that evaluates before anybody has trained is alone: it cannot ask for a plan.
+            if (is_local and self.averages) or (not torch.is_grad_enabled() and carriers((args, kwargs))):
+                # A rank that evaluates before anybody has trained is alone: it cannot ask for a plan. Nor can one be
+                # made with a cache that forward fills.
                 return _Whole(self._inner, device=self._where(), home=self._request.home)(*args, **kwargs)
             self._begin(args, kwargs)
         assert self._running is not None  # begun

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from parallelize.backends.balanced import refusals, untouched
-from parallelize.backends.balanced.profiling import Bench
+from parallelize.backends.balanced.carriers import carriers
+from parallelize.backends.balanced.profiling import Bench, Timings
 from parallelize.containers import map_leaves
 
 __all__ = ["observed", "ordinary"]
@@ -24,7 +25,7 @@ def observed(bench: Bench, inputs: Any, *, microbatches: int | None) -> Bench:
         microbatches: how many there will be at the same time; None: not known yet.
 
     Raises:
-        ConfigError: forward leaves something on the model, so that micro-batches would disturb each other.
+        ConfigError: forward leaves something on the model, or in an object among its inputs, for other micro-batches.
     """
     if untouched.draws_python(lambda: bench.run(inputs)):
         warnings.warn(
@@ -36,9 +37,12 @@ def observed(bench: Bench, inputs: Any, *, microbatches: int | None) -> Bench:
     draws = untouched.draws_torch(lambda: plain.run(inputs), frozenset(stage.device for stage in bench.stages))
     bench = replace(bench, draws=draws)
     if microbatches != 1:
-        changed = untouched.changes(bench.model, lambda: bench.run(inputs))
+        runs: list[Timings] = []
+        changed = untouched.changes(bench.model, lambda: runs.append(bench.run(inputs)))
         if changed:
             raise refusals.stateful(changed)
+        for name in runs[0].changed_inputs:
+            raise refusals.carrier(name, type(carriers(inputs)[name]).__name__, "is changed by forward")
     return bench
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from parallelize.backends.balanced.carriers import carriers, divisible, unchanged
 from parallelize.backends.balanced.chunks import batch_size, take, uneven
 from parallelize.backends.balanced.executor import Executor, Wiring
 from parallelize.backends.balanced.forward import Forward
@@ -85,13 +86,26 @@ class Pipeline(nn.Module):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch."""
+        is_whole = self._wiring.microbatches == 1
+        if is_whole or not carriers((args, kwargs)):
+            return self._shared(args, kwargs)
+        if not torch.is_grad_enabled():
+            # It is written to as the model wishes, by one micro-batch: text is generated so, with a cache of keys.
+            return self._run(args, kwargs, wiring=replace(self._wiring, microbatches=1))
+        dim = self._wiring.batch_dim
+        divisible((args, kwargs), samples=batch_size((args, kwargs), dim=dim), dim=dim)
+        with unchanged((args, kwargs)):
+            return self._shared(args, kwargs)
+
+    def _shared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A batch that is cut into micro-batches as planned."""
         self._learn((args, kwargs))
         if self._modes.are_new():
             self._observe((args, kwargs))
         if self._is_doubted:
             self._is_doubted = False
             return self._doubted(args, kwargs)
-        return self._run(args, kwargs)
+        return self._run(args, kwargs, wiring=self._wiring)
 
     def _learn(self, inputs: Any) -> None:
         """A tensor that is not as long as this batch is not per sample, and never will be."""
@@ -100,21 +114,21 @@ class Pipeline(nn.Module):
         if new:
             self._know(whole_inputs=tuple(sorted(new.union(known))))
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        executor = Executor(self._forward, model=self.inner.model, wiring=self._wiring, workers=self._workers)
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, wiring: Wiring) -> Any:
+        executor = Executor(self._forward, model=self.inner.model, wiring=wiring, workers=self._workers)
         return executor.run(args, kwargs)
 
     def _doubted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A batch that is run again if its micro-batches have drawn numbers, which the plan does not know of."""
         if self._wiring.draws:
-            return self._run(args, kwargs)
+            return self._run(args, kwargs, wiring=self._wiring)
         before = Before(self.inner.model, self._devices)
-        output = self._run(args, kwargs)
+        output = self._run(args, kwargs, wiring=self._wiring)
         if not before.has_drawn():
             return output
         before.restore()
         self._know(draws=True)
-        return self._run(args, kwargs)
+        return self._run(args, kwargs, wiring=self._wiring)
 
     def _observe(self, inputs: Any) -> None:
         """Look at what the model does in its new modes, before micro-batches run in them."""

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced import atoms, refusals, untouched
+from parallelize.backends.balanced.carriers import divisible
 from parallelize.backends.balanced.chunks import batch_size, take, uneven
 from parallelize.backends.balanced.costs import Profile, Spot
 from parallelize.backends.balanced.forward import Forward
@@ -128,6 +129,8 @@ class Planner:
         with torch.inference_mode(mode=False), torch.enable_grad(), untouched.untouched(self._model, self._devices):
             inputs = ordinary((args, kwargs))
             self._samples = batch_size(inputs, dim=self._wishes.batch_dim)
+            if self._wishes.microbatches != 1:
+                divisible(inputs, samples=self._samples, dim=self._wishes.batch_dim)
             self._whole_inputs = tuple(sorted(uneven(inputs, dim=self._wishes.batch_dim)))
             return self._plan(inputs)
 

@@ -25,7 +25,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from parallelize.backends.balanced.ambient import Ambient
 from parallelize.backends.balanced.atoms import names_of, parameter_bytes
-from parallelize.backends.balanced.chunks import Batch, form, shapes, take
+from parallelize.backends.balanced.carriers import changed, fresh, snapshot
+from parallelize.backends.balanced.chunks import Batch, batch_dims, form, shapes, take
 from parallelize.backends.balanced.costs import Event, Profile
 from parallelize.backends.balanced.crossing import Crossing
 from parallelize.backends.balanced.forward import Forward
@@ -42,7 +43,7 @@ _REPEATS = 3
 
 @dataclass
 class Timings:
-    """One run: its atoms and segments, and what each took."""
+    """One run: its atoms and segments, what each took, and which objects among its inputs it has changed."""
 
     events: list[str] = field(default_factory=list)
     forward_s: list[float] = field(default_factory=list)
@@ -50,6 +51,7 @@ class Timings:
     saved_bytes: list[int] = field(default_factory=list)
     input_bytes: list[int] = field(default_factory=list)
     output_shapes: tuple[tuple[int, ...] | None, ...] = ()
+    changed_inputs: list[str] = field(default_factory=list)
 
 
 class _ProfileTape(Tape):
@@ -126,6 +128,7 @@ class Bench:
 
     def run(self, inputs: Any, *, counts_saved: bool = False) -> Timings:
         """Forward and backward of one micro-batch, segment by segment."""
+        inputs = fresh(inputs)
         names = names_of(self.model)
         tape = _ProfileTape(
             stages=self.stages,
@@ -145,6 +148,7 @@ class Bench:
             if isinstance(piece, torch.Tensor):
                 tape.bring(piece)
         args, kwargs = batch.inputs(0)
+        before = snapshot(inputs)
         with contextlib.ExitStack() as stack:
             saved = stack.enter_context(_saved(tape, self.model)) if counts_saved else {}
             output = tape.run(lambda: self.module(*args, **kwargs), crossing=Crossing(tape))
@@ -154,6 +158,7 @@ class Bench:
                 waiting.grad = torch.ones_like(waiting)
         timings = tape.timings
         timings.output_shapes = shapes(output)
+        timings.changed_inputs = changed(inputs, before)
         timings.saved_bytes = [saved.get(segment.key, 0) for segment in tape.segments]
         for segment in reversed(tape.segments):
             device = self.stages[segment.stage].device
@@ -210,7 +215,7 @@ def profile(
                 input_bytes=many.input_bytes[i] / large,
             )
         )
-    dims = _batch_dims(rows[0].output_shapes, rows[-1].output_shapes)
+    dims = batch_dims(rows[0].output_shapes, rows[-1].output_shapes)
     found = Profile(events=tuple(events), samples=samples, least_samples=small)
     return found, dims, form(many.output_shapes)
 
@@ -277,19 +282,6 @@ def _line(at_small: float, at_large: float, small: int, large: int) -> tuple[flo
         return at_large, 0.0
     per_sample = min(max(0.0, (at_large - at_small) / (large - small)), at_large / large)
     return at_large - per_sample * large, per_sample
-
-
-def _batch_dims(few: Sequence[tuple[int, ...] | None], many: Sequence[tuple[int, ...] | None]) -> dict[int, int | None]:
-    """The dimension of each output that differs between two sizes of batch."""
-    if few is many or len(few) != len(many):
-        return {}
-    found: dict[int, int | None] = {}
-    for position, (one, other) in enumerate(zip(few, many, strict=True)):
-        if one is not None and other is not None and len(one) == len(other):
-            differing = [dim for dim, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
-            if len(differing) <= 1:
-                found[position] = differing[0] if differing else None
-    return found
 
 
 @contextlib.contextmanager

@@ -8,10 +8,13 @@ from parallelize.errors import ConfigError
 
 __all__ = [
     "another_model",
+    "carrier",
     "changed_view",
     "compiled",
     "double_backward",
+    "escaped",
     "no_batch",
+    "not_a_tensor",
     "not_sample_by_sample",
     "one_value",
     "packed_sequence",
@@ -24,6 +27,7 @@ __all__ = [
 ]
 
 _WHOLE = "use BalancedBackend(microbatches=1), which runs each batch whole, or backend='ddp'"
+_NO_CACHE = "train a language model of Hugging Face with model.config.use_cache = False"
 
 
 def no_batch(dim: int) -> ConfigError:
@@ -50,6 +54,25 @@ def packed_sequence() -> ConfigError:
         "a PackedSequence among the model's inputs",
         why="its samples are interleaved, so it cannot be cut into micro-batches",
         fix="pass the padded tensor with its lengths and pack inside forward, or use backend='ddp'",
+    )
+
+
+def carrier(name: str, kind: str, what: str) -> ConfigError:
+    """An object among the inputs that micro-batches cannot share."""
+    return ConfigError(
+        f"argument {name} of the model, a {kind}, {what}",
+        why="such an object cannot be cut: micro-batches, which run at the same time, would all use this one",
+        fix="pass tensors, in containers if you like; call the model under torch.no_grad(), where such a batch runs "
+        f"whole; {_NO_CACHE}; or {_WHOLE}",
+    )
+
+
+def not_a_tensor(position: int, kind: str) -> ConfigError:
+    """An object among the outputs, another one in each micro-batch."""
+    return ConfigError(
+        f"output {position} of the model is a {kind}",
+        why="nothing says how those of the micro-batches make one of the whole batch",
+        fix=f"return tensors, in containers if you like; {_NO_CACHE}; or {_WHOLE}",
     )
 
 
@@ -97,6 +120,16 @@ def second_backward() -> ConfigError:
         "a second backward through one forward of a model under backend='balanced'",
         why="the first one has run through all stages and has freed what they kept, retain_graph=True or not",
         fix="add the losses and call backward once on the sum, or call the model again",
+    )
+
+
+def escaped() -> ConfigError:
+    """A gradient for a tensor that a hook has taken out of a micro-batch."""
+    return ConfigError(
+        "a loss on a tensor from inside a model under backend='balanced', which a hook, or forward, has put elsewhere",
+        why="it belongs to one micro-batch on one stage, whose backward runs there, and the model's gradients would not "
+        "have its part",
+        fix="let forward return it, and compute the loss on what the model returns; or detach it, or use backend='ddp'",
     )
 
 

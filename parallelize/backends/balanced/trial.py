@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced import atoms, refusals
+from parallelize.backends.balanced.carriers import fresh
 from parallelize.backends.balanced.executor import Executor, Wiring
 from parallelize.backends.balanced.forward import Forward
 from parallelize.backends.balanced.placement import Placement
@@ -75,7 +76,7 @@ class Trial:
                 raise refusals.not_sample_by_sample(position, difference)
 
     def _outputs(self, plan: Plan) -> list[Any]:
-        args, kwargs = self.inputs
+        args, kwargs = fresh(self.inputs)
         with self._running(plan) as executor:
             return list(leaves(executor.run(args, kwargs)))
 
@@ -88,10 +89,10 @@ class Trial:
 
     def _seconds(self, call: Callable[..., Any]) -> float:
         """Of forward and backward, the least of three after one that does not count; leaves no gradients."""
-        args, kwargs = self.inputs
         wanted = [each for each in self.model.parameters() if each.requires_grad]
         found = []
         for _ in range(4):
+            args, kwargs = fresh(self.inputs)
             began = now(self.home)
             outputs = [leaf for leaf in leaves(call(*args, **kwargs)) if _is_differentiable(leaf)]
             if outputs and wanted:
