@@ -58,8 +58,9 @@ class LoaderCopy(Generic[T]):
 
     Args:
         loader: the user's; it is not kept, so that it can go when she lets it go.
-        seed: of the streams of random numbers while batches are made. None: drawn when reading begins, as torch does,
-            and without workers none: the dataset then draws from the process's own generators.
+        seed: of the streams of random numbers while batches are made. None: that of the loader's generator, or else
+            drawn when reading begins, as torch does; and without workers none: the dataset then draws from the
+            process's own generators.
         start: what each worker process does first.
     """
 
@@ -92,7 +93,9 @@ class LoaderCopy(Generic[T]):
         drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
         if place.start:  # an epoch that is gone on with has drawn when it began
             generator.set_state(before)
-        seed = mixed("workers", drawn if self._seed is None else self._seed, self._rank, place.epoch, place.start)
+        # What a generator of hers has come to nobody saves: streams follow from its seed, also where reading goes on.
+        of_loader = drawn if self._generator is None else self._generator.initial_seed()
+        seed = mixed("workers", of_loader if self._seed is None else self._seed, self._rank, place.epoch, place.start)
         vars(self.loader)["generator"] = torch.Generator().manual_seed(seed)
         batches = iter(self.loader)
         is_apart = self.loader.num_workers == 0 and self._seed is not None

@@ -835,6 +835,28 @@ def test_workers_draw_from_streams_of_their_own(seed):
         assert len(set(column.tolist())) == len(column)
 
 
+def test_a_generator_gives_the_same_streams_after_resuming():
+    """Epochs after one that was gone on with draw as if it had not been left, and each epoch draws anew."""
+
+    def begin():
+        generator = torch.Generator().manual_seed(1)
+        return shard_loader(DataLoader(Draws(), batch_size=2, num_workers=2, generator=generator))
+
+    with place(0, 2):
+        whole, resumed = begin(), begin()
+        epochs = []
+        for _ in range(3):
+            epochs.append([])
+            for batch in whole:
+                epochs[-1].append(batch[:, 0].tolist())
+                if len(epochs) == len(epochs[-1]) == 1:
+                    state = whole.state_dict()
+        resumed.load_state_dict(state)
+        list(resumed)
+        assert [[batch[:, 0].tolist() for batch in resumed] for _ in range(2)] == epochs[1:]
+    assert len({number for epoch in epochs for batch in epoch for number in batch}) == 12
+
+
 def test_a_seed_gives_streams_without_workers_too():
     """Under seed= the dataset draws from a stream of its own in this process, and the loop from the one it had."""
 
