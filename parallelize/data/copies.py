@@ -62,9 +62,18 @@ class LoaderCopy(Generic[T]):
             drawn when reading begins, as torch does; and without workers none: the dataset then draws from the
             process's own generators.
         start: what each worker process does first.
+
+    Raises:
+        ConfigError: the loader is to go on at a place of its own.
     """
 
     def __init__(self, loader: DataLoader[T], *, seed: int | None, start: WorkerStart) -> None:
+        if getattr(loader, "next_iter_state", None) is not None:  # of torchdata's StatefulDataLoader
+            raise ConfigError(
+                f"a {type(loader).__name__} whose state was loaded before shard_loader",
+                why="it counts the batches of another reading, and each process would skip as many of its own share",
+                fix="save shard_loader(loader).state_dict(), and shard_loader(loader).load_state_dict(state)",
+            )
         self._seed, self._rank = seed, start.rank
         self.loader: DataLoader[T] = object.__new__(type(loader))
         # Past DataLoader.__setattr__, which refuses: a loader's parts may not change while it is read, but this one is

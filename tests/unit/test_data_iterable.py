@@ -304,6 +304,23 @@ def test_a_stateful_data_loader_is_a_data_loader(workers):
             assert [batch.tolist() for batch in resumed] == whole[2:]
 
 
+def test_a_state_of_the_whole_loader_is_refused():
+    """torchdata's, loaded before shard_loader, counts global batches: a share would skip samples that nobody read."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    loader = stateful(list(range(13)), batch_size=2)
+    next(iter(loader))
+    state = loader.state_dict()
+    with place(0, 2):
+        assert len(list(shard_loader(loader))) == 4  # one that was only read
+        loader = stateful(list(range(13)), batch_size=2)
+        loader.load_state_dict(state)
+        with pytest.raises(
+            ConfigError, match="StatefulDataLoader whose state was loaded before shard_loader"
+        ) as caught:
+            shard_loader(loader)
+    assert "shard_loader(loader).load_state_dict(state)" in caught.value.faults[0].fix
+
+
 def test_optional_packages_are_not_imported():
     """A run without them does not pay for them."""
     assert not {"webdataset"} & sys.modules.keys()
