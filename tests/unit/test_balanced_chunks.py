@@ -84,6 +84,13 @@ def test_what_differs_and_is_not_per_sample_is_refused(values: tuple[Any, ...]) 
         columns([[value] for value in values], (2, 2), device=CPU, dims={})
 
 
+def test_lengths_that_depend_on_the_samples_are_refused() -> None:
+    """Sequences padded to the longest of their micro-batch cannot be joined: the way out is named."""
+    values = [[torch.zeros(2, 6, 3)], [torch.zeros(2, 4, 3)]]
+    with pytest.raises(ConfigError, match=r"tensors of \(2, 6, 3\) and \(2, 4, 3\)(.|\n)*total_length"):
+        columns(values, (2, 2), device=CPU, dims={})
+
+
 def test_a_known_dimension_wins_over_one_that_is_as_long_by_chance() -> None:
     """Hidden states of 2 layers for 2 samples each are joined along the samples, if that is known."""
     values = [[torch.zeros(2, 2, 5)], [torch.ones(2, 2, 5)]]

@@ -269,6 +269,9 @@ def _column(
         return Column(sum(v.detach().to(device) * w for v, w in zip(values, weights, strict=True)), weights=weights)
     dim = _batch_dim(values, sizes, known=dims.get(position, -1))
     if dim is not None:
+        shapes_ = [tuple(value.shape) for value in values]
+        if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes_}) > 1:
+            raise refusals.uneven_shapes(position, shapes_)
         return Column(torch.cat([value.detach().to(device) for value in values], dim), dim=dim)
     if first.requires_grad or any(not torch.equal(value, first) for value in values):
         raise refusals.unjoinable(position, f"tensors of {tuple(first.shape)} for {sizes[0]} samples")

@@ -17,11 +17,13 @@ __all__ = [
     "not_a_tensor",
     "not_sample_by_sample",
     "one_value",
+    "other_weights",
     "packed_sequence",
     "second_backward",
     "stateful",
     "too_large",
     "uneven_outputs",
+    "uneven_shapes",
     "unjoinable",
     "unsupported",
 ]
@@ -53,7 +55,8 @@ def packed_sequence() -> ConfigError:
     return ConfigError(
         "a PackedSequence among the model's inputs",
         why="its samples are interleaved, so it cannot be cut into micro-batches",
-        fix="pass the padded tensor with its lengths and pack inside forward, or use backend='ddp'",
+        fix="pass the padded tensor with its lengths, pack inside forward and unpack with total_length=, or use "
+        "backend='ddp'",
     )
 
 
@@ -82,6 +85,16 @@ def uneven_outputs(counts: Sequence[int]) -> ConfigError:
         f"micro-batches return {' and '.join(map(str, sorted(set(counts))))} values",
         why="outputs of different structure cannot be joined to those of one batch",
         fix=_WHOLE,
+    )
+
+
+def uneven_shapes(position: int, shapes: Sequence[tuple[int, ...]]) -> ConfigError:
+    """An output that follows the number of samples, and is of another length in another micro-batch besides."""
+    return ConfigError(
+        f"output {position} of the model: tensors of {' and '.join(map(str, dict.fromkeys(shapes)))}",
+        why="micro-batches differ in another dimension than that of the samples, so that they cannot be joined",
+        fix="pad to a length that does not depend on the samples, as pad_packed_sequence(total_length=x.shape[1]) does; "
+        f"or {_WHOLE}",
     )
 
 
@@ -130,6 +143,16 @@ def escaped() -> ConfigError:
         why="it belongs to one micro-batch on one stage, whose backward runs there, and the model's gradients would not "
         "have its part",
         fix="let forward return it, and compute the loss on what the model returns; or detach it, or use backend='ddp'",
+    )
+
+
+def other_weights(shape: tuple[int, ...]) -> ConfigError:
+    """Recomputing finds other parameters than forward did."""
+    return ConfigError(
+        f"what is computed again in backward uses a parameter of {shape} that forward has not used",
+        why="parameters that are replaced for one call, as torch.func.functional_call does, are the old ones in backward",
+        fix="use BalancedBackend(recompute=False) and no checkpoint inside the model, or call backward before the "
+        "parameters are put back",
     )
 
 
