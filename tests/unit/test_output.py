@@ -90,3 +90,15 @@ def test_files_have_names_for_ranks_and_attempts(tmp_path: Path) -> None:
     given = files.reify({0: {"RANK": "3", "TORCHELASTIC_RESTART_COUNT": "1"}})
     assert Path(given.stdouts[0]) == files.path(3, 1, "out") == tmp_path / "logs" / "rank3.1.out"
     assert files.path(3, 0, "err").name == "rank3.err"
+
+
+def test_a_run_forgets_the_files_of_an_earlier_one(tmp_path: Path) -> None:
+    """Of its own ranks, restarts too; what its own earlier attempts left stays, and what the user put beside."""
+    for name in ("rank1.out", "rank1.2.err", "rank11.out", "rank1.csv"):
+        (tmp_path / name).touch()
+    files = RankFiles(tmp_path)
+    files.reify({0: {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}})
+    assert {path.name for path in tmp_path.iterdir()} == {"rank11.out", "rank1.csv"}
+    files.path(1, 0, "out").touch()
+    files.reify({0: {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "1"}})
+    assert files.path(1, 0, "out").exists()

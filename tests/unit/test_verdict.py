@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from parallelize.errors import SyncError, WorkerError
 from parallelize.launchers.elastic.agent import Death
+from parallelize.launchers.elastic.output import RankFiles
 from parallelize.launchers.elastic.verdict import verdict, was_stopped
 from parallelize.task import Outcome
 
@@ -36,8 +37,12 @@ def died(rank: int, at: float, exitcode: int = -9) -> Death:
     return Death(rank, f"host{rank}", 100 + rank, exitcode, at)
 
 
+def silent(rank: int) -> tuple[str, str]:
+    return "", ""
+
+
 def judged(outcomes: list[Outcome], deaths: list[Death], world_size: int = 4) -> BaseException:
-    return verdict(outcomes, deaths, world_size=world_size, logs=Path("/nonexistent"))
+    return verdict(outcomes, deaths, world_size=world_size, output=silent)
 
 
 @given(order=st.permutations(range(4)))
@@ -124,7 +129,7 @@ def test_many_ranks_are_one_line() -> None:
 
 def test_earlier_attempts_are_noted() -> None:
     """After restarts, what ended each attempt is told in a line."""
-    error = verdict([raised(0, 1.0)], [], world_size=1, logs=Path("/nonexistent"), earlier=[KeyError("a"), OSError()])
+    error = verdict([raised(0, 1.0)], [], world_size=1, output=silent, earlier=[KeyError("a"), OSError()])
     assert error.__notes__[-3:] == [
         "there is no other rank",
         "attempt 0 had failed with KeyError: 'a'",
@@ -133,12 +138,15 @@ def test_earlier_attempts_are_noted() -> None:
 
 
 def test_the_last_lines_of_a_silent_rank_are_shown(tmp_path: Path) -> None:
-    """Its output is all it left."""
-    (tmp_path / "rank1.out").write_text("".join(f"line {number}\n" for number in range(100)))
-    (tmp_path / "rank11.out").write_text("another rank\n")
-    error = verdict([], [died(1, 1.0)], world_size=2, logs=tmp_path)
-    assert error.__notes__[0].splitlines()[:2] == ["last lines of rank 1:", "line 80"]
-    assert "another" not in error.__notes__[0]
+    """Its output of that attempt is all it left: the end of each stream, and the reason last."""
+    files = RankFiles(tmp_path)
+    (tmp_path / "rank1.out").write_text("".join(f"earlier {number}\n" for number in range(100)))
+    (tmp_path / "rank1.1.out").write_text("".join(f"line {number}\n" for number in range(100)))
+    (tmp_path / "rank1.1.err").write_text("Fatal Python error\n")
+    (tmp_path / "rank11.1.out").write_text("another rank\n")
+    error = verdict([], [died(1, 1.0)], world_size=2, output=lambda rank: files.texts(rank, 1))
+    lines = error.__notes__[0].splitlines()
+    assert lines == ["last lines of rank 1:", *(f"line {number}" for number in range(80, 100)), "Fatal Python error"]
 
 
 class NotelessError(Exception):

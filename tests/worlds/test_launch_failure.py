@@ -333,3 +333,23 @@ def test_the_last_words_of_a_killed_rank_are_in_the_exception() -> None:
     with pytest.raises(WorkerError) as caught:
         print_and_die()
     assert any("last lines of rank 1:\nabout to die" in note for note in caught.value.__notes__)
+
+
+@distributed(processes=2, max_restarts=1)
+def die_again() -> None:
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if dist.get_rank() == 1:
+        print("".join(f"step {number} of {attempt}\n" for number in range(30)))
+        print("reason of", attempt, file=sys.stderr)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(LONG_S)
+
+
+def test_the_last_words_are_those_of_the_last_attempt() -> None:
+    """Its output, and not an earlier one's; much of one stream does not hide the other."""
+    with pytest.raises(WorkerError) as caught:
+        die_again()
+    (words,) = (note for note in caught.value.__notes__ if note.startswith("last lines of rank 1:"))
+    assert "step 29 of 1\n" in words
+    assert words.endswith("\nreason of 1")
+    assert " of 0" not in words

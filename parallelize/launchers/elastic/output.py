@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,11 @@ class RankFiles(LogsSpecs):
         again = f".{attempt}" if attempt else ""
         return self._folder / f"rank{rank}{again}.{stream}"
 
+    def texts(self, rank: int, attempt: int) -> tuple[str, str]:
+        """What a rank has printed in one attempt, to stdout and to stderr; "" if it is not of this node."""
+        out, err = (self.path(rank, attempt, stream) for stream in ("out", "err"))
+        return _text(out), _text(err)
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The files of one attempt, by local rank, as torch elastic asks for them; what an earlier run left is gone."""
         outs, errs, errors = {}, {}, {}
@@ -48,9 +54,19 @@ class RankFiles(LogsSpecs):
             outs[local_rank] = str(self.path(rank, attempt, "out"))
             errs[local_rank] = str(self.path(rank, attempt, "err"))
             errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(self._folder / f".rank{rank}.error.json")
-        for path in (*outs.values(), *errs.values()):
-            Path(path).unlink(missing_ok=True)  # it would be shown as this run's until the worker empties it
+            if not attempt:
+                self._forget(rank)
         return LogsDest(stdouts=outs, stderrs=errs, error_files=errors)
+
+    def _forget(self, rank: int) -> None:
+        """Remove what an earlier run left: it would be shown as this one's until a worker empties it."""
+        for path in self._folder.iterdir():
+            if re.fullmatch(rf"rank{rank}(\.\d+)?\.(out|err)", path.name):
+                path.unlink()
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
 
 
 @dataclass

@@ -197,8 +197,13 @@ class _Run:
 
     def _cause(self, attempt: int) -> BaseException:
         outcomes, deaths = self._nodes.failures(attempt)
-        logs = Path(self._files.root_log_dir)
-        return verdict(outcomes, deaths, world_size=self._layout.world_size, logs=logs, earlier=self._earlier)
+        return verdict(
+            outcomes,
+            deaths,
+            world_size=self._layout.world_size,
+            output=lambda rank: self._files.texts(rank, attempt),
+            earlier=self._earlier,
+        )
 
 
 @contextlib.contextmanager

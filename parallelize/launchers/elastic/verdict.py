@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from parallelize.errors import ParallelizeError, SyncError, WorkerError
 from parallelize.launchers.elastic.agent import Death
@@ -32,7 +31,7 @@ def verdict(
     deaths: Sequence[Death],
     *,
     world_size: int,
-    logs: Path,
+    output: Callable[[int], tuple[str, str]],
     earlier: Sequence[BaseException] = (),
 ) -> BaseException:
     """The exception to raise in the caller: the earliest cause, with rank, host and traceback as notes.
@@ -41,14 +40,17 @@ def verdict(
         outcomes: of every rank that left one.
         deaths: workers that ended by themselves, as the agents noticed them.
         world_size: ranks in all.
-        logs: folder in which each rank's output is.
+        output: what a rank has printed to stdout and to stderr.
         earlier: what ended the attempts before this one.
     """
     told = {outcome.rank: outcome for outcome in outcomes}
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     silent = {death.rank: death for death in deaths if death.rank not in {outcome.rank for outcome in failed}}
     cause = _cause(failed, list(silent.values()))
-    error, notes = _of_death(cause, logs, outcomes) if isinstance(cause, Death) else _of_outcome(cause, world_size)
+    if isinstance(cause, Death):
+        error, notes = _of_death(cause, output(cause.rank), outcomes)
+    else:
+        error, notes = _of_outcome(cause, world_size)
     said = {rank: _account(told.get(rank), silent.get(rank)) for rank in range(world_size) if rank != cause.rank}
     notes.append(f"the others: {_grouped(said)}" if said else "there is no other rank")
     notes += (f"attempt {attempt} had failed with {_line(before)}" for attempt, before in enumerate(earlier))
@@ -98,19 +100,20 @@ def _of_outcome(outcome: Outcome, world_size: int) -> tuple[BaseException, list[
     return error, [where, outcome.traceback.rstrip()]
 
 
-def _of_death(death: Death, logs: Path, outcomes: Sequence[Outcome]) -> tuple[BaseException, list[str]]:
-    output = _output(logs, death.rank)
-    mismatch = _MISMATCH.search(output)
+def _of_death(death: Death, output: tuple[str, str], outcomes: Sequence[Outcome]) -> tuple[BaseException, list[str]]:
+    _, err = output
+    mismatch = _MISMATCH.search(err)
     if mismatch is not None:
-        return _of_mismatch(death, mismatch[1], output, outcomes)
+        return _of_mismatch(death, mismatch[1], err, outcomes)
     error = _worker_error(death.rank, death.host, death.exitcode, how="it left no exception")
-    tail = "\n".join(output.splitlines()[-_TAIL_LINES:])
+    # Of each a part, and the reason last: it is on stderr, and what was printed before must not crowd it out.
+    tail = "\n".join(line for text in output for line in text.splitlines()[-_TAIL_LINES:])
     return error, [f"last lines of rank {death.rank}:\n{tail}"] if tail else []
 
 
-def _of_mismatch(death: Death, said: str, output: str, outcomes: Sequence[Outcome]) -> tuple[SyncError, list[str]]:
+def _of_mismatch(death: Death, said: str, err: str, outcomes: Sequence[Outcome]) -> tuple[SyncError, list[str]]:
     """Gloo ends a process without an exception when it gets more than it asked for."""
-    stack = output[output.rindex(_STACK) if _STACK in output else 0 :]
+    stack = err[err.rindex(_STACK) if _STACK in err else 0 :]
     places = {death.rank: site_in(stack), **{each.rank: site_in(each.traceback) for each in outcomes}}
     told = "; ".join(f"rank {rank} was at {place}" for rank, place in sorted(places.items()) if place)
     error = SyncError(
@@ -168,10 +171,6 @@ def _ranges(ranks: Sequence[int]) -> str:
     starts = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
-
-
-def _output(logs: Path, rank: int) -> str:
-    return "".join(path.read_text(errors="replace") for path in sorted(logs.glob(f"rank{rank}.*")) if path.is_file())
 
 
 def _noted(error: BaseException, notes: Sequence[str]) -> BaseException:
