@@ -80,6 +80,7 @@ class LoaderCopy(Generic[T]):
         # new. Without workers, for those of the user's loader are hers.
         vars(self.loader).update(vars(loader), _iterator=None)
         self._generator = loader.generator
+        self._turn = 0
         if loader.num_workers > 0:
             vars(self.loader)["worker_init_fn"] = start
 
@@ -109,10 +110,22 @@ class LoaderCopy(Generic[T]):
         batches = iter(self.loader)
         is_apart = self.loader.num_workers == 0 and self._seed is not None
         try:
-            yield from _drawing_apart(batches, OwnStream(seed)) if is_apart else batches
+            yield from self._in_turn(_drawing_apart(batches, OwnStream(seed)) if is_apart else batches)
         finally:
             if not self.loader.persistent_workers:
                 self._end(batches)
+
+    def _in_turn(self, batches: Iterator[T]) -> Iterator[T]:
+        self._turn += 1
+        turn = self._turn
+        for batch in batches:
+            yield batch
+            if turn != self._turn and self.loader.persistent_workers:
+                raise ConfigError(
+                    "two iterators at a time over a DataLoader(persistent_workers=True)",
+                    why="torch has its workers serve the newer one, and batches of the older one are lost",
+                    fix="use persistent_workers=False, or a DataLoader for each of them",
+                )
 
     def fed(self, feed: Feed, place: Place) -> Iterator[T]:
         """The loader's own iterator over what was filled into its feed.

@@ -105,6 +105,19 @@ def _in_worker(_worker_id):
     assert torch.utils.data.get_worker_info() is not None
 
 
+def test_persistent_workers_serve_one_iterator():
+    """One that was left may be begun anew; to go on with it after that is refused, where torch loses batches."""
+    with place(0, 2), shard_loader(loader_of(16, batch_size=2, num_workers=1, persistent_workers=True)) as sharded:
+        left = iter(sharded)
+        first = [next(left).tolist(), next(left).tolist()]
+        sharded.set_epoch(0)
+        assert [batch.tolist() for batch in sharded][:2] == first
+        with pytest.raises(ConfigError, match="two iterators at a time"):
+            next(left)
+    sharded = shard_loader(loader_of(16, batch_size=2))
+    assert [one.tolist() == other.tolist() for one, other in zip(sharded, sharded, strict=True)] == [True] * 8
+
+
 def test_a_loader_that_ignores_its_sampler_is_refused():
     """One whose iterator was made with the loader would give every process everything: an error says so."""
 
