@@ -146,17 +146,24 @@ def _agreed(meeting: Meeting, path: Path) -> Iterator[None]:
 
 def _put(checkpoint: Checkpoint, things: Mapping[str, Any], states: Mapping[str, State]) -> None:
     """Give all things their states; those that may still refuse first, and back if one does."""
-    careful = sorted(states, key=lambda name: states[name].kind != "state_dict")
-    before: list[tuple[str, Any]] = []
+    refusing = {name for name, state in states.items() if state.may_refuse(things[name])}
+    before: dict[str, Any] = {}
     try:
-        for name in careful:
-            if states[name].kind == "state_dict":
-                before.append((name, map_leaves(_own, states[name].take(things[name]))))
+        for name in sorted(states, key=lambda name: name not in refusing):
+            if name in refusing:
+                before[name] = map_leaves(_own, states[name].take(things[name]))
             states[name].put(things[name], checkpoint.entries[name].state)
     except BaseException:
-        for name, state in before:
-            states[name].put(things[name], state)
+        for name, state in before.items():
+            _put_back(name, things[name], states[name], state)
         raise
+
+
+def _put_back(name: str, thing: Any, state: State, before: Any) -> None:
+    try:
+        state.put(thing, before)
+    except Exception as exc:  # noqa: BLE001 - what it raised first is raised, and the others get their states back
+        _log.warning("%s= has refused the state that it had, too: %s: %s", name, type(exc).__name__, exc)
 
 
 def _put_generators(path: Path, checkpoint: Checkpoint) -> None:

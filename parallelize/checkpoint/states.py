@@ -43,6 +43,11 @@ class State(abc.ABC):
         del thing, state
         yield from ()
 
+    def may_refuse(self, thing: Any) -> bool:
+        """Whether a user's own code takes the state, which may raise though there is no fault in it."""
+        del thing
+        return True
+
     @abc.abstractmethod
     def put(self, thing: Any, state: Any) -> None:
         """Give a thing a state in which there is no fault; it keeps no tensor of it."""
@@ -96,6 +101,11 @@ class _ModelState(State):
             if is_in_parts(parameter) and name in state["tensors"]:
                 yield state["tensors"][name], parameter
 
+    def may_refuse(self, thing: Any) -> bool:
+        if any(map(is_lazy, (*thing.parameters(), *thing.buffers()))):
+            return False  # it may, but could not be given back that it has no values yet
+        return not all(_is_trusted(each) for module in thing.modules() for each in _loaders(module))
+
     def put(self, thing: Any, state: Any) -> None:
         tensors: OrderedDict[str, Any] = OrderedDict(state["tensors"])
         tensors._metadata = state["versions"]  # type: ignore[attr-defined]  # where load_state_dict looks for it
@@ -129,6 +139,9 @@ class _OptimizerState(State):
             if parameter is not None and is_in_parts(parameter):
                 values = entries.values() if isinstance(entries, dict) else ()
                 yield from ((each, parameter) for each in values if getattr(each, "shape", None) == parameter.shape)
+
+    def may_refuse(self, thing: Any) -> bool:
+        return not _is_trusted(thing.load_state_dict)
 
     def put(self, thing: Any, state: Any) -> None:
         saved = state["state"]
@@ -174,6 +187,17 @@ def needs_all_ranks(thing: Any) -> bool:
     if isinstance(thing, torch.optim.Optimizer):
         return any(is_in_parts(each) for group in thing.param_groups for each in group["params"])
     return any(map(is_in_parts, leaves(thing)))
+
+
+def _loaders(module: nn.Module) -> Iterator[Any]:
+    """All that runs when a module gets its state."""
+    yield from (module.load_state_dict, module._load_from_state_dict, module.set_extra_state)
+    yield from module._load_state_dict_pre_hooks.values()
+    yield from module._load_state_dict_post_hooks.values()
+
+
+def _is_trusted(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(("torch.", "parallelize."))
 
 
 def _of_index(optimizer: Any, saved: Any) -> dict[int, Any]:

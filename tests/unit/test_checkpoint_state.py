@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 
 import pytest
@@ -241,3 +242,51 @@ def test_a_thing_that_refuses_leaves_the_others_as_they_were(tmp_path):
     with pytest.raises(KeyError, match="not this one"):
         load(tmp_path / "a.pt", scheduler=others[2], model=others[0], stubborn=Stubborn())
     assert_equal(as_it_is(*others), before)
+
+
+class Refusing(Tagged):
+    """Takes no extra state that is marked, when its weights have been loaded already."""
+
+    def set_extra_state(self, state):
+        if "marked" in state:
+            raise KeyError("not this one")
+        super().set_extra_state(state)
+
+
+class Hooked(nn.Linear):
+    """Has nothing of its own but a hook."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_load_state_dict_post_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["plain", "tagged", "hooked", "refusing"])))
+def test_a_model_that_refuses_leaves_the_others_as_they_were(tmp_path, order):
+    """When a model's own code raises, all models get their weights and extra state back, whatever the order."""
+
+    def things():
+        return {"plain": nn.Linear(1, 1), "tagged": Tagged(), "hooked": Hooked(), "refusing": Refusing()}
+
+    saved, others = things(), things()
+    saved["tagged"].extra, saved["refusing"].extra = {"tokens": 1}, {"marked": True}
+    save(tmp_path / "a.pt", **saved)
+    before = as_it_is(*others.values())
+    with pytest.raises(KeyError, match="not this one"):
+        load(tmp_path / "a.pt", **{name: others[name] for name in order})
+    assert_equal(as_it_is(*others.values()), before)
+    del saved["refusing"].extra["marked"]
+    save(tmp_path / "a.pt", **saved)
+    load(tmp_path / "a.pt", **others)
+    assert_equal(as_it_is(*others.values()), as_it_is(*saved.values()))
+
+
+def test_what_does_not_take_its_own_state_back_is_told(tmp_path, caplog):
+    """The first failure is raised, the others have their states back, and the log names the one that has not."""
+    save(tmp_path / "a.pt", first=Stubborn(), hooked=Hooked())
+    hooked = Hooked()
+    before = as_it_is(hooked)
+    with pytest.raises(KeyError, match="not this one"):
+        load(tmp_path / "a.pt", hooked=hooked, first=Stubborn())
+    assert_equal(as_it_is(hooked), before)
+    assert "first= has refused the state that it had, too: KeyError" in caplog.text
