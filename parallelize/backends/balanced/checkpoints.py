@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as torchs
 
+from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.segment import Segment
 from parallelize.backends.balanced.tape import Tape, active
 
@@ -93,8 +94,8 @@ class _Place(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         tape, segment = self._tape(), self._segment()
-        assert tape is not None  # its backward is running
-        assert segment is not None
+        if tape is None or segment is None:  # their backward would hold them
+            raise refusals.escaped()
         self._entered.enter_context(tape.again(segment, self._streams, self._crossing(tape)))
         self._entered.enter_context(self._users)
 

@@ -3,7 +3,7 @@
 torch's functions and methods     Crossing, a function mode of the micro-batch's thread
 autograd.Function.apply           replaced, since no mode sees it
 checkpoint                        replaced: in backward it computes again, where no mode is
-calls of modules                  a global hook, since one on the module would go along with its copies and pickles
+calls of modules                  global hooks, since those on the module would go along with its copies and pickles
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from parallelize.backends.balanced.checkpoints import divisible_checkpoints, reentrant
+from parallelize.backends.balanced.escapes import closed
 from parallelize.backends.balanced.tape import Tape, active
+from parallelize.containers import leaves
 
 __all__ = ["Crossing", "watching"]
 
@@ -87,6 +89,7 @@ class _Watch:
             self._watchers += 1
             if self._watchers == 1:
                 self._given_back.callback(register_module_forward_pre_hook(_arrive).remove)
+                self._given_back.callback(register_module_forward_hook(_show).remove)
                 self._given_back.enter_context(_visible_functions())
                 self._given_back.enter_context(divisible_checkpoints(Crossing))
 
@@ -135,6 +138,15 @@ def _arrive(module: nn.Module, _args: Any) -> None:
     tape = active()
     if tape is not None and not tape.is_bound:
         tape.arrive(module)
+
+
+def _show(module: nn.Module, args: Any, output: Any) -> None:
+    """Close what the module's own hooks are about to see: a loss on it is refused before it frees anything."""
+    tape = active()
+    if tape is not None and not tape.is_again and (module._forward_hooks or module._forward_pre_hooks):
+        for leaf in leaves((args, output)):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                closed(leaf)
 
 
 def _called(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from parallelize.errors import ConfigError
 
@@ -11,6 +11,7 @@ __all__ = [
     "carrier",
     "changed_view",
     "compiled",
+    "cut_wrongly",
     "double_backward",
     "escaped",
     "no_batch",
@@ -88,13 +89,27 @@ def uneven_outputs(counts: Sequence[int]) -> ConfigError:
     )
 
 
+def cut_wrongly(dimensions: Mapping[str, int], error: Exception) -> ConfigError:
+    """A forward that fails on a part of a batch, and not on the whole."""
+    listed = ", ".join(f"{name} along dimension {dim}" for name, dim in list(dimensions.items())[:4])
+    more = f" and {len(dimensions) - 4} more" if len(dimensions) > 4 else ""
+    return ConfigError(
+        f"forward fails on a part of the batch ({type(error).__name__}), not on the whole; cut were arguments "
+        f"{listed}{more}",
+        why="what is as long as the first tensor is taken for samples, a list of samples cannot be told from other lists, "
+        "and a forward that needs all samples has only some",
+        fix="pass samples as one tensor, and what is not per sample in another shape; name the batch dimension: "
+        f"BalancedBackend(batch_dim=...); write no batch size into forward; or {_WHOLE}",
+    )
+
+
 def uneven_shapes(position: int, shapes: Sequence[tuple[int, ...]]) -> ConfigError:
     """An output that follows the number of samples, and is of another length in another micro-batch besides."""
     return ConfigError(
         f"output {position} of the model: tensors of {' and '.join(map(str, dict.fromkeys(shapes)))}",
         why="micro-batches differ in another dimension than that of the samples, so that they cannot be joined",
-        fix="pad to a length that does not depend on the samples, as pad_packed_sequence(total_length=x.shape[1]) does; "
-        f"or {_WHOLE}",
+        fix="pad to a length that does not depend on the samples, as pad_packed_sequence(total_length=) does; or "
+        f"{_WHOLE}",
     )
 
 
@@ -140,8 +155,8 @@ def escaped() -> ConfigError:
     """A gradient for a tensor that a hook has taken out of a micro-batch."""
     return ConfigError(
         "a loss on a tensor from inside a model under backend='balanced', which a hook, or forward, has put elsewhere",
-        why="it belongs to one micro-batch on one stage, whose backward runs there, and the model's gradients would not "
-        "have its part",
+        why="it belongs to one micro-batch on one stage, whose backward runs there, and the model's gradients would "
+        "not have its part",
         fix="let forward return it, and compute the loss on what the model returns; or detach it, or use backend='ddp'",
     )
 
@@ -150,7 +165,7 @@ def other_weights(shape: tuple[int, ...]) -> ConfigError:
     """Recomputing finds other parameters than forward did."""
     return ConfigError(
         f"what is computed again in backward uses a parameter of {shape} that forward has not used",
-        why="parameters that are replaced for one call, as torch.func.functional_call does, are the old ones in backward",
+        why="parameters that are replaced for one call, by torch.func.functional_call, are the old ones in backward",
         fix="use BalancedBackend(recompute=False) and no checkpoint inside the model, or call backward before the "
         "parameters are put back",
     )

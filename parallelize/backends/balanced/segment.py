@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from parallelize.backends.balanced.escapes import closed, within
 from parallelize.backends.balanced.randomness import Streams
 
 __all__ = ["OUTSIDE", "Import", "Segment", "Stage", "run_backward"]
@@ -78,7 +79,7 @@ class Segment:
 
     def export(self, tensor: torch.Tensor) -> torch.Tensor:
         """The leaf that stands for a tensor elsewhere."""
-        leaf = tensor.detach().requires_grad_()
+        leaf = closed(tensor.detach().requires_grad_())
         self.exports.append((tensor, leaf))
         return leaf
 
@@ -86,7 +87,8 @@ class Segment:
         """From the gradients of what was exported to those of what was imported, and to the stage's shadows."""
         wanted = [(tensor, leaf.grad) for tensor, leaf in self.exports if leaf.grad is not None]
         if wanted:
-            run_backward(*zip(*wanted, strict=True))
+            with within():
+                run_backward(*zip(*wanted, strict=True))
         self.casts.clear()
         self.imports.clear()
         self.exports.clear()

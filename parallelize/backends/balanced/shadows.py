@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from parallelize.backends.balanced.escapes import closed
+
 __all__ = ["Half", "Shadows"]
 
 
@@ -72,9 +74,20 @@ class Shadows:
             return tensor
         with torch.no_grad():
             shadow = tensor.detach() if is_here else tensor.detach().to(device)
-        shadow.requires_grad_(tensor.requires_grad)
+        if tensor.requires_grad:
+            closed(shadow.requires_grad_())
         self._made[stage][id(tensor)] = tensor, shadow
         return shadow
+
+    def knows(self, tensor: torch.Tensor, *, stage: int) -> bool:
+        """Whether a stage has a shadow of a tensor."""
+        return id(tensor) in self._made[stage]
+
+    @property
+    def ids(self) -> set[int]:
+        """Those of all shadows."""
+        # Copied at once: other stages make theirs meanwhile.
+        return {id(shadow) for made in self._made for _, shadow in list(made.values())}
 
     def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
         """The type in which a stage uses a tensor. Shadows keep the parameter's: gradients add up in them."""

@@ -194,10 +194,12 @@ class Tape:
         owner = self._owners.get(key)  # type: ignore[arg-type]  # None is no key, and get() then says None
         if owner is not None:
             return self._imported(tensor, owner)
-        if tensor.requires_grad and not tensor.is_leaf:
+        if tensor.requires_grad and not tensor.is_leaf and key is None and self._has_made(tensor):
             # Made in the dark, by a scripted function or another library: it belongs to whoever uses it first.
             self.claim(tensor)
             return tensor
+        if self._is_again and tensor.requires_grad and not self._shadows.knows(tensor, stage=self.segment.stage):
+            raise refusals.other_weights(tuple(tensor.shape))
         shadow = self._shadows.of(tensor, stage=self.segment.stage)
         dtype = self._shadows.dtype_of(tensor)
         return shadow if shadow.dtype is dtype else self._cast(shadow, dtype)
@@ -268,6 +270,23 @@ class Tape:
                 known = self.segment.casts[id(shadow)] = shadow.to(dtype)
             setattr(known, _MARK, self.segment.key)
         return known
+
+    def _has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's history ends in this run; else it is the user's, and gets its gradient as a parameter."""
+        if self._shadows.knows(tensor, stage=self.segment.stage):
+            return False
+        ours = self._shadows.ids | {id(leaf) for each in self._owners.values() for _, leaf in each.exports}
+        seen: set[Any] = set()
+        nodes = [tensor.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            if id(getattr(node, "variable", None)) in ours:
+                return True
+            seen.add(node)
+            nodes.extend(following for following, _ in node.next_functions)
+        return False
 
     def _imported(self, tensor: torch.Tensor, owner: Segment) -> torch.Tensor:
         known = self.segment.imports.get(id(tensor))
