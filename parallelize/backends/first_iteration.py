@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallelize.containers import leaves
+from parallelize.backends.origins import origins
 
 __all__ = ["FirstIteration"]
 
@@ -46,14 +46,13 @@ class FirstIteration:
         self._handles = []
 
     def _on_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        computed: list[Any] = [each for each in leaves(output) if getattr(each, "grad_fn", None) is not None]
-        for each in computed:
-            each.register_hook(self._on_backward)
+        for node in origins(output):
+            node.register_prehook(self._on_backward)
 
     def _on_gradient(self, _: torch.Tensor) -> None:
         self._has_arrived = True
 
-    def _on_backward(self, _: torch.Tensor) -> None:
+    def _on_backward(self, _: tuple[torch.Tensor, ...]) -> None:
         backward = torch._C._current_graph_task_id()
         if self.is_over or backward == self._backward:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from parallelize.contracts import Engine, Inner
 from parallelize.errors import SyncError
 from parallelize.inplace.agreement import agree, verifying
 from parallelize.inplace.guard import Guard
+from parallelize.inplace.latecomers import Latecomers
 from parallelize.inplace.route import Route
 from parallelize.inplace.strangers import watching_strangers
 from parallelize.inplace.structure import Structure
@@ -50,6 +52,7 @@ class Block:
         self._engine: Engine
         self._structure: Structure
         self._guard: Guard | None = None
+        self._latecomers = Latecomers(inner.model)
         self._watch = contextlib.ExitStack()
         self._steps = Moments()
 
@@ -71,6 +74,7 @@ class Block:
             failed = False
         finally:
             route.lift()
+            self._latecomers.close()
             self._stop(failed=failed)
 
     def enter(self) -> nn.Module:
@@ -93,10 +97,11 @@ class Block:
         self._guard.before_forward()
         return self._engine.module
 
-    def leave(self, module: nn.Module) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """That `module` has run a forward."""
         if self._guard is not None and module is self._engine.module:
             self._guard.after_forward()
+            self._latecomers.expect(output)
 
     def local(self) -> nn.Module:
         """What runs a forward that records no gradients."""

@@ -46,8 +46,8 @@ class Director(Protocol):
     def enter(self) -> nn.Module:
         """What runs a forward that records gradients."""
 
-    def leave(self, module: nn.Module) -> None:
-        """That `module` has run it."""
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """That `module` has run it, and what it has returned."""
 
     def local(self) -> nn.Module:
         """What runs a forward that records none."""
@@ -121,7 +121,7 @@ class Route:
         finally:
             self._thread.inside = False
         if is_recording:
-            self.director.leave(module)
+            self.director.leave(module, output)
         return output
 
     def _to_device(self, leaf: Any) -> Any:

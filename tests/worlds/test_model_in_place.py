@@ -360,6 +360,42 @@ def test_no_sync_outside_a_block_does_nothing() -> None:
         model(inputs()).mean().backward()
 
 
+def test_a_backward_after_the_block_is_refused() -> None:
+    """The block around the forward alone, as around autocast's: no rank would average what this backward brings."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = Mlp()
+        for _ in range(2):
+            with parallel_model(model):
+                loss = model(inputs(seed=rank())).square().mean()
+            with pytest.raises(SyncError, match=r"(?s)backward after the parallel_model block of Mlp.*encoder.weight"):
+                loss.backward()
+
+    train()
+
+
+def test_what_comes_after_the_block_is_the_users_own() -> None:
+    """Gradients for inputs of a forward inside, a training of the plain model that others have no part in."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = inputs(seed=rank()).requires_grad_(True)
+        with parallel_model(model):
+            model(x).mean().backward()
+            loss = model(x).square().mean()
+        (slope,) = torch.autograd.grad(loss, x)
+        assert slope.shape == x.shape
+        optimizer.step()
+        if rank() == 0:
+            model(x).mean().backward()
+            optimizer.step()
+
+    train()
+
+
 def refusals() -> dict[str, tuple[Any, str]]:
     shared = nn.Linear(2, 2)
     lazy = nn.Sequential(nn.LazyLinear(3))

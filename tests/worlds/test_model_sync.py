@@ -855,6 +855,26 @@ def test_a_tensor_in_a_dataclass_is_averaged(option: str) -> None:
     assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
 
 
+def test_a_packed_sequence_is_averaged_under_a_static_graph() -> None:
+    """Its tensor is found as others are, and is left without a hook that pickle would warn of."""
+
+    class Packing(Mlp):
+        def forward(self, x: torch.Tensor) -> Any:
+            return nn.utils.rnn.pack_padded_sequence(super().forward(x)[None], torch.tensor([4]), batch_first=True)
+
+    @distributed(processes=WORLD, backend=DDPBackend(static_graph=True))
+    def train() -> dict[str, torch.Tensor | None]:
+        model = seeded(Packing)
+        with parallel_model(model):
+            packed = model(batch_of(rank()))
+            assert not packed.data._backward_hooks
+            packed.data.square().mean().backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+        return gradients(model)
+
+    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
+
+
 def test_a_static_graph_that_has_not_begun_to_average_is_refused() -> None:
     """Under static_graph=True an output that nobody can look into would leave the first gradients on their ranks."""
 
