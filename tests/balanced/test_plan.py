@@ -267,4 +267,7 @@ def test_a_plan_made_without_dropout_serves_a_model_with_it(recompute: bool) -> 
     assert not made.draws
     model = seeded(Droppy)
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), plan=made)):
+        with torch.no_grad():
+            model.eval()(torch.randn(8, 8))
+        model.train()
         assert_masks_of_backward_are_those_of_forward(model)

@@ -139,6 +139,25 @@ def test_an_argument_as_long_as_the_batch_that_is_not_per_sample() -> None:
         call(Tabled(), torch.randn(8, 8), torch.randn(8, 8))
 
 
+def test_samples_in_a_list() -> None:
+    """Their tensors are cut as any others are: what fails then, and not as a whole, is said to come from cutting."""
+
+    class Detecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+
+        def forward(self, images: list[torch.Tensor]) -> torch.Tensor:
+            return self.b(self.a(torch.stack(images)))
+
+    images = [torch.randn(3, 8, 8) for _ in range(8)]
+    cut = r"cut were arguments 0\.0 \(3-D\) along dimension 0, .* and 4 more"
+    with pytest.raises(ConfigError, match=rf"forward fails on a part of the batch \(RuntimeError\)(.|\n)*{cut}"):
+        call(Detecting(), images)
+    with pytest.raises(RuntimeError, match="expected input"):
+        call(Detecting(), [torch.randn(5, 8, 8) for _ in range(8)])
+
+
 def test_an_output_without_a_batch_dimension() -> None:
     """A tensor that differs between micro-batches and has no dimension for samples has no whole."""
 

@@ -569,6 +569,18 @@ def test_outputs_may_differ_between_training_and_evaluation() -> None:
         torch.testing.assert_close(model.eval()(x), transposing.eval()(x))
 
 
+def test_a_last_batch_with_batch_norm_may_be_small() -> None:
+    """A batch smaller than planned is cut into fewer parts, of two samples at least, where batch norm trains."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    inputs = rows(16)
+    with divided(model, inputs, samples=16) as same:
+        same(*inputs[0])
+        norm = copy.deepcopy(model[1])
+        x = torch.randn(5, 8)
+        parts = torch.cat([model[2](norm(model[0](part))) for part in x.split((3, 2))])
+        torch.testing.assert_close(same(x), parts)
+
+
 class Pairing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

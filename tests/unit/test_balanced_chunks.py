@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallelize import ConfigError
-from parallelize.backends.balanced.chunks import Batch, Column, batch_size, columns, named, take, uneven
+from parallelize.backends.balanced.chunks import Batch, Column, batch_size, columns, cut, named, take, uneven
 from parallelize.containers import leaves
 
 CPU = torch.device("cpu")
@@ -131,6 +131,18 @@ def test_what_was_longer_than_a_batch_is_not_cut() -> None:
     assert [args[0].shape, kwargs["weight"].shape, kwargs["mask"].shape] == [(1, 2), (5,), (1, 8)]
     _, kwargs = take(rest, 2, dim=0, whole=seen)
     assert [kwargs["weight"].shape, kwargs["mask"].shape] == [(5,), (2, 8)]
+
+
+def test_one_number_per_sample_is_cut_whatever_the_dimension() -> None:
+    """Lengths of the sequences go along with them where samples lie along the second dimension."""
+    inputs = ((torch.zeros(6, 4, 2), torch.arange(4)), {})
+    batch = Batch(inputs, microbatches=2, dim=1)
+    args, _ = batch.inputs(1)
+    assert args[0].shape == (6, 2, 2)
+    assert args[1].tolist() == [2, 3]
+    assert batch.gradient(1, [torch.ones(2), None]).tolist() == [1, 1, 0, 0]  # type: ignore[union-attr]  # one is given
+    assert take(inputs, 3, dim=1)[0][1].tolist() == [0, 1, 2]
+    assert cut(inputs, dim=1) == {"0 (3-D)": 1, "1 (1-D)": 0}
 
 
 def test_the_first_samples() -> None:

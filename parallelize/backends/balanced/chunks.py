@@ -1,7 +1,8 @@
 """One batch as micro-batches, and their outputs as one batch again.
 
-Inputs: of the tensors anywhere in the arguments, those whose `batch_dim` is as long as the batch are cut, all other
-values go to every micro-batch, as does what an earlier batch has shown to be of another length.
+Inputs: of the tensors anywhere in the arguments, those whose `batch_dim` is as long as the batch are cut; those of one
+dimension have only that. All other values go to every micro-batch, and so does what an earlier batch has shown to be of
+another length.
 
 Outputs: tensors are joined along the dimension that follows the micro-batch's size; scalars are averaged, weighted by
 samples, which is exact for a loss that is a mean over samples; what is equal in all micro-batches is returned once.
@@ -27,6 +28,7 @@ __all__ = [
     "batch_dims",
     "batch_size",
     "columns",
+    "cut",
     "form",
     "named",
     "rebuild",
@@ -68,25 +70,23 @@ def named(inputs: Any) -> Iterator[tuple[str, Any]]:
 def uneven(inputs: Any, *, dim: int) -> set[str]:
     """Names of the tensors that cannot be per sample: their length is not that of the batch."""
     size = batch_size(inputs, dim=dim)
-    return {
-        name
-        for name, leaf in named(inputs)
-        # What has a length of 1 may be broadcast here, and per sample in the next batch.
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] not in {1, size}
-    }
+    found = ((name, leaf, _axis(leaf, dim)) for name, leaf in named(inputs))
+    # What has a length of 1 may be broadcast here, and per sample in the next batch.
+    return {name for name, leaf, axis in found if axis is not None and leaf.shape[axis] not in {1, size}}
+
+
+def cut(inputs: Any, *, dim: int) -> dict[str, int]:
+    """By name of each tensor that is cut, the dimension along which it is."""
+    size = batch_size(inputs, dim=dim)
+    axes = zip(named(inputs), _axes(inputs, size, dim=dim, whole=()), strict=True)
+    return {name: axis for (name, _), axis in axes if axis is not None}
 
 
 def take(inputs: Any, samples: int, *, dim: int, whole: Collection[str] = ()) -> Any:
     """The first samples of a batch; `whole` as of Batch."""
-    flat = list(leaves(inputs))
-    cut = _cut(inputs, batch_size(inputs, dim=dim), dim=dim, whole=whole)
-    return rebuild(
-        inputs,
-        [
-            leaf.narrow(dim, 0, min(samples, leaf.shape[dim])) if is_cut else leaf
-            for leaf, is_cut in zip(flat, cut, strict=True)
-        ],
-    )
+    size = batch_size(inputs, dim=dim)
+    axes = zip(leaves(inputs), _axes(inputs, size, dim=dim, whole=whole), strict=True)
+    return rebuild(inputs, [leaf if axis is None else leaf.narrow(axis, 0, min(samples, size)) for leaf, axis in axes])
 
 
 class Batch:
@@ -105,13 +105,12 @@ class Batch:
 
     def __init__(self, inputs: Any, *, microbatches: int, dim: int, whole: Collection[str] = ()) -> None:
         self._inputs = inputs
-        self._dim = dim
         flat = list(leaves(inputs))
         size = batch_size(inputs, dim=dim)
         count = max(1, min(microbatches, size))
         self.sizes = tuple(size // count + (index < size % count) for index in range(count))
-        self._is_cut = _cut(inputs, size, dim=dim, whole=whole)
-        pieces = [self._pieces(leaf, is_cut) for leaf, is_cut in zip(flat, self._is_cut, strict=True)]
+        self._axes = _axes(inputs, size, dim=dim, whole=whole)
+        pieces = [self._pieces(leaf, axis) for leaf, axis in zip(flat, self._axes, strict=True)]
         self.parts = [list(part) for part in zip(*pieces, strict=True)]
         self.wanting = [(i, leaf) for i, leaf in enumerate(flat) if _wants_gradient(leaf)]
 
@@ -124,26 +123,37 @@ class Batch:
         found = [part for part in parts if part is not None]
         if not found:
             return None
-        if not self._is_cut[position]:
+        axis = self._axes[position]
+        if axis is None:
             return torch.stack(found).sum(0) if len(found) > 1 else found[0]
         pieces = [torch.zeros_like(self.parts[i][position]) if p is None else p for i, p in enumerate(parts)]
-        return torch.cat(pieces, self._dim)
+        return torch.cat(pieces, axis)
 
-    def _pieces(self, leaf: Any, is_cut: bool) -> Sequence[Any]:  # noqa: FBT001  # pairs from a zip
-        if not isinstance(leaf, torch.Tensor) or (not is_cut and not leaf.requires_grad):
+    def _pieces(self, leaf: Any, axis: int | None) -> Sequence[Any]:
+        if not isinstance(leaf, torch.Tensor) or (axis is None and not leaf.requires_grad):
             return [leaf] * len(self.sizes)
         plain = leaf.detach()
         pieces = (
-            torch.split(plain, list(self.sizes), self._dim) if is_cut else [plain.view_as(plain) for _ in self.sizes]
+            [plain.view_as(plain) for _ in self.sizes] if axis is None else torch.split(plain, list(self.sizes), axis)
         )
         return [piece.detach().requires_grad_(leaf.requires_grad) for piece in pieces]
 
 
-def _cut(inputs: Any, size: int, *, dim: int, whole: Collection[str]) -> list[bool]:
-    """Of every leaf, whether it is cut."""
+def _axis(leaf: Any, dim: int) -> int | None:
+    """The dimension that is the batch's, if the value is per sample; one number per sample has no other."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return None
+    if leaf.dim() == 1:
+        return 0
+    return dim if leaf.dim() > dim else None
+
+
+def _axes(inputs: Any, size: int, *, dim: int, whole: Collection[str]) -> list[int | None]:
+    """Of every leaf, the dimension along which it is cut, None if it is not."""
+    found = ((name, leaf, _axis(leaf, dim)) for name, leaf in named(inputs))
     return [
-        isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == size and name not in whole
-        for name, leaf in named(inputs)
+        axis if axis is not None and leaf.shape[axis] == size and name not in whole else None
+        for name, leaf, axis in found
     ]
 
 

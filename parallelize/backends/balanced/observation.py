@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +12,34 @@ import torch
 
 from parallelize.backends.balanced import refusals, untouched
 from parallelize.backends.balanced.carriers import carriers
+from parallelize.backends.balanced.chunks import cut
 from parallelize.backends.balanced.profiling import Bench, Timings
 from parallelize.containers import map_leaves
+from parallelize.errors import ConfigError
 
-__all__ = ["observed", "ordinary"]
+__all__ = ["bearing_parts", "observed", "ordinary"]
+
+
+@contextlib.contextmanager
+def bearing_parts(bench: Bench, inputs: Any, *, microbatches: int | None) -> Iterator[None]:
+    """While parts of a batch run for the first time: what only they cannot bear is said to come from cutting.
+
+    Args:
+        bench: runs the model.
+        inputs: the whole batch.
+        microbatches: how many there will be; None: not known yet.
+
+    Raises:
+        ConfigError: forward fails on a part, and not on the whole.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if microbatches == 1 or not _bears(bench, inputs):
+            raise
+        raise refusals.cut_wrongly(cut(inputs, dim=bench.batch_dim), error) from error
 
 
 def observed(bench: Bench, inputs: Any, *, microbatches: int | None) -> Bench:
@@ -44,6 +70,14 @@ def observed(bench: Bench, inputs: Any, *, microbatches: int | None) -> Bench:
         for name in runs[0].changed_inputs:
             raise refusals.carrier(name, type(carriers(inputs)[name]).__name__, "is changed by forward")
     return bench
+
+
+def _bears(bench: Bench, inputs: Any) -> bool:
+    try:
+        bench.run(inputs)
+    except Exception:  # noqa: BLE001  # the model's own, which the part has raised too
+        return False
+    return True
 
 
 def ordinary(inputs: Any) -> Any:

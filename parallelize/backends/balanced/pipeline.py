@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from parallelize.backends.balanced.carriers import carriers, divisible, unchanged
@@ -32,18 +33,24 @@ class _Modes:
 
     Args:
         model: with its modules.
-        evaluated: names of those that planning has seen in evaluation; the others it has seen in training.
+        evaluated: names of those that planning has seen in evaluation; the others it has seen in training. None: it was
+            that of another model.
     """
 
-    def __init__(self, model: nn.Module, *, evaluated: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, *, evaluated: Collection[str] | None) -> None:
         names, self._modules = zip(*model.named_modules(), strict=True)
         self._latest: list[bool] = []
-        self._seen = {(index, name not in evaluated) for index, name in enumerate(names)}
+        self._seen: set[tuple[int, bool]] = set()
+        if evaluated is not None:
+            self._seen.update((index, name not in evaluated) for index, name in enumerate(names))
 
     def are_new(self) -> bool:
         """Whether a module is in a mode in which it was not seen."""
         modes = [module.training for module in self._modules]
-        return modes != self._latest and not self._seen.issuperset(enumerate(modes))
+        if modes != self._latest and not self._seen.issuperset(enumerate(modes)):
+            return True
+        self._latest = modes
+        return False
 
     def see(self) -> None:
         """Each module is seen in its mode."""
@@ -79,7 +86,8 @@ class Pipeline(nn.Module):
         self._plan = plan
         self._workers = workers
         self._modes = _Modes(inner.model, evaluated=frozenset(plan.evaluated))
-        self._is_doubted = is_given
+        self._doubtful = _Modes(inner.model, evaluated=None) if is_given else self._modes
+        self._norms = [module for module in inner.model.modules() if isinstance(module, _BatchNorm)]
         self._wiring = wiring
         self._devices = frozenset(stage.device for stage in wiring.stages)
 
@@ -102,10 +110,9 @@ class Pipeline(nn.Module):
         self._learn((args, kwargs))
         if self._modes.are_new():
             self._observe((args, kwargs))
-        if self._is_doubted:
-            self._is_doubted = False
+        if self._doubtful.are_new() and not self._wiring.draws:
             return self._doubted(args, kwargs)
-        return self._run(args, kwargs, wiring=self._wiring)
+        return self._run(args, kwargs, wiring=self._fitting((args, kwargs)))
 
     def _learn(self, inputs: Any) -> None:
         """A tensor that is not as long as this batch is not per sample, and never will be."""
@@ -114,25 +121,33 @@ class Pipeline(nn.Module):
         if new:
             self._know(whole_inputs=tuple(sorted(new.union(known))))
 
+    def _fitting(self, inputs: Any) -> Wiring:
+        """The wiring; for a batch that is smaller than planned, as an epoch's last is, batch norm needs two samples."""
+        wiring = self._wiring
+        if any(norm.training for norm in self._norms):
+            samples = batch_size(inputs, dim=wiring.batch_dim)
+            if samples < min(self._plan.samples, 2 * wiring.microbatches):
+                return replace(wiring, microbatches=max(1, samples // 2))
+        return wiring
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, wiring: Wiring) -> Any:
         executor = Executor(self._forward, model=self.inner.model, wiring=wiring, workers=self._workers)
         return executor.run(args, kwargs)
 
     def _doubted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A batch that is run again if its micro-batches have drawn numbers, which the plan does not know of."""
-        if self._wiring.draws:
-            return self._run(args, kwargs, wiring=self._wiring)
         before = Before(self.inner.model, self._devices)
-        output = self._run(args, kwargs, wiring=self._wiring)
+        output = self._run(args, kwargs, wiring=self._fitting((args, kwargs)))
+        self._doubtful.see()
         if not before.has_drawn():
             return output
         before.restore()
         self._know(draws=True)
-        return self._run(args, kwargs, wiring=self._wiring)
+        return self._run(args, kwargs, wiring=self._fitting((args, kwargs)))
 
     def _observe(self, inputs: Any) -> None:
         """Look at what the model does in its new modes, before micro-batches run in them."""
-        model, wiring = self.inner.model, self._wiring
+        model, wiring = self.inner.model, self._fitting(inputs)
         bench = Bench(
             module=self._forward,
             model=model,

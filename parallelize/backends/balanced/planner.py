@@ -26,7 +26,7 @@ from parallelize.backends.balanced.carriers import divisible
 from parallelize.backends.balanced.chunks import batch_size, take, uneven
 from parallelize.backends.balanced.costs import Profile, Spot
 from parallelize.backends.balanced.forward import Forward
-from parallelize.backends.balanced.observation import observed, ordinary
+from parallelize.backends.balanced.observation import bearing_parts, observed, ordinary
 from parallelize.backends.balanced.placement import Placement
 from parallelize.backends.balanced.plan import Plan, signature
 from parallelize.backends.balanced.profiling import Bench, bytes_of_modules, profile, seconds_of_modules
@@ -149,8 +149,10 @@ class Planner:
             )
             if not table:
                 return self._alone("it calls no submodules between which it could be divided")
-            bench = observed(bench, self._part(inputs), microbatches=self._wishes.microbatches)
-            found = self._fitting(bench, inputs)
+            microbatches = self._wishes.microbatches
+            with bearing_parts(bench, inputs, microbatches=microbatches):
+                bench = observed(bench, self._part(inputs), microbatches=microbatches)
+                found = self._fitting(bench, inputs)
         trial = Trial(
             module=self._module,
             model=self._model,

@@ -14,6 +14,7 @@ __all__ = [
     "cut_wrongly",
     "double_backward",
     "escaped",
+    "inner_gradient",
     "no_batch",
     "not_a_tensor",
     "not_sample_by_sample",
@@ -96,8 +97,8 @@ def cut_wrongly(dimensions: Mapping[str, int], error: Exception) -> ConfigError:
     return ConfigError(
         f"forward fails on a part of the batch ({type(error).__name__}), not on the whole; cut were arguments "
         f"{listed}{more}",
-        why="what is as long as the first tensor is taken for samples, a list of samples cannot be told from other lists, "
-        "and a forward that needs all samples has only some",
+        why="what is as long as the first tensor is taken for samples, a list of samples cannot be told from others, and "
+        "a part has not what a forward needs of all samples",
         fix="pass samples as one tensor, and what is not per sample in another shape; name the batch dimension: "
         f"BalancedBackend(batch_dim=...); write no batch size into forward; or {_WHOLE}",
     )
@@ -158,6 +159,17 @@ def escaped() -> ConfigError:
         why="it belongs to one micro-batch on one stage, whose backward runs there, and the model's gradients would "
         "not have its part",
         fix="let forward return it, and compute the loss on what the model returns; or detach it, or use backend='ddp'",
+    )
+
+
+def inner_gradient() -> ConfigError:
+    """torch.autograd.grad, or backward, inside forward."""
+    return ConfigError(
+        "forward differentiates (torch.autograd.grad, or backward) by an argument, a parameter, or a tensor from "
+        "another submodule",
+        why="its graph is in pieces, one per stage, and a gradient would have the last piece only",
+        fix="let forward return what is differentiated, and call torch.autograd.grad on the model's output; or use "
+        "backend='ddp'",
     )
 
 
