@@ -6,18 +6,17 @@ import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from parallelize import runtime
+from parallelize.backends.compression import COMPRESSING, HOOKS, CommHook, hook_for
 from parallelize.backends.first_iteration import FirstIteration
 from parallelize.containers import leaves, map_leaves
 from parallelize.contracts import Backend, Engine, Inner, LocalEngine
@@ -25,15 +24,6 @@ from parallelize.errors import ConfigError
 from parallelize.traffic import Traffic
 
 __all__ = ["Averaging", "AveragingEngine", "averaging_engine", "send"]
-
-CommHook = Literal["fp16", "bf16", "powersgd"] | tuple[object, Callable[..., Any]]
-
-_HOOKS: dict[str, Callable[..., Any]] = {
-    "fp16": default_hooks.fp16_compress_hook,
-    "bf16": default_hooks.bf16_compress_hook,
-    "powersgd": powerSGD_hook,
-}
-_COMPRESSING = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +54,7 @@ class Averaging(Backend):
     comm_hook: CommHook | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.comm_hook, str) and self.comm_hook not in _HOOKS:
+        if isinstance(self.comm_hook, str) and self.comm_hook not in HOOKS:
             raise ConfigError(
                 f"comm_hook={self.comm_hook!r}",
                 why="there is no way of communication of that name",
@@ -129,7 +119,7 @@ class AveragingEngine(Engine):
         ignored = set(self.module.parameters_to_ignore)
         named = [(name, each) for name, each in self.module.module.named_parameters() if each.requires_grad]
         counted = [each for name, each in named if name not in ignored]
-        if self._hook in _COMPRESSING.values():
+        if self._hook in COMPRESSING.values():
             return Traffic(sum(2 * each.numel() for each in counted), f"all-reduced as {self._hook}")
         own = sum(each.nbytes for each in counted)
         return Traffic(own, "handed to a comm hook") if self.module._comm_hooks else Traffic(own)
@@ -202,6 +192,8 @@ def averaging_engine(options: Averaging, module: nn.Module, *, inner: Inner, dev
     if not any(parameter.requires_grad for parameter in inner.parameters()):
         send([*inner.parameters(), *inner.buffers()])
         return _Untrained(module, sends_buffers=options.broadcast_buffers)
+    hook = options.comm_hook or COMPRESSING.get(inner.session.communication_dtype)  # type: ignore[arg-type]  # None is no key, and get() then says None
+    registered = None if hook is None else hook_for(inner.model, hook)
     with contextlib.ExitStack() as stack:
         if options.sync_batchnorm:
             stack.enter_context(_synchronised_batchnorm(inner.model, device=device))
@@ -214,9 +206,8 @@ def averaging_engine(options: Averaging, module: nn.Module, *, inner: Inner, dev
             bucket_cap_mb=options.bucket_cap_mb,
         )
         replica.is_training = lambda: options.broadcast_buffers and inner.model.training
-        hook = options.comm_hook or _COMPRESSING.get(inner.session.communication_dtype)  # type: ignore[arg-type]  # None is no key, and get() then says None
-        if hook is not None:
-            replica.register_comm_hook(*_comm_hook(hook))
+        if registered is not None:
+            replica.register_comm_hook(*registered)
         sends_buffers = options.broadcast_buffers
         on_close = stack.pop_all().close
         return AveragingEngine(replica, local=module, sends_buffers=sends_buffers, hook=hook, on_close=on_close)
@@ -239,19 +230,6 @@ def send(tensors: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for work in [dist.broadcast(tensor.detach(), src=0, async_op=True) for tensor in tensors]:
             work.wait()
-
-
-def _comm_hook(hook: CommHook | str) -> tuple[object, Callable[..., Any]]:
-    state, function = hook if isinstance(hook, tuple) else (None, _HOOKS[hook])
-    if hook == "powersgd":
-        state = PowerSGDState(None, start_powerSGD_iter=2)
-
-    # Without annotations and name: DDP compares the former as objects, which they are not where annotations are
-    # postponed, and refuses bf16 by the latter on gloo, which has it.
-    def run(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see above
-        return function(state, bucket)
-
-    return state, run
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
 
 
 def _homes(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Each place of a parameter: the innermost unit around it (the model, if there is none), its name, the parameter."""
+    """Of each place of a parameter the innermost unit around it, or the model; its name; the parameter."""
     innermost: dict[nn.Module, nn.Module] = {}
     for unit in units:
         for module in unit.modules():

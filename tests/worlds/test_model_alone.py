@@ -268,6 +268,33 @@ def test_gradients_travel_as_asked(hook: str) -> None:
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
+def test_a_comm_hook_refuses_gradients_that_it_would_spoil(hook: Any) -> None:
+    """Complex ones, whose imaginary part a cast drops, and sparse ones: at the entry, by name, unless frozen."""
+
+    class Phases(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 4)
+            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    @distributed(processes=2, backend=DDPBackend(comm_hook=hook))
+    def train() -> None:
+        model: nn.Module = Phases()
+        refused = pytest.raises(ConfigError, match=rf"'{hook}' with phase of Phases, which is torch.complex64")
+        with refused, parallel_model(model):
+            pass
+        model.phase.requires_grad_(False)
+        model = nn.Sequential(nn.Embedding(4, 2, sparse=True), model)
+        refused = pytest.raises(ConfigError, match=rf"'{hook}' with 0, which has sparse=True")
+        with refused, parallel_model(model):
+            pass
+        model[0].requires_grad_(False)
+        with parallel_model(model):
+            pass
+
+    train()
+
+
 def test_an_unknown_comm_hook_is_refused() -> None:
     """Before anything runs."""
     with pytest.raises(ConfigError, match=r"(?s)comm_hook='fp8'.*'powersgd'"):
