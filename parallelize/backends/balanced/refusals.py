@@ -97,8 +97,8 @@ def cut_wrongly(dimensions: Mapping[str, int], error: Exception) -> ConfigError:
     return ConfigError(
         f"forward fails on a part of the batch ({type(error).__name__}), not on the whole; cut were arguments "
         f"{listed}{more}",
-        why="what is as long as the first tensor is taken for samples, a list of samples cannot be told from others, and "
-        "a part has not what a forward needs of all samples",
+        why="what is as long as the first tensor is taken for samples, whatever it is (lists of samples cannot be told "
+        "from other lists); and a part lacks what forward may need of all samples",
         fix="pass samples as one tensor, and what is not per sample in another shape; name the batch dimension: "
         f"BalancedBackend(batch_dim=...); write no batch size into forward; or {_WHOLE}",
     )
