@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -81,6 +82,19 @@ def test_a_closed_console_is_no_failure(tmp_path: Path) -> None:
     closed.close()
     (tmp_path / "rank0.out").write_text("text\n")
     with shown([Stream(tmp_path / "rank0.out", closed), Stream(tmp_path / "missing", io.StringIO())]):
+        pass
+
+
+class WriteOnly:
+    def write(self, text: str) -> None:
+        """It cannot be flushed."""
+
+
+@pytest.mark.parametrize("console", [None, WriteOnly()])
+def test_a_console_that_is_none_is_no_failure(console: Any, tmp_path: Path) -> None:
+    """A program without a terminal has no stream, and a GUI may put anything in its place."""
+    (tmp_path / "rank0.out").write_text("text\n")
+    with shown([Stream(tmp_path / "rank0.out", console)]):
         pass
 
 

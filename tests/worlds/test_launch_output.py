@@ -72,6 +72,27 @@ def test_output_is_live(tmp_path: Path) -> None:
         assert process.wait(40) == 0
 
 
+CLOSED = """
+import pathlib, sys
+from parallelize import distributed, rank
+
+@distributed(processes=2)
+def train():
+    print("at work", file=sys.stderr)
+    return rank()
+
+pathlib.Path(sys.argv[1]).write_text(str([train.all_ranks(), train.all_ranks()]))
+"""
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_failure(closed: str, tmp_path: Path) -> None:
+    """As of a daemon: their numbers would be those of the first sockets and files."""
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", CLOSED, str(tmp_path / "said")]
+    subprocess.run(command, cwd=tmp_path, timeout=50, check=True, stderr=subprocess.PIPE)
+    assert (tmp_path / "said").read_text() == "[[0, 1], [0, 1]]"
+
+
 BAR = """
 import warnings
 from tqdm import tqdm

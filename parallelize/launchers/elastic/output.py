@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,22 @@ from typing import TextIO
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 
-__all__ = ["RankFiles", "Stream", "shown"]
+__all__ = ["RankFiles", "Stream", "open_standard_streams", "shown"]
 
 _LOOK_EVERY_S = 0.03
+
+
+def open_standard_streams() -> None:
+    """Let 0, 1 and 2 be open, for good: closed (`>&-`), their numbers go to the next files and sockets.
+
+    Workers redirect 1 and 2, whatever that has become.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            lowest_free = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(lowest_free, True)  # noqa: FBT003 - it takes no keyword
 
 
 class RankFiles(LogsSpecs):
@@ -75,12 +89,12 @@ class Stream:
 
     Args:
         path: the file; may not exist yet.
-        to: where its text goes.
+        to: where its text goes; None: this process has no such stream.
         prefix: put before each line; "": text goes on as it comes, so that progress bars stay what they are.
     """
 
     path: Path
-    to: TextIO
+    to: TextIO | None
     prefix: str = ""
     _offset: int = 0
     _pending: str = ""
@@ -107,10 +121,10 @@ class Stream:
             # Of what a bar wrote over itself since the last look, the last state is enough.
             lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
             text = "".join(f"{self.prefix}{line}\n" for line in lines if line.strip())
-        if not text:
+        if not text or self.to is None:
             return
         encoding = getattr(self.to, "encoding", None) or "utf-8"
-        with contextlib.suppress(ValueError, OSError):  # the caller's stream may be closed; the file has it all
+        with contextlib.suppress(Exception):  # closed, or the user's own and no whole stream; the file has it all
             self.to.write(text.encode(encoding, errors="replace").decode(encoding))
             self.to.flush()
 

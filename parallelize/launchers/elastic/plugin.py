@@ -22,7 +22,7 @@ from parallelize.launchers.elastic.agent import MONITOR_INTERVAL_S, Agent
 from parallelize.launchers.elastic.control import Control, meet
 from parallelize.launchers.elastic.environment import worker_environ
 from parallelize.launchers.elastic.nodes import Alone, Nodes
-from parallelize.launchers.elastic.output import RankFiles, Stream, shown
+from parallelize.launchers.elastic.output import RankFiles, Stream, open_standard_streams, shown
 from parallelize.launchers.elastic.rendezvous import Rendezvous
 from parallelize.launchers.elastic.signals import Signals
 from parallelize.launchers.elastic.verdict import verdict
@@ -68,6 +68,7 @@ class ElasticLauncher(Launcher):
             WorkerError: a worker ended without an exception.
             LaunchError: a node did not come, or is gone.
         """
+        open_standard_streams()
         # The folder goes first: a signal that ends this process is delivered on the way out.
         with Signals().kept() as signals, _run_folder() as folder:
             task.write(task_path(folder))
