@@ -141,3 +141,86 @@ def test_operations_that_nobody_sees() -> None:
         loss_of(model(X)).backward()
     loss_of(plain(X)).backward()
     assert_equal_gradients(model, plain)
+
+
+class Forces(Chain):
+    """The derivative of an energy by the positions, computed inside forward."""
+
+    is_backward = False
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = super().forward(x).square().sum()
+            if self.is_backward:
+                energy.backward()
+                return x.grad
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_a_gradient_inside_forward(is_backward: bool) -> None:
+    """It would end where the stage begins: it is refused, while planning too."""
+    model = seeded(Forces)
+    model.is_backward = is_backward
+    with (
+        parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)),
+        pytest.raises(ConfigError, match=r"forward differentiates \(torch\.autograd\.grad, or backward\)"),
+    ):
+        model(X)
+
+
+def test_a_gradient_inside_one_operation_of_forward() -> None:
+    """What a submodule differentiates by a tensor of its own is right, for the loss behind it too."""
+
+    class Slope(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1.0
+            if not x.requires_grad:
+                x.requires_grad_()
+            with torch.enable_grad():
+                return torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)[0]
+
+    model = seeded(lambda: nn.Sequential(nn.Linear(8, 8), Slope(), nn.Linear(8, 8)))
+    plain = copy.deepcopy(model)
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)):
+        loss_of(model(X)).backward()
+    loss_of(plain(X)).backward()
+    assert_equal_gradients(model, plain)
+
+
+class Returning(Chain):
+    """Returns a view of a parameter."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.c.weight.t()
+
+
+def test_an_output_that_is_a_view_of_a_parameter() -> None:
+    """Whole batches have its gradient; from several micro-batches it cannot be joined, and the error says so."""
+    model = seeded(Returning)
+    plain = copy.deepcopy(model)
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=1)):
+        loss_of(model(X)).backward()
+    loss_of(plain(X)).backward()
+    assert_equal_gradients(model, plain)
+    backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=4)
+    with parallel_model(model, backend=backend), pytest.raises(ConfigError, match="output 1 of the model"):
+        model(X)
+
+
+def test_a_leaf_that_forward_makes_want_a_gradient() -> None:
+    """Behind frozen layers, what `requires_grad_` has made of an activation is differentiable on later stages too."""
+
+    class Adapted(Chain):
+        def forward(self, x: Tensor) -> Any:
+            x = self.a(x).requires_grad_()
+            return self.c(torch.tanh(self.b(x)))
+
+    model = seeded(Adapted)
+    model.a.requires_grad_(requires_grad=False)
+    plain = copy.deepcopy(model)
+    with divided(model, INPUTS, stages=3):
+        loss_of(model(X)).backward()
+    loss_of(plain(X)).backward()
+    assert_equal_gradients(model, plain)

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.checkpoints import divisible_checkpoints, reentrant
 from parallelize.backends.balanced.escapes import closed
 from parallelize.backends.balanced.tape import Tape, active
@@ -40,6 +41,7 @@ _QUESTIONS = frozenset(
 _DEVICE = _Tensor.device.__get__
 _DTYPE = _Tensor.dtype.__get__
 _ADD_IN_PLACE = _Tensor.add_
+_BACKWARD = frozenset({torch.autograd.backward, _Tensor.backward})
 
 
 class Crossing(TorchFunctionMode):
@@ -70,6 +72,9 @@ class Crossing(TorchFunctionMode):
             output = tape.moments.batch_norm(args, kwargs, localize=lambda value: _localized(tape, value))
         elif func is _ADD_IN_PLACE and tape.is_again and not args[0].is_floating_point():
             return args[0]  # batch norm's counter has counted this call before
+        elif func is torch.autograd.grad or func in _BACKWARD:
+            _check_gradients(tape, func, args, kwargs)
+            return _called(tape, func, args, kwargs)
         else:
             return _called(tape, func, args, kwargs)
         _claim(tape, output)
@@ -156,6 +161,14 @@ def _called(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not (own and output is own[0]):
         _claim(tape, output)
     return output
+
+
+def _check_gradients(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let pass what is differentiated within one segment: by tensors that it has made itself."""
+    inputs = () if func in _BACKWARD else kwargs.get("inputs", args[1] if len(args) > 1 else ())
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    if not inputs or not all(isinstance(each, torch.Tensor) and tape.is_made_here(each) for each in inputs):
+        raise refusals.inner_gradient()
 
 
 def _localized(tape: Tape, value: Any) -> Any:

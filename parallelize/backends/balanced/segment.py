@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from parallelize.backends.balanced.escapes import closed, within
 from parallelize.backends.balanced.randomness import Streams
 
-__all__ = ["OUTSIDE", "Import", "Segment", "Stage", "run_backward"]
+__all__ = ["OUTSIDE", "Import", "Segment", "Stage", "is_differentiable", "reaches", "run_backward"]
 
 OUTSIDE = -1
 """The stage of the user's code: inputs come from it, outputs go to it."""
@@ -113,6 +114,27 @@ def run_backward(
         allow_unreachable=True,
         accumulate_grad=not inputs,
     )
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    """Whether backward can begin at a tensor: a view of a parameter that no_grad has made says that it wants one."""
+    is_hollow = tensor.grad_fn is None and tensor._base is not None and tensor._base.requires_grad
+    return tensor.requires_grad and not is_hollow
+
+
+def reaches(tensor: torch.Tensor, leaves: Collection[int]) -> bool:
+    """Whether a tensor's history ends at one of some leaves, given by their ids."""
+    seen: set[Any] = set()
+    nodes: list[Any] = [tensor.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if id(getattr(node, "variable", None)) in leaves:
+            return True
+        seen.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+    return False
 
 
 def _version(tensor: torch.Tensor) -> int:

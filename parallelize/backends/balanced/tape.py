@@ -32,7 +32,7 @@ from torch import nn
 from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.batchnorm import Moments
 from parallelize.backends.balanced.randomness import Draws, Streams
-from parallelize.backends.balanced.segment import OUTSIDE, Import, Segment, Stage
+from parallelize.backends.balanced.segment import OUTSIDE, Import, Segment, Stage, is_differentiable, reaches
 from parallelize.backends.balanced.shadows import Shadows
 from parallelize.backends.balanced.turnstile import Turnstile
 
@@ -210,6 +210,10 @@ class Tape:
         if getattr(tensor, _MARK, None) not in self._owners:
             setattr(tensor, _MARK, self.segment.key)
 
+    def is_made_here(self, tensor: torch.Tensor) -> bool:
+        """Whether the segment that runs has made a tensor, so that all that depends on it is in the segment too."""
+        return getattr(tensor, _MARK, None) == self.segment.key
+
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """A piece of the user's inputs, from where segments import it."""
         setattr(tensor, _MARK, self.outside.key)
@@ -224,7 +228,7 @@ class Tape:
         if owner is None:
             return tensor, None
         latest, owner = self._latest(tensor, owner)
-        return latest, owner.export(latest) if latest.requires_grad else None
+        return latest, owner.export(latest) if is_differentiable(latest) else None
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """Where a tensor will be when the segment that runs uses it."""
@@ -276,17 +280,7 @@ class Tape:
         if self._shadows.knows(tensor, stage=self.segment.stage):
             return False
         ours = self._shadows.ids | {id(leaf) for each in self._owners.values() for _, leaf in each.exports}
-        seen: set[Any] = set()
-        nodes = [tensor.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            if id(getattr(node, "variable", None)) in ours:
-                return True
-            seen.add(node)
-            nodes.extend(following for following, _ in node.next_functions)
-        return False
+        return reaches(tensor, ours)
 
     def _imported(self, tensor: torch.Tensor, owner: Segment) -> torch.Tensor:
         known = self.segment.imports.get(id(tensor))
@@ -294,7 +288,7 @@ class Tape:
             return known.local
         source, owner = self._latest(tensor, owner)
         device = self.device
-        if source.requires_grad:
+        if is_differentiable(source):
             with torch.enable_grad():
                 leaf = owner.export(source)
                 local = leaf.clone() if leaf.device == device else leaf.to(device)
