@@ -15,6 +15,7 @@ from parallelize.errors import SyncError
 from parallelize.inplace.agreement import agree, verifying
 from parallelize.inplace.guard import Guard
 from parallelize.inplace.latecomers import Latecomers
+from parallelize.inplace.leftovers import claim, leave_behind
 from parallelize.inplace.route import Route
 from parallelize.inplace.strangers import watching_strangers
 from parallelize.inplace.structure import Structure
@@ -75,6 +76,7 @@ class Block:
         finally:
             route.lift()
             self._latecomers.close()
+            leave_behind([] if self._guard is None else self._guard.left())
             self._stop(failed=failed)
 
     def enter(self) -> nn.Module:
@@ -122,8 +124,7 @@ class Block:
         self._structure = Structure(self.model, has_own_parameters=self._engine.is_rebuildable)
         if self._engine.averages:
             guard = Guard(self._structure, engine=self._engine)
-            if self._guard is not None:
-                guard.inherit(self._guard)
+            guard.inherit(claim(self.model) if self._guard is None else self._guard.left())
             self._guard = guard
             self._watch.enter_context(guard.watching())
         is_sharded = self._run.config.backend.shards_gradients and self._run.world.world_size > 1

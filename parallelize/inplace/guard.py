@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,28 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from parallelize.contracts import Engine
 from parallelize.errors import SyncError
 from parallelize.inplace.agreement import compare
+from parallelize.inplace.own import BYPASSED, UNFINISHED, UNSENT, Own
 from parallelize.inplace.structure import Structure
 
 __all__ = ["Guard"]
-
-_BYPASSED = "it was computed from this rank's batch alone: a submodule or a method other than forward was called, the \
-model was used functionally, or backward ran once more than the model"
-_UNSENT = "it was accumulated under no_sync, and no backward outside of no_sync has averaged it since"
-_UNFINISHED = "the backward that brought it gave other parameters none, and averaging has waited for those in vain"
-_FIXES = {
-    _BYPASSED: "call the model itself; name other methods, as in parallel_model(model, methods=['encode']); for "
-    "several forwards call backward once, on the sum of their losses",
-    _UNSENT: "run forward and backward of the last micro-batch outside of no_sync, with every parameter in use",
-    _UNFINISHED: "use backend=DDPBackend(find_unused_parameters=True), or call zero_grad before the next backward",
-}
-
-
-class _Own(NamedTuple):
-    """A gradient that is this rank's own, from before another engine took over."""
-
-    parameter: torch.Tensor
-    name: str
-    why: str
 
 
 class Guard:
@@ -67,7 +49,7 @@ class Guard:
         self._arrived: set[int] = set()
         self._is_end_awaited = False
         self._own: dict[int, str] = {}
-        self._inherited: dict[int, _Own] = {}
+        self._inherited: dict[int, Own] = {}
         self._is_paused = False
         self._has_arrived = False
         self._has_stepped = False
@@ -117,19 +99,23 @@ class Guard:
             self._is_open = True
             self._arrived.clear()
 
-    def inherit(self, other: Guard) -> None:
-        """Take over what another guard knows of gradients, also of parameters that are frozen by now."""
-        unfinished = {} if other._has_settled(in_backward=False) else dict.fromkeys(other._arrived, _UNFINISHED)
-        self._inherited = dict(other._inherited)
-        for index, why in {**unfinished, **other._own}.items():
-            own = _Own(other._parameters[index], other._names[index], why)
-            self._inherited[id(own.parameter)] = own
+    def inherit(self, own: Iterable[Own]) -> None:
+        """Take over what was known before of gradients, also of parameters that are not trained here."""
+        self._inherited = {id(each.parameter): each for each in own}
+
+    def left(self) -> list[Own]:
+        """The gradients that are this rank's own."""
+        left = dict(self._inherited)
+        unfinished = {} if self._has_settled(in_backward=False) else dict.fromkeys(self._arrived, UNFINISHED)
+        for index, why in {**unfinished, **self._own}.items():
+            left[id(self._parameters[index])] = self._own_at(index, why)
+        return list(left.values())
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         self._has_arrived = True
         self._brought += 1
         if not self._is_open:
-            self._own[index] = _UNSENT if self._is_paused else _BYPASSED
+            self._own[index] = UNSENT if self._is_paused else BYPASSED
             return
         if self._is_paused:
             raise SyncError(
@@ -193,10 +179,11 @@ class Guard:
         if self._is_open and self._arrived:
             self._refuse_unfinished()
         for index in sorted(held & self._own.keys()):
-            if self._parameters[index].grad is None:
+            own = self._own_at(index, self._own[index])
+            if own.parameter.grad is None:
                 del self._own[index]
-            elif _has_gradient(self._parameters[index]):
-                raise self._not_averaged(self._names[index], self._own[index])
+            elif own.matters:
+                raise own.refusal()
 
     def _compare_assigned(self, held: set[int]) -> None:
         """Gradients that no backward has brought: from autograd.grad, averaged by the user or not."""
@@ -213,8 +200,8 @@ class Guard:
             own = self._inherited.get(id(each))
             if own is not None and each.grad is None:
                 del self._inherited[id(each)]
-            elif own is not None and _has_gradient(each):
-                raise self._not_averaged(own.name, own.why)
+            elif own is not None and own.matters:
+                raise own.refusal()
 
     def _refuse_newcomers(self, optimizer: torch.optim.Optimizer) -> None:
         now = {id(each): name for name, each in self._structure.model.named_parameters() if each.requires_grad}
@@ -236,12 +223,8 @@ class Guard:
         if not self._has_settled(in_backward=False):
             raise self._unused()
 
-    def _not_averaged(self, name: str, why: str) -> SyncError:
-        return SyncError(
-            f"the gradient of {name} of {self._model_name} is not averaged over the ranks",
-            why=why,
-            fix=_FIXES[why],
-        )
+    def _own_at(self, index: int, why: str) -> Own:
+        return Own(self._parameters[index], f"{self._names[index]} of {self._model_name}", why)
 
     def _unused(self) -> SyncError:
         missing = [name for index, name in enumerate(self._names) if index not in self._arrived]
@@ -272,13 +255,6 @@ def _is_in_backward() -> bool:
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _has_gradient(parameter: torch.Tensor) -> bool:
-    gradient = parameter.grad
-    if gradient is None:
-        return False
-    return bool((gradient._values() if gradient.is_sparse else gradient).count_nonzero())
 
 
 def _checked_closure(args: tuple[Any, ...], kwargs: dict[str, Any], *, check: Any) -> Any:

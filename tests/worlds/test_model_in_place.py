@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from typing import Any
@@ -373,6 +374,45 @@ def test_a_backward_after_the_block_is_refused() -> None:
                 loss.backward()
 
     train()
+
+
+def test_gradients_of_ones_own_are_not_stepped_on_after_the_block() -> None:
+    """Left under no_sync, they are refused after the block too; unless thrown away, or averaged by another block."""
+
+    @distributed(processes=WORLD)
+    def train() -> torch.Tensor:
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def leave(step: int) -> None:
+            with parallel_model(model), no_sync(model):
+                model(inputs(seed=2 * step + rank())).square().mean().backward()
+
+        leave(0)
+        for _ in range(2):
+            with pytest.raises(SyncError, match=r"(?s)encoder.weight of Mlp is not averaged.*under no_sync"):
+                optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        leave(1)
+        with parallel_model(model):
+            pass
+        with pytest.raises(SyncError, match=r"(?s)encoder.weight of Mlp is not averaged.*under no_sync"):
+            optimizer.step()
+        with parallel_model(model):
+            model(inputs(seed=rank())).mean().backward()
+        optimizer.step()
+        gc.collect()
+        from torch.optim.optimizer import _global_optimizer_pre_hooks  # this process's: a global's value would travel
+
+        hooks = len(_global_optimizer_pre_hooks)
+        leave(2)
+        assert len(_global_optimizer_pre_hooks) == hooks + 1
+        optimizer.zero_grad()
+        assert len(_global_optimizer_pre_hooks) == hooks
+        return model.head.weight.detach()
+
+    assert torch.equal(*train.all_ranks())
 
 
 def test_what_comes_after_the_block_is_the_users_own() -> None:
