@@ -17,9 +17,10 @@ from typing import NoReturn
 from parallelize.task import Outcome
 from parallelize.world import World
 
-__all__ = ["Ending", "flush", "hear_interrupts", "on_request"]
+__all__ = ["Ending", "flush", "hear_interrupts", "on_request", "tell_of_threads"]
 
 _FINALLY_WITHIN_S = 5.0
+_THREADS_WITHIN_S = 3.0
 
 
 class Ending:
@@ -87,6 +88,24 @@ class Ending:
 
     def _remove_folder(self) -> None:
         shutil.rmtree(self._path.parent, ignore_errors=True)
+
+
+def tell_of_threads(rank: int) -> None:
+    """Say, from a thread of its own, for what Python waits when it should have ended: a caller may not know why."""
+    threading.Thread(target=_tell_of_threads, args=[rank], name="parallelize-end", daemon=True).start()
+
+
+def _tell_of_threads(rank: int) -> None:
+    threading.main_thread().join()  # from here on only threads hold the process
+    threading.Event().wait(_THREADS_WITHIN_S)
+    left = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    if not left:
+        return
+    with contextlib.suppress(OSError, ValueError):  # as in `flush`
+        sys.stderr.write(
+            f"parallelize: rank {rank} has returned, and its process waits for threads that the function has left: "
+            f"{', '.join(left)}. The call returns when they end: join them, or start them with daemon=True\n"
+        )
 
 
 def on_request(number: int, _frame: FrameType | None) -> None:

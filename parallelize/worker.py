@@ -25,7 +25,7 @@ import torch
 
 from parallelize import main_module
 from parallelize.allocation import STOP_FILE
-from parallelize.ending import Ending, flush, hear_interrupts, on_request
+from parallelize.ending import Ending, flush, hear_interrupts, on_request, tell_of_threads
 from parallelize.errors import LaunchError
 from parallelize.layout import Layout
 from parallelize.logs import Logs
@@ -91,6 +91,7 @@ def run(orders: Orders) -> None:
         main_module.fill(task.function)
         main_module.share()
         _perform(task, world, path, ending, settings=orders.settings)
+        tell_of_threads(world.rank)
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is its outcome
         ending.fail(error)
 

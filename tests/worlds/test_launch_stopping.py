@@ -235,3 +235,35 @@ def test_a_call_works_in_another_thread() -> None:
     thread.start()
     thread.join()
     assert values == [[0, 1]]
+
+
+LEAVES_A_THREAD = """
+import pathlib, sys, threading, time
+from parallelize import distributed, rank
+
+@distributed(processes=2)
+def train(told):
+    def work():
+        while not pathlib.Path(told).exists():
+            time.sleep(0.01)
+        pathlib.Path(f"{told}.{rank()}").touch()
+
+    threading.Thread(target=work, name="writer").start()
+    return rank()
+
+print(train.all_ranks(sys.argv[1]))
+"""
+
+
+def test_threads_that_keep_a_call_from_returning_are_named(tmp_path: Path) -> None:
+    """They are waited for, as Python does, since their work may matter; these end when they have been told of."""
+    told = tmp_path / "told"
+    command = [sys.executable, "-c", LEAVES_A_THREAD, told]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        said = sorted(process.stderr.readline() for _ in range(2))
+        told.touch()
+        assert process.stdout.read() == "[0, 1]\n"
+    for number, line in enumerate(said):
+        waits = f"parallelize: rank {number} has returned, and its process waits for threads that the function has left"
+        assert line.startswith(f"{waits}: writer.")
+    assert len(list(tmp_path.glob("told.*"))) == 2
