@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallelize import runtime
 
-__all__ = ["OPS", "REDUCED_AS", "gather", "reduce", "send"]
+__all__ = ["OPS", "REDUCED_AS", "SENT_AS_THEY_ARE", "gather", "reduce", "send"]
 
 OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -38,7 +38,7 @@ REDUCED_AS = {
 }
 
 # What every process group sends as it is; the rest goes as bytes.
-_SENT_AS_THEY_ARE = frozenset({*REDUCED_AS.values(), torch.float16, torch.bfloat16})
+SENT_AS_THEY_ARE = frozenset({*REDUCED_AS.values(), torch.bool, torch.float16, torch.bfloat16, torch.complex32})
 
 
 def reduce(x: Tensor, op: str) -> Tensor:
@@ -81,7 +81,7 @@ def _values(x: Tensor) -> Tensor:
 
 def _sendable(values: Tensor) -> Tensor:
     """The same memory in a type that is sent."""
-    return values if values.dtype in _SENT_AS_THEY_ARE else values.reshape(-1).view(torch.uint8)
+    return values if values.dtype in SENT_AS_THEY_ARE else values.reshape(-1).view(torch.uint8)
 
 
 class _Reduction(torch.autograd.Function):

@@ -18,6 +18,7 @@ from typing_extensions import override
 from parallelize import runtime
 from parallelize.backends.compression import COMPRESSING, HOOKS, CommHook, hook_for
 from parallelize.backends.first_iteration import FirstIteration
+from parallelize.backends.unsendable import refuse_unsendable
 from parallelize.containers import leaves, map_leaves
 from parallelize.contracts import Backend, Engine, Inner, LocalEngine
 from parallelize.errors import ConfigError
@@ -189,6 +190,7 @@ def averaging_engine(options: Averaging, module: nn.Module, *, inner: Inner, dev
     Raises:
         ConfigError: options that this device or these parameters cannot have.
     """
+    refuse_unsendable(inner.model, takes_expanded=False)
     if not any(parameter.requires_grad for parameter in inner.parameters()):
         send([*inner.parameters(), *inner.buffers()])
         return _Untrained(module, sends_buffers=options.broadcast_buffers)

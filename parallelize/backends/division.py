@@ -28,6 +28,7 @@ from parallelize.backends.parts import converted, spread, whole_dictionaries
 from parallelize.backends.parts import whole as made_whole
 from parallelize.backends.sharding import Sharding
 from parallelize.backends.units import refuse_mixtures, refuse_sparse_gradients, refuse_ties, units_of
+from parallelize.backends.unsendable import refuse_unsendable
 from parallelize.backends.whereabouts import Whereabouts, refuse_flattening
 from parallelize.contracts import Engine, Inner
 from parallelize.errors import SyncError
@@ -71,6 +72,7 @@ class ShardingEngine(Engine):
         refuse_ties(model, units)
         refuse_mixtures(model, [*_apart(options, inner), *units])
         refuse_sparse_gradients(model)
+        refuse_unsendable(model, takes_expanded=True)
         for optimizer in optimizers:
             refuse_flattening(optimizer)
         reshards = options.reshard_after_forward is not False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -266,6 +267,34 @@ def test_gradients_travel_as_asked(hook: str) -> None:
     first, second = train.all_ranks()
     assert len(first) == 4
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_buffers_that_cannot_be_sent_are_refused(backend: str) -> None:
+    """Named at the entry, with what can be: sparse ones, types that gloo does not know, views that are not computed."""
+
+    @distributed(processes=2, backend=backend)
+    def train() -> None:
+        buffers = {
+            "is torch.sparse_coo.*to_dense": torch.eye(4).to_sparse(),
+            "is torch.sparse_csr": torch.eye(4).to_sparse_csr(),
+            "is torch.int16.*use int32": torch.zeros(4, dtype=torch.int16),
+            "is torch.float8_e5m2": torch.zeros(4).to(torch.float8_e5m2),
+            "is a conjugate.*resolve_conj": torch.zeros(4, dtype=torch.complex64).conj(),
+            "is expanded.*contiguous": torch.zeros(1).expand(4),
+        }
+        for message, buffer in buffers.items():
+            model = nn.Linear(6, 1)
+            model.register_buffer("table", buffer)
+            is_taken = backend == "fsdp" and "expanded" in message
+            refused = pytest.raises(ConfigError, match=f"(?s)table of Linear {message}")
+            with contextlib.nullcontext() if is_taken else refused, parallel_model(model):
+                pass
+        model.register_buffer("table", torch.ones(4, 2, dtype=torch.bool).T)
+        with parallel_model(model):
+            pass
+
+    train()
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
