@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -45,7 +44,7 @@ class ShardedLoader(Generic[T]):
         self._source, self._run, self._site = source, run, site
         self._place = Place()
         self._course: _Course[T] | None = None
-        self._reports = itertools.count()
+        self._reports = 0
 
     @property  # type: ignore[misc]  # isinstance asks for it: what was a DataLoader is one
     def __class__(self) -> type[Any]:
@@ -197,7 +196,8 @@ class ShardedLoader(Generic[T]):
             batches = with_bar(batches, course.reading, steps=self._source.steps(course.place), label=label)
         if options.report:
             label = f"{self._site} epoch {course.place.epoch}"
-            batches = with_pace(batches, key=f"{label}/{next(self._reports)}", label=label)
+            self._reports += 1
+            batches = with_pace(batches, key=f"{label}/{self._reports}", label=label)
         return batches
 
     def _explained(self, batches: Iterator[T]) -> Iterator[T]:
