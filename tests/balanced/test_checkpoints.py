@@ -123,6 +123,26 @@ def test_a_region_inside_what_is_recomputed(recompute: bool) -> None:
         assert_true_gradient(outer, INPUTS[0][0])
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_region_at_the_input(is_reentrant: bool, recompute: bool) -> None:
+    """A batch and a parameter that go into a region directly have the gradients of the plain model."""
+
+    class First(Chain):
+        def forward(self, x: Tensor) -> Any:
+            weight = self.first.weight
+            return self.head(checkpoint(lambda x, w: self.blocks(x @ w), x, weight, use_reentrant=is_reentrant))
+
+    model = seeded(lambda: First(0.0))
+    plain = copy.deepcopy(model)
+    x, same = (INPUTS[0][0].clone().requires_grad_() for _ in range(2))
+    with divided(model, INPUTS, recompute=recompute):
+        loss_of(model(x)).backward()
+    loss_of(plain(same)).backward()
+    torch.testing.assert_close(x.grad, same.grad)
+    assert_equal_gradients(model, plain)
+
+
 @pytest.mark.parametrize("kind", [Modules, Reentrant, Functions, Rows, Nested])
 def test_planning_with_checkpoints(kind: type[Chain]) -> None:
     """Measuring leaves no gradient behind; `backward` and `torch.autograd.grad` are those of finite differences."""

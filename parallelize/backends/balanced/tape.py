@@ -198,7 +198,9 @@ class Tape:
             # Made in the dark, by a scripted function or another library: it belongs to whoever uses it first.
             self.claim(tensor)
             return tensor
-        if self._is_again and tensor.requires_grad and not self._shadows.knows(tensor, stage=self.segment.stage):
+        # Arguments of a checkpoint come back as other objects, parameters do not.
+        is_known = not isinstance(tensor, nn.Parameter) or self._shadows.knows(tensor, stage=self.segment.stage)
+        if self._is_again and tensor.requires_grad and not is_known:
             raise refusals.other_weights(tuple(tensor.shape))
         shadow = self._shadows.of(tensor, stage=self.segment.stage)
         dtype = self._shadows.dtype_of(tensor)
