@@ -446,3 +446,34 @@ def test_importing_leaves_what_a_notebook_warns_of_for_later() -> None:
     """tqdm.auto warns at its import, in a notebook without ipywidgets: only who wants a bar imports it."""
     code = "import sys, parallelize; sys.exit('tqdm.auto' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+FORKED = """
+import multiprocessing, os
+from parallelize import LaunchError, distributed, rank
+
+@distributed(processes=2)
+def train():
+    return rank()
+
+def call():
+    return train()
+
+assert train.all_ranks() == [0, 1]
+child = os.fork()
+if child == 0:
+    os._exit(7 if train.all_ranks() == train.all_ranks() == [0, 1] else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    try:
+        pool.apply(call)
+    except LaunchError as error:
+        assert "ProcessPoolExecutor" in str(error), error
+        print("refused")
+assert train.all_ranks() == [0, 1]
+"""
+
+
+def test_a_forked_process_calls_and_a_daemonic_one_is_refused(run_script: Run) -> None:
+    """A fork has a server of its own, whatever its parent has called before; a Pool's worker hears what to use."""
+    assert run_script(FORKED).stdout == "refused\n"

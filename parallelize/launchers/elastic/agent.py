@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, Protocol
@@ -118,6 +118,7 @@ class Agent(LocalElasticAgent):
             with _starting, _hidden_main(), _spared():
                 if self._start_method == "forkserver":
                     multiprocessing.set_forkserver_preload(_PRELOAD)
+                    _ensure_own_server()
                 started: dict[int, Any] = super()._start_workers(worker_group)
             self._after_start(self.attempt)
         return started
@@ -189,6 +190,16 @@ class Agent(LocalElasticAgent):
         for process in self._processes():
             _signal(process.pid, signal.SIGKILL, of_group=True)
             process.join()
+
+
+def _ensure_own_server() -> None:
+    """Forget a fork server that is not this process's, but that of the process it was forked by."""
+    server: Any = forkserver._forkserver
+    try:
+        server.ensure_running()
+    except ChildProcessError:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
 def _signal(pid: int | None, number: signal.Signals, *, of_group: bool) -> None:

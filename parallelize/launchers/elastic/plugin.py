@@ -17,7 +17,7 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from parallelize.contracts import Launcher
-from parallelize.errors import ConfigError
+from parallelize.errors import ConfigError, LaunchError
 from parallelize.launchers.elastic.agent import MONITOR_INTERVAL_S, Agent
 from parallelize.launchers.elastic.control import Control, meet
 from parallelize.launchers.elastic.environment import worker_environ
@@ -68,6 +68,7 @@ class ElasticLauncher(Launcher):
             WorkerError: a worker ended without an exception.
             LaunchError: a node did not come, or is gone.
         """
+        _refuse_in_daemons(task)
         open_standard_streams()
         # The folder goes first: a signal that ends this process is delivered on the way out.
         with Signals().kept() as signals, _run_folder() as folder:
@@ -204,6 +205,15 @@ class _Run:
             world_size=self._layout.world_size,
             output=lambda rank: self._files.texts(rank, attempt),
             earlier=self._earlier,
+        )
+
+
+def _refuse_in_daemons(task: Task) -> None:
+    if multiprocessing.current_process().daemon:
+        raise LaunchError(
+            f"{task.name} asks for {task.layout.world_size} processes in a daemonic one, such as a Pool's worker",
+            why="multiprocessing lets a daemonic process start no others",
+            fix="call from the process that made the Pool, or use a concurrent.futures.ProcessPoolExecutor",
         )
 
 
