@@ -143,6 +143,24 @@ def test_a_region_at_the_input(is_reentrant: bool, recompute: bool) -> None:
     assert_equal_gradients(model, plain)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_planning_with_a_region_at_the_input(is_reentrant: bool, recompute: bool) -> None:
+    """A batch that wants a gradient may go into the first region, before any module has run."""
+
+    class First(Chain):
+        def forward(self, x: Tensor) -> Any:
+            for block in (self.first, *self.blocks):
+                x = checkpoint(block, x, use_reentrant=is_reentrant)
+            return self.head(x)
+
+    model = seeded(First)
+    x = INPUTS[0][0].clone().requires_grad_()
+    backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=4, recompute=recompute)
+    with parallel_model(model, backend=backend):
+        assert_true_gradient(model, x)
+
+
 @pytest.mark.parametrize("kind", [Modules, Reentrant, Functions, Rows, Nested])
 def test_planning_with_checkpoints(kind: type[Chain]) -> None:
     """Measuring leaves no gradient behind; `backward` and `torch.autograd.grad` are those of finite differences."""
