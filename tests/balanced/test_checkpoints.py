@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torchs
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from parallelize import parallel_model
+from parallelize import parallel_model, plan
 from parallelize.backends.balanced.plugin import BalancedBackend
 
 INPUTS: tuple[Any, dict[str, Any]] = ((torch.randn(8, 8, dtype=torch.double),), {})
@@ -261,6 +261,25 @@ def test_regions_leave_no_cycle_behind() -> None:
                 assert record() is None
         finally:
             gc.enable()
+
+
+class Whole(Chain):
+    """One region, which begins with an operation."""
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(lambda x: Chain.forward(self, 2 * x), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, "auto"])
+def test_a_model_in_one_region_is_not_divided(microbatches: Any) -> None:
+    """Said as such, whatever was asked for, and it trains as it did."""
+    model = seeded(lambda: Whole(0.0))
+    plain = copy.deepcopy(model)
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=microbatches)):
+        loss_of(model(*INPUTS[0])).backward()
+    loss_of(plain(*INPUTS[0])).backward()
+    assert "called in one checkpoint" in str(plan(model))
+    assert_equal_gradients(model, plain)
 
 
 def test_torchs_own_checkpoint_is_given_back() -> None:

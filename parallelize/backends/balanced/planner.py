@@ -152,6 +152,8 @@ class Planner:
             microbatches = self._wishes.microbatches
             with bearing_parts(bench, inputs, microbatches=microbatches):
                 bench = observed(bench, self._part(inputs), microbatches=microbatches)
+                if not bench.run(self._part(inputs)).events:
+                    return self._alone("all of its submodules are called in one checkpoint, which is not divided")
                 found = self._fitting(bench, inputs)
         trial = Trial(
             module=self._module,
