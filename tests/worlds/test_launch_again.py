@@ -16,6 +16,7 @@ import torch.distributed as dist
 from parallelize import ConfigError, distributed
 
 TASKS = Path("/proc/self/task")
+FILES = Path("/proc/self/fd")
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -43,6 +44,27 @@ def test_a_call_after_a_failed_one() -> None:
         with pytest.raises(LookupError):
             fail()
         assert total(5) == (10, 2)
+
+
+@pytest.mark.skipif(not FILES.is_dir(), reason="open files are seen on Linux only")
+def test_no_file_stays_open() -> None:
+    """However a call ends, and whether or not the garbage collector comes by."""
+
+    @distributed(processes=2, max_restarts=1)
+    def fail() -> None:
+        raise LookupError("twice")
+
+    total(1)  # the fork server's files stay
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(list(FILES.iterdir()))
+        total(1)
+        with pytest.raises(LookupError):
+            fail()
+        assert len(list(FILES.iterdir())) == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not TASKS.is_dir(), reason="threads of compiled code are seen on Linux only")

@@ -96,16 +96,18 @@ class Agent(LocalElasticAgent):
         self._returned: RunResult | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
-        """As torch elastic's, and no store is kept: its thread ends with the run.
+        """As torch elastic's, and neither a store nor files are kept: its thread ends with the run.
 
-        This object is one that only the garbage collector frees. In a process forked by then (a DataLoader's worker),
-        where that thread never was, freeing the store ends in a crash.
+        This object is one that only the garbage collector frees: until then every rank of every call would keep four
+        files open. And in a process forked by then (a DataLoader's worker), where that thread never was, freeing the
+        store ends in a crash.
         """
         try:
             result: RunResult = super().run(*args, **kwargs)
             return result
         finally:
             self._store = self._worker_group.store = None
+            self._close_files()
 
     @property
     def attempt(self) -> int:
@@ -114,6 +116,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._returned = None
+        self._close_files()  # of the attempt before
         with _undisturbed():
             with _starting, _hidden_main(), _spared():
                 if self._start_method == "forkserver":
@@ -170,6 +173,16 @@ class Agent(LocalElasticAgent):
     def _processes(self) -> list[BaseProcess]:
         context: Any = getattr(self._pcontext, "_pc", None)
         return [] if context is None else list(context.processes)
+
+    def _close_files(self) -> None:
+        """Close the pipes to workers that have ended, and those of their values."""
+        context: Any = self._pcontext
+        for queue in getattr(context, "_ret_vals", {}).values():
+            queue.close()
+        for process in self._processes():
+            if process.exitcode is not None:
+                process.close()
+        self._pcontext = None
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:  # torch 2.11 has no timeout
         self._ask_to_end(STOP_GRACE_S)
