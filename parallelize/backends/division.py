@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from parallelize import transport
@@ -97,6 +97,7 @@ class ShardingEngine(Engine):
         self.local = self.module = Gate(inner, roll_call_s=options.roll_call_s, world=world, before=before)
         self._taken = contextlib.ExitStack()
         self._taken.callback(register_optimizer_step_pre_hook(self._whereabouts.before_step).remove)
+        self._taken.callback(register_optimizer_step_post_hook(self._whereabouts.after_step).remove)
         self._taken.enter_context(guarded_submodules(model, self.module))
         self._taken.enter_context(whole_dictionaries(model, saves_whole=options.full_state_dict))
 

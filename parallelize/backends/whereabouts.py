@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize.errors import ConfigError, SyncError
 
@@ -43,6 +45,7 @@ class Whereabouts:
             id(each.sharded_param): each for group in groups if group is not None for each in group.fsdp_params
         }
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._spent: dict[int, tuple[int, int]] = {}
 
     def before_forward(self) -> None:
         """A forward is about to gather the parts.
@@ -83,11 +86,34 @@ class Whereabouts:
                 if _has_unsent(managed, gradient=each.grad):
                     raise self._unsent(self._names[id(each)])
 
+    def after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """An optimizer has stepped: on these gradients."""
+        for each in (each for group in optimizer.param_groups for each in group["params"]):
+            if id(each) in self._managed and each.grad is not None:
+                self._spent[id(each)] = _identity(each.grad)
+
     def part_with(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Make steps of optimizers that still hold parts an error from now on; not of these, which hold none."""
+        """Make steps an error from now on of optimizers that still hold parts, and of gradients that were in parts.
+
+        Args:
+            optimizers: they hold whole parameters again.
+        """
         for optimizer in self._met:
             if not any(optimizer is each for each in optimizers):
                 optimizer.register_step_pre_hook(_refuse_former)
+        wholes = {whole: self._parts[id(whole)] for _, _, whole in self._places}
+        lost = {whole: self._names[id(part)] for whole, part in wholes.items() if self._loses(part)}
+        if lost:
+            _refuse_to_pass_over(lost)
+
+    def _loses(self, part: nn.Parameter) -> bool:
+        """Whether a part has a gradient on which no optimizer has stepped."""
+        gradient: Any = part.grad
+        managed = self._managed.get(id(part))
+        if managed is not None and _has_unsent(managed, gradient=gradient):
+            return True
+        is_new = gradient is not None and self._spent.get(id(part)) != _identity(gradient)
+        return is_new and bool(gradient.to_local().count_nonzero())
 
     def _unsent(self, name: str) -> SyncError:
         return SyncError(
@@ -126,6 +152,33 @@ def _has_unsent(managed: Any, *, gradient: torch.Tensor | None) -> bool:
         or (gathered is not None and gathered.grad is not None)
         or (gradient is not None and not hasattr(gradient, "full_tensor"))
     )
+
+
+def _identity(gradient: torch.Tensor) -> tuple[int, int]:
+    return id(gradient), gradient._version
+
+
+def _refuse_to_pass_over(lost: Mapping[nn.Parameter, str]) -> None:
+    """Make it an error that an optimizer steps on parameters without their gradients, until they have others.
+
+    Args:
+        lost: names of parameters whose gradients have ended with the block.
+    """
+    names = WeakIdKeyDictionary(lost)
+
+    def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        for each in [each for group in optimizer.param_groups for each in group["params"] if each in names]:
+            if each.grad is None and each.requires_grad:
+                raise SyncError(
+                    f"{type(optimizer).__name__} steps after the block in which the gradient of {names[each]} was made",
+                    why="under fsdp gradients are in parts, which end with the block: the step would train nothing",
+                    fix="put the step inside the block: the whole loop belongs there",
+                )
+            del names[each]
+        if not names:
+            handle.remove()
+
+    handle = register_optimizer_step_pre_hook(before_step)
 
 
 def _refuse_former(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -362,6 +362,37 @@ def test_an_optimizer_made_inside_is_refused_after_the_block() -> None:
     run()
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_step_after_the_block_is_not_passed_over(is_named: bool) -> None:
+    """Gradients in parts end with the block: a step that would find none is refused, until there are others."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = seeded()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model, backend="fsdp", optimizers=[optimizer] if is_named else ()):
+            model(batch_of(0)).sum().backward()
+        with pytest.raises(SyncError, match=r"(?s)SGD steps after the block in which .* inside the block"):
+            optimizer.step()
+        train(model, optimizer, steps=range(1))
+
+    run()
+
+
+def test_gradients_that_were_stepped_on_are_done_with() -> None:
+    """Where every gradient was used, a step after the block that has none is as it always was."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = seeded()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model, backend="fsdp", optimizers=[optimizer]):
+            train(model, optimizer, steps=range(2))
+        optimizer.step()
+
+    run()
+
+
 def test_unfreezing_inside_is_followed() -> None:
     """A frozen block that is trained from some step on gets the gradients of one process."""
 
