@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -153,7 +154,7 @@ def _process_group(runtime: Runtime) -> Iterator[None]:
         # Stale keys of an earlier group would be taken for this one's: each gets a name of its own. Every rank makes
         # its groups in the same order, so that all count alike.
         store = dist.PrefixStore(f"parallelize/{next(_groups)}", _store(world, config.timeout))
-        with _gloo_interface(world):
+        with _gloo_interface(world), _own_excepthook(world):
             dist.init_process_group(
                 runtime.layout.process_group_backend,
                 store=store,
@@ -170,6 +171,15 @@ def _process_group(runtime: Runtime) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _own_excepthook(world: World) -> Iterator[None]:
+    """Torch puts "[rank0]: " before each line of a traceback, once more for every group, and for good."""
+    before = sys.excepthook
+    yield
+    if world.world_size == 1:
+        sys.excepthook = before
 
 
 @contextlib.contextmanager

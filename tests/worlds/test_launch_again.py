@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing.forkserver
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -131,6 +132,14 @@ def test_the_environment_decides_how_many(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("PARALLELIZE_PROCESSES", "many")
     with pytest.raises(ConfigError, match="PARALLELIZE_PROCESSES='many'"):
         total(1)
+
+
+def test_a_call_in_this_process_leaves_its_tracebacks_alone() -> None:
+    """Torch puts the rank before each line of them, once more with every group."""
+    before = sys.excepthook
+    for _ in range(2):
+        total.options(processes=1)(1)
+    assert sys.excepthook is before
 
 
 def test_a_group_of_the_caller_is_its_own() -> None:
