@@ -24,6 +24,7 @@ def documents(text: str) -> list[dict[str, object]]:
     return found
 
 
+@pytest.mark.soak
 def test_the_doctor_in_a_job(cluster: Cluster) -> None:
     """As a task of a job it knows the job and its place; two ranks of its own talk; a job's shell is warned."""
     done = cluster.run("srun", "-N1", "-n1", *COMMAND, "doctor", "--json", timeout_s=100)

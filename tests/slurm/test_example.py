@@ -48,6 +48,7 @@ def test_the_job_script(cluster: Cluster, folder: Path) -> None:
     assert accuracy(log.read_text()) >= 0.93
 
 
+@pytest.mark.soak
 def test_the_submitted_call(cluster: Cluster, folder: Path) -> None:
     """The same without a job script: the value is printed on the login node."""
     environ = {**python_first(cluster), "PARALLELIZE_PROCESSES": "2"}

@@ -115,6 +115,7 @@ def test_ranks_dealt_in_turn(cluster: Cluster, script: str) -> None:
     assert [value[:2] for value in values(done)] == [[6.0, 4]] * 4
 
 
+@pytest.mark.soak
 def test_a_job_script(cluster: Cluster, script: str, tmp_path: Path) -> None:
     """In one job of two nodes: no srun, `--ntasks` alone, another request than the tasks, torchrun on one node."""
     quoted = " ".join(f"'{part}'" for part in command(script))

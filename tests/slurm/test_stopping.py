@@ -102,6 +102,7 @@ def test_a_job_whose_tasks_are_asked_to_end_goes_on(cluster: Cluster, tmp_path: 
     assert job.result(timeout_s=150)["attempt"] == "1"
 
 
+@pytest.mark.soak
 def test_no_more_requeues_than_asked_for(cluster: Cluster, tmp_path: Path) -> None:
     """max_requeues=0: what the function returns when it is told to stop is the result."""
     job = counting(tmp_path, processes=1, max_requeues=0).submit(str(tmp_path), steps=100_000)

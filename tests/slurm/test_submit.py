@@ -88,6 +88,7 @@ def test_a_failure_of_rank_3_comes_back_as_itself(
     assert "RUNNING" in shown.err
 
 
+@pytest.mark.soak
 def test_an_array_runs_every_call(cluster: Cluster, tmp_path: Path) -> None:
     """Four calls in one array, two at a time: each value at its place."""
     jobs = submittable(tmp_path).submit_many([{"started": str(tmp_path / f"{n}"), "factor": n} for n in range(4)],
@@ -101,6 +102,7 @@ def test_an_array_runs_every_call(cluster: Cluster, tmp_path: Path) -> None:
     assert all((tmp_path / f"{n}").exists() for n in range(4))
 
 
+@pytest.mark.soak
 def test_a_running_job_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     """Its result says who has ended it, and nothing of it is left on the nodes."""
     job = submittable(tmp_path, processes=2).submit("sleep", started=str(tmp_path / "started"))

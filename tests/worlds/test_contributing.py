@@ -63,6 +63,7 @@ def my_package(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.soak
 def test_the_backend_of_the_guide(
     my_package: Path, run_script: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -24,6 +24,8 @@ LEAST = {
     "08_fsdp.py": 0.85,
     "09_balanced.py": 0.85,
 }
+# What these show, shorter tests show too.
+REPEATING = {"05_evaluation.py", "06_accumulation.py", "07_ddp2_nce.py"}
 
 
 def last_line(script: str, *, launcher: tuple[str, ...] = (), cwd: Path | None = None, **env: str) -> str:
@@ -47,7 +49,9 @@ def accuracy(script: str) -> float:
     return float(found[1])
 
 
-@pytest.mark.parametrize("script", LEAST)
+@pytest.mark.parametrize(
+    "script", [pytest.param(each, marks=pytest.mark.soak) if each in REPEATING else each for each in LEAST]
+)
 def test_it_learns(script: str) -> None:
     """The example trains to what its way of training can reach in a few seconds."""
     assert accuracy(script) >= LEAST[script]
