@@ -310,6 +310,18 @@ def row(name: str, forward: float, backward: float) -> Event:
     )
 
 
+class AsItIs:
+    """A model's forward, at no level of mixed precision."""
+
+    half = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+
 def per_event(found: Plan, model: nn.Module, x: Tensor) -> tuple[list[float], list[float], list[float]]:
     """Seconds per sample of each event of a plan, and its parameters."""
     from parallelize.backends.balanced.crossing import watching
@@ -322,9 +334,9 @@ def per_event(found: Plan, model: nn.Module, x: Tensor) -> tuple[list[float], li
     with watching(), threads(stages, microbatches=1) as workers:
         routes = {id(modules[name]): [0] for name in found.events}
         bench = Bench(
-            module=model, model=model, stages=stages, routes=routes, workers=workers, batch_dim=0, draws=False
+            module=AsItIs(model), model=model, stages=stages, routes=routes, workers=workers, batch_dim=0, draws=False
         )
-        measured, _ = profile(bench, ((x,), {}), samples=len(x))
+        measured, *_ = profile(bench, ((x,), {}), samples=len(x))
     events = measured.events
     return (
         [event.forward_s(1) for event in events],
