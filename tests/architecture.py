@@ -36,7 +36,7 @@ Sources = Mapping[str, str]
 # A file imports only from the floors above its own line here, that is: from lower ones. Folders stand for their files.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"allocation", "errors", "logs", "main_module", "settings", "store", "version"}),
-    frozenset({"containers", "hostlist", "network", "traffic"}),
+    frozenset({"containers", "gradients", "hostlist", "network", "traffic"}),
     frozenset({"world"}),
     frozenset({"devices"}),
     frozenset({"contracts"}),

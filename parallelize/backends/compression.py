@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from parallelize.errors import ConfigError
+from parallelize.gradients import has_sparse_gradient
 
 __all__ = ["COMPRESSING", "HOOKS", "CommHook", "hook_for"]
 
@@ -50,7 +51,7 @@ def _refuse_gradients(model: nn.Module, hook: str) -> None:
         if parameter.requires_grad and parameter.is_complex():
             raise _refused(hook, f"{name} of {type(model).__name__}, which is {parameter.dtype}")
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+        if has_sparse_gradient(module) and module.weight.requires_grad:
             raise _refused(hook, f"{name or type(model).__name__}, which has sparse=True")
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parallelize.backends.origins import origins
+from parallelize.gradients import at_end_of_backward
 
 __all__ = ["FirstIteration"]
 
@@ -59,7 +60,7 @@ class FirstIteration:
         self._backward = backward
         self._has_arrived = False
         self._module._static_graph_delay_allreduce_enqueued = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
+        at_end_of_backward(self._on_end)
 
     def _on_end(self) -> None:
         if self._has_arrived and self._handles:

@@ -14,6 +14,7 @@ from torch import nn
 
 from parallelize.contracts import Inner
 from parallelize.errors import SyncError
+from parallelize.gradients import is_in_backward
 from parallelize.world import World
 
 __all__ = ["Gate", "guarded_submodules"]
@@ -94,7 +95,7 @@ def guarded_submodules(model: nn.Module, gate: Gate) -> Iterator[None]:
     def guard(name: str) -> Any:
         def refuse(_module: nn.Module, _args: Any) -> None:
             # A checkpoint computes again inside backward.
-            if gate.depth == 0 and torch._C._current_graph_task_id() == -1:
+            if gate.depth == 0 and not is_in_backward():
                 raise SyncError(
                     f"{name} of {type(model).__name__} was called past the model",
                     why="its parameters are in parts, which only a call of the model puts together",

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from parallelize.errors import ConfigError
+from parallelize.gradients import has_sparse_gradient
 
 __all__ = ["refuse_mixtures", "refuse_sparse_gradients", "refuse_ties", "units_of"]
 
@@ -67,7 +68,7 @@ def refuse_mixtures(model: nn.Module, units: Sequence[nn.Module]) -> None:
 def refuse_sparse_gradients(model: nn.Module) -> None:
     """Parts are cut from dense gradients."""
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+        if has_sparse_gradient(module) and module.weight.requires_grad:
             raise ConfigError(
                 f"{name or type(model).__name__} has sparse=True under fsdp",
                 why="fully_shard reduces dense gradients only",

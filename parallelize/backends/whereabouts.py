@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize.errors import ConfigError, SyncError
+from parallelize.gradients import identity, parameters_of
 
 __all__ = ["Place", "Whereabouts", "refuse_flattening"]
 
@@ -71,7 +72,7 @@ class Whereabouts:
             SyncError: it holds what the model had before, or parts whose gradients were not sent.
             ConfigError: it cannot step on parts.
         """
-        held = [each for group in optimizer.param_groups for each in group["params"]]
+        held = list(parameters_of(optimizer))
         if any(id(each) in self._wholes for each in held):
             raise SyncError(
                 f"{type(optimizer).__name__} holds parameters that {type(self._model).__name__} had before",
@@ -88,9 +89,9 @@ class Whereabouts:
 
     def after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """An optimizer has stepped: on these gradients."""
-        for each in (each for group in optimizer.param_groups for each in group["params"]):
+        for each in parameters_of(optimizer):
             if id(each) in self._managed and each.grad is not None:
-                self._spent[id(each)] = _identity(each.grad)
+                self._spent[id(each)] = identity(each.grad)
 
     def part_with(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Make steps an error from now on of optimizers that still hold parts, and of gradients that were in parts.
@@ -112,7 +113,7 @@ class Whereabouts:
         managed = self._managed.get(id(part))
         if managed is not None and _has_unsent(managed, gradient=gradient):
             return True
-        is_new = gradient is not None and self._spent.get(id(part)) != _identity(gradient)
+        is_new = gradient is not None and self._spent.get(id(part)) != identity(gradient)
         return is_new and bool(gradient.to_local().count_nonzero())
 
     def _unsent(self, name: str) -> SyncError:
@@ -154,10 +155,6 @@ def _has_unsent(managed: Any, *, gradient: torch.Tensor | None) -> bool:
     )
 
 
-def _identity(gradient: torch.Tensor) -> tuple[int, int]:
-    return id(gradient), gradient._version
-
-
 def _refuse_to_pass_over(lost: Mapping[nn.Parameter, str]) -> None:
     """Make it an error that an optimizer steps on parameters without their gradients, until they have others.
 
@@ -167,7 +164,7 @@ def _refuse_to_pass_over(lost: Mapping[nn.Parameter, str]) -> None:
     names = WeakIdKeyDictionary(lost)
 
     def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        for each in [each for group in optimizer.param_groups for each in group["params"] if each in names]:
+        for each in [each for each in parameters_of(optimizer) if each in names]:
             if each.grad is None and each.requires_grad:
                 raise SyncError(
                     f"{type(optimizer).__name__} steps after the block in which the gradient of {names[each]} was made",

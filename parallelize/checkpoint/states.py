@@ -16,6 +16,7 @@ from parallelize.checkpoint.archive import Entry
 from parallelize.checkpoint.plain import is_in_parts
 from parallelize.containers import leaves, map_leaves
 from parallelize.errors import ConfigError, Fault
+from parallelize.gradients import parameters_of
 from parallelize.inplace.route import route_of
 
 __all__ = ["VALUE", "State", "needs_all_ranks", "state_of"]
@@ -185,7 +186,7 @@ def needs_all_ranks(thing: Any) -> bool:
     if isinstance(thing, nn.Module):
         return any(map(is_in_parts, (*thing.parameters(), *thing.buffers())))
     if isinstance(thing, torch.optim.Optimizer):
-        return any(is_in_parts(each) for group in thing.param_groups for each in group["params"])
+        return any(map(is_in_parts, parameters_of(thing)))
     return any(map(is_in_parts, leaves(thing)))
 
 
@@ -202,9 +203,8 @@ def _is_trusted(function: Any) -> bool:
 
 def _of_index(optimizer: Any, saved: Any) -> dict[int, Any]:
     """The parameter that each index of a saved state stands for."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
     indices = [index for group in saved["param_groups"] for index in group["params"]]
-    return dict(zip(indices, parameters, strict=True))
+    return dict(zip(indices, parameters_of(optimizer), strict=True))
 
 
 def _placed(entries: Any, *, like: Any) -> Any:

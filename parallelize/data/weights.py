@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from parallelize.errors import SyncError
+from parallelize.gradients import is_in_backward
 
 __all__ = ["Weight", "weighing"]
 
@@ -86,7 +87,7 @@ class _Weighing:
         self, tensors: Any, grad_tensors: Any = None, *args: Any, grad_variables: Any = None, **kwargs: Any
     ) -> None:
         given = grad_tensors if grad_variables is None else grad_variables  # the deprecated name of the same
-        is_inside = self._is_running or torch._C._current_graph_task_id() != -1
+        is_inside = self._is_running or is_in_backward()
         weight = 1.0 if is_inside else self._weight()
         # A backward inside a backward goes on with a gradient that is weighted already: reentrant checkpointing, and
         # torch's own second call for a subclass of Tensor.

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallelize.errors import SyncError
+from parallelize.gradients import parameters_of
 
 __all__ = ["agree", "compare", "differing", "verifying"]
 
@@ -49,7 +50,7 @@ def verifying(model: nn.Module, *, every: int) -> Iterator[None]:
     def after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         parameters = dict(model.named_parameters())
         known = {id(parameter) for parameter in parameters.values()}
-        if any(id(each) in known for group in optimizer.param_groups for each in group["params"]):
+        if any(id(each) in known for each in parameters_of(optimizer)):
             step = next(steps)
             if step % every == 0:
                 compare(parameters, model_name=type(model).__name__, when=f"after {step} optimizer steps")

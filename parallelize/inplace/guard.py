@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from parallelize.contracts import Engine
 from parallelize.errors import SyncError
+from parallelize.gradients import at_end_of_backward, is_in_backward, parameters_of
 from parallelize.inplace.agreement import compare
 from parallelize.inplace.own import BYPASSED, UNFINISHED, UNSENT, Own
 from parallelize.inplace.structure import Structure
@@ -131,11 +132,11 @@ class Guard:
             self._inherited.pop(id(parameter), None)
         if not self._is_end_awaited:
             self._is_end_awaited = True
-            _queue_callback(self._on_backward_end)
+            at_end_of_backward(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
         # The engine may have queued its own end after ours; one more turn puts us last.
-        _queue_callback(self._on_backward_settled)
+        at_end_of_backward(self._on_backward_settled)
 
     def _on_backward_settled(self) -> None:
         self._is_end_awaited = False
@@ -157,7 +158,7 @@ class Guard:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """After any optimizer's step: what it has found is no backward's gift the next time."""
-        if any(id(each) in self._index for each in _parameters_of(optimizer)):
+        if any(id(each) in self._index for each in parameters_of(optimizer)):
             self._spent[optimizer] = self._brought
 
     def _check(self, optimizer: torch.optim.Optimizer, *, brings_gradients: bool = False) -> None:
@@ -165,7 +166,7 @@ class Guard:
             self._refuse_newcomers(optimizer)
         if self._inherited:
             self._refuse_inherited(optimizer)
-        if not any(id(each) in self._index for each in _parameters_of(optimizer)):
+        if not any(id(each) in self._index for each in parameters_of(optimizer)):
             return
         # Until the next forward: several optimizers may share what one backward has brought, or the user has assigned.
         self._has_stepped = True
@@ -173,7 +174,7 @@ class Guard:
         is_assigned = is_unheard_of and not brings_gradients
         if not self._own and not (self._is_open and self._arrived) and not is_assigned:
             return
-        held = {self._index[id(each)] for each in _parameters_of(optimizer) if id(each) in self._index}
+        held = {self._index[id(each)] for each in parameters_of(optimizer) if id(each) in self._index}
         if is_assigned:
             self._compare_assigned(held)
         if self._is_open and self._arrived:
@@ -196,7 +197,7 @@ class Guard:
         )
 
     def _refuse_inherited(self, optimizer: torch.optim.Optimizer) -> None:
-        for each in _parameters_of(optimizer):
+        for each in parameters_of(optimizer):
             own = self._inherited.get(id(each))
             if own is not None and each.grad is None:
                 del self._inherited[id(each)]
@@ -205,7 +206,7 @@ class Guard:
 
     def _refuse_newcomers(self, optimizer: torch.optim.Optimizer) -> None:
         now = {id(each): name for name, each in self._structure.model.named_parameters() if each.requires_grad}
-        for each in _parameters_of(optimizer):
+        for each in parameters_of(optimizer):
             if id(each) in now and id(each) not in self._index and each.grad is not None:
                 raise SyncError(
                     f"the gradient of {now[id(each)]} of {self._model_name} is not averaged over the ranks",
@@ -214,7 +215,7 @@ class Guard:
                 )
 
     def _refuse_unfinished(self) -> None:
-        if _is_in_backward():
+        if is_in_backward():
             raise SyncError(
                 f"an optimizer steps on parameters of {self._model_name} inside backward",
                 why="gradients are averaged over the ranks until backward ends",
@@ -241,20 +242,6 @@ class Guard:
             fix="use backend=DDPBackend(find_unused_parameters=True), freeze them (requires_grad_(False)), or let all "
             "outputs take part in the loss",
         )
-
-
-def _queue_callback(callback: Any) -> None:
-    # What torch's own reducers in Python use; the engine runs it when the backward that is running has ended.
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _checked_closure(args: tuple[Any, ...], kwargs: dict[str, Any], *, check: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 
 from parallelize.backends.origins import origins
 from parallelize.errors import SyncError
+from parallelize.gradients import at_end_of_backward, identity
 
 __all__ = ["Latecomers"]
 
@@ -41,7 +42,7 @@ class Latecomers:
     def _on_backward(self, _: tuple[torch.Tensor, ...]) -> None:
         if self._is_over:
             before = self._gradients()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._on_end(before))
+            at_end_of_backward(lambda: self._on_end(before))
 
     def _on_end(self, before: dict[str, tuple[int, int]]) -> None:
         model = self._model()
@@ -56,4 +57,4 @@ class Latecomers:
     def _gradients(self) -> dict[str, tuple[int, int]]:
         model = self._model()
         named = () if model is None else model.named_parameters()
-        return {name: (id(each.grad), each.grad._version) for name, each in named if each.grad is not None}
+        return {name: identity(each.grad) for name, each in named if each.grad is not None}

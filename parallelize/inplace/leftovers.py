@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from parallelize.gradients import parameters_of
 from parallelize.inplace.own import Own
 
 __all__ = ["claim", "leave_behind"]
@@ -47,11 +48,10 @@ class _Leftovers:
         return Own(parameter, name, why) if is_left else None
 
     def _on_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for each in group["params"]:
-                own = self._known(each)
-                if own is not None and own.matters:
-                    raise own.refusal()
+        for each in parameters_of(optimizer):
+            own = self._known(each)
+            if own is not None and own.matters:
+                raise own.refusal()
 
     def _forget(self, parameter: int, _: Any = None) -> None:
         self._left.pop(parameter, None)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallelize.errors import SyncError
+from parallelize.gradients import parameters_of
 from parallelize.inplace.agreement import differing
 from parallelize.inplace.route import blocks_open, in_blocks
 
@@ -31,7 +32,7 @@ def watching_strangers(model: nn.Module) -> Iterator[None]:
     acquainted: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
     def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        held = [each for group in optimizer.param_groups for each in group["params"]]
+        held = list(parameters_of(optimizer))
         seen = [blocks_open(), *map(id, held)]
         if acquainted.get(optimizer) == seen:
             return

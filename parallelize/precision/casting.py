@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 
+from parallelize.gradients import has_sparse_gradient
+
 __all__ = ["HalfModels", "HalfWeights", "left_alone"]
 
 # Batch norm is fp32 by the level's definition; a parametrization computes a weight, in the precision of a weight; a
@@ -91,7 +93,7 @@ class HalfWeights:
 
 
 def _fp32_names(module: nn.Module) -> tuple[str, ...]:
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+    if has_sparse_gradient(module):
         return ()  # a sparse gradient cannot go back through torch's cast
     # In a replica, parameters are plain attributes: results of a copy, with a history.
     own: dict[str, Any] = module.__dict__.get("_former_parameters") or module._parameters

@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakIdKeyDictionary
 
+from parallelize.gradients import parameters_of
 from parallelize.precision import refusals
 from parallelize.precision.gradients import scale_, unscale_
 from parallelize.precision.hooks import TrueGradients
@@ -137,7 +138,7 @@ class Scaling:
         Raises:
             ConfigError: a step that loss scaling cannot judge.
         """
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = list(parameters_of(optimizer))
         if not self._is_ours(optimizer, parameters):
             return None
         if torch._C._current_graph_task_id() != -1:

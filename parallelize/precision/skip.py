@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
 
 import torch
+
+from parallelize.gradients import parameters_of
 
 __all__ = ["Skips", "stand_in"]
 
@@ -31,7 +31,7 @@ class Skips:
 
     def begin(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Hide the gradients of an optimizer; returns who takes the step instead of it."""
-        held = [(each, each.grad) for each in _parameters(optimizer) if each.grad is not None]
+        held = [(each, each.grad) for each in parameters_of(optimizer) if each.grad is not None]
         for parameter, _ in held:
             parameter.grad = None
         self._hidden.append((optimizer, held))
@@ -60,8 +60,3 @@ def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
     twin.state = defaultdict(dict)
     return twin
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for group in optimizer.param_groups:
-        yield from group["params"]

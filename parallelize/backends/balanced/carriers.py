@@ -19,8 +19,10 @@ from torch import nn
 
 from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.chunks import named, rebuild
+from parallelize.backends.balanced.segment import version
+from parallelize.errors import ConfigError
 
-__all__ = ["carriers", "changed", "divisible", "fresh", "snapshot", "unchanged"]
+__all__ = ["carriers", "changed", "divisible", "fresh", "snapshot", "unchanged", "written_to"]
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, type),
@@ -87,7 +89,12 @@ def unchanged(inputs: Any) -> Iterator[None]:
             raise
         cause = error
     for name in changed(inputs, before):
-        raise refusals.carrier(name, type(carriers(inputs)[name]).__name__, "is changed by forward") from cause
+        raise written_to(inputs, name) from cause
+
+
+def written_to(inputs: Any, name: str) -> ConfigError:
+    """What there is to say of an object that forward has changed."""
+    return refusals.carrier(name, type(carriers(inputs)[name]).__name__, "is changed by forward")
 
 
 def _is_carrier(leaf: Any) -> bool:
@@ -107,7 +114,7 @@ def _facts(value: Any) -> _Facts:
 
 def _walk(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, torch.Tensor):
-        yield value, 0 if value.is_inference() else value._version
+        yield value, version(value)
     elif isinstance(value, _PLAIN):
         yield None, (type(value), repr(value) if isinstance(value, (int, float, complex, str, bytes)) else id(value))
     elif id(value) not in seen:

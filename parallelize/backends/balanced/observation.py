@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from parallelize.backends.balanced import refusals, untouched
-from parallelize.backends.balanced.carriers import carriers
+from parallelize.backends.balanced.carriers import written_to
 from parallelize.backends.balanced.chunks import cut
 from parallelize.backends.balanced.profiling import Bench, Timings
 from parallelize.containers import map_leaves
@@ -68,7 +68,7 @@ def observed(bench: Bench, inputs: Any, *, microbatches: int | None) -> Bench:
         if changed:
             raise refusals.stateful(changed)
         for name in runs[0].changed_inputs:
-            raise refusals.carrier(name, type(carriers(inputs)[name]).__name__, "is changed by forward")
+            raise written_to(inputs, name)
     return bench
 
 

@@ -86,7 +86,7 @@ class Pipeline(nn.Module):
         self._plan = plan
         self._workers = workers
         self._modes = _Modes(inner.model, evaluated=frozenset(plan.evaluated))
-        self._doubtful = _Modes(inner.model, evaluated=None) if is_given else self._modes
+        self._doubtful = _Modes(inner.model, evaluated=None) if is_given else None
         self._norms = [module for module in inner.model.modules() if isinstance(module, _BatchNorm)]
         self._wiring = wiring
         self._devices = frozenset(stage.device for stage in wiring.stages)
@@ -110,8 +110,8 @@ class Pipeline(nn.Module):
         self._learn((args, kwargs))
         if self._modes.are_new():
             self._observe((args, kwargs))
-        if self._doubtful.are_new() and not self._wiring.draws:
-            return self._doubted(args, kwargs)
+        if self._doubtful is not None and not self._wiring.draws and self._doubtful.are_new():
+            return self._doubted(self._doubtful, args, kwargs)
         return self._run(args, kwargs, wiring=self._fitting((args, kwargs)))
 
     def _learn(self, inputs: Any) -> None:
@@ -134,11 +134,11 @@ class Pipeline(nn.Module):
         executor = Executor(self._forward, model=self.inner.model, wiring=wiring, workers=self._workers)
         return executor.run(args, kwargs)
 
-    def _doubted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _doubted(self, modes: _Modes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A batch that is run again if its micro-batches have drawn numbers, which the plan does not know of."""
         before = Before(self.inner.model, self._devices)
         output = self._run(args, kwargs, wiring=self._fitting((args, kwargs)))
-        self._doubtful.see()
+        modes.see()
         if not before.has_drawn():
             return output
         before.restore()

@@ -12,7 +12,7 @@ import torch
 from parallelize.backends.balanced.escapes import closed, within
 from parallelize.backends.balanced.randomness import Streams
 
-__all__ = ["OUTSIDE", "Import", "Segment", "Stage", "is_differentiable", "reaches", "run_backward"]
+__all__ = ["OUTSIDE", "Import", "Segment", "Stage", "is_differentiable", "reaches", "run_backward", "version"]
 
 OUTSIDE = -1
 """The stage of the user's code: inputs come from it, outputs go to it."""
@@ -46,12 +46,12 @@ class Import:
     def __init__(self, source: torch.Tensor, local: torch.Tensor) -> None:
         self.source = source
         self.local = local
-        self._version = _version(local)
+        self._version = version(local)
 
     @property
     def is_changed(self) -> bool:
         """Whether the copy has been changed in place."""
-        return _version(self.local) != self._version
+        return version(self.local) != self._version
 
 
 class Segment:
@@ -137,5 +137,6 @@ def reaches(tensor: torch.Tensor, leaves: Collection[int]) -> bool:
     return False
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to, where torch counts it."""
     return 0 if tensor.is_inference() else tensor._version
