@@ -10,8 +10,7 @@ from parallelize.checkpoint.loading import load
 from parallelize.checkpoint.rotation import checkpoints
 from parallelize.checkpoint.saving import save
 from parallelize.collectives import all_gather, all_reduce, barrier, broadcast, main_first
-from parallelize.contracts import Amp
-from parallelize.data.loader import shard_loader
+from parallelize.data.shard_loader import shard_loader
 from parallelize.decorator import distributed
 from parallelize.errors import (
     ConfigError,
@@ -24,9 +23,10 @@ from parallelize.errors import (
 from parallelize.launchers.slurm.job import Job
 from parallelize.launchers.slurm.plugin import SlurmLauncher
 from parallelize.model import no_sync, parallel_model
-from parallelize.runtime import device, is_main, local_rank, rank, world_size
-from parallelize.stopping import should_stop
+from parallelize.plugins.base import Amp
+from parallelize.runtime.context import device, is_main, local_rank, rank, world_size
 from parallelize.version import __version__
+from parallelize.worker.preemption import should_stop
 
 __all__ = [
     "Amp",

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallelize import runtime, transport
-from parallelize.containers import leaves, map_leaves
 from parallelize.errors import ConfigError, SyncError, did_you_mean
-from parallelize.watch.frames import site
+from parallelize.hang_detection.stack_frames import site
+from parallelize.runtime import context, differentiable
+from parallelize.runtime.containers import leaves, map_leaves
 
 __all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "main_first"]
 
@@ -37,14 +37,14 @@ def all_reduce(x: Any, op: Op = "mean") -> Any:
         ConfigError: an `op` that there is not, something that cannot be reduced, the mean of a tensor of integers.
         SyncError: the processes called it with different shapes, types, containers or `op`.
     """
-    if op not in transport.OPS:
-        raise ConfigError(f"op={op!r}", why="there is no such reduction", fix=did_you_mean(str(op), transport.OPS))
+    if op not in differentiable.OPS:
+        raise ConfigError(f"op={op!r}", why="there is no such reduction", fix=did_you_mean(str(op), differentiable.OPS))
     _refuse_what_cannot_travel(x, f"all_reduce(op={op!r})", op=op)
     if _size() == 1:
         return map_leaves(lambda leaf: _alone(leaf, op), x)
     _agree(f"all_reduce(op={op!r})", x)
     return map_leaves(
-        lambda leaf: transport.reduce(leaf, op) if isinstance(leaf, Tensor) else _reduced_number(leaf, op), x
+        lambda leaf: differentiable.reduce(leaf, op) if isinstance(leaf, Tensor) else _reduced_number(leaf, op), x
     )
 
 
@@ -66,7 +66,7 @@ def all_gather(x: Any) -> Any:
     if _size() == 1:
         return map_leaves(lambda leaf: leaf.clone()[None] if isinstance(leaf, Tensor) else [leaf], x)
     _agree("all_gather", x)
-    return map_leaves(lambda leaf: _one(leaf, transport.gather), x)
+    return map_leaves(lambda leaf: _one(leaf, differentiable.gather), x)
 
 
 def broadcast(x: Any, src: int = 0) -> Any:
@@ -90,7 +90,7 @@ def broadcast(x: Any, src: int = 0) -> Any:
     if size == 1:
         return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, x)
     _agree(f"broadcast(src={src})", x)
-    return map_leaves(lambda leaf: _one(leaf, lambda tensor: transport.send(tensor, src)), x)
+    return map_leaves(lambda leaf: _one(leaf, lambda tensor: differentiable.send(tensor, src)), x)
 
 
 def barrier(name: str | None = None) -> None:
@@ -153,7 +153,7 @@ def _meet(where: str, failure: BaseException | None) -> None:
 def _size() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    world = runtime.current().world
+    world = context.current().world
     if world.world_size > 1:
         raise ConfigError(
             f"no process group in a world of {world.world_size}",
@@ -198,7 +198,7 @@ def _refuse_tensor(x: Tensor, what: str, *, op: str | None) -> None:
 def _is_kept_by(op: str, dtype: torch.dtype) -> bool:
     """Whether a reduction of values of a type is of that type again."""
     return (
-        dtype in transport.REDUCED_AS
+        dtype in differentiable.REDUCED_AS
         and {
             "mean": dtype.is_floating_point or dtype.is_complex,
             "sum": dtype is not torch.bool,
@@ -212,7 +212,7 @@ def _agree(what: str, x: Any) -> None:
     """Compare what every process is about to do: collectives of different shapes hang, or mix values up silently."""
     text = f"{what} of {_signature(x)}" if x is not None else what
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    if len(set(transport.gather(torch.tensor([digest])).flatten().tolist())) == 1:
+    if len(set(differentiable.gather(torch.tensor([digest])).flatten().tolist())) == 1:
         return
     texts = [""] * dist.get_world_size()
     dist.all_gather_object(texts, f"{text} ({site()})")
@@ -248,8 +248,8 @@ def _alone(leaf: Any, op: str) -> Any:
 
 def _reduced_number(number: float, op: str) -> Any:
     if op == "sum" and isinstance(number, int):
-        return sum(_one(number, transport.gather))  # by Python: it may have more than 64 bits
-    return _one(float(number) if op == "mean" else number, lambda tensor: transport.reduce(tensor, op))
+        return sum(_one(number, differentiable.gather))  # by Python: it may have more than 64 bits
+    return _one(float(number) if op == "mean" else number, lambda tensor: differentiable.reduce(tensor, op))
 
 
 def _one(leaf: Any, collective: Callable[[Tensor], Tensor]) -> Any:

@@ -19,22 +19,22 @@ import torch.distributed as dist
 import wrapt
 from typing_extensions import Never, Unpack
 
-from parallelize.config import Config
-from parallelize.contracts import Launcher
-from parallelize.devices import probe
+from parallelize.call.module_sync import bring_back, modules_in
+from parallelize.call.task import Outcome, Task, is_importable, name_of
+from parallelize.cluster.devices import probe
+from parallelize.cluster.world import Node, World, detect
+from parallelize.config.config import Config
+from parallelize.config.explain import explanation
+from parallelize.config.layout import Layout
+from parallelize.config.options import Options
+from parallelize.config.placement import Placement, place
 from parallelize.errors import ConfigError
-from parallelize.explanation import explanation
+from parallelize.launchers.batch_launcher import Queue
 from parallelize.launchers.slurm.job import Job
-from parallelize.layout import Layout
-from parallelize.options import Options
-from parallelize.placement import Placement, place
-from parallelize.queueing import Queue
-from parallelize.runtime import active
-from parallelize.stopping import heeding
-from parallelize.task import Outcome, Task, is_importable, name_of
-from parallelize.trained import bring_back, modules_in
-from parallelize.worker import entered, refuse_while_reading
-from parallelize.world import Node, World, detect
+from parallelize.plugins.base import Launcher
+from parallelize.runtime.context import active
+from parallelize.worker.main import entered, refuse_while_reading
+from parallelize.worker.preemption import heeding
 
 __all__ = ["DistributedFunction", "distributed"]
 

@@ -11,21 +11,22 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallelize import registry, runtime
-from parallelize.backends.averaging import AveragingEngine
-from parallelize.config import Config
-from parallelize.contracts import Engine, Inner, LocalEngine, Precision, Session
-from parallelize.devices import probe
+from parallelize.backends.ddp_engine import AveragingEngine
+from parallelize.cluster.devices import probe
+from parallelize.cluster.world import World, detect
+from parallelize.config.config import Config
+from parallelize.config.layout import Layout, lay_out
 from parallelize.errors import ConfigError
-from parallelize.inplace.admission import admit, methods_of
+from parallelize.hang_detection.unsynced_training import IN_BLOCK
 from parallelize.inplace.block import Block
-from parallelize.inplace.route import route_of
-from parallelize.inplace.streams import split_streams
-from parallelize.layout import Layout, lay_out
-from parallelize.runtime import Runtime
-from parallelize.startline import StartLine
-from parallelize.watch.apart import IN_BLOCK
-from parallelize.world import World, detect
+from parallelize.inplace.forward_routing import route_of
+from parallelize.inplace.model_checks import admit, methods_of
+from parallelize.inplace.rank_rng import split_streams
+from parallelize.plugins import registry
+from parallelize.plugins.base import Engine, Inner, LocalEngine, Precision, Session
+from parallelize.runtime import context
+from parallelize.runtime.context import Runtime
+from parallelize.runtime.startup_summary import StartLine
 
 __all__ = ["no_sync", "parallel_model"]
 
@@ -87,7 +88,7 @@ def parallel_model(
     admit(models)
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(_run({name: value for name, value in options.items() if value is not None}))
-        (runtime.active() or run).told.add(IN_BLOCK)
+        (context.active() or run).told.add(IN_BLOCK)
         _refuse_comparing_parts(run)
         if run.config.seed is not None and run.world.world_size > 1:
             split_streams(seed=run.config.seed, rank=run.world.rank)
@@ -124,7 +125,7 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def _run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Runtime]:
     """The run this block is part of, with what the block asks for itself; outside of one, a run of its own."""
-    outer = runtime.active()
+    outer = context.active()
     if outer is not None:
         return contextlib.nullcontext(_within(outer, options)) if options else contextlib.nullcontext(outer)
     world, hardware = detect(os.environ), probe()
@@ -134,7 +135,7 @@ def _run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Runtime]:
     layout = lay_out(Config.parse(**options).merged(os.environ), hardware, world)
     if world is None and layout.world_size > 1:
         raise _nobody_started(layout)
-    return runtime.activate(Runtime(world or World(), layout))
+    return context.activate(Runtime(world or World(), layout))
 
 
 def _within(outer: Runtime, options: dict[str, Any]) -> Runtime:

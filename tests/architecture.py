@@ -11,12 +11,15 @@ from pathlib import Path
 
 __all__ = [
     "ENVIRONMENT",
+    "FLOORS",
+    "MAX_FLOORS",
     "PACKAGE",
     "Sources",
     "aimless_ignores",
     "cycles",
     "environment_access",
     "exports",
+    "files_at_top",
     "global_statements",
     "names_of_files",
     "plugin_imports",
@@ -33,28 +36,23 @@ ROOT = Path(__file__).parents[1]
 # Path below the root, with "/" -> text.
 Sources = Mapping[str, str]
 
-# A file imports only from the floors above its own line here, that is: from lower ones. Folders stand for their files.
+# From the ground up: a room (a folder, or a file beside the folders) imports only from rooms on lower floors. "" is
+# parallelize/__init__.py. Each floor says why it lies above the one before.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"allocation", "errors", "logs", "main_module", "settings", "store", "version"}),
-    frozenset({"containers", "gradients", "hostlist", "network", "traffic"}),
-    frozenset({"world"}),
-    frozenset({"devices"}),
-    frozenset({"contracts"}),
-    frozenset({"registry"}),
-    frozenset({"options"}),
-    frozenset({"support"}),
-    frozenset({"config"}),
-    frozenset({"layout"}),
-    frozenset({"explanation", "payload", "placement", "trained", "watch"}),
-    frozenset({"task"}),
-    frozenset({"ending", "queueing", "runtime"}),
-    frozenset({"transport", "worker"}),
-    frozenset({"announcements", "startline", "backends", "collectives", "launchers", "precision"}),
-    frozenset({"inplace", "stopping"}),
-    frozenset({"checkpoint", "data", "decorator", "model"}),
-    frozenset({"", "cli"}),  # "": parallelize/__init__.py
+    frozenset({"errors", "version"}),  # import nothing of the package
+    frozenset({"cluster", "hang_detection"}),  # facts about the machine and about blocked ranks; they raise errors
+    frozenset({"plugins"}),  # the contracts name World and Node
+    frozenset({"config"}),  # parses values into plug-ins, and lays them over the devices of a node
+    frozenset({"call", "runtime"}),  # carry a Layout: to another process, or as this process's contextvar
+    frozenset({"backends", "collectives", "precision"}),  # run inside a runtime
+    frozenset({"data", "inplace", "worker"}),  # use collectives, or engines
+    frozenset({"checkpoint", "launchers"}),  # save what inplace routes; start workers
+    frozenset({"decorator", "model"}),  # the doors
+    frozenset({"", "cli"}),  # what users import or type
     frozenset({"__main__"}),
 )
+MAX_FLOORS = 11
+MAX_FILES_AT_TOP = 8
 
 # One plug-in each: they never import each other. A file without PLUGIN is no plug-in, what several of them share.
 PLUGIN_FOLDERS = frozenset({"backends", "launchers", "precision"})
@@ -62,14 +60,14 @@ PLUGIN_FOLDERS = frozenset({"backends", "launchers", "precision"})
 # The only files that may touch os.environ, each with its reason. Everything else is handed a mapping.
 ENVIRONMENT: Mapping[str, str] = {
     "cli.main": "the command line is a public entry point: it hands the variables to its commands as a mapping",
-    "cli.program": "tells the script it runs its GPUs as this process numbers them, before anything reads them",
+    "cli.run_script": "tells the script it runs its GPUs as this process numbers them, before anything reads them",
     "decorator": "the call is a public entry point: it hands the variables to config and world as a mapping",
     "launchers.slurm.step": "a program of its own, that srun starts: it hands its variables on",
     "model": "parallel_model is a public entry point too: it hands the variables to config and world as a mapping",
-    "runtime": "the helpers enter here without a decorator: it hands the variables to world as a mapping; gloo reads "
-    "its interface from a variable when the group is made",
-    "stopping": "should_stop is a public entry point; the file that it looks for is named there for workers too",
-    "worker": "writes its own process's variables before anything reads them",
+    "runtime.context": "the helpers enter here without a decorator: it hands the variables to world as a mapping",
+    "runtime.process_group": "gloo reads its interface from a variable when the group is made",
+    "worker.main": "writes its own process's variables before anything reads them",
+    "worker.preemption": "should_stop is a public entry point; a variable tells workers too which file it looks for",
 }
 
 MAX_FILE_LINES = 320
@@ -184,6 +182,13 @@ def cycles(sources: Sources) -> list[str]:
     for name in sorted(edges):
         visit(name, ())
     return found
+
+
+def files_at_top(sources: Sources) -> list[str]:
+    """More files beside the package's folders than a reader takes in at a glance."""
+    beside = [path for path in sources if path.count("/") == 1]
+    found = f"{PACKAGE} has {len(beside)} files beside the folders, more than {MAX_FILES_AT_TOP}"
+    return [found] if len(beside) > MAX_FILES_AT_TOP else []
 
 
 def names_of_files(sources: Sources) -> list[str]:

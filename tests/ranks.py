@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from parallelize.config import Config
-from parallelize.devices import Hardware
-from parallelize.layout import lay_out
-from parallelize.runtime import Runtime, _active
-from parallelize.world import World
+from parallelize.cluster.devices import Hardware
+from parallelize.cluster.world import World
+from parallelize.config.config import Config
+from parallelize.config.layout import lay_out
+from parallelize.runtime.context import Runtime, _active
 
 __all__ = ["keep_handler", "place", "values"]
 

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from parallelize import registry
+from parallelize.plugins import registry
 from parallelize.precision.levels import markdown
 
 __all__ = ["MIGRATION", "README", "ROOT", "changed", "difference", "migrations", "proofs", "support", "written"]

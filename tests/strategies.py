@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from parallelize.contracts import LEVELS, Amp
-from parallelize.devices import Hardware
-from parallelize.world import World
+from parallelize.cluster.devices import Hardware
+from parallelize.cluster.world import World
+from parallelize.plugins.base import LEVELS, Amp
 
 __all__ = [
     "Hosts",

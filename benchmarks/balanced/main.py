@@ -324,10 +324,10 @@ class AsItIs:
 
 def per_event(found: Plan, model: nn.Module, x: Tensor) -> tuple[list[float], list[float], list[float]]:
     """Seconds per sample of each event of a plan, and its parameters."""
-    from parallelize.backends.balanced.crossing import watching
+    from parallelize.backends.balanced.plan_validation import threads
     from parallelize.backends.balanced.profiling import Bench, profile
-    from parallelize.backends.balanced.trial import threads
-    from parallelize.backends.balanced.workers import places
+    from parallelize.backends.balanced.stage_threads import places
+    from parallelize.backends.balanced.stage_transfer import watching
 
     modules = dict(model.named_modules())
     stages = places([torch.device("cpu")])

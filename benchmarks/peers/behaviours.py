@@ -288,19 +288,19 @@ BEHAVIOURS = {
         says="a weighted sampler draws once for all ranks, however they are seeded",
         check=_keeps_weights,
         needs=("loader",),
-        proof="tests/unit/test_data_loader.py::test_chance_is_shared_and_given_back",
+        proof="tests/unit/data/test_shard_loader.py::test_chance_is_shared_and_given_back",
     ),
     "stream": Behaviour(
         says="an `IterableDataset` is divided, each sample once",
         check=_divides_a_stream,
         needs=("loader",),
-        proof="tests/unit/test_data_iterable.py::test_every_sample_comes_once",
+        proof="tests/unit/data/test_iterable_style.py::test_every_sample_comes_once",
     ),
     "divided": Behaviour(
         says="a loader with a `DistributedSampler` is not divided twice",
         check=_divides_once,
         needs=("loader",),
-        proof="tests/unit/test_data_loader.py::test_a_distributed_loader_is_kept",
+        proof="tests/unit/data/test_shard_loader.py::test_a_distributed_loader_is_kept",
     ),
     "evaluation": Behaviour(
         says="gathered results: one per sample, of 101 samples",
@@ -312,6 +312,6 @@ BEHAVIOURS = {
         says="epochs are shuffled anew without `set_epoch`",
         check=_shuffles_anew,
         needs=("loader",),
-        proof="tests/unit/test_data_loader.py::test_epochs_advance_unless_only_a_first_batch_was_taken",
+        proof="tests/unit/data/test_shard_loader.py::test_epochs_advance_unless_only_a_first_batch_was_taken",
     ),
 }

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from parallelize.backends.averaging import Averaging, averaging_engine
-from parallelize.contracts import LEVELS, Engine, Inner, LocalEngine
-from parallelize.world import World
+from parallelize.backends.ddp_engine import Averaging, averaging_engine
+from parallelize.cluster.world import World
+from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
 
 __all__ = ["PLUGIN", "DDPBackend"]
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from parallelize.backends.averaging import Averaging, averaging_engine
-from parallelize.backends.splitting import splitter
-from parallelize.contracts import LEVELS, Engine, Inner, LocalEngine
-from parallelize.world import World
+from parallelize.backends.ddp_engine import Averaging, averaging_engine
+from parallelize.backends.dp_engine import splitter
+from parallelize.cluster.world import World
+from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
 
 __all__ = ["PLUGIN", "DDP2Backend"]
 

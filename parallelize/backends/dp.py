@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from parallelize.backends.splitting import splitter
-from parallelize.contracts import LEVELS, Backend, Engine, Inner, LocalEngine
-from parallelize.world import World
+from parallelize.backends.dp_engine import splitter
+from parallelize.cluster.world import World
+from parallelize.plugins.base import LEVELS, Backend, Engine, Inner, LocalEngine
 
 __all__ = ["PLUGIN", "DPBackend"]
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from parallelize.backends.sharding import Sharding
-from parallelize.contracts import LEVELS, Engine, Inner, LocalEngine
+from parallelize.backends.fsdp_options import Sharding
+from parallelize.cluster.world import World
 from parallelize.errors import ConfigError
-from parallelize.world import World
+from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
 
 __all__ = ["PLUGIN", "FSDPBackend"]
 
@@ -53,7 +53,7 @@ class FSDPBackend(Sharding):
                 fix=f"use a divisor of {world.world_size} above 1, or None",
             )
         # Half a second to import: only for those who use it.
-        from parallelize.backends.division import ShardingEngine
+        from parallelize.backends.fsdp_engine import ShardingEngine
 
         return ShardingEngine(self, inner, world=world, device=devices[0], optimizers=optimizers, restore=restore)
 

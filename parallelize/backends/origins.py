@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
-from parallelize.containers import leaves
+from parallelize.runtime.containers import leaves
 
 __all__ = ["origins"]
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize import runtime
-from parallelize.checkpoint.archive import Checkpoint, read
-from parallelize.checkpoint.meeting import ALONE_S, Meeting
-from parallelize.checkpoint.randomness import put_generators
+from parallelize.checkpoint.file_format import Checkpoint, read
+from parallelize.checkpoint.rendezvous import ALONE_S, Meeting
+from parallelize.checkpoint.rng_state import put_generators
 from parallelize.checkpoint.saving import line_of
-from parallelize.checkpoint.states import VALUE, State, needs_all_ranks, state_of
-from parallelize.containers import map_leaves
+from parallelize.checkpoint.state_dicts import VALUE, State, needs_all_ranks, state_of
 from parallelize.errors import ConfigError, Fault, ParallelizeError, SyncError, did_you_mean
-from parallelize.inplace.route import route_of
+from parallelize.inplace.forward_routing import route_of
+from parallelize.runtime import context
+from parallelize.runtime.containers import map_leaves
 
 __all__ = ["load", "load_into"]
 
@@ -68,7 +68,7 @@ def load_into(path: Path, things: Mapping[str, Any], *, rng: bool, what: str) ->
     states = _admitted(path, checkpoint, things)
     if checkpoint.pieces is not None and checkpoint.pieces.keys:
         with _agreed(Meeting.of(f"{what}: its parts"), path) if is_common else contextlib.nullcontext():
-            from parallelize.checkpoint.filling import filled  # a second to import: only where there are parts
+            from parallelize.checkpoint.load_shards import filled  # a second to import: only where there are parts
 
             checkpoint = filled(path, checkpoint, things, states)
     _put(checkpoint, things, states)
@@ -167,7 +167,7 @@ def _put_back(name: str, thing: Any, state: State, before: Any) -> None:
 
 
 def _put_generators(path: Path, checkpoint: Checkpoint) -> None:
-    run = runtime.current()
+    run = context.current()
     if run.world.world_size != checkpoint.world_size:
         _log.info(
             "%s is of %d processes, this run is of %d: random generators stay as they are",

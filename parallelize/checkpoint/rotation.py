@@ -19,17 +19,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallelize import runtime
-from parallelize.checkpoint.archive import Checkpoint, is_archive, read
-from parallelize.checkpoint.atomic import clear_leftovers
-from parallelize.checkpoint.background import Background, Copies
-from parallelize.checkpoint.folder import Share, is_broken_off, remove
+from parallelize.checkpoint.atomic_write import clear_leftovers
+from parallelize.checkpoint.background_save import Background, Copies
+from parallelize.checkpoint.file_format import Checkpoint, is_archive, read
 from parallelize.checkpoint.loading import load_into
-from parallelize.checkpoint.meeting import Meeting
+from parallelize.checkpoint.rendezvous import Meeting
+from parallelize.checkpoint.save_schedule import Timetable, timetable
 from parallelize.checkpoint.saving import completed, line_of, take, write_taken
-from parallelize.checkpoint.states import needs_all_ranks, state_of
-from parallelize.checkpoint.timetable import Timetable, timetable
+from parallelize.checkpoint.sharded_folder import Share, is_broken_off, remove
+from parallelize.checkpoint.state_dicts import needs_all_ranks, state_of
 from parallelize.errors import ConfigError, ParallelizeError, SyncError
+from parallelize.runtime import context
 
 __all__ = ["Checkpoints", "checkpoints"]
 
@@ -267,11 +267,11 @@ def checkpoints(
     # Two frames up: contextlib's own is in between.
     line = line_of(sys._getframe(2))
     store = dist.distributed_c10d._get_default_store() if _is_connected() else None
-    when = timetable(every, store=store, rank=runtime.rank())
+    when = timetable(every, store=store, rank=context.rank())
     saved = Checkpoints(
         Path(folder), keep=keep, things=things, when=when, line=line, in_background=in_background, sharded=sharded
     )
-    if runtime.rank() == 0:
+    if context.rank() == 0:
         _clear(Path(folder))
     saved.resume()
     try:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from parallelize import runtime
-from parallelize.checkpoint.archive import Checkpoint, Entry, write
-from parallelize.checkpoint.folder import Share, folder_for, packed, unpacked, write_folder
-from parallelize.checkpoint.meeting import ALONE_S, LATE_S, Meeting
-from parallelize.checkpoint.plain import plain, plain_names
-from parallelize.checkpoint.randomness import take_generators
-from parallelize.checkpoint.states import VALUE, needs_all_ranks, state_of
+from parallelize.checkpoint.file_format import Checkpoint, Entry, write
+from parallelize.checkpoint.rendezvous import ALONE_S, LATE_S, Meeting
+from parallelize.checkpoint.rng_state import take_generators
+from parallelize.checkpoint.safe_types import plain, plain_names
+from parallelize.checkpoint.sharded_folder import Share, folder_for, packed, unpacked, write_folder
+from parallelize.checkpoint.state_dicts import VALUE, needs_all_ranks, state_of
 from parallelize.errors import ConfigError, SyncError
+from parallelize.runtime import context
 
 __all__ = ["completed", "line_of", "save", "take", "write_taken"]
 
@@ -137,7 +137,7 @@ def take(
 
 def _bring(path: Path, told: str, meeting: Meeting, *, is_sharded: bool | None, in_parts: bool) -> str:
     """Tell the others what this rank has; rank 0 tells, too, whether a folder is to be written, and its answer."""
-    brought = {"told": told, "generators": take_generators(runtime.current().devices), "folder": ""}
+    brought = {"told": told, "generators": take_generators(context.current().devices), "folder": ""}
     try:
         if meeting.rank == 0:
             brought["folder"] = folder_for(path, is_sharded=is_sharded, in_parts=in_parts)
@@ -197,7 +197,7 @@ class _Apart:
         """What this rank writes of what it was called with."""
         if not is_common:
             return Share(folder, (), [], is_common=False)
-        from parallelize.checkpoint.shards import own_parts  # a second to import: only where there are parts
+        from parallelize.checkpoint.shard_files import own_parts  # a second to import: only where there are parts
 
         return Share(folder, tuple(self._keys), own_parts(self._divided), is_common=True)
 
@@ -207,10 +207,10 @@ def _gathering(rank: int) -> Callable[[Any, str], Any]:
     kept: dict[int, Any] = {}  # tied weights are one part under several names
 
     def whole(part: Any, _where: str) -> Any:
-        from parallelize.backends import parts  # half a second to import: only where there are parts
+        from parallelize.backends import sharded_tensors  # half a second to import: only where there are parts
 
         if id(part) not in kept:
-            tensor = parts.whole(part)
+            tensor = sharded_tensors.full_tensor(part)
             kept[id(part)] = part, tensor.cpu() if rank == 0 else None
         return kept[id(part)][1]
 
@@ -220,7 +220,7 @@ def _gathering(rank: int) -> Callable[[Any, str], Any]:
 def _generators(meeting: Meeting, told: str, *, is_certain: bool) -> tuple[Any, ...]:
     """Those of all ranks that have come; rank 0 waits a little for the others, unless they left it alone before."""
     if meeting.world_size == 1:
-        return (take_generators(runtime.current().devices),)
+        return (take_generators(context.current().devices),)
     patience_s = LATE_S if meeting.number == 0 or meeting.came_late() else 0.0
     if not is_certain and not meeting.all_come(patience_s):
         _log.warning(

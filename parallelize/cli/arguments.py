@@ -8,9 +8,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parallelize.config import Config
+from parallelize.config.config import Config
+from parallelize.config.options import FROM_TEXT, PARSERS
 from parallelize.errors import ConfigError, Fault, did_you_mean
-from parallelize.options import FROM_TEXT, PARSERS
 
 __all__ = ["Command", "help_text", "parse"]
 

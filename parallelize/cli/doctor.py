@@ -18,8 +18,8 @@ from parallelize.cli.checks import (
     network,
     overrides,
     ports,
+    process_start,
     smoke,
-    starting,
     versions,
 )
 from parallelize.cli.findings import Check, Result
@@ -46,7 +46,7 @@ CHECKS: tuple[Check[Any], ...] = (
     ports.CHECK,
     memory.CHECK,
     limits.CHECK,
-    starting.CHECK,
+    process_start.CHECK,
     cluster.CHECK,
     apex.CHECK,
     overrides.CHECK,

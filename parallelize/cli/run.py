@@ -12,9 +12,9 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from parallelize.cli.arguments import Command, help_text, parse
-from parallelize.cli.program import program, trace_of_script
-from parallelize.cli.sources import starts_itself
-from parallelize.config import ENV_PREFIX
+from parallelize.cli.run_script import program, trace_of_script
+from parallelize.cli.uses_decorator import starts_itself
+from parallelize.config.config import ENV_PREFIX
 from parallelize.decorator import distributed
 from parallelize.errors import ConfigError, LaunchError, WorkerError
 

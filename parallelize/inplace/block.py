@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.announcements import Moments
-from parallelize.contracts import Engine, Inner
 from parallelize.errors import SyncError
-from parallelize.inplace.agreement import agree, verifying
-from parallelize.inplace.guard import Guard
-from parallelize.inplace.latecomers import Latecomers
-from parallelize.inplace.leftovers import claim, leave_behind
-from parallelize.inplace.route import Route
-from parallelize.inplace.strangers import watching_strangers
-from parallelize.inplace.structure import Structure
-from parallelize.runtime import Runtime
-from parallelize.startline import StartLine
+from parallelize.inplace.backward_after_block import Latecomers
+from parallelize.inplace.forward_routing import Route
+from parallelize.inplace.gradient_guard import Guard
+from parallelize.inplace.local_gradients_after_block import claim, leave_behind
+from parallelize.inplace.model_consistency import agree, verifying
+from parallelize.inplace.model_structure import Structure
+from parallelize.inplace.unmanaged_parameters import watching_strangers
+from parallelize.plugins.base import Engine, Inner
+from parallelize.runtime.context import Runtime
+from parallelize.runtime.rank_consistency import Moments
+from parallelize.runtime.startup_summary import StartLine
 
 __all__ = ["Block"]
 

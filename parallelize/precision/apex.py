@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from parallelize.contracts import Amp, Precision, Session
+from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, MissingDependencyError
+from parallelize.plugins.base import Amp, Precision, Session
+from parallelize.precision.apex_restore import Masters
 from parallelize.precision.levels import describe, resolve
-from parallelize.precision.masters import Masters
 from parallelize.precision.patching import replaced
-from parallelize.world import World
 
 __all__ = ["PLUGIN", "ApexPrecision", "ApexSession"]
 

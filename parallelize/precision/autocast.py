@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from parallelize.precision import compiling
+from parallelize.precision import torch_compile
 
 __all__ = ["Window"]
 
@@ -82,7 +82,7 @@ class Window:
             return
         region, self._held.region = self._held.region, None
         region.__exit__(None, None, None)
-        self._held.left_inside = compiling.is_inside()
+        self._held.left_inside = torch_compile.is_inside()
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -116,7 +116,7 @@ class Window:
 
     def _settle(self) -> None:
         """Switch off what a compiled function has switched on, returning, after the window was left in it."""
-        if self._held.left_inside and not compiling.is_inside():
+        if self._held.left_inside and not torch_compile.is_inside():
             self._held.left_inside = False
             if _depth() == 0:
                 torch.set_autocast_enabled(self._device_type, False)  # noqa: FBT003  # torch's own signature

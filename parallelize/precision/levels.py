@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from parallelize.contracts import LEVELS, Amp, Level, Precision
-from parallelize.world import World
+from parallelize.cluster.world import World
+from parallelize.plugins.base import LEVELS, Amp, Level, Precision
 
 __all__ = ["TABLE", "LevelRow", "describe", "markdown", "resolve", "row_of"]
 

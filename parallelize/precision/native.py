@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from parallelize.contracts import Amp, Precision, Session
+from parallelize.cluster.world import World
+from parallelize.plugins.base import Amp, Precision, Session
 from parallelize.precision.levels import TABLE, describe, resolve
-from parallelize.precision.session import Policy, mixed_precision
-from parallelize.world import World
+from parallelize.precision.native_session import Policy, mixed_precision
 
 __all__ = ["PLUGIN", "NativePrecision"]
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from parallelize import parallel_model
 from parallelize.backends.balanced.plan import Plan, signature
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.containers import leaves
+from parallelize.runtime.containers import leaves
 
 WIDTH = 16
 

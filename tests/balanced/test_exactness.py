@@ -22,7 +22,7 @@ from balanced.models import (
 
 from parallelize import parallel_model
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.containers import map_leaves
+from parallelize.runtime.containers import map_leaves
 
 # Tied and reused weights are summed in another order, and so are some convolutions over copies of their inputs.
 SUMMED_OTHERWISE = {"gpt, tied", "gpt, loss inside", "reused layer", "cnn", "unet", "transformer, sequence first"}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from balanced.models import Gpt, loss_of, seeded
 
-from parallelize.world import World
+from parallelize.cluster.world import World
 
 # Each process is a node of its own, as torchrun would place it there.
 SCRIPT = """

@@ -32,9 +32,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from parallelize import parallel_model
+from parallelize.backends.balanced.microbatch_run import active
 from parallelize.backends.balanced.plan import plan
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.backends.balanced.tape import active
 
 INPUTS = batch_of(CASES["gpt, tied"])
 X = INPUTS[0][0]

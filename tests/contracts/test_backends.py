@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from zoo import ZOO, Mlp
 
-from parallelize import ConfigError, SyncError, distributed, no_sync, parallel_model, rank, registry, runtime
-from parallelize.config import Config
-from parallelize.contracts import Backend
-from parallelize.devices import Hardware
-from parallelize.layout import lay_out
-from parallelize.runtime import Runtime
-from parallelize.world import World
+from parallelize import ConfigError, SyncError, distributed, no_sync, parallel_model, rank
+from parallelize.cluster.devices import Hardware
+from parallelize.cluster.world import World
+from parallelize.config.config import Config
+from parallelize.config.layout import lay_out
+from parallelize.plugins import registry
+from parallelize.plugins.base import Backend
+from parallelize.runtime import context
+from parallelize.runtime.context import Runtime
 
 BACKENDS = registry.names("backends")
 SEVERAL = [name for name in BACKENDS if registry.find("backends", name).max_nodes is None]
@@ -41,7 +43,7 @@ def nodes_of_one_process(backend: Backend) -> Iterator[None]:
         return
     world = World(rank=rank(), node_rank=rank(), world_size=size)
     layout = lay_out(Config.parse(backend=backend, num_nodes=size), Hardware(), world)
-    with runtime.activate(Runtime(world, layout)):
+    with context.activate(Runtime(world, layout)):
         yield
 
 

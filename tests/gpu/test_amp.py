@@ -106,7 +106,7 @@ def block(model, amp, **options):
 
 
 def amp_of(dtype, level="O1"):
-    from parallelize.contracts import Amp
+    from parallelize.plugins.base import Amp
 
     return Amp(level=level, dtype=dtype, init_scale=2.0**24, growth_interval=4)
 
@@ -189,7 +189,7 @@ def test_inf_on_one_rank_is_left_out_on_both():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_replicas_compute_in_the_type(level, dtype):
     """DataParallel over the same GPU twice: in each replica's thread autocast is on, in the type that was asked for."""
-    from parallelize.contracts import Amp
+    from parallelize.plugins.base import Amp
 
     seen = []
 

@@ -23,7 +23,7 @@ from balanced.models import (
 from parallelize import parallel_model
 from parallelize.backends.balanced.plan import plan
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.containers import map_leaves
+from parallelize.runtime.containers import map_leaves
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

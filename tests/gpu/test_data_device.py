@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from parallelize import device, distributed, shard_loader
-from parallelize.data.device import on_device
+from parallelize.data.device_prefetch import on_device
 
 pytestmark = [
     pytest.mark.gpu,

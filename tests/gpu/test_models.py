@@ -21,12 +21,12 @@ from parallelize import (
     rank,
     runtime,
 )
-from parallelize.config import Config
-from parallelize.contracts import Backend
-from parallelize.devices import probe
-from parallelize.layout import Layout
-from parallelize.runtime import Runtime
-from parallelize.world import World
+from parallelize.cluster.devices import probe
+from parallelize.cluster.world import World
+from parallelize.config.config import Config
+from parallelize.config.layout import Layout
+from parallelize.plugins.base import Backend
+from parallelize.runtime.context import Runtime
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from parallelize.hostlist import first_host
+from parallelize.cluster.hostlist import first_host
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -64,8 +64,8 @@ def test_inf_on_one_rank_is_inf_on_all_under_ddp():
     def train(infinite):
         from torch.nn.parallel import DistributedDataParallel
 
-        from parallelize.contracts import Amp
-        from parallelize.precision.session import Policy, mixed_precision
+        from parallelize.plugins.base import Amp
+        from parallelize.precision.native_session import Policy, mixed_precision
 
         model = net()
         engine = DistributedDataParallel(model)
@@ -102,9 +102,9 @@ def test_scaling_in_a_block_equals_grad_scaler_around_ddp():
         from torch.nn.parallel import DistributedDataParallel
 
         from parallelize import no_sync, parallel_model
-        from parallelize.contracts import Amp
+        from parallelize.plugins.base import Amp
         from parallelize.precision.native import NativePrecision
-        from parallelize.precision.session import Policy, mixed_precision
+        from parallelize.precision.native_session import Policy, mixed_precision
 
         def scaling_only(self, *, models, device, **_):
             return mixed_precision(Policy(device=device, scaling=Amp(init_scale=2.0**10)), models=models)
@@ -164,8 +164,8 @@ def test_ranks_agree_on_inf_in_sharded_gradients(agree):
         import torch.distributed as dist
         from torch.distributed.fsdp import fully_shard
 
-        from parallelize.contracts import Amp
-        from parallelize.precision.session import Policy, mixed_precision
+        from parallelize.plugins.base import Amp
+        from parallelize.precision.native_session import Policy, mixed_precision
 
         model = Spiked()
         fully_shard(model)

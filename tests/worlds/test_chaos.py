@@ -38,9 +38,9 @@ SCRIPT = f"""
 import json, os, pathlib, sys, time
 import torch, torch.distributed as dist
 from parallelize import checkpoints, distributed, rank
-from parallelize.launchers.elastic import control
+from parallelize.launchers.elastic import node_coordination
 
-control._LOST_AFTER_S = {LOST_AFTER_S}
+node_coordination._LOST_AFTER_S = {LOST_AFTER_S}
 folder, options, last = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 
 @distributed(**dict(processes=1, num_nodes=2, timeout=30) | options)

@@ -29,12 +29,12 @@ from parallelize import (
     save,
     shard_loader,
 )
-from parallelize.checkpoint import loading, meeting, saving
-from parallelize.checkpoint.archive import read
+from parallelize.checkpoint import loading, rendezvous, saving
 from parallelize.checkpoint.digest import digest
-from parallelize.checkpoint.filling import filled
-from parallelize.checkpoint.folder import remove
-from parallelize.checkpoint.states import State
+from parallelize.checkpoint.file_format import read
+from parallelize.checkpoint.load_shards import filled
+from parallelize.checkpoint.sharded_folder import remove
+from parallelize.checkpoint.state_dicts import State
 
 
 def net() -> nn.Module:
@@ -225,7 +225,7 @@ def test_a_call_that_needs_all_ranks_says_so(tmp_path, case, capfd):
     @distributed(processes=2, backend=backend)
     def run():
         # In this process, which ends with the call.
-        meeting.LATE_S, saving.ALONE_S, loading.ALONE_S = 0.5, 2.0, 2.0
+        rendezvous.LATE_S, saving.ALONE_S, loading.ALONE_S = 0.5, 2.0, 2.0
         model = net()
         with parallel_model(model):
             before = model[0].bias

@@ -35,9 +35,9 @@ from parallelize import (
     rank,
     save,
 )
-from parallelize.checkpoint import archive, meeting, saving
-from parallelize.checkpoint.archive import MAIN, read
+from parallelize.checkpoint import file_format, rendezvous, saving
 from parallelize.checkpoint.digest import digest
+from parallelize.checkpoint.file_format import MAIN, read
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -306,7 +306,7 @@ def test_a_rank_that_cannot_write_is_told(tmp_path):
 
 def test_an_end_after_the_last_moment_leaves_the_new_one(tmp_path):
     """Where rank 0 is stopped when the checkpoint is complete and the old parts are still there, it is not undone."""
-    replace = archive.replace_file
+    replace = file_format.replace_file
 
     def replace_and_be_stopped(path, write):
         replace(path, write)
@@ -317,7 +317,7 @@ def test_an_end_after_the_last_moment_leaves_the_new_one(tmp_path):
         model = net()
         with parallel_model(model):
             save(tmp_path / "last", model=model, number=1)
-            archive.replace_file = replace_and_be_stopped  # in this process, which ends with the call
+            file_format.replace_file = replace_and_be_stopped  # in this process, which ends with the call
             with pytest.raises(KeyboardInterrupt if is_main() else SyncError):
                 save(tmp_path / "last", model=model, number=2)
 
@@ -330,7 +330,7 @@ def test_one_rank_alone_is_told(tmp_path):
 
     @distributed(processes=2, backend="fsdp")
     def run():
-        meeting.LATE_S, saving.ALONE_S = 0.5, 2.0  # in this process, which ends with the call
+        rendezvous.LATE_S, saving.ALONE_S = 0.5, 2.0  # in this process, which ends with the call
         model, started = net(), time.monotonic()
         with parallel_model(model):
             if is_main():

@@ -77,7 +77,7 @@ def test_its_name_on_the_command_line(my_package: Path) -> None:
     """A plug-in of another distribution is one of `parallelize run`'s backends."""
     script = my_package / "script.py"
     script.write_text(
-        "import torch\nfrom parallelize import parallel_model\nfrom parallelize.runtime import current\n"
+        "import torch\nfrom parallelize import parallel_model\nfrom parallelize.runtime.context import current\n"
         "model = torch.nn.Linear(1, 1)\n"
         "with parallel_model(model):\n    model(torch.ones(1, 1)).sum().backward()\n"
         "    print(current().config.backend.name)\n"

@@ -332,10 +332,10 @@ def test_who_leaves_a_run_in_a_group_of_the_users_own_may_still_come(
     ran = run_script(
         """
         import time, torch, torch.distributed as dist
-        from parallelize import runtime
+        from parallelize.runtime import context
 
         dist.init_process_group("gloo")
-        with runtime.activate(runtime.current()):
+        with context.activate(context.current()):
             if dist.get_rank() == 1:
                 dist.all_reduce(torch.ones(4))
         if dist.get_rank() == 0:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallelize import distributed
-from parallelize.world import World
+from parallelize.cluster.world import World
 
 SIZES = ["WORLD_SIZE", "LOCAL_WORLD_SIZE"]
 NAMES = ["RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", *SIZES, "MASTER_ADDR", "MASTER_PORT"]

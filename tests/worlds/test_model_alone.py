@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from zoo import Mlp
 
-from parallelize import ConfigError, DDPBackend, all_gather, distributed, parallel_model, rank, runtime
+from parallelize import ConfigError, DDPBackend, all_gather, distributed, parallel_model, rank
+from parallelize.runtime import context
 
 LEGACY = """
 import torch
@@ -77,10 +78,10 @@ def test_a_group_of_the_users_own_is_used_and_kept(tmp_path: Path) -> None:
 def test_the_block_makes_and_ends_its_own_run() -> None:
     """Inside, the helpers know the run; outside, there is none."""
     with parallel_model(Mlp(), seed=3):
-        run = runtime.active()
+        run = context.active()
         assert run is not None
         assert run.config.seed == 3
-    assert runtime.active() is None
+    assert context.active() is None
     assert not dist.is_initialized()
 
 
@@ -90,7 +91,7 @@ def test_an_optimizer_made_before_trains() -> None:
     parameters = list(model.parameters())
     with parallel_model(model):
         assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
-        assert all(each.device == runtime.device() for each in parameters)
+        assert all(each.device == context.device() for each in parameters)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     """PARALLELIZE_BACKEND chooses for a script, as it does for a decorated function."""
     monkeypatch.setenv("PARALLELIZE_BACKEND", "dp")
     with parallel_model(Mlp(), backend="ddp"):
-        run = runtime.active()
+        run = context.active()
         assert run is not None
         assert run.config.backend.name == "dp"
 
@@ -352,7 +353,7 @@ def test_the_engine_is_freed_with_the_block() -> None:
         import gc
         import weakref
 
-        from parallelize.inplace.route import route_of
+        from parallelize.inplace.forward_routing import route_of
 
         model = Mlp()
         gc.collect()

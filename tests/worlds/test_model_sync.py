@@ -14,8 +14,8 @@ from torch import nn
 from zoo import BRANCHED, ZOO, Branched, Mlp
 
 from parallelize import DDPBackend, SyncError, all_reduce, distributed, no_sync, parallel_model, rank
-from parallelize.inplace.guard import Guard
-from parallelize.world import World
+from parallelize.cluster.world import World
+from parallelize.inplace.gradient_guard import Guard
 
 WORLD = 2
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from parallelize import barrier, distributed
-from parallelize.launchers.slurm.folder import JobFolder
-from parallelize.store import serve_store
+from parallelize.cluster.store import serve_store
+from parallelize.launchers.slurm.job_folder import JobFolder
 
 
 def listening() -> list[str]:

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from parallelize.backends.balanced import refusals
-from parallelize.contracts import Inner
+from parallelize.plugins.base import Inner
 
 __all__ = ["admit"]
 

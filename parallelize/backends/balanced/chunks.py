@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from parallelize.backends.balanced import refusals
-from parallelize.containers import leaves, map_leaves
+from parallelize.runtime.containers import leaves, map_leaves
 
 __all__ = [
     "Batch",

@@ -13,21 +13,21 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from parallelize.backends.averaging import Averaging, averaging_engine
-from parallelize.backends.balanced import atoms, refusals
-from parallelize.backends.balanced.carriers import carriers
-from parallelize.backends.balanced.crossing import watching
-from parallelize.backends.balanced.forward import Forward
+from parallelize.backends.balanced import refusals, units
 from parallelize.backends.balanced.hardware import spots
+from parallelize.backends.balanced.microbatch_run import active
+from parallelize.backends.balanced.opaque_inputs import carriers
 from parallelize.backends.balanced.pipeline import Pipeline
-from parallelize.backends.balanced.placement import Placement
 from parallelize.backends.balanced.plan import Plan, remember, signature
+from parallelize.backends.balanced.plan_validation import wired
 from parallelize.backends.balanced.planner import Planner, Wishes
-from parallelize.backends.balanced.tape import active
-from parallelize.backends.balanced.trial import wired
-from parallelize.backends.balanced.workers import Workers, places
-from parallelize.containers import map_leaves
-from parallelize.contracts import Engine, Inner
+from parallelize.backends.balanced.stage_placement import Placement
+from parallelize.backends.balanced.stage_threads import Workers, places
+from parallelize.backends.balanced.stage_transfer import watching
+from parallelize.backends.balanced.user_forward import Forward
+from parallelize.backends.ddp_engine import Averaging, averaging_engine
+from parallelize.plugins.base import Engine, Inner
+from parallelize.runtime.containers import map_leaves
 
 __all__ = ["BalancedEngine", "Request"]
 
@@ -123,7 +123,7 @@ class BalancedEngine(Engine):
         if plan.is_split:
             running: nn.Module = self._pipeline(plan)
         else:
-            self._placement.put(atoms.homes(model, {}), places([request.home]))
+            self._placement.put(units.homes(model, {}), places([request.home]))
             running = _Whole(self._inner, device=request.home, home=request.home)
         if request.averaging is not None:
             self._reduced = averaging_engine(request.averaging, running, inner=self._inner, device=request.home)
@@ -133,7 +133,7 @@ class BalancedEngine(Engine):
     def _pipeline(self, plan: Plan) -> Pipeline:
         model, request = self._inner.model, self._request
         wiring = wired(plan, model, batch_dim=request.wishes.batch_dim, home=request.home)
-        self._placement.put(atoms.homes(model, wiring.routes), wiring.stages)
+        self._placement.put(units.homes(model, wiring.routes), wiring.stages)
         workers = Workers(wiring.stages, microbatches=plan.microbatches)
         self._given_back.callback(workers.close)
         is_given = request.plan is not None

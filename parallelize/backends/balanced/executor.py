@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.backends.balanced.ambient import Ambient
+from parallelize.backends.balanced.autograd_bridge import Record, connect
 from parallelize.backends.balanced.batchnorm import deferred
 from parallelize.backends.balanced.chunks import Batch, columns, rebuild
-from parallelize.backends.balanced.crossing import Crossing
-from parallelize.backends.balanced.forward import Forward
-from parallelize.backends.balanced.randomness import drawn_seed
+from parallelize.backends.balanced.microbatch_rng import drawn_seed
+from parallelize.backends.balanced.microbatch_run import Tape
 from parallelize.backends.balanced.recompute import recomputing
-from parallelize.backends.balanced.record import Record, connect
 from parallelize.backends.balanced.segment import Stage
-from parallelize.backends.balanced.shadows import Shadows
-from parallelize.backends.balanced.tape import Tape
-from parallelize.backends.balanced.turnstile import Aborted, Turnstile
-from parallelize.backends.balanced.workers import Workers
-from parallelize.containers import leaves
+from parallelize.backends.balanced.stage_lock import Aborted, Turnstile
+from parallelize.backends.balanced.stage_parameters import Shadows
+from parallelize.backends.balanced.stage_threads import Workers
+from parallelize.backends.balanced.stage_transfer import Crossing
+from parallelize.backends.balanced.thread_local_state import Ambient
+from parallelize.backends.balanced.user_forward import Forward
+from parallelize.runtime.containers import leaves
 
 __all__ = ["Executor", "Wiring"]
 

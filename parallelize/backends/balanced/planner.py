@@ -21,19 +21,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from parallelize.backends.balanced import atoms, refusals, untouched
-from parallelize.backends.balanced.carriers import divisible
+from parallelize.backends.balanced import refusals, state_snapshot, units
 from parallelize.backends.balanced.chunks import batch_size, take, uneven
 from parallelize.backends.balanced.costs import Profile, Spot
-from parallelize.backends.balanced.forward import Forward
-from parallelize.backends.balanced.observation import bearing_parts, observed, ordinary
-from parallelize.backends.balanced.placement import Placement
+from parallelize.backends.balanced.forward_effects import bearing_parts, observed, ordinary
+from parallelize.backends.balanced.initial_placement import at, spread
+from parallelize.backends.balanced.opaque_inputs import divisible
 from parallelize.backends.balanced.plan import Plan, signature
+from parallelize.backends.balanced.plan_validation import Trial, threads
 from parallelize.backends.balanced.profiling import Bench, bytes_of_modules, profile, seconds_of_modules
-from parallelize.backends.balanced.provisional import at, spread
 from parallelize.backends.balanced.schedule import Memory, Schedule, best, candidates, fits_whole, needed_cap
-from parallelize.backends.balanced.trial import Trial, threads
-from parallelize.backends.balanced.workers import places
+from parallelize.backends.balanced.stage_placement import Placement
+from parallelize.backends.balanced.stage_threads import places
+from parallelize.backends.balanced.user_forward import Forward
 
 __all__ = ["Planner", "Wishes"]
 
@@ -126,7 +126,8 @@ class Planner:
         Raises:
             ConfigError: a model that cannot be divided, or that fits nowhere.
         """
-        with torch.inference_mode(mode=False), torch.enable_grad(), untouched.untouched(self._model, self._devices):
+        untouched = state_snapshot.untouched(self._model, self._devices)
+        with torch.inference_mode(mode=False), torch.enable_grad(), untouched:
             inputs = ordinary((args, kwargs))
             self._samples = batch_size(inputs, dim=self._wishes.batch_dim)
             if self._wishes.microbatches != 1:
@@ -137,7 +138,7 @@ class Planner:
     def _plan(self, inputs: Any) -> Plan:
         weight = 1 + _trained_share(self._model) * (1 + self._wishes.optimizer_state)
         stages, table = spread(self._model, self._spots, home=self._home, bytes_per_byte=weight)
-        self._placement.put(atoms.homes(self._model, table), stages)
+        self._placement.put(units.homes(self._model, table), stages)
         with threads(stages, microbatches=1) as workers:
             bench = Bench(
                 module=self._module,
@@ -164,7 +165,7 @@ class Planner:
             batch_dim=self._wishes.batch_dim,
         )
         if len(stages) == 1 and fits_whole(found.profile, at(self._home, self._spots), memory=found.memory):
-            self._placement.put(atoms.homes(self._model, table), stages)
+            self._placement.put(units.homes(self._model, table), stages)
             found = replace(found, profile=replace(found.profile, unsplit_s=trial.undivided_s()))
         plan = self._chosen(found, trial, draws=bench.draws)
         if plan.is_split:
@@ -185,19 +186,19 @@ class Planner:
         part = self._part(inputs)
         seconds = seconds_of_modules(bench, part)
         kept = bytes_of_modules(bench, part, called=seconds)
-        tops = atoms.separate(self._model, kept, at_most=math.inf)
+        tops = units.separate(self._model, kept, at_most=math.inf)
         wholes: dict[str, tuple[Mapping[int, float], float]] = {
             "time": (seconds, sum(bench.run(part).forward_s)),
             "bytes": (kept, sum(kept.get(id(each), 0.0) for each in tops)),
         }
-        where = {id(module): stage for module, stage in atoms.homes(self._model, bench.routes)}
+        where = {id(module): stage for module, stage in units.homes(self._model, bench.routes)}
         needed = math.inf
         for attempt in _ATTEMPTS[self._wishes.recompute]:
             costs, total = wholes[attempt.of]
             at_most = total / (attempt.parts * len(self._spots)) if attempt.parts else -1.0
-            found = atoms.separate(self._model, costs, at_most=at_most)
+            found = units.separate(self._model, costs, at_most=at_most)
             divided = replace(bench, routes={id(module): [where[id(module)]] for module in found})
-            self._placement.put(atoms.homes(self._model, divided.routes), bench.stages)
+            self._placement.put(units.homes(self._model, divided.routes), bench.stages)
             is_whole = self._wishes.microbatches == 1
             measured, dims, form = profile(divided, inputs, samples=self._samples, is_whole=is_whole)
             measured = replace(measured, trained_share=_trained_share(self._model))
@@ -271,7 +272,7 @@ class Planner:
         )
 
     def _alone(self, why: str, plan: Plan | None = None) -> Plan:
-        self._placement.put(atoms.homes(self._model, {}), places([self._home]))
+        self._placement.put(units.homes(self._model, {}), places([self._home]))
         found = plan or Plan(
             model=type(self._model).__name__,
             signature=signature(self._model),

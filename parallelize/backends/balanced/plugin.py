@@ -10,14 +10,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from typing_extensions import override
 
-from parallelize.backends.averaging import Averaging
 from parallelize.backends.balanced.admission import admit
 from parallelize.backends.balanced.engine import BalancedEngine, Request
 from parallelize.backends.balanced.plan import Plan
 from parallelize.backends.balanced.planner import Wishes
-from parallelize.contracts import LEVELS, Engine, Inner
+from parallelize.backends.ddp_engine import Averaging
+from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, Fault
-from parallelize.world import World
+from parallelize.plugins.base import LEVELS, Engine, Inner
 
 __all__ = ["PLUGIN", "BalancedBackend"]
 

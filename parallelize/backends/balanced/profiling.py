@@ -23,18 +23,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from parallelize.backends.balanced.ambient import Ambient
-from parallelize.backends.balanced.atoms import names_of, parameter_bytes
-from parallelize.backends.balanced.carriers import changed, fresh, snapshot
 from parallelize.backends.balanced.chunks import Batch, batch_dims, form, shapes, take
 from parallelize.backends.balanced.costs import Event, Profile
-from parallelize.backends.balanced.crossing import Crossing
-from parallelize.backends.balanced.forward import Forward
+from parallelize.backends.balanced.microbatch_run import Tape
+from parallelize.backends.balanced.opaque_inputs import changed, fresh, snapshot
 from parallelize.backends.balanced.segment import Stage
-from parallelize.backends.balanced.shadows import Half, Shadows
-from parallelize.backends.balanced.tape import Tape
-from parallelize.backends.balanced.workers import Workers
-from parallelize.containers import leaves
+from parallelize.backends.balanced.stage_parameters import Half, Shadows
+from parallelize.backends.balanced.stage_threads import Workers
+from parallelize.backends.balanced.stage_transfer import Crossing
+from parallelize.backends.balanced.thread_local_state import Ambient
+from parallelize.backends.balanced.units import names_of, parameter_bytes
+from parallelize.backends.balanced.user_forward import Forward
+from parallelize.runtime.containers import leaves
 
 __all__ = ["Bench", "Timings", "bytes_of_modules", "now", "profile", "seconds_of_modules"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parallelize.backends.balanced.tape import active
+from parallelize.backends.balanced.microbatch_run import active
 
 __all__ = ["recomputing"]
 

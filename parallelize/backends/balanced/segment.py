@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from parallelize.backends.balanced.escapes import closed, within
-from parallelize.backends.balanced.randomness import Streams
+from parallelize.backends.balanced.captured_tensors import closed, within
+from parallelize.backends.balanced.microbatch_rng import Streams
 
 __all__ = ["OUTSIDE", "Import", "Segment", "Stage", "is_differentiable", "reaches", "run_backward", "version"]
 

@@ -6,11 +6,11 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from parallelize.allocation import allocated
 from parallelize.cli.findings import Check, Finding, fault, warning
+from parallelize.cluster.slurm_allocation import allocated
+from parallelize.cluster.world import World, detect
 from parallelize.errors import ConfigError, Fault
 from parallelize.launchers.slurm.commands import query
-from parallelize.world import World, detect
 
 __all__ = ["CHECK", "Cluster", "gather", "judge"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parallelize.cli.findings import Check, Finding, fault
-from parallelize.devices import probe
+from parallelize.cluster.devices import probe
 
 __all__ = ["CHECK", "Carriers", "gather", "judge"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parallelize.cli.findings import Check, Finding, fault
+from parallelize.cluster.network import address_of, address_towards, interface_of, own_name_is_reachable, reachable
 from parallelize.errors import LaunchError
-from parallelize.network import address_of, address_towards, interface_of, own_name_is_reachable, reachable
 
 __all__ = ["CHECK", "Network", "gather", "judge"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parallelize.cli.findings import Check, Finding, fault, warning
-from parallelize.config import ENV_PREFIX, Config
+from parallelize.config.config import ENV_PREFIX, Config
 from parallelize.errors import ConfigError, Fault
 
 __all__ = ["CHECK", "Overrides", "gather", "judge"]

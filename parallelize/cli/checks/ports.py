@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallelize.cli.findings import Check, Finding, fault, warning
-from parallelize.network import is_own
+from parallelize.cluster.network import is_own
 
 __all__ = ["CHECK", "Ports", "gather", "judge"]
 

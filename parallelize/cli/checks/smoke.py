@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from parallelize.call.task import Task
 from parallelize.cli.findings import Check, Finding, fault
-from parallelize.config import ENV_PREFIX, Config
-from parallelize.devices import Hardware, probe
+from parallelize.cluster.devices import Hardware, probe
+from parallelize.config.config import ENV_PREFIX, Config
+from parallelize.config.layout import lay_out
 from parallelize.errors import Fault, ParallelizeError
 from parallelize.launchers.elastic.plugin import ElasticLauncher
-from parallelize.layout import lay_out
-from parallelize.runtime import device
-from parallelize.task import Task
+from parallelize.runtime.context import device
 
 __all__ = ["CHECK", "Smoke", "exchange", "gather", "judge"]
 

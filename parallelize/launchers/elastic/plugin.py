@@ -16,22 +16,22 @@ from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from parallelize.contracts import Launcher
+from parallelize.call.log_settings import Logs
+from parallelize.call.task import Outcome, Task
+from parallelize.call.torch_settings import Settings
+from parallelize.cluster.network import gloo_interface, reachable
+from parallelize.cluster.world import Node
 from parallelize.errors import ConfigError, LaunchError
 from parallelize.launchers.elastic.agent import MONITOR_INTERVAL_S, Agent
-from parallelize.launchers.elastic.control import Control, meet
-from parallelize.launchers.elastic.environment import worker_environ
-from parallelize.launchers.elastic.nodes import Alone, Nodes
-from parallelize.launchers.elastic.output import RankFiles, Stream, open_standard_streams, shown
+from parallelize.launchers.elastic.failures import verdict
+from parallelize.launchers.elastic.node_coordination import Control, meet
+from parallelize.launchers.elastic.peers import Alone, Nodes
 from parallelize.launchers.elastic.rendezvous import Rendezvous
 from parallelize.launchers.elastic.signals import Signals
-from parallelize.launchers.elastic.verdict import verdict
-from parallelize.logs import Logs
-from parallelize.network import gloo_interface, reachable
-from parallelize.settings import Settings
-from parallelize.task import Outcome, Task
-from parallelize.worker import Orders, run, task_path
-from parallelize.world import Node
+from parallelize.launchers.elastic.worker_environment import worker_environ
+from parallelize.launchers.elastic.worker_output import RankFiles, Stream, open_standard_streams, shown
+from parallelize.plugins.base import Launcher
+from parallelize.worker.main import Orders, run, task_path
 
 __all__ = ["PLUGIN", "ElasticLauncher"]
 

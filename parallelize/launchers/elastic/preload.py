@@ -7,7 +7,7 @@ again: the fork server ignores it, and whatever else the caller starts with it f
 import torch._dynamo  # DistributedDataParallel imports it: a second per rank
 import torch.distributed.elastic.multiprocessing  # noqa: F401 - whose function a worker runs first
 
-from parallelize.ending import hear_interrupts
+from parallelize.worker.shutdown import hear_interrupts
 
 __all__ = []
 

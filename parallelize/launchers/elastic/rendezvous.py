@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from parallelize.store import serve_store
+from parallelize.cluster.store import serve_store
 
 __all__ = ["Rendezvous"]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from parallelize.call.task import Outcome
 from parallelize.errors import WorkerError
 from parallelize.launchers.slurm import commands
-from parallelize.launchers.slurm.folder import JobFolder
-from parallelize.launchers.slurm.state import State, look_up
-from parallelize.task import Outcome
+from parallelize.launchers.slurm.job_folder import JobFolder
+from parallelize.launchers.slurm.job_state import State, look_up
 
 __all__ = ["Job"]
 

@@ -20,18 +20,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from parallelize.config import Config
-from parallelize.devices import Gpus, Hardware
+from parallelize.call.task import Outcome, Task
+from parallelize.cluster.devices import Gpus, Hardware
+from parallelize.cluster.world import Node
+from parallelize.config.config import Config
+from parallelize.config.layout import Layout, lay_out
 from parallelize.errors import ConfigError, Fault
-from parallelize.launchers.slurm import commands, notation
-from parallelize.launchers.slurm.folder import JobFolder
+from parallelize.launchers.batch_launcher import Queue
+from parallelize.launchers.slurm import commands, value_formats
+from parallelize.launchers.slurm.follow import watched
 from parallelize.launchers.slurm.job import Job
-from parallelize.launchers.slurm.script import GUARD, Script
-from parallelize.launchers.slurm.waiting import watched
-from parallelize.layout import Layout, lay_out
-from parallelize.queueing import Queue
-from parallelize.task import Outcome, Task
-from parallelize.world import Node
+from parallelize.launchers.slurm.job_folder import JobFolder
+from parallelize.launchers.slurm.job_script import GUARD, Script
 
 __all__ = ["PLUGIN", "SlurmLauncher"]
 
@@ -111,7 +111,7 @@ class SlurmLauncher(Queue):
             raise ConfigError.of(faults)
 
     def _faults(self) -> Iterator[Fault]:
-        limits = {notation.time_limit: self.time, notation.memory: self.mem}
+        limits = {value_formats.time_limit: self.time, value_formats.memory: self.mem}
         written = [write(value) for write, value in limits.items() if value is not None]
         yield from (each for each in written if isinstance(each, Fault))
         for name, least in (("cpus_per_task", 1), ("max_requeues", 0)):
@@ -207,8 +207,8 @@ class SlurmLauncher(Queue):
             "ntasks-per-node": 1,  # the task starts the node's processes
             "cpus-per-task": cores,
             "gres": (f"gpu:{self.gpu_type}:{gpus}" if self.gpu_type else f"gpu:{gpus}") if gpus else None,
-            "mem": None if self.mem is None else str(notation.memory(self.mem)),
-            "time": None if self.time is None else str(notation.time_limit(self.time)),
+            "mem": None if self.mem is None else str(value_formats.memory(self.mem)),
+            "time": None if self.time is None else str(value_formats.time_limit(self.time)),
             "signal": f"B:USR2@{int(self.stop_before.total_seconds())}",
             "mail-user": self.mail_user,
             "mail-type": self.mail_type if self.mail_user else None,

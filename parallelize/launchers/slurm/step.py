@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 
-from parallelize import registry
-from parallelize.allocation import STOP_FILE
-from parallelize.devices import probe
+from parallelize.call.task import Outcome, Task
+from parallelize.cluster.devices import probe
+from parallelize.cluster.network import address_towards, is_own
+from parallelize.cluster.slurm_allocation import STOP_FILE
+from parallelize.cluster.world import Node, World
+from parallelize.config.layout import lay_out
 from parallelize.errors import LaunchError
 from parallelize.launchers.slurm import commands
-from parallelize.launchers.slurm.folder import JobFolder
-from parallelize.layout import lay_out
-from parallelize.network import address_towards, is_own
-from parallelize.task import Outcome, Task
-from parallelize.world import Node, World
+from parallelize.launchers.slurm.job_folder import JobFolder
+from parallelize.plugins import registry
 
 __all__ = ["Step", "main"]
 

@@ -1,0 +1,155 @@
+"""A batch, cut and joined, is the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallelize import ConfigError
+from parallelize.backends.balanced.chunks import Batch, Column, batch_size, columns, cut, named, take, uneven
+from parallelize.runtime.containers import leaves
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Point:
+    at: torch.Tensor
+    weight: int
+
+
+@given(samples=st.integers(1, 9), microbatches=st.integers(1, 12), dim=st.integers(0, 1))
+def test_cutting_and_joining_is_nothing(samples: int, microbatches: int, dim: int) -> None:
+    """Micro-batches differ by a sample at most, hold every sample once and in order, and other values as they are."""
+    x = torch.arange(samples * 3.0).reshape(3, samples) if dim else torch.arange(samples * 3.0).reshape(samples, 3)
+    constant = torch.ones(20, 20)
+    batch = Batch((({"x": x, "name": "a"}, constant), {"flag": None}), microbatches=microbatches, dim=dim)
+    assert sum(batch.sizes) == samples
+    assert len(batch.sizes) == min(samples, microbatches)
+    assert max(batch.sizes) - min(batch.sizes) <= 1
+    parts = [batch.inputs(index) for index in range(len(batch.sizes))]
+    for args, kwargs in parts:
+        assert args[0]["name"] == "a"
+        assert args[1] is constant
+        assert kwargs == {"flag": None}
+    rows = [[args[0]["x"]] for args, _ in parts]
+    (column,) = columns(rows, batch.sizes, device=CPU, dims={0: dim})
+    assert torch.equal(column.value, x)
+
+
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_gradients_go_back_where_outputs_came_from(sizes: list[int]) -> None:
+    """The gradient of a joined output falls apart into those of the micro-batches; that of a mean by their weights."""
+    total = sum(sizes)
+    gradient = torch.randn(total, 2)
+    cut = Column(None, dim=0).gradients(gradient, sizes)
+    assert torch.equal(torch.cat([part for part in cut if part is not None]), gradient)
+    weights = tuple(size / total for size in sizes)
+    mean = Column(None, weights=weights).gradients(torch.tensor(1.0), sizes)
+    assert sum(float(part) for part in mean if part is not None) == pytest.approx(1.0)
+
+
+def test_scalars_are_averaged_by_samples() -> None:
+    """A mean over samples, of micro-batches of 3 and 1 samples, is weighted 3 to 1."""
+    (column,) = columns([[torch.tensor(1.0)], [torch.tensor(5.0)]], (3, 1), device=CPU, dims={})
+    assert column.value == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (("a", "a"), "a"),
+        ((None, None), None),
+        ((3, 3), 3),
+        ((torch.arange(3), torch.arange(3)), torch.arange(3)),
+    ],
+)
+def test_what_is_alike_is_returned_once(values: tuple[Any, ...], expected: Any) -> None:
+    """Constants of any kind come back as they are."""
+    (column,) = columns([[value] for value in values], (2, 2), device=CPU, dims={})
+    assert torch.equal(column.value, expected) if isinstance(expected, torch.Tensor) else column.value == expected
+
+
+@pytest.mark.parametrize(
+    "values", [("a", "b"), (1, 2), (torch.zeros(3), torch.ones(3)), (torch.tensor(1), torch.tensor(2))]
+)
+def test_what_differs_and_is_not_per_sample_is_refused(values: tuple[Any, ...]) -> None:
+    """Counts, names and tensors without a batch dimension have no meaning for the whole batch."""
+    with pytest.raises(ConfigError, match="output 0 of the model"):
+        columns([[value] for value in values], (2, 2), device=CPU, dims={})
+
+
+def test_lengths_that_depend_on_the_samples_are_refused() -> None:
+    """Sequences padded to the longest of their micro-batch cannot be joined: the way out is named."""
+    values = [[torch.zeros(2, 6, 3)], [torch.zeros(2, 4, 3)]]
+    with pytest.raises(ConfigError, match=r"tensors of \(2, 6, 3\) and \(2, 4, 3\)(.|\n)*total_length"):
+        columns(values, (2, 2), device=CPU, dims={})
+
+
+def test_a_known_dimension_wins_over_one_that_is_as_long_by_chance() -> None:
+    """Hidden states of 2 layers for 2 samples each are joined along the samples, if that is known."""
+    values = [[torch.zeros(2, 2, 5)], [torch.ones(2, 2, 5)]]
+    assert columns(values, (2, 2), device=CPU, dims={0: 1})[0].value.shape == (2, 4, 5)
+    assert columns(values, (2, 2), device=CPU, dims={})[0].value.shape == (4, 2, 5)
+
+
+def test_dimensions_of_another_form_are_not_known() -> None:
+    """What was learnt of outputs of some form is not applied to outputs of another."""
+    values = [[torch.zeros(2, 5)], [torch.ones(2, 5)]]
+    known: dict[str, Any] = {"dims": {0: None, 1: 0}, "known": (0, 2)}
+    assert columns(values, (2, 2), device=CPU, **known)[0].value.shape == (4, 5)
+    with pytest.raises(ConfigError, match="output 0 of the model"):
+        columns(values, (2, 2), device=CPU, dims={0: None}, known=(2,))
+
+
+def test_names_are_those_of_leaves() -> None:
+    """Every leaf has one name, in the order in which leaves come, and tensors' names count their dimensions."""
+    inputs = (
+        ({"x": torch.zeros(4, 2), "of": [1, torch.zeros(3)]}, Point(torch.zeros(2), 5)),
+        {"flag": None, "sizes": (torch.Size((1,)), 2)},
+    )
+    found = list(named(inputs))
+    assert [leaf for _, leaf in found] == list(leaves(inputs))
+    assert [name for name, _ in found] == [
+        *("0.x (2-D)", "0.of.0", "0.of.1 (1-D)", "1.at (1-D)", "1.weight"),
+        *("flag", "sizes.0.0", "sizes.1"),
+    ]
+
+
+def test_what_was_longer_than_a_batch_is_not_cut() -> None:
+    """Tensors that cannot be per sample are named, and are passed on whole when a batch is as long as they are."""
+    classes = torch.zeros(5)
+    seen = uneven(((torch.zeros(8, 2),), {"weight": classes, "mask": torch.zeros(1, 8)}), dim=0)
+    assert seen == {"weight (1-D)"}
+    rest = ((torch.zeros(5, 2),), {"weight": classes, "mask": torch.zeros(5, 8)})
+    args, kwargs = Batch(rest, microbatches=5, dim=0, whole=seen).inputs(0)
+    assert [args[0].shape, kwargs["weight"].shape, kwargs["mask"].shape] == [(1, 2), (5,), (1, 8)]
+    _, kwargs = take(rest, 2, dim=0, whole=seen)
+    assert [kwargs["weight"].shape, kwargs["mask"].shape] == [(5,), (2, 8)]
+
+
+def test_one_number_per_sample_is_cut_whatever_the_dimension() -> None:
+    """Lengths of the sequences go along with them where samples lie along the second dimension."""
+    inputs = ((torch.zeros(6, 4, 2), torch.arange(4)), {})
+    batch = Batch(inputs, microbatches=2, dim=1)
+    args, _ = batch.inputs(1)
+    assert args[0].shape == (6, 2, 2)
+    assert args[1].tolist() == [2, 3]
+    assert batch.gradient(1, [torch.ones(2), None]).tolist() == [1, 1, 0, 0]  # type: ignore[union-attr]  # one is given
+    assert take(inputs, 3, dim=1)[0][1].tolist() == [0, 1, 2]
+    assert cut(inputs, dim=1) == {"0 (3-D)": 1, "1 (1-D)": 0}
+
+
+def test_the_first_samples() -> None:
+    """A part of a batch keeps what is not per sample."""
+    inputs = ((torch.zeros(8, 2), torch.zeros(3)), {"flag": True})
+    (x, other), kwargs = take(inputs, 5, dim=0)
+    assert x.shape == (5, 2)
+    assert other.shape == (3,)
+    assert kwargs == {"flag": True}
+    assert batch_size(inputs, dim=0) == 8

@@ -1,0 +1,224 @@
+"""A function is found again by its name or shipped by value; a call and its outcome cross files whole."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize import distributed
+from parallelize.call.task import FunctionRef, Outcome, Task
+from parallelize.cluster.world import World
+from parallelize.config.config import Config
+from parallelize.config.layout import Layout
+from parallelize.errors import ConfigError, WorkerError
+
+CPU = torch.device("cpu")
+
+
+def plain() -> int:
+    return 1
+
+
+@distributed()
+def decorated() -> int:
+    return 2
+
+
+@distributed()
+@functools.lru_cache
+def twice_wrapped() -> int:
+    return 3
+
+
+class Home:
+    @distributed()
+    def method(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize(
+    ("function", "depth"),
+    [
+        (plain, 0),
+        (decorated.__wrapped__, 1),
+        (twice_wrapped.__wrapped__, 1),
+        (twice_wrapped.__wrapped__.__wrapped__, 2),
+        (Home.method.__wrapped__, 1),
+        (math.sqrt, 0),
+        (torch.nn.functional.relu, 0),
+    ],
+)
+def test_a_function_that_has_a_name_goes_by_it(function: Callable[..., Any], depth: int) -> None:
+    """The name leads to the very function, behind its decorators."""
+    reference = FunctionRef.to(function)
+    assert (reference.value, reference.depth) == (None, depth)
+    assert reference.resolve() is function
+
+
+def shadowed() -> int:
+    return 1
+
+
+first_shadowed = shadowed
+
+
+def shadowed() -> int:
+    return 2
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda: 5, functools.partial(plain), first_shadowed, math.sqrt.__call__],
+    ids=["lambda", "partial", "shadowed", "bound"],
+)
+def test_a_function_without_a_name_goes_by_value(function: Callable[..., Any]) -> None:
+    """No name, or one that leads elsewhere."""
+    reference = FunctionRef.to(function)
+    assert reference.value is function
+    assert reference.resolve() is function
+
+
+def test_a_module_loaded_by_path_has_no_name_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions go by value, even if another module of that name can be imported."""
+    (tmp_path / "colorsys.py").write_text("def function(): return 1\n")
+    spec = importlib.util.spec_from_file_location("colorsys", tmp_path / "colorsys.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "colorsys", module)
+    assert FunctionRef.to(module.function).value is module.function
+    monkeypatch.syspath_prepend(tmp_path)
+    assert FunctionRef.to(module.function).value is None
+
+
+def layout() -> Layout:
+    return Layout(Config.parse(processes=2), 1, ((CPU,),) * 2)
+
+
+def test_a_call_crosses_a_file(tmp_path: Path) -> None:
+    """Function, arguments, layout and what is wanted."""
+    Task(plain, (1, "a$$b"), {"key": [2]}, layout(), all_ranks=True).write(tmp_path / "task")
+    task = Task.read(tmp_path / "task", device=CPU)
+    assert task == Task(plain, (1, "a$$b"), {"key": [2]}, layout(), all_ranks=True)
+    assert task.name == "plain"
+
+
+lock = threading.Lock()
+
+
+def uses_a_lock() -> bool:
+    return lock.acquire(blocking=False)
+
+
+def test_a_lock_beside_a_function_that_has_a_name_does_no_harm(tmp_path: Path) -> None:
+    """What travels by name takes no globals along, and is not blamed for an argument."""
+    Task(uses_a_lock, (), {}, layout()).write(tmp_path / "task")
+    with pytest.raises(ConfigError, match="argument 0 cannot travel"):
+        Task(uses_a_lock, (lock,), {}, layout()).write(tmp_path / "task")
+
+
+def test_an_option_that_cannot_travel_is_named(tmp_path: Path) -> None:
+    """Hooks are part of the request, and of what is shipped."""
+
+    def connect(world: World) -> None:
+        print(lock)
+
+    config = Config.parse(processes=2, init_connection=functools.partial(connect, lock))
+    with pytest.raises(ConfigError, match="option 'init_connection'"):
+        Task(plain, (), {}, Layout(config, 1, ((CPU,),) * 2)).write(tmp_path / "task")
+
+
+WORLD = World(rank=1, local_rank=1, world_size=2, local_world_size=2)
+
+
+def test_a_returned_outcome_brings_value_and_trained_tensors(tmp_path: Path) -> None:
+    """Every parameter and buffer of each module, by name."""
+    net = nn.BatchNorm1d(2)
+    Outcome.returned(WORLD, {"loss": 0.5}, [net]).write(tmp_path / "outcome")
+    outcome = Outcome.read(tmp_path / "outcome")
+    assert (outcome.rank, outcome.value, outcome.error) == (1, {"loss": 0.5}, None)
+    assert outcome.trained[0].keys() == net.state_dict().keys()
+
+
+def failing() -> None:
+    raise KeyError("lr")
+
+
+def test_a_raised_outcome_brings_error_traceback_and_time(tmp_path: Path) -> None:
+    """What the caller needs to tell what happened, and when."""
+    with pytest.raises(KeyError) as caught:
+        failing()
+    Outcome.raised(WORLD, caught.value).write(tmp_path / "outcome")
+    outcome = Outcome.read(tmp_path / "outcome")
+    assert outcome.error.args == ("lr",)
+    assert 'raise KeyError("lr")' in outcome.traceback
+    assert outcome.failed_at is not None
+
+
+def test_an_error_in_anothers_place_shows_their_traceback_once() -> None:
+    """What torch said of a wait for a rank that is gone stays as one line; another cause keeps its own traceback."""
+    try:
+        raise RuntimeError("closed by peer")
+    except RuntimeError as error:
+        explained = WorkerError("rank 1 has returned", why="it did", fix="do not").with_traceback(error.__traceback__)
+        explained.__cause__ = error
+    text = Outcome.raised(WORLD, explained).traceback
+    assert text.count("Traceback (most recent call last)") == text.count('raise RuntimeError("closed by peer")') == 1
+    assert text.startswith("RuntimeError: closed by peer\n")
+
+
+def test_a_value_that_cannot_travel_is_refused_when_written(tmp_path: Path) -> None:
+    """The worker learns of it while it can still say so."""
+    with pytest.raises(WorkerError, match=r"the returned value\[1\] cannot travel(.|\n)*fix: return plain values"):
+        Outcome.returned(WORLD, [1, lock]).write(tmp_path / "outcome")
+
+
+class SpeechlessError(Exception):
+    def __init__(self) -> None:
+        super().__init__("said")
+        self.lock = lock
+
+    def __str__(self) -> str:
+        raise ValueError("nothing to say")
+
+
+def test_an_exception_without_a_text_is_stood_in_for(tmp_path: Path) -> None:
+    """What its __str__ raises is not taken for what happened."""
+    Outcome.raised(WORLD, SpeechlessError()).write(tmp_path / "outcome")
+    error = Outcome.read(tmp_path / "outcome").error
+    assert str(error).startswith("SpeechlessError: (its text cannot be had: __str__ raised ValueError)\n")
+
+
+def test_an_exception_that_python_cannot_format_has_its_frames() -> None:
+    """Python counts with the attributes of a SyntaxError, which a parser of the user's may fill with anything."""
+    try:
+        raise SyntaxError("bad config", ("a.toml", 1, "column 3", "x = 1"))
+    except SyntaxError as error:
+        text = Outcome.raised(WORLD, error).traceback
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert 'raise SyntaxError("bad config"' in text
+    assert "SyntaxError: bad config" in text
+
+
+class HoldsALockError(Exception):
+    def __init__(self) -> None:
+        super().__init__("held")
+        self.lock = lock
+
+
+def test_an_exception_that_cannot_travel_is_stood_in_for(tmp_path: Path) -> None:
+    """Its type and text are in the message."""
+    Outcome.raised(WORLD, HoldsALockError()).write(tmp_path / "outcome")
+    error = Outcome.read(tmp_path / "outcome").error
+    assert isinstance(error, WorkerError)
+    assert str(error).startswith("HoldsALockError: held\n")
+    assert "lock" in str(error)

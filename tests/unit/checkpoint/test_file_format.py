@@ -1,0 +1,355 @@
+"""Checkpoints as files: whole or not at all, plain values only, every damage told."""
+
+from __future__ import annotations
+
+import enum
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import zipfile
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from parallelize import ConfigError, ParallelizeError, load, save
+from parallelize.checkpoint.atomic_write import clear_leftovers, replace_file
+from parallelize.checkpoint.digest import digest
+from parallelize.checkpoint.file_format import read
+
+VALUES = {
+    "none": None,
+    "number": 1 / 3,
+    "large": 2**70,
+    "text": "an é",
+    "bytes": b"\0\xff",
+    "nested": [(1, 2.5), {"a": {True, False}, 3: OrderedDict(x=torch.arange(3))}, Counter("aab")],
+    "types": [torch.float16, torch.device("cpu"), torch.Size([1, 2])],
+    "half": torch.arange(7).half(),
+    "complex": torch.tensor([1 + 2j]),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(2.5),
+    "view": torch.arange(12.0).reshape(3, 4).T[1:],
+    "flags": torch.tensor([True, False, True]),
+}
+
+
+def equal(a, b):
+    """Whether values are the same, tensors among them."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return type(a) is type(b) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_plain_values_come_back(tmp_path):
+    """Numbers, texts, tensors and their containers come back as they were, types and order included."""
+    save(tmp_path / "new" / "a.pt", **VALUES)
+    found = load(tmp_path / "new" / "a.pt")
+    assert found.keys() == VALUES.keys()
+    for name, value in VALUES.items():
+        assert equal(found[name], value), name
+
+
+def test_subclasses_of_numbers_are_plain(tmp_path):
+    """NumPy's float, which is a float, is one when it comes back."""
+    numpy = pytest.importorskip("numpy")
+    save(tmp_path / "a.pt", best=numpy.float64(0.1), nested={"deep": [numpy.float64(0.2)]})
+    found = load(tmp_path / "a.pt")
+    assert (type(found["best"]), found) == (float, {"best": 0.1, "nested": {"deep": [0.2]}})
+
+
+class Phase(str, enum.Enum):
+    """As text, an enumeration gives its own name."""
+
+    WARM = "warm"
+
+
+class Level(enum.IntEnum):
+    """A number with a name."""
+
+    HIGH = 3
+
+
+@pytest.mark.parametrize("numpy", ["str_", "float64", "int64", "bytes_", None])
+def test_keys_and_elements_are_plain(tmp_path, numpy):
+    """Whatever subclass they are of, keys, elements of sets and names can be read again, as what they equal."""
+    pairs = [(Phase.WARM, "warm"), (Level.HIGH, 3)]
+    if numpy is not None:
+        raw = {"str_": "a", "float64": 0.5, "int64": 7, "bytes_": b"b"}[numpy]
+        pairs = [(getattr(pytest.importorskip("numpy"), numpy)(raw), raw)]
+    for subclass, own in pairs:
+        save(tmp_path / "a.pt", value=subclass, keys={subclass: {(subclass, 1): subclass}}, elements={subclass})
+        expected = {"value": own, "keys": {own: {(own, 1): own}}, "elements": {own}}
+        assert repr(load(tmp_path / "a.pt")) == repr(expected)
+
+
+def test_names_are_plain(tmp_path):
+    """A name of a subclass of str, which ** lets through, is a str in the file."""
+    save(tmp_path / "a.pt", **{Phase.WARM: 1})
+    assert repr(load(tmp_path / "a.pt")) == "{'warm': 1}"
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (object(), "thing is a builtins.object"),
+        ({"a": [lambda: 0]}, r"thing\['a'\]\[0\] is a builtins.function"),
+        ({Path("x"): 1}, "a key of thing is a pathlib"),
+        (torch.eye(2).to_sparse(), "thing is no dense tensor"),
+        (torch.empty(1, device="meta"), "thing is no dense tensor"),
+        (torch.utils.data.DataLoader([1]), "the position of a DataLoader"),
+    ],
+)
+def test_what_is_not_plain_is_refused_when_saved(tmp_path, value, named):
+    """The error says which value it is, and what to save instead; no file is made."""
+    with pytest.raises(ConfigError, match=named) as caught:
+        save(tmp_path / "a.pt", thing=value)
+    assert caught.value.faults[0].fix
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_and_folders_are_refused(tmp_path):
+    """A call without anything to save, and one that names a folder, say so."""
+    with pytest.raises(ConfigError, match="nothing to save"):
+        save(tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match="it is a folder"):
+        save(tmp_path, a=1)
+
+
+class Hostile:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("how", ["torch.save", "in a checkpoint", "pickle", "legacy"])
+def test_a_hostile_file_is_not_run(tmp_path, how):
+    """No code in a file is executed; where it has the form of a checkpoint the error names what it would have run."""
+    hostile, path = Hostile(f"touch {tmp_path / 'run'}"), tmp_path / "a.pt"
+    if how == "torch.save":
+        torch.save(hostile, path)
+    elif how == "legacy":
+        torch.save(hostile, path, _use_new_zipfile_serialization=False)
+    elif how == "pickle":
+        path.write_bytes(pickle.dumps(hostile))
+    else:
+        save(path, a=1)
+        whole = torch.load(path, weights_only=True)
+        whole["content"]["entries"]["a"][2] = hostile
+        torch.save(whole, path)
+    with pytest.raises(ConfigError, match=r"posix.system|no checkpoint of") as caught:
+        load(path)
+    assert caught.value.faults[0].fix
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_hostile_file_would_have_run(tmp_path):
+    """The check above can fail: a reader that trusts the file runs it."""
+    torch.save(Hostile(f"touch {tmp_path / 'run'}"), tmp_path / "a.pt")
+    torch.load(tmp_path / "a.pt", weights_only=False)
+    assert (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b"hello", "begins with"),
+        (None, "no such file"),
+    ],
+)
+def test_foreign_files_are_told(tmp_path, content, why):
+    """What no checkpoint is, is said to be none, and why."""
+    if content is not None:
+        (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(ConfigError, match=why):
+        load(tmp_path / "a.pt")
+
+
+def test_weights_of_torch_save_are_told(tmp_path):
+    """A file of torch.save is told from a checkpoint; the fix is the line that loads it."""
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match="something else in it") as caught:
+        load(tmp_path / "a.pt")
+    assert "torch.load(path, weights_only=True)" in caught.value.faults[0].fix
+
+
+def test_another_format_is_told(tmp_path):
+    """A file of a format to come names both formats."""
+    torch.save({"parallelize checkpoint": 7}, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match="has format 7, this version reads 1"):
+        load(tmp_path / "a.pt")
+
+
+def test_zip_archives_are_told(tmp_path):
+    """An archive of something else is damaged or foreign, never a crash."""
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("hello", "world")
+    with pytest.raises(ParallelizeError, match=r"a\.pt"):
+        load(tmp_path / "a.pt")
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    """The bytes of a checkpoint."""
+    path = tmp_path_factory.mktemp("intact") / "a.pt"
+    save(path, model=nn.Linear(40, 30), text="a" * 50, number=1 / 3)
+    return path.read_bytes()
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_damage_is_told_or_harmless(tmp_path_factory, intact, data):
+    """Any bytes changed, cut off or added: an error of this library, or the very content that was saved."""
+    position = data.draw(st.integers(0, len(intact) - 1))
+    piece = data.draw(st.binary(min_size=1, max_size=20))
+    damaged = data.draw(
+        st.sampled_from(
+            [
+                intact[:position],
+                intact[:position] + piece + intact[position + len(piece) :],
+                intact[:position] + intact[position + len(piece) :],
+                intact + piece,
+                piece,
+                b"PK\x03\x04" + piece,
+            ]
+        )
+    )
+    path = tmp_path_factory.mktemp("damaged") / "a.pt"
+    path.write_bytes(damaged)
+    model = nn.Linear(40, 30)
+    before = model.weight.clone()
+    try:
+        found = load(path, model=model, rng=False)
+    except ParallelizeError:
+        assert torch.equal(model.weight, before)
+    else:  # padding between records, and times in the archive's table, mean nothing
+        assert found == {"text": "a" * 50, "number": 1 / 3}
+        path.with_name("intact.pt").write_bytes(intact)
+        assert read(path).fingerprint == read(path.with_name("intact.pt")).fingerprint
+
+
+@given(st.integers(0, 3 * 2**15), st.integers(0, 7))
+@settings(max_examples=50)
+def test_every_bit_is_in_the_fingerprint(index, bit):
+    """One bit anywhere in a tensor makes another fingerprint; so do a type, a shape and an order."""
+    tensor = torch.zeros(3 * 2**15 + 1, dtype=torch.uint8)
+    before = digest({"x": tensor})
+    tensor[index] = 1 << bit
+    assert digest({"x": tensor}) != before
+    assert digest([tensor.view(torch.int8)]) != digest([tensor])
+    assert digest([tensor[:4].view(2, 2)]) != digest([tensor[:4]])
+    assert digest([1, 2.0]) != digest([2.0, 1])
+
+
+def test_views_have_the_fingerprint_of_their_values():
+    """How values lie in memory is not in the fingerprint."""
+    whole = torch.arange(100_000, dtype=torch.int16)
+    for view in (whole[1:], whole[3:50_001], whole.view(1000, 100).T):
+        assert digest(view) == digest(view.clone(memory_format=torch.contiguous_format))
+
+
+def test_a_failing_writer_leaves_the_old_file(tmp_path):
+    """Where writing fails, the file that was there is still there, and nothing beside it."""
+    (tmp_path / "a").write_text("old")
+
+    def write(path):
+        path.write_text("half")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        replace_file(tmp_path / "a", write)
+    assert (tmp_path / "a").read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_is_followed(tmp_path, exists):
+    """Saving to a link replaces what it leads to, there yet or not, and leaves the link and nothing beside it."""
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "last.pt").symlink_to(Path("scratch", "real.pt"))
+    if exists:
+        save(tmp_path / "scratch" / "real.pt", a=1)
+    save(tmp_path / "last.pt", a=2)
+    assert (tmp_path / "last.pt").is_symlink()
+    assert load(tmp_path / "scratch" / "real.pt") == load(tmp_path / "last.pt") == {"a": 2}
+    assert [each.name for each in (tmp_path / "scratch").iterdir()] == ["real.pt"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["last.pt", "scratch"]
+
+
+def test_an_unwritable_place_is_told(tmp_path):
+    """A place that no file can be made in is an error with the reason."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ParallelizeError, match="cannot write") as caught:
+        save(tmp_path / "file" / "a.pt", a=1)
+    assert "still there" in caught.value.faults[0].fix
+
+
+def test_leftovers_of_the_dead_are_cleared(tmp_path):
+    """The next writer removes what a killed one has left, and not what a living one writes."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    host = os.uname().nodename
+    names = [f".a.{host}.{dead.pid}.tmp", f".a.{host}.{os.getppid()}.tmp", f".b.{host}.{dead.pid}.tmp", "a"]
+    for name in names:
+        (tmp_path / name).write_text("")
+    replace_file(tmp_path / "a", lambda path: path.write_text("new"))
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(names[1:])
+    clear_leftovers(tmp_path, re.compile("b"))
+    assert not (tmp_path / names[2]).exists()
+
+
+SAVING = """
+import sys, torch, parallelize
+print("ready", flush=True)
+for number in range(1, 100000):
+    parallelize.save(sys.argv[1], number=number, x=torch.full((200_000,), number))
+"""
+
+
+def kill_while_saving(path: Path, delays_s: list[float]) -> list[int]:
+    """Kill a process that saves in a loop after each of the delays; what is loaded then."""
+    found = []
+    for delay_s in delays_s:
+        with subprocess.Popen([sys.executable, "-c", SAVING, path], stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            # The time at which it dies is what is tested: nothing is waited for.
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(delay_s)
+            process.send_signal(signal.SIGKILL)
+        if path.exists():
+            values = load(path)
+            assert bool((values["x"] == values["number"]).all())
+            found.append(values["number"])
+    return found
+
+
+def test_a_kill_leaves_the_old_or_the_new_one(tmp_path):
+    """Killed while it saves, a process leaves a checkpoint that is whole, and no heap of other files."""
+    found = kill_while_saving(tmp_path / "a.pt", [0.05, 0.11, 0.17, 0.23])
+    assert max(found) > 1
+    save(tmp_path / "a.pt", a=1)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.pt"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_hundreds_of_kills_leave_the_old_or_the_new_one(tmp_path):
+    """The same, several hundred times."""
+    delays = torch.rand(300, generator=torch.Generator().manual_seed(0)).mul(0.3).tolist()
+    assert len(kill_while_saving(tmp_path / "a.pt", delays)) > 250

@@ -1,0 +1,131 @@
+"""Whatever is read from outside: random environments, host lists and files come to a value or to an error of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallelize import ConfigError
+from parallelize.backends.balanced.plan import Plan
+from parallelize.checkpoint.save_schedule import Timetable, timetable
+from parallelize.cluster.hostlist import first_host, tasks_on
+from parallelize.cluster.world import Node, World, detect, detect_node
+
+NAMES = [
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
+    *(f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMIX_NAMESPACE"),
+    *("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
+    *("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID"),
+]
+numbers = st.integers(-2, 9).map(str) | st.integers().map(str)
+values = st.one_of(
+    numbers,
+    st.sampled_from(["", " ", "n[1-2]", "n[", "2(x3),1", "1(x0)", "True", "1e3", "٣", "9" * 5000, "\ud800", "0x1"]),
+    st.text(max_size=8),
+)
+
+
+@settings(max_examples=500)
+@given(st.dictionaries(st.sampled_from(NAMES), values))
+def test_any_environment_is_a_place_or_an_error(environ):
+    """Whatever the variables of launchers say: a world whose numbers fit, none, or a ConfigError that says what."""
+    faults = []
+    for read, kind in ((detect, World), (detect_node, Node)):
+        try:
+            found = read(environ)
+        except ConfigError as exc:
+            faults += exc.faults
+        else:
+            assert found is None or isinstance(found, kind)
+            if isinstance(found, World):
+                assert 0 <= found.rank < found.world_size
+                assert 0 <= found.local_rank < found.local_world_size <= found.world_size
+                assert 0 < found.master_port < 65536 or found.world_size == 1
+    assert all(each.what and each.why and each.fix for each in faults)
+
+
+hostly = st.text(alphabet="n0123456789[],-x() \n٣", max_size=40) | st.text(max_size=20)
+
+
+@settings(max_examples=500)
+@given(hostly, st.integers(-1, 5))
+def test_any_host_list_is_read_or_refused(text, node):
+    """Random text is a first host without brackets and counts of tasks, or a ConfigError."""
+    with contextlib.suppress(ConfigError):
+        assert not set(first_host(text)) & set("[], \n")
+    with contextlib.suppress(ConfigError):
+        tasks, nodes = tasks_on(node, text)
+        assert (tasks >= 0, nodes >= 0) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["n[0-999999999999]", "n" * 10**5, "n[" + "1," * 10**5 + "1]", "n[1-2]" * 10**5 + "[", "[" * 10**5, "9" * 10**5],
+    ids=lambda text: text[:6],
+)
+def test_long_host_lists_cost_their_length(text):
+    """A list is never written out, and no pattern is tried again and again."""
+    started = time.monotonic()
+    for read in (first_host, lambda text: tasks_on(0, text), lambda text: tasks_on(0, f"1(x{text[:9]})," * 10**4)):
+        try:
+            read(text)
+        except ConfigError:
+            continue
+    assert time.monotonic() - started < 5
+
+
+@settings(max_examples=200)
+@given(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), numbers.map("{}min".format))
+)
+def test_any_every_is_a_timetable_or_refused(every):
+    """What `checkpoints(every=)` is given means a number of steps or a time, or is a ConfigError."""
+    with contextlib.suppress(ConfigError):
+        assert isinstance(timetable(every, store=None, rank=0), Timetable)
+
+
+PLAN = Plan(
+    model="Net",
+    signature="0123",
+    samples=4,
+    events=("a", "b"),
+    bounds=(0, 1, 2),
+    devices=("cpu", "cpu"),
+    microbatches=2,
+    output_dims=((0, 1),),
+)
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_any_file_is_a_plan_or_refused(tmp_path_factory, data):
+    """Random bytes, a damaged plan, deep or foreign JSON: a ConfigError, or a plan that can be drawn."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    PLAN.save(path)
+    written = path.read_bytes()
+    position = data.draw(st.integers(0, len(written)))
+    anything = st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3))
+    fields = {**json.loads(written), data.draw(st.sampled_from(list(json.loads(written)))): data.draw(anything)}
+    path.write_bytes(
+        data.draw(
+            st.sampled_from(
+                [
+                    written[:position],
+                    written[:position] + data.draw(st.binary(max_size=5)) + written[position:],
+                    b"[" * 100_000,
+                    b"[" * 100 + b"]" * 100,
+                    json.dumps(fields).encode(),
+                    json.dumps(data.draw(anything)).encode(),
+                ]
+            )
+        )
+    )
+    with contextlib.suppress(ConfigError):
+        assert str(Plan.load(path))

@@ -1,0 +1,61 @@
+"""The variables of a worker: the caller's, with its GPUs and its share of the cores."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallelize.cluster.devices import Hardware
+from parallelize.config.config import Config
+from parallelize.config.layout import Layout, lay_out
+from parallelize.launchers.elastic.worker_environment import worker_environ
+
+
+def on_gpus(gpus: object) -> Layout:
+    return lay_out(Config.parse(gpus=gpus), Hardware("cuda", 4))
+
+
+def on_cpu(processes: int) -> Layout:
+    return lay_out(Config.parse(processes=processes), Hardware())
+
+
+@pytest.mark.parametrize(
+    ("mask", "gpus", "seen"),
+    [
+        (None, [2, 0], "2,0"),
+        (None, 2, "0,1"),
+        ("4,5,6,7", [3, 1], "7,5"),
+        ("GPU-a,GPU-b,GPU-c,GPU-d", [1], "GPU-b"),
+        ("MIG-a, MIG-b, MIG-c, MIG-d", -1, "MIG-a,MIG-b,MIG-c,MIG-d"),
+    ],
+)
+def test_gpus_are_picked_from_the_mask(mask: str | None, gpus: object, seen: str) -> None:
+    """A mask of indices or UUIDs composes with `gpus`: entries are picked, never renumbered."""
+    before = {} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}
+    environ = worker_environ(before, on_gpus(gpus), cores=8)
+    assert environ["CUDA_VISIBLE_DEVICES"] == seen
+    assert environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_no_mask_on_the_cpu() -> None:
+    """Without GPUs the variables of GPUs stay as they are."""
+    assert "CUDA_VISIBLE_DEVICES" not in worker_environ({}, on_cpu(2), cores=8)
+
+
+@pytest.mark.parametrize(("set_to", "cores", "threads"), [(None, 8, "4"), ("", 8, "4"), (None, 1, "1"), ("3", 8, "3")])
+def test_threads_are_a_share_of_the_cores(set_to: str | None, cores: int, threads: str) -> None:
+    """OMP_NUM_THREADS is cores by local ranks, at least 1, unless the user has set it to something."""
+    before = {} if set_to is None else {"OMP_NUM_THREADS": set_to}
+    assert worker_environ(before, on_cpu(2), cores=cores)["OMP_NUM_THREADS"] == threads
+
+
+def test_what_the_user_has_set_stays() -> None:
+    """An interface and a width that are in the environment win over ours."""
+    before = {"GLOO_SOCKET_IFNAME": "ib0", "COLUMNS": "50", "HOME": "/home/me"}
+    environ = worker_environ(before, on_cpu(2), cores=2, columns=120, interface="eth0")
+    assert {name: environ[name] for name in before} == before
+
+
+def test_interface_and_width_are_passed_on() -> None:
+    """What gloo and progress bars cannot find out for themselves."""
+    environ = worker_environ({}, on_cpu(2), cores=2, columns=120, interface="eth0")
+    assert (environ["GLOO_SOCKET_IFNAME"], environ["COLUMNS"]) == ("eth0", "120")

@@ -1,0 +1,118 @@
+"""What workers print is shown as it comes: characters, lines and bars whole."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallelize.launchers.elastic.worker_output import RankFiles, Stream, shown
+
+
+def shown_in_pieces(pieces: list[bytes], folder: Path, prefix: str = "") -> list[str]:
+    """What is shown after each piece that is written, and at the end."""
+    path, to = folder / "rank0.out", io.StringIO()
+    path.write_bytes(b"")
+    stream = Stream(path, to, prefix)
+    steps = []
+    for piece in pieces:
+        with path.open("ab") as file:
+            file.write(piece)
+        stream.forward(last=False)
+        steps.append(to.getvalue())
+    stream.forward(last=True)
+    return [*steps, to.getvalue()]
+
+
+@given(text=st.text(max_size=30), cuts=st.lists(st.integers(0, 60), max_size=6))
+def test_text_arrives_whole_wherever_it_was_cut(
+    text: str, cuts: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Without a prefix nothing is changed, whatever the pieces in which it was read."""
+    data = text.encode(errors="surrogatepass")
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    pieces = [data[start:end] for start, end in itertools.pairwise(edges)]
+    folder = tmp_path_factory.getbasetemp()
+    assert shown_in_pieces(pieces, folder)[-1] == data.decode(errors="replace")
+
+
+def test_a_line_without_an_end_is_shown_at_once(tmp_path: Path) -> None:
+    """A bar's carriage returns go through as they are, so that it stays one line."""
+    assert shown_in_pieces([b"\r 10%", b"\r 20%"], tmp_path)[:2] == ["\r 10%", "\r 10%\r 20%"]
+
+
+def test_a_character_waits_for_its_last_byte(tmp_path: Path) -> None:
+    """Half of a character is not shown."""
+    assert shown_in_pieces(["é".encode()[:1], "é".encode()[1:]], tmp_path) == ["", "é", "é"]
+
+
+def test_lines_under_a_prefix_wait_for_their_end(tmp_path: Path) -> None:
+    """Two ranks do not write into each other's lines."""
+    steps = shown_in_pieces([b"loss ", b"0.5\nnext\n", b"end"], tmp_path, "[rank 1] ")
+    assert steps == [
+        "",
+        "[rank 1] loss 0.5\n[rank 1] next\n",
+        "[rank 1] loss 0.5\n[rank 1] next\n",
+        "[rank 1] loss 0.5\n[rank 1] next\n[rank 1] end\n",
+    ]
+
+
+def test_a_bar_under_a_prefix_is_a_line_per_look(tmp_path: Path) -> None:
+    """Of the states that a bar went through between two looks, the last is shown."""
+    steps = shown_in_pieces([b"\r 10%\r 20%\r 30%\r", b" 40%\r\n"], tmp_path, "[rank 1] ")
+    assert steps == ["[rank 1]  30%\n", "[rank 1]  30%\n[rank 1]  40%\n", "[rank 1]  30%\n[rank 1]  40%\n"]
+
+
+def test_a_console_that_lacks_a_character_shows_the_rest(tmp_path: Path) -> None:
+    """An ASCII terminal gets a question mark, not nothing."""
+    console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    (tmp_path / "rank0.out").write_text("5 µs\n", encoding="utf-8")
+    Stream(tmp_path / "rank0.out", console).forward(last=True)
+    assert console.buffer.getvalue() == b"5 ?s\n"
+
+
+def test_a_closed_console_is_no_failure(tmp_path: Path) -> None:
+    """The call goes on when the caller's stream is gone; the file has it all."""
+    closed = io.StringIO()
+    closed.close()
+    (tmp_path / "rank0.out").write_text("text\n")
+    with shown([Stream(tmp_path / "rank0.out", closed), Stream(tmp_path / "missing", io.StringIO())]):
+        pass
+
+
+class WriteOnly:
+    def write(self, text: str) -> None:
+        """It cannot be flushed."""
+
+
+@pytest.mark.parametrize("console", [None, WriteOnly()])
+def test_a_console_that_is_none_is_no_failure(console: Any, tmp_path: Path) -> None:
+    """A program without a terminal has no stream, and a GUI may put anything in its place."""
+    (tmp_path / "rank0.out").write_text("text\n")
+    with shown([Stream(tmp_path / "rank0.out", console)]):
+        pass
+
+
+def test_files_have_names_for_ranks_and_attempts(tmp_path: Path) -> None:
+    """A restart writes beside the first attempt, not over it."""
+    files = RankFiles(tmp_path / "logs")
+    given = files.reify({0: {"RANK": "3", "TORCHELASTIC_RESTART_COUNT": "1"}})
+    assert Path(given.stdouts[0]) == files.path(3, 1, "out") == tmp_path / "logs" / "rank3.1.out"
+    assert files.path(3, 0, "err").name == "rank3.err"
+
+
+def test_a_run_forgets_the_files_of_an_earlier_one(tmp_path: Path) -> None:
+    """Of its own ranks, restarts too; what its own earlier attempts left stays, and what the user put beside."""
+    for name in ("rank1.out", "rank1.2.err", "rank11.out", "rank1.csv"):
+        (tmp_path / name).touch()
+    files = RankFiles(tmp_path)
+    files.reify({0: {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}})
+    assert {path.name for path in tmp_path.iterdir()} == {"rank11.out", "rank1.csv"}
+    files.path(1, 0, "out").touch()
+    files.reify({0: {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "1"}})
+    assert files.path(1, 0, "out").exists()

@@ -1,0 +1,101 @@
+"""No value of a user's becomes a command in a job script; only her own shell lines in `setup` are commands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from parallelize import ConfigError
+from parallelize.launchers.slurm.job_script import Script
+
+# Stands for Slurm's and the modules' commands: writes what it is given, word by word.
+STUB = """#!/bin/bash
+printf '%s\\0' "$(basename "$0")" "$@" $'\\n' >> "$RECORD"
+"""
+
+HOSTILE = [
+    "$(touch run)",
+    "`touch run`",
+    "'; touch run; '",
+    '"; touch run; "',
+    "a b",
+    "*",
+    "$HOME",
+    "\\",
+    "-n",
+    "a\ntouch run",
+]
+text = st.sampled_from(HOSTILE) | st.text(
+    alphabet=st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12
+)
+
+
+def run(script: Script, folder: Path) -> list[list[str]]:
+    """Run a script as a job is run, with stand-ins for the commands; what they were given."""
+    tools = folder / "bin"
+    tools.mkdir()
+    for name in ("srun", "module"):
+        (tools / name).write_text(STUB)
+        (tools / name).chmod(0o700)
+    (folder / "job.sh").write_text(str(script))
+    (folder / "record").write_bytes(b"")
+    environ = {"PATH": f"{tools}:{os.environ['PATH']}", "RECORD": str(folder / "record"), "HOME": str(folder)}
+    subprocess.run(["bash", "job.sh"], cwd=folder, env=environ, check=True, capture_output=True, timeout=20)
+    words = (folder / "record").read_bytes().decode(errors="surrogateescape").split("\0\n\0")
+    return [each.split("\0") for each in words if each]
+
+
+def script(value: str, folder: Path, flag: str = "a") -> Script:
+    return Script(
+        flags={"job-name": flag},
+        modules=[value],
+        env={"VALUE": value},
+        setup=[],
+        step=["python", value],
+        srun=[value],
+        folder=folder / "jobs",
+    )
+
+
+@settings(max_examples=40)
+@given(text)
+@example("a\ntouch run")
+def test_values_reach_the_commands_as_they_are(tmp_path_factory, value):
+    """Modules, variables, options and arguments are one word each, whatever is in them; nothing in them is run."""
+    folder = tmp_path_factory.mktemp("job")
+    said = run(script(value, folder), folder)
+    assert ["module", "load", value] in said
+    (srun,) = [each for each in said if each[0] == "srun"]
+    assert srun[1] == value
+    assert srun[4:6] == ["python", value]
+    assert not (folder / "run").exists()
+
+
+@given(text)
+def test_directives_stay_on_their_line(value):
+    """An option's value is one line that bash takes for a comment, or is refused."""
+    if set(value) & {"\n", "\r"}:
+        with pytest.raises(ConfigError, match="it would end its line"):
+            str(script("a", Path("/jobs"), flag=value))
+    else:
+        lines = str(script("a", Path("/jobs"), flag=value)).split("\n")
+        assert lines[1].startswith("#SBATCH --job-name=")
+        assert not lines[2].startswith("#SBATCH")
+
+
+def test_names_of_options_are_names():
+    """The name of an option is no way out of its line either."""
+    with pytest.raises(ConfigError, match="it would end its line"):
+        str(Script(flags={"a\ntouch run": 1}, modules=[], env={}, setup=[], step=[], srun=[], folder=Path("/jobs")))
+
+
+def test_setup_is_the_users_own_shell(tmp_path):
+    """The check above can fail: a line of `setup` is run."""
+    shell = Script(flags={}, modules=[], env={}, setup=["touch run"], step=["a"], srun=[], folder=tmp_path / "jobs")
+    run(shell, tmp_path)
+    assert (tmp_path / "run").exists()

@@ -1,0 +1,132 @@
+"""From a name to a plug-in."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallelize.backends.ddp import DDPBackend
+from parallelize.errors import ConfigError
+from parallelize.plugins import registry
+from parallelize.plugins.base import Backend, Launcher, Precision
+
+CONTRACTS = {"backends": Backend, "launchers": Launcher, "precision": Precision}
+
+
+@pytest.mark.parametrize("kind", CONTRACTS)
+def test_the_directory_is_the_list(kind):
+    """Every name leads to a class of its kind, with that name; names are sorted."""
+    names = registry.names(kind)
+    assert list(names) == sorted(names)
+    for name in names:
+        plugin = registry.get(kind, name)
+        assert issubclass(plugin, CONTRACTS[kind])
+        assert plugin.name == name
+        assert registry.find(kind, name) is plugin
+
+
+def test_what_the_library_needs_is_there():
+    """The defaults of a request are among the plug-ins."""
+    assert "ddp" in registry.names("backends")
+    assert "native" in registry.names("precision")
+
+
+@pytest.mark.parametrize("name", ["", "dpp", "__init__", "ddp.DDPBackend", "..errors", "os", "é"])
+def test_unknown_names(name):
+    """A name without a plug-in is found nowhere, and asking for it lists the known ones."""
+    assert registry.find("backends", name) is None
+    with pytest.raises(ConfigError) as caught:
+        registry.get("backends", name)
+    (fault,) = caught.value.faults
+    assert fault.what == f"{name!r} among the backends"
+    assert fault.why == "there is no plug-in of that name"
+    for known in registry.names("backends"):
+        assert repr(known) in fault.fix
+
+
+def test_a_plug_in_is_imported_alone(run_script):
+    """Asking for one backend does not load the others."""
+    done = run_script("""
+        import sys
+        from parallelize.plugins import base
+        from parallelize.plugins import registry
+
+        before = set(sys.modules)
+        registry.get("backends", "ddp")
+        print(sorted(name for name in set(sys.modules) - before if name.startswith("parallelize.")))
+    """)
+    loaded = set(eval(done.stdout))
+    assert loaded <= {"parallelize.backends", "parallelize.backends.ddp", "parallelize.backends.routing"}
+
+
+@pytest.fixture
+def distribution(tmp_path, monkeypatch):
+    """Another distribution on sys.path, which announces some backends."""
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[parallelize.backends]\n"
+        "other = other_backend:OtherBackend\n"
+        "ddp = other_backend:OtherBackend\n"
+        "absent = other_backend_that_is_not_there:Backend\n"
+        "unnamed = other_backend:Nothing\n"
+        "function = other_backend:function\n"
+    )
+    Path(tmp_path / "other_backend.py").write_text(
+        "from parallelize.plugins.base import Backend\n"
+        "class OtherBackend(Backend):\n"
+        "    name = 'other'\n"
+        "    process_per = 'device'\n"
+        "    def engine(self, inner, *, world, devices): raise NotImplementedError\n"
+        "def function(): return OtherBackend()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("other_backend", None)
+
+
+@pytest.mark.usefixtures("distribution")
+def test_other_distributions():
+    """A backend that another distribution announces is found by its name, and listed."""
+    assert registry.get("backends", "other").name == "other"
+    assert "other" in registry.names("backends")
+
+
+@pytest.mark.usefixtures("distribution")
+def test_our_own_wins():
+    """A name of ours cannot be taken."""
+    assert registry.get("backends", "ddp") is DDPBackend
+
+
+@pytest.mark.usefixtures("distribution")
+@pytest.mark.parametrize(
+    ("name", "what", "why"),
+    [
+        (
+            "absent",
+            "plug-in 'absent' (other_backend_that_is_not_there:Backend) cannot be imported: No module named",
+            "an installed distribution announces it as one of the backends",
+        ),
+        (
+            "unnamed",
+            "plug-in 'unnamed' (other_backend:Nothing) cannot be imported: module 'other_backend' has no",
+            "an installed distribution announces it as one of the backends",
+        ),
+        (
+            "function",
+            "plug-in 'function' (other_backend:function) is <function",
+            "an entry point of parallelize.backends names a class derived from parallelize.Backend",
+        ),
+    ],
+)
+def test_broken_distributions(name, what, why):
+    """A plug-in that cannot be had is named with its distribution's entry, not with a bare ImportError."""
+    with pytest.raises(ConfigError) as caught:
+        registry.get("backends", name)
+    (fault,) = caught.value.faults
+    assert fault.what.startswith(what)
+    assert fault.why == why
+    assert fault.fix.startswith("update or remove")

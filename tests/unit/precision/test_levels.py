@@ -1,0 +1,80 @@
+"""The declared table of levels, and how a request chooses its row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallelize import distributed
+from parallelize.cluster.world import World
+from parallelize.plugins import registry
+from parallelize.plugins.base import LEVELS, Amp
+from parallelize.precision.levels import TABLE, describe, markdown, resolve, row_of
+from parallelize.precision.native import NativePrecision
+
+CPU = torch.device("cpu")
+
+
+def test_every_level_has_a_row() -> None:
+    """The table and the names that amp= takes are the same."""
+    assert tuple(TABLE) == LEVELS
+    assert all(row.level == level for level, row in TABLE.items())
+
+
+def test_rows_are_apex_definitions() -> None:
+    """Weights, batch norm, master weights and loss scaling are those of Apex's opt_levels."""
+    found = {
+        level: (row.half_weights, row.half_batch_norm, row.master_weights, row.scales_loss)
+        for level, row in TABLE.items()
+    }
+    assert found == {
+        "O0": (False, False, True, False),
+        "O1": (False, False, True, True),
+        "O2": (True, False, True, True),
+        "O3": (True, True, False, False),
+    }
+
+
+def test_markdown_has_a_line_per_level() -> None:
+    """A heading, a rule and one line for each level, all of the same number of cells."""
+    lines = markdown().splitlines()
+    assert len(lines) == 2 + len(LEVELS)
+    assert len({line.count("|") for line in lines}) == 1
+    assert [line.split("|")[1].strip() for line in lines[2:]] == list(LEVELS)
+
+
+@given(level=st.sampled_from([None, *LEVELS]), dtype=st.sampled_from([None, torch.bfloat16]))
+def test_resolving_leaves_nothing_open(level: str | None, dtype: torch.dtype | None) -> None:
+    """Level and type are decided, what was given is kept, and resolving again changes nothing."""
+    request = Amp(level=level, dtype=dtype)
+    found = resolve(request, NativePrecision(), device=CPU, world=World())
+    assert found.level == (level or "O1")
+    assert found.dtype is torch.bfloat16
+    assert resolve(found, NativePrecision(), device=CPU, world=World()) == found
+
+
+@pytest.mark.parametrize("engine", registry.names("precision"))
+def test_an_engine_default_has_a_row(engine: str) -> None:
+    """amp=True means a level of the table under every engine."""
+    precision = registry.find("precision", engine)
+    assert row_of(Amp(), precision).level == precision.default_level
+
+
+def test_a_description_says_the_row() -> None:
+    """One line, with level, type, engine and the cells of the row."""
+    text = describe(Amp(level="O2", dtype=torch.float16), NativePrecision, device_type="cuda")
+    assert text.startswith("O2 in fp16 (native): ")
+    assert "loss scaling: dynamic" in text
+    assert "\n" not in text
+    assert "loss scaling: none" in describe(Amp(), NativePrecision, device_type="cpu")
+    assert describe(Amp(level="O0"), NativePrecision, device_type="cpu").startswith("O0 (native): ")
+
+
+def test_explain_shows_the_row() -> None:
+    """A decorated function's explain() has the row, a line for each cell."""
+    text = distributed(processes=2, amp="O2")(print).explain()
+    lines = [line.strip() for line in text.splitlines()]
+    assert "precision    O2 in bf16 (native)" in lines
+    assert {"weights in forward: bf16", "weights updated: fp32", "loss scaling: none"} <= set(lines)

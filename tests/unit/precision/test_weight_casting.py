@@ -1,0 +1,294 @@
+"""Half-precision weights: cast in each forward (O2), or kept in half (O3)."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from parallelize.model import parallel_model
+from parallelize.precision.native_session import Policy, mixed_precision
+
+HALF = torch.bfloat16
+
+
+def block(model: nn.Module, amp: str) -> Any:
+    return parallel_model(model, amp=amp, backend="ddp", processes=1)
+
+
+class Watching(nn.Linear):
+    """Notes the type of its weight when it runs; as each call appends, also how often."""
+
+    seen: list[torch.dtype]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.__dict__.setdefault("seen", []).append(self.weight.dtype)
+        return super().forward(x)
+
+
+class Net(nn.Module):
+    """A convolution, batch norm, a parameter of the model's own, recurrence, tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv1d(3, 4, 3, padding=1)
+        self.bn = nn.BatchNorm1d(4)
+        self.position = nn.Parameter(torch.randn(6, 4))
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+        self.linear = Watching(4, 4)
+        self.seen_bn: torch.dtype | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.bn(self.conv(x)).transpose(1, 2) + self.position
+        x, _ = self.rnn(x)
+        return F.linear(self.linear(x), self.linear.weight).mean(1)
+
+
+X = torch.randn(8, 3, 6, generator=torch.Generator().manual_seed(0))
+
+
+def train(model: nn.Module, steps: int = 3) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        loss = model(X).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_o2_computes_in_half_over_fp32_weights() -> None:
+    """Modules see half weights, batch norm fp32 ones; the optimizer, the state and the gradients stay fp32."""
+    model = Net()
+    parameters = list(model.parameters())
+    seen: list[torch.dtype] = []
+    model.bn.register_forward_hook(lambda bn, *_: seen.append(bn.weight.dtype))
+    with block(model, "O2"):
+        train(model)
+        assert set(model.linear.seen) == {HALF}
+        assert set(seen) == {torch.float32}
+        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+        assert {each.dtype for each in model.parameters()} == {torch.float32}
+        assert {each.grad.dtype for each in model.parameters()} == {torch.float32}
+        assert "weight" not in model.linear.__dict__
+
+
+def test_o2_follows_full_precision() -> None:
+    """The trajectory is that of fp32 up to bf16's rounding, and not the same."""
+    full, half = Net(), Net()
+    expected = train(full, 5)
+    with block(half, "O2"):
+        found = train(half, 5)
+    assert found != expected
+    assert found == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_o2_leaves_sparse_gradients_sparse(kind: Any) -> None:
+    """An embedding with sparse=True is not cast, and trains as in fp32 beside layers that are."""
+
+    def trained(amp: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(8, 4, sparse=True), Watching(4, 2))
+        before = model[0].weight.detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with block(model, amp):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.tensor([[0, 3], [3, 5]])).float().square().mean().backward()
+                assert model[0].weight.grad.is_sparse
+                optimizer.step()
+        assert set(model[1].seen) == {HALF if amp == "O2" else torch.float32}
+        return model[0].weight.detach() - before
+
+    change = trained("O0")
+    assert change.abs().max() > 0.05
+    torch.testing.assert_close(trained("O2"), change, rtol=0.05, atol=0.002)
+
+
+def test_o2_is_autocast_where_only_products_have_weights() -> None:
+    """With linear layers alone, casting in the module is what autocast does at the operation: equal to the last bit."""
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    other = copy.deepcopy(one)
+    x = torch.randn(5, 3)
+    for model, amp in ((one, "O1"), (other, "O2")):
+        with block(model, amp):
+            model(x).square().sum().backward()
+    for here, there in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(here.grad, there.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_o2_casts_again_when_a_checkpoint_recomputes(reentrant: bool) -> None:
+    """The forward that backward runs again sees half weights too, and the gradients are those without checkpoint."""
+
+    class Checkpointed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    model, plain = Checkpointed().eval(), Net().eval()
+    x = X.clone().requires_grad_()
+    for each in (model, plain):
+        with block(each, "O2"):
+            each(x).float().square().mean().backward()
+    assert model.linear.seen == [HALF, HALF]
+    # A reentrant one casts a weight that is used twice twice, and adds its gradients in fp32 instead of half.
+    rtol = 0.01 if reentrant else 0.0
+    for here, there in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(here.grad, there.grad, rtol=rtol, atol=rtol / 10)
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)]
+)
+def test_o2_norms_take_inputs_in_full_precision(norm: nn.Module) -> None:
+    """What comes first, or after a sum with the input, is in fp32: a norm on a CPU refuses weights in half there."""
+    model, x = nn.Sequential(copy.deepcopy(norm), nn.Linear(6, 2)), torch.randn(4, 3, 6)
+    x = x[:, 0] if isinstance(norm, nn.GroupNorm) else x
+    with block(model, "O2"):
+        output = model(x)
+        output.float().square().mean().backward()
+    torch.testing.assert_close(output.float(), model(x), rtol=0.05, atol=0.05)
+    assert all(each.grad is not None for each in model.parameters())
+
+
+def test_o2_covers_nothing_after_an_exception() -> None:
+    """A module that fails has its parameter back."""
+
+    class Failing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("planted")
+
+    model = nn.Sequential(nn.Linear(3, 3), Failing(3, 3))
+    with block(model, "O2"):
+        with pytest.raises(RuntimeError, match="planted"):
+            model(torch.ones(1, 3))
+        assert all("weight" not in each.__dict__ for each in model)
+        assert model[1].weight.dtype is torch.float32
+
+
+def test_o2_leaves_no_trace_in_copies_and_pickles() -> None:
+    """A deep copy and a pickle made inside the block are plain fp32 models."""
+    model = Net()
+    with block(model, "O2"):
+        train(model, 1)
+        twin = copy.deepcopy(model)
+        loaded = pickle.loads(pickle.dumps(model))
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+    for each in (twin, loaded, model):
+        assert not each.linear._forward_pre_hooks
+        assert each.linear.weight.dtype is torch.float32
+        each.linear.seen = []
+        each(X)
+        assert each.linear.seen == [torch.float32]
+
+
+def test_hooks_in_backward_find_the_parameter() -> None:
+    """What runs in backward and records nothing reads the parameter itself, not a cast."""
+    model = Net()
+    seen: list[bool] = []
+    weight = model.linear.weight
+    model.bn.register_full_backward_hook(lambda *_: seen.append(model.linear.weight is weight))
+    before = {module: type(module._parameters) for module in model.modules()}
+    with block(model, "O2"):
+        model(X).sum().backward()
+    assert seen == [True]
+    assert {module: type(module._parameters) for module in model.modules()} == before
+
+
+def test_o2_with_parametrized_weights() -> None:
+    """A parametrization computes its weight in fp32."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 1))
+    with block(model, "O2"):
+        model(torch.randn(4, 3)).sum().backward()
+    assert model[0].parametrizations.weight.original.grad.dtype is torch.float32
+
+
+class InThread(threading.Thread):
+    """Runs a function in a thread of its own, and keeps what it returned."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.start()
+        self.join()
+
+    def run(self) -> None:
+        self.result = self.function()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_replica_computes_in_half_on_its_own_thread(level: str) -> None:
+    """What DataParallel does with a replica: a copy without parameters of its own, called on a thread without autocast.
+
+    DataParallel itself needs a GPU (tests/gpu/test_amp.py); this is how torch makes replicas.
+    """
+    model = Watching(4, 4)
+    policy = Policy(device=torch.device("cpu"), autocast=HALF, weights=HALF if level == "O2" else None)
+    with mixed_precision(policy, models=[model]) as session:
+        replica = model._replicate_for_data_parallel()
+        replica._former_parameters = {}
+        for name, each in model.named_parameters():
+            replica._former_parameters[name] = each * 1
+            setattr(replica, name, replica._former_parameters[name])
+
+        def run() -> tuple[torch.Tensor, bool, bool]:
+            before = torch.is_autocast_enabled("cpu")
+            return session.forward(replica.forward, torch.ones(2, 4)), before, torch.is_autocast_enabled("cpu")
+
+        out, before, after = InThread(run).result
+        out.float().sum().backward()
+    assert (before, after) == (False, False)
+    assert out.dtype is HALF
+    assert replica.seen == [HALF if level == "O2" else torch.float32]
+    assert model.weight.grad.dtype is torch.float32
+    assert "weight" not in model.__dict__
+
+
+def test_o3_keeps_models_in_half() -> None:
+    """All weights, batch norm's too, are in half inside; the same objects, in their former types, after."""
+    model = Net()
+    model.register_buffer("wide", torch.ones(2, dtype=torch.float64))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(X).square().mean().backward()
+    optimizer.step()
+    before = [each.detach().clone() for each in model.parameters()]
+    with block(model, "O3"):
+        assert {each.dtype for each in (*model.parameters(), model.bn.running_mean)} == {HALF}
+        loss = model(X).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert model.bn.weight.grad.dtype is HALF
+        optimizer.step()
+        assert {each["momentum_buffer"].dtype for each in optimizer.state.values()} == {HALF}
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert {each.dtype for each in (*model.parameters(), model.bn.running_mean)} == {torch.float32}
+    assert {each.grad.dtype for each in model.parameters()} == {torch.float32}
+    assert {each["momentum_buffer"].dtype for each in optimizer.state.values()} == {torch.float32}
+    assert model.wide.dtype is torch.float64
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    model(X).square().mean().backward()
+    optimizer.step()
+
+
+def test_o3_gives_types_back_on_exceptions() -> None:
+    """A block that fails leaves fp32 weights."""
+    model = Net()
+    with pytest.raises(RuntimeError, match="planted"), block(model, "O3"):
+        raise RuntimeError("planted")
+    assert {each.dtype for each in model.parameters()} == {torch.float32}

@@ -1,0 +1,83 @@
+"""What the start line counts, and how it writes it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize.cluster.devices import Hardware
+from parallelize.cluster.world import World
+from parallelize.config.config import Config
+from parallelize.config.layout import lay_out
+from parallelize.plugins.base import LocalEngine
+from parallelize.runtime.context import Runtime
+from parallelize.runtime.startup_summary import StartLine, reading, size_text
+
+
+def line(*models: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...] = ()) -> str:
+    world = World(world_size=2, local_world_size=2)
+    said = StartLine(Runtime(world, lay_out(Config.parse(processes=2), Hardware())), optimizers)
+    for model in models:
+        said.joined(model, LocalEngine(model))
+    return said.text()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (7.25 * 2**30, "7.2 GiB")],
+)
+def test_sizes_are_written_for_people(size: float, text: str) -> None:
+    """In the largest unit of which there is one."""
+    assert size_text(size) == text
+    assert size_text(3 * 2**40) == "3.0 TiB"
+
+
+def test_several_models_are_one_line() -> None:
+    """Their parameters are added, millions are written as such."""
+    with torch.device("meta"):
+        assert line(nn.Linear(1000, 2000), nn.Conv1d(1, 1, 1)).startswith("Linear + Conv1d: 2.0 M parameters; fp32; ")
+
+
+def test_only_loaders_that_are_read_count() -> None:
+    """An arithmetic is in the line for as long as it is kept; equal ones are said once."""
+    kept = [reading("8 x 2 processes = 16 global"), reading("8 x 2 processes = 16 global"), reading("")]
+    assert "; batches: 8 x 2 processes = 16 global; fp32" in line(nn.Linear(1, 1))
+    kept.append(reading("4 x 2 processes = 8 global"))
+    assert "; batches: 4 x 2 processes = 8 global and 8 x 2 processes = 16 global; " in line(nn.Linear(1, 1))
+    kept.clear()
+    gc.collect()
+    assert "batch" not in line(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "copies"),
+    [
+        (torch.optim.Adam, 2),
+        (lambda parameters: torch.optim.AdamW(parameters, amsgrad=True), 3),
+        (lambda parameters: torch.optim.SGD(parameters, lr=1.0), 0),
+        (lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9), 1),
+    ],
+)
+def test_the_state_of_torchs_optimizers_is_foretold(make, copies: int) -> None:
+    """As large as it is after a step, counters aside."""
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = make(model.parameters())
+    assert f"+ {size_text(copies * 2**18)} of the optimizer's state" in line(model, optimizers=(optimizer,))
+    model(torch.zeros(1, 256)).sum().backward()
+    optimizer.step()
+    held = [value for value in optimizer.state[model.weight].values() if value is not None and value.numel() > 1]
+    assert len(held) == copies
+
+
+def test_another_optimizers_state_is_not_guessed() -> None:
+    """Before its first step nobody knows; after it, it is counted."""
+    model = nn.Linear(256, 256, bias=False)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    optimizer.state.clear()
+    both = (optimizer, torch.optim.Adam(model.parameters()))
+    assert line(model, optimizers=both).endswith("of gradients + the optimizer's state")
+    optimizer = torch.optim.Adagrad(model.parameters())
+    assert line(model, optimizers=(optimizer,)).endswith("+ 256.0 KiB of the optimizer's state")
