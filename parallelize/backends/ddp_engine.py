@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from parallelize.backends.broadcast_checks import refuse_unsendable
 from parallelize.backends.ddp_comm_hooks import COMPRESSING, HOOKS, CommHook, hook_for
-from parallelize.backends.static_graph import FirstIteration
+from parallelize.backends.ddp_static_graph import FirstIteration
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Backend, Engine, Inner, LocalEngine
 from parallelize.plugins.traffic import Traffic

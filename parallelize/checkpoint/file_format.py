@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from parallelize.checkpoint.atomic_write import replace_file
-from parallelize.checkpoint.digest import digest, without_checksums
+from parallelize.checkpoint.checksum import digest, without_checksums
 from parallelize.checkpoint.shard_index import Pieces, is_divided
 from parallelize.errors import ConfigError, ParallelizeError
 from parallelize.runtime.containers import leaves

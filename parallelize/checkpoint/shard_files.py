@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from parallelize.checkpoint.atomic_write import writing_out
-from parallelize.checkpoint.digest import digest, without_checksums
+from parallelize.checkpoint.checksum import digest, without_checksums
 from parallelize.checkpoint.shard_index import Piece
 
 __all__ = ["Part", "list_for_torch", "own_parts", "read_pieces", "write_pieces"]

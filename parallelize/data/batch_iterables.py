@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from parallelize.cluster.world import World
 from parallelize.data.epoch_order import draw_lazily
 from parallelize.data.epoch_shards import CountedReading, Fetch, StreamReading
-from parallelize.data.options import LoaderOptions, no_fraction
+from parallelize.data.loader_options import LoaderOptions, no_fraction
 from parallelize.data.sample_fingerprint import likeness
-from parallelize.data.sampling import Split
+from parallelize.data.sampler_arithmetic import Split
 from parallelize.data.set_epoch import Epochs
 from parallelize.data.source import Place, Reading, Source
 from parallelize.errors import ConfigError

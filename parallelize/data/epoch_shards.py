@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from parallelize.data.gather_results import in_dataset_order, indices_of
 from parallelize.data.sample_fingerprint import likeness
-from parallelize.data.sampling import Split, share
+from parallelize.data.sampler_arithmetic import Split, share
 from parallelize.data.source import Reading
 
 __all__ = ["CountedReading", "Fetch", "StreamReading", "lazily"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallelize.collectives import all_gather
-from parallelize.data.sampling import Split
+from parallelize.data.sampler_arithmetic import Split
 from parallelize.errors import ConfigError
 from parallelize.runtime.containers import map_leaves
 

@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 
 from parallelize.cluster.world import World
 from parallelize.data.loader_copy import LoaderCopy
-from parallelize.data.options import Divides, LoaderOptions, no_fraction
-from parallelize.data.sampling import as_steps, reader_steps
+from parallelize.data.loader_options import Divides, LoaderOptions, no_fraction
+from parallelize.data.sampler_arithmetic import as_steps, reader_steps
 from parallelize.data.set_epoch import Epochs
-from parallelize.data.sharded_dataset import DividedDataset
+from parallelize.data.sharded_iterable_dataset import DividedDataset
 from parallelize.data.source import Place, Reading, Source
 from parallelize.errors import ConfigError
 

@@ -13,8 +13,8 @@ from parallelize.cluster.world import World
 from parallelize.data.epoch_order import draw, draw_lazily, seed_of
 from parallelize.data.epoch_shards import CountedReading, StreamReading
 from parallelize.data.loader_copy import LoaderCopy
-from parallelize.data.options import LoaderOptions, no_fraction
-from parallelize.data.sampling import Split
+from parallelize.data.loader_options import LoaderOptions, no_fraction
+from parallelize.data.sampler_arithmetic import Split
 from parallelize.data.set_epoch import Epochs
 from parallelize.data.source import Place, Reading, Source
 from parallelize.errors import ConfigError

@@ -12,8 +12,8 @@ from parallelize.cluster.world import World
 from parallelize.data.detect_rank_queries import SIZES
 from parallelize.data.epoch_shards import lazily
 from parallelize.data.loader_copy import LoaderCopy
-from parallelize.data.options import LoaderOptions
-from parallelize.data.sampling import as_steps
+from parallelize.data.loader_options import LoaderOptions
+from parallelize.data.sampler_arithmetic import as_steps
 from parallelize.data.set_epoch import Epochs
 from parallelize.data.source import Place, Reading, Source
 from parallelize.errors import ConfigError

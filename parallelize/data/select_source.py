@@ -12,10 +12,10 @@ from parallelize.data.batch_iterables import PlainSource
 from parallelize.data.dataloader_workers import WorkerStart
 from parallelize.data.iterable_style import IterableSource
 from parallelize.data.loader_copy import LoaderCopy
+from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.map_style import IndexedSource
-from parallelize.data.options import LoaderOptions
 from parallelize.data.pre_sharded import KeptSource, dividing_sampler
-from parallelize.data.sharded_dataset import recognised
+from parallelize.data.sharded_iterable_dataset import recognised
 from parallelize.data.source import Source
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
-from parallelize.data.options import Batch, Divides, LoaderOptions
-from parallelize.data.sampling import Tail
+from parallelize.data.loader_options import Batch, Divides, LoaderOptions
+from parallelize.data.sampler_arithmetic import Tail
 from parallelize.data.select_source import source_of
 from parallelize.data.sharded_loader import ShardedLoader
 from parallelize.errors import ConfigError

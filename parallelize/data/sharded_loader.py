@@ -11,7 +11,7 @@ import torch
 from parallelize.data.dataloader_workers import explain
 from parallelize.data.device_prefetch import on_device
 from parallelize.data.epoch_shards import CountedReading
-from parallelize.data.options import LoaderOptions
+from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.progress_bar import with_bar
 from parallelize.data.source import Place, Reading, Source
 from parallelize.data.step_timing import with_pace

@@ -12,7 +12,7 @@ from torch import nn
 from parallelize.errors import SyncError
 from parallelize.inplace.backward_after_block import Latecomers
 from parallelize.inplace.forward_routing import Route
-from parallelize.inplace.gradient_guard import Guard
+from parallelize.inplace.gradient_averaging_guard import Guard
 from parallelize.inplace.local_gradients_after_block import claim, leave_behind
 from parallelize.inplace.model_consistency import agree, verifying
 from parallelize.inplace.model_structure import Structure

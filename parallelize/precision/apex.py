@@ -16,7 +16,7 @@ from parallelize.errors import ConfigError, MissingDependencyError
 from parallelize.plugins.base import Amp, Precision, Session
 from parallelize.precision.apex_restore import Masters
 from parallelize.precision.levels import describe, resolve
-from parallelize.precision.patching import replaced
+from parallelize.precision.replace_attribute import replaced
 
 __all__ = ["PLUGIN", "ApexPrecision", "ApexSession"]
 

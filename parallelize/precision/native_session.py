@@ -17,7 +17,7 @@ from parallelize.precision.autocast import Window
 from parallelize.precision.backward_patch import Backward, Grad, current_scaling
 from parallelize.precision.gradient_scaling import Scaling
 from parallelize.precision.loss_scale import LossScale
-from parallelize.precision.patching import replaced
+from parallelize.precision.replace_attribute import replaced
 from parallelize.precision.weight_casting import HalfModels, HalfWeights, left_alone
 from parallelize.runtime.containers import map_leaves
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parallelize.precision.loss_scale import LossScale
-from parallelize.precision.patching import replaced
+from parallelize.precision.replace_attribute import replaced
 
 __all__ = ["TrueGradients"]
 

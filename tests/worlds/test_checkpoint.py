@@ -30,7 +30,7 @@ from parallelize import (
     shard_loader,
 )
 from parallelize.checkpoint import loading, rendezvous, saving
-from parallelize.checkpoint.digest import digest
+from parallelize.checkpoint.checksum import digest
 from parallelize.checkpoint.file_format import read
 from parallelize.checkpoint.load_shards import filled
 from parallelize.checkpoint.sharded_folder import remove

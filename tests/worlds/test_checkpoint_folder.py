@@ -36,7 +36,7 @@ from parallelize import (
     save,
 )
 from parallelize.checkpoint import file_format, rendezvous, saving
-from parallelize.checkpoint.digest import digest
+from parallelize.checkpoint.checksum import digest
 from parallelize.checkpoint.file_format import MAIN, read
 
 

@@ -15,7 +15,7 @@ from zoo import BRANCHED, ZOO, Branched, Mlp
 
 from parallelize import DDPBackend, SyncError, all_reduce, distributed, no_sync, parallel_model, rank
 from parallelize.cluster.world import World
-from parallelize.inplace.gradient_guard import Guard
+from parallelize.inplace.gradient_averaging_guard import Guard
 
 WORLD = 2
 

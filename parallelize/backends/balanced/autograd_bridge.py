@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from parallelize.backends.balanced import refusals
-from parallelize.backends.balanced.chunks import Batch, Column
 from parallelize.backends.balanced.microbatch_run import Tape
+from parallelize.backends.balanced.microbatch_split_join import Batch, Column
 from parallelize.backends.balanced.segment import Segment
 from parallelize.backends.balanced.stage_parameters import Shadows
 from parallelize.backends.balanced.stage_threads import Workers

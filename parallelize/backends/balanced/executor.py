@@ -13,9 +13,9 @@ from torch import nn
 
 from parallelize.backends.balanced.autograd_bridge import Record, connect
 from parallelize.backends.balanced.batchnorm import deferred
-from parallelize.backends.balanced.chunks import Batch, columns, rebuild
 from parallelize.backends.balanced.microbatch_rng import drawn_seed
 from parallelize.backends.balanced.microbatch_run import Tape
+from parallelize.backends.balanced.microbatch_split_join import Batch, columns, rebuild
 from parallelize.backends.balanced.recompute import recomputing
 from parallelize.backends.balanced.segment import Stage
 from parallelize.backends.balanced.stage_lock import Aborted, Turnstile

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced import refusals
-from parallelize.backends.balanced.chunks import named, rebuild
+from parallelize.backends.balanced.microbatch_split_join import named, rebuild
 from parallelize.backends.balanced.segment import version
 from parallelize.errors import ConfigError
 

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from parallelize.backends.balanced.chunks import batch_size, take, uneven
 from parallelize.backends.balanced.executor import Executor, Wiring
-from parallelize.backends.balanced.forward_effects import observed, ordinary
+from parallelize.backends.balanced.microbatch_split_join import batch_size, take, uneven
 from parallelize.backends.balanced.opaque_inputs import carriers, divisible, unchanged
 from parallelize.backends.balanced.plan import Plan, remember
 from parallelize.backends.balanced.profiling import Bench
+from parallelize.backends.balanced.side_effects import observed, ordinary
 from parallelize.backends.balanced.stage_threads import Workers
 from parallelize.backends.balanced.state_snapshot import Before, untouched
 from parallelize.backends.balanced.user_forward import Forward

@@ -22,15 +22,15 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced import refusals, state_snapshot, units
-from parallelize.backends.balanced.chunks import batch_size, take, uneven
 from parallelize.backends.balanced.costs import Profile, Spot
-from parallelize.backends.balanced.forward_effects import bearing_parts, observed, ordinary
 from parallelize.backends.balanced.initial_placement import at, spread
+from parallelize.backends.balanced.microbatch_split_join import batch_size, take, uneven
 from parallelize.backends.balanced.opaque_inputs import divisible
 from parallelize.backends.balanced.plan import Plan, signature
 from parallelize.backends.balanced.plan_validation import Trial, threads
 from parallelize.backends.balanced.profiling import Bench, bytes_of_modules, profile, seconds_of_modules
 from parallelize.backends.balanced.schedule import Memory, Schedule, best, candidates, fits_whole, needed_cap
+from parallelize.backends.balanced.side_effects import bearing_parts, observed, ordinary
 from parallelize.backends.balanced.stage_placement import Placement
 from parallelize.backends.balanced.stage_threads import places
 from parallelize.backends.balanced.user_forward import Forward

@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from parallelize.backends.balanced.chunks import Batch, batch_dims, form, shapes, take
 from parallelize.backends.balanced.costs import Event, Profile
 from parallelize.backends.balanced.microbatch_run import Tape
+from parallelize.backends.balanced.microbatch_split_join import Batch, batch_dims, form, shapes, take
 from parallelize.backends.balanced.opaque_inputs import changed, fresh, snapshot
 from parallelize.backends.balanced.segment import Stage
 from parallelize.backends.balanced.stage_parameters import Half, Shadows

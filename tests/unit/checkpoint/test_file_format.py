@@ -21,7 +21,7 @@ from torch import nn
 
 from parallelize import ConfigError, ParallelizeError, load, save
 from parallelize.checkpoint.atomic_write import clear_leftovers, replace_file
-from parallelize.checkpoint.digest import digest
+from parallelize.checkpoint.checksum import digest
 from parallelize.checkpoint.file_format import read
 
 VALUES = {

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import ConfigError, ParallelizeError, checkpoints, load, parallel_model, shard_loader
-from parallelize.checkpoint.digest import digest
+from parallelize.checkpoint.checksum import digest
 from parallelize.checkpoint.save_schedule import ByClock, BySteps, timetable
 
 

@@ -12,7 +12,7 @@ from ranks import place
 from torch import nn
 
 from parallelize import ConfigError, load, parallel_model, save
-from parallelize.checkpoint.digest import digest
+from parallelize.checkpoint.checksum import digest
 
 
 class Tagged(nn.Module):

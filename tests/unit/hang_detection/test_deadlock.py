@@ -292,7 +292,7 @@ def test_a_stack_is_told_by_the_users_lines() -> None:
     """Lines of the program, outermost first, none of the library's or of Python's own."""
     stack = inner()
     said = stack_frames.lines(stack)
-    assert said[-1].startswith("test_watchdog.py:")
+    assert said[-1].startswith("test_deadlock.py:")
     assert said[-1].endswith(" in inner")
     assert said[-2].endswith(" in test_a_stack_is_told_by_the_users_lines")
     assert stack_frames.site(stack) == said[-1].partition(" ")[0]

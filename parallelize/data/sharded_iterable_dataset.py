@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset, IterDataPipe, _utils, get_worker_i
 from parallelize.cluster.world import World
 from parallelize.data.dataloader_workers import WideInfo
 from parallelize.data.detect_rank_queries import asking, known_size, unclear
-from parallelize.data.options import Divides
-from parallelize.data.sampling import Tail, share
+from parallelize.data.loader_options import Divides
+from parallelize.data.sampler_arithmetic import Tail, share
 
 __all__ = ["DividedDataset", "recognised"]
 

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallelize import ConfigError
-from parallelize.backends.balanced.chunks import Batch, Column, batch_size, columns, cut, named, take, uneven
+from parallelize.backends.balanced.microbatch_split_join import (
+    Batch,
+    Column,
+    batch_size,
+    columns,
+    cut,
+    named,
+    take,
+    uneven,
+)
 from parallelize.runtime.containers import leaves
 
 CPU = torch.device("cpu")

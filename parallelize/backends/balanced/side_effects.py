@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from parallelize.backends.balanced import refusals, state_snapshot
-from parallelize.backends.balanced.chunks import cut
+from parallelize.backends.balanced.microbatch_split_join import cut
 from parallelize.backends.balanced.opaque_inputs import written_to
 from parallelize.backends.balanced.profiling import Bench, Timings
 from parallelize.errors import ConfigError

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from parallelize import ConfigError
 from parallelize.data.epoch_order import Permutation
-from parallelize.data.sampling import TAILS, Split, as_steps, reader_steps, share
+from parallelize.data.sampler_arithmetic import TAILS, Split, as_steps, reader_steps, share
 
 # How long an example takes says something about the machine and who else uses it.
 

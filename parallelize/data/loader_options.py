@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from parallelize.data.sampling import TAILS, Tail
+from parallelize.data.sampler_arithmetic import TAILS, Tail
 from parallelize.errors import ConfigError, Fault, did_you_mean
 
 __all__ = ["BATCHES", "DIVIDES", "Batch", "Divides", "LoaderOptions", "no_fraction"]
