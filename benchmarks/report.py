@@ -1,7 +1,7 @@
-"""What a run of a benchmark leaves: its Markdown tables as data, the machine they were taken on, a plot of the ratios.
+"""Result of a benchmark run: its Markdown tables as data, the machine, and an SVG plot of the ratios.
 
-A benchmark prints tables; nothing more is asked of it. A ratio is a cell with "1.23x" in it, or a number in a column
-whose title has "ratio" in it.
+A benchmark only has to print tables. A ratio is a cell with "1.23x" in it, or a number in a column with "ratio" in its
+title.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?$")
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to judge a number: no name, address or path of the machine is in it."""
+    """Return what a reader needs to judge the numbers; without name, address or paths of the machine."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    found = {name: _version(name) for name in PEERS}
+    peers = {name: _version(name) for name in PEERS}
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "cpu": _cpu_model(),
@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "parallelize": _version("parallelize"),
-        "peers": {name: version for name, version in found.items() if version is not None},
+        "peers": {name: version for name, version in peers.items() if version is not None},
     }
 
 
@@ -64,12 +64,12 @@ def _cpu_model() -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """One Markdown table, cells as they were printed.
+    """One Markdown table, with cells as printed.
 
     Args:
-        title: the last line of text before it.
-        columns: of the first row.
-        rows: all others.
+        title: the last line of text before the table.
+        columns: cells of the first row.
+        rows: cells of the other rows.
     """
 
     title: str
@@ -78,8 +78,8 @@ class Table:
 
 
 def tables_of(text: str) -> list[Table]:
-    """The tables that a benchmark has printed."""
-    found: list[Table] = []
+    """Parse the tables in the output of a benchmark."""
+    tables: list[Table] = []
     title, lines = "", iter([*text.splitlines(), ""])
     for line in lines:
         if not line.startswith("|"):
@@ -87,8 +87,8 @@ def tables_of(text: str) -> list[Table]:
             continue
         block = [line, *itertools.takewhile(lambda other: other.startswith("|"), lines)]
         cells = [[cell.strip() for cell in row.strip().strip("|").split("|")] for row in block]
-        found.append(Table(title, cells[0], [row for row in cells[1:] if not _is_rule(row)]))
-    return found
+        tables.append(Table(title, cells[0], [row for row in cells[1:] if not _is_rule(row)]))
+    return tables
 
 
 def _is_rule(row: Iterable[str]) -> bool:
@@ -97,29 +97,29 @@ def _is_rule(row: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class Ratio:
-    """One bar: what, and how many times the reference it is."""
+    """One bar of the plot: a label, and the ratio to the reference."""
 
     label: str
     value: float
 
 
 def ratios_of(tables: Iterable[Table]) -> list[Ratio]:
-    """Every ratio in some tables, with the words of its row and its column."""
+    """Return every ratio in the tables, labelled with its row and column."""
     return [ratio for table in tables for row in table.rows for ratio in _of_row(table, row)]
 
 
 def _of_row(table: Table, row: list[str]) -> Iterator[Ratio]:
     name = ", ".join(_name(table, row))
     for column, cell in zip(table.columns, row, strict=False):
-        found = _TIMES.search(cell)
-        if found is not None:
-            yield Ratio(f"{name}: {column}", float(found[1]))
+        match = _TIMES.search(cell)
+        if match is not None:
+            yield Ratio(f"{name}: {column}", float(match[1]))
         elif "ratio" in column and _NUMBER.match(cell):
             yield Ratio(f"{name}: {column}", float(cell))
 
 
 def _name(table: Table, row: list[str]) -> Iterator[str]:
-    """What a row is about: its cells before the first that was measured."""
+    """Yield the parts of a row's label: its cells before the first measurement."""
     if " " in table.columns[0]:
         yield table.columns[0]
     for column, cell in zip(table.columns, row, strict=False):
@@ -132,7 +132,7 @@ def _name(table: Table, row: list[str]) -> Iterator[str]:
 
 
 def plot(ratios: list[Ratio], title: str) -> str:
-    """Bars from 1.0 to the left and to the right, on a logarithmic scale, as SVG."""
+    """Return an SVG bar chart on a logarithmic scale; bars start at 1.0, to the left or right."""
     shown = [ratio for ratio in ratios if ratio.value > 0]
     widest = max((abs(math.log(ratio.value)) for ratio in shown), default=0.0) or 1.0
     middle, span, step = 640, 150, 20

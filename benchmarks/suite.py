@@ -1,11 +1,11 @@
-"""Runs every benchmark that this machine can, one after the other, and keeps what it says.
+"""Runs the benchmarks that this machine supports, one after the other, and saves their results.
 
-    tox run -e bench                          all, for half an hour on two cores
+    tox run -e bench                          all, about half an hour on two cores
     tox run -e bench -- --only launch data    some
-    tox run -e bench -- --quick --folder x    a glance at each, to see that it works; the numbers mean nothing
+    tox run -e bench -- --quick --folder x    each for a few seconds, to see that it works; the numbers mean nothing
 
-For each it writes `results/<name>.json` (tables, machine, command) and `results/<name>.svg` (the ratios), and prints
-the ratios at the end.
+Each benchmark writes `results/<name>.json` (tables, machine, command) and `results/<name>.svg` (the ratios). The ratios
+are printed at the end.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Benchmark:
-    """How one is run; `{folder}` in an argument is where results go.
+    """How to run a benchmark; `{folder}` in an argument is replaced by the folder of the results.
 
     Args:
-        full: arguments for figures that are shown to people.
-        quick: arguments that take seconds.
-        on_gpu: what it says more, or says at all, where there is a GPU; "": nothing.
+        full: arguments for published numbers.
+        quick: arguments with which it takes seconds.
+        on_gpu: what it measures only on a GPU; "": nothing.
     """
 
     full: Sequence[str] = ()
@@ -42,7 +42,7 @@ class Benchmark:
     on_gpu: str = ""
 
 
-# A folder that is not here is run without arguments, and has no quick way.
+# A folder that is not listed runs without arguments and is left out by --quick.
 BENCHMARKS = {
     "amp": Benchmark(
         quick=("--rounds", "1", "--size", "small", "--nets", "gpt", "--contenders", "torch.amp by hand", "parallelize"),
@@ -67,17 +67,17 @@ BENCHMARKS = {
 
 
 def present(*, is_quick: bool) -> list[str]:
-    """The folders with a benchmark; those that have a quick way."""
+    """Return the names of the benchmarks, with is_quick only those with quick arguments."""
     names = sorted(path.parent.name for path in HERE.glob("*/main.py"))
     return [name for name in names if not is_quick or name in BENCHMARKS]
 
 
 def run(name: str, folder: Path, *, is_quick: bool) -> bool:
-    """Run one, show its output as it comes, write what it said; whether it ended well."""
+    """Run a benchmark, echo its output and write its results; return whether it succeeded."""
     benchmark = BENCHMARKS.get(name, Benchmark())
     arguments = list(benchmark.quick if is_quick else benchmark.full)
     print(f"\n=== {name} ===\n", flush=True)
-    facts, begin = machine(), time.monotonic()
+    machine_facts, begin = machine(), time.monotonic()
     command = [sys.executable, str(HERE / name / "main.py"), *(each.format(folder=folder) for each in arguments)]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -96,18 +96,19 @@ def run(name: str, folder: Path, *, is_quick: bool) -> bool:
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "needs_gpu": "" if torch.cuda.is_available() else benchmark.on_gpu,
         "seconds": round(time.monotonic() - begin),
-        "machine": facts,
+        "machine": machine_facts,
         "tables": [asdict(table) for table in tables],
         "ratios": [asdict(ratio) for ratio in ratios_of(tables)],
     }
     (folder / f"{name}.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    title = f"{name}: {facts['cpu']}, {facts['cores']} cores{', '.join(['', *facts['gpus']])}, {facts['date']}"
+    gpus = "".join(f", {gpu}" for gpu in machine_facts["gpus"])
+    title = f"{name}: {machine_facts['cpu']}, {machine_facts['cores']} cores{gpus}, {machine_facts['date']}"
     (folder / f"{name}.svg").write_text(plot(ratios_of(tables), title))
     return True
 
 
 def summary(names: Sequence[str], folder: Path) -> str:
-    """The ratios of those benchmarks, and what waits for a GPU."""
+    """Return the ratios of these benchmarks, and what needs a GPU."""
     lines = []
     for name in names:
         report = json.loads((folder / f"{name}.json").read_text())
@@ -121,12 +122,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=present(is_quick=False), metavar="NAME", help="default: all")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--folder", type=Path, help="of what is written; default: benchmarks/results")
+    parser.add_argument("--folder", type=Path, help="folder for the results; default: benchmarks/results")
     options = parser.parse_args()
     names = options.only or present(is_quick=options.quick)
     folder = options.folder or HERE / "results"
     if options.quick and options.folder is None:
-        parser.error("--quick needs a --folder of its own: its numbers must not take the place of real ones")
+        parser.error("--quick needs a separate --folder: its numbers must not replace real ones")
     folder.mkdir(parents=True, exist_ok=True)
     done = [name for name in names if run(name, folder, is_quick=options.quick)]
     print(summary(done, folder))

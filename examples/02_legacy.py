@@ -1,4 +1,4 @@
-"""Run code that nobody wants to touch on every device: one `with` around the call of its training."""
+"""Train with existing code that must not change: one `with` around the call of its training function."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -9,7 +9,7 @@ from parallelize import distributed, parallel_model, shard_loader
 
 
 def legacy_train(model, loader, optimizer, epochs):
-    """Ten years old, imported from somewhere, knows nothing of processes."""
+    """A ten-year-old training function, written for one device."""
     criterion = nn.CrossEntropyLoss()
     for _ in range(epochs):
         for batch in loader:

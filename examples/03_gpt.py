@@ -1,6 +1,6 @@
-"""Train a small GPT, in bf16, on a text that comes with Python: the language's own documentation.
+"""Train a small GPT in bf16 on a text that ships with Python: the language's own documentation.
 
-`python 03_gpt.py 30` trains longer, and writes better.
+`python 03_gpt.py 30` trains longer and generates better text.
 """
 
 import sys
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import parallelize
 from parallelize import distributed, parallel_model, shard_loader
 
-CONTEXT = 64  # characters that the model sees
+CONTEXT = 64  # context length in characters
 
 
 class Block(nn.Module):
@@ -71,7 +71,7 @@ def train(model, windows, unseen, epochs):
 
 
 def continued(model, ids, length):
-    """A text, made longer by what the model thinks likely."""
+    """Extend a text by sampling from the model."""
     for _ in range(length):
         likely = model(ids[None, -CONTEXT:])[0, -1].div(0.7).softmax(dim=0)
         ids = torch.cat([ids, torch.multinomial(likely, 1)])

@@ -1,4 +1,4 @@
-"""Train two models against each other, each with an optimizer of its own: the loop is that of one device."""
+"""Train a GAN: two models, two optimizers, and the same loop as on one device."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Evaluate on all devices, each sample exactly once, with predictions back in the order of the dataset."""
+"""Evaluate on all devices: each sample exactly once, predictions gathered in the order of the dataset."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -13,7 +13,7 @@ from parallelize import distributed, parallel_model, shard_loader
 @distributed(processes=None if torch.cuda.is_available() else 2)
 def train_and_evaluate(model, train_set, test_set, epochs):
     loader = DataLoader(train_set, batch_size=32, shuffle=True)
-    test_loader = DataLoader(test_set, batch_size=50)  # 357 samples: 7 batches and a rest, on any number of processes
+    test_loader = DataLoader(test_set, batch_size=50)  # 357 samples: 7 full batches and a smaller one
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with parallel_model(model):
         for _ in range(epochs):
@@ -39,5 +39,5 @@ train_set, test_set = TensorDataset(images[357:], labels[357:]), TensorDataset(i
 network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 predicted, right = train_and_evaluate(network, train_set, test_set, epochs=15)
 
-assert right == int((predicted == labels[:357]).sum())  # counted on the ranks, and again from the gathered predictions
+assert right == int((predicted == labels[:357]).sum())  # summed over ranks, and counted in the gathered predictions
 print(f"{right} of {len(predicted)} unseen images right, accuracy {right / len(predicted):.3f}")

@@ -1,4 +1,4 @@
-"""Accumulate gradients over micro-batches and clip them: `no_sync` saves the traffic of all but the last."""
+"""Accumulate gradients over micro-batches and clip them; `no_sync` skips the all-reduce of all but the last."""
 
 import contextlib
 

@@ -1,8 +1,8 @@
-"""A contrastive loss that sees the whole batch of a node: what ddp2 is for.
+"""Contrastive loss over the batch of a whole node, the use case of ddp2.
 
-Two noisy views of each digit are pulled together, away from all others in the batch. Under ddp each process would have
-its own batch and only that batch's negatives; under ddp2 one process per node computes the loss, over what all GPUs of
-the node have encoded. On several nodes (num_nodes=2) gradients are averaged between them.
+Two noisy views of each digit attract each other and repel all other digits in the batch. Under ddp each process would
+see only the negatives of its own batch. Under ddp2 one process per node computes the loss over the outputs of all its
+GPUs; with several nodes (num_nodes=2), gradients are averaged between nodes.
 """
 
 import torch
@@ -15,7 +15,7 @@ from parallelize import distributed, parallel_model, shard_loader
 
 
 def nce(first, second, temperature=0.1):
-    """Noise-contrastive loss of two views, each (B, D): row i of one belongs to row i of the other (InfoNCE)."""
+    """Return the InfoNCE loss of two views, each (B, D), whose rows belong together, and the number of negatives."""
     similar = F.normalize(first, dim=1) @ F.normalize(second, dim=1).T / temperature
     return F.cross_entropy(similar, torch.arange(len(first), device=first.device)), len(first) - 1
 

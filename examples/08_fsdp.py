@@ -1,4 +1,4 @@
-"""Train a transformer of which each process holds a part only; afterwards the plain model is whole again."""
+"""Train a transformer with sharded parameters; afterwards the model has its full parameters again."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -10,7 +10,7 @@ from parallelize import FSDPBackend, distributed, parallel_model, shard_loader
 
 
 class Reader(nn.Module):
-    """Reads a digit row by row: 8 tokens of 8 pixels."""
+    """Transformer over the rows of a digit: 8 tokens of 8 pixels."""
 
     def __init__(self, width=64):
         super().__init__()
@@ -30,7 +30,7 @@ class Reader(nn.Module):
 def train(model, dataset, epochs):
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    with parallel_model(model, optimizers=optimizer):  # its parameters are replaced by parts of them, and back
+    with parallel_model(model, optimizers=optimizer):  # in the block it holds sharded parameters
         for _ in range(epochs):
             for x, y in shard_loader(loader):
                 optimizer.zero_grad()

@@ -1,7 +1,7 @@
-"""Divide one model over several devices, which work at the same time: a plain loop, no nn.Sequential, no tracing.
+"""Pipeline one model over several devices: a plain loop, without nn.Sequential or tracing.
 
-With GPUs, `@distributed(backend="balanced")` takes all of the node. On a CPU two of its threads stand in for two
-devices: good to see it work, not to go faster than torch's own threads.
+With GPUs, `@distributed(backend="balanced")` uses all GPUs of the node. On a CPU two threads stand in for two devices,
+which shows how it works but is not faster than torch's own threads.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A training whose processes are killed in the middle ends with the weights of one that was left alone."""
+"""Training whose processes are killed ends with the same weights as an uninterrupted run."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def train(model, dataset, folder, epochs, killed_at=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     things = {"model": model, "optimizer": optimizer, "loader": loader}
     with parallel_model(model), checkpoints(folder, every=10, **things) as saved:
-        is_fresh = saved.steps == 0  # else this is what was started again
+        is_fresh = saved.steps == 0  # False in the restarted run
         for _ in range(loader.epoch, epochs):
             for x, y in loader:
                 optimizer.zero_grad()
@@ -27,7 +27,7 @@ def train(model, dataset, folder, epochs, killed_at=None):
                 optimizer.step()
                 saved.step()
                 if is_fresh and saved.steps == killed_at and rank() == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory is short
+                    os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
     return saved.steps
 
 
@@ -43,7 +43,7 @@ dataset = TensorDataset(images[360:], labels[360:])
 with tempfile.TemporaryDirectory() as folder:
     alone, killed = make(), make()
     steps = train(alone, dataset, f"{folder}/alone", epochs=6)
-    steps_too = train(killed, dataset, f"{folder}/killed", epochs=6, killed_at=57)  # the last file: after 50
+    steps_too = train(killed, dataset, f"{folder}/killed", epochs=6, killed_at=57)  # resumes from step 50
 
 weights, others = (nn.utils.parameters_to_vector(model.parameters()) for model in (alone, killed))
 killed.cpu().eval()

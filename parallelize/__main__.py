@@ -1,4 +1,4 @@
-"""`python -m parallelize`: the command line."""
+"""Entry point of `python -m parallelize`, the command line."""
 
 from __future__ import annotations
 

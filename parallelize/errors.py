@@ -1,13 +1,13 @@
-"""Every exception this library raises on its own account.
+"""Exceptions of this library, and the faults that they list.
 
     ParallelizeError
-    ├── ConfigError(ValueError)               the request cannot work: every fault of it, at once
-    ├── LaunchError(RuntimeError)             the processes could not be started, or never met
-    ├── WorkerError(RuntimeError)             a worker ended without an exception of its own that can be raised here
+    ├── ConfigError(ValueError)               invalid options; one error lists all faults
+    ├── LaunchError(RuntimeError)             the processes could not be started, or could not connect
+    ├── WorkerError(RuntimeError)             a worker ended without an exception that can be raised in the caller
     ├── SyncError(RuntimeError)               ranks disagree, or would silently train different models
-    └── MissingDependencyError(ImportError)   an optional package is not there
+    └── MissingDependencyError(ImportError)   an optional package is not installed
 
-Each message says what is wrong, why it cannot work, and how to fix it.
+Each message has three parts: what is wrong, why it cannot work, and how to fix it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong: what it is (with its value), why it cannot work, how to fix it."""
+    """One fault of a request: what is wrong (with the value), why it cannot work, how to fix it."""
 
     what: str
     why: str
@@ -42,22 +42,22 @@ class Fault:
 
 
 class ParallelizeError(Exception):
-    """Base of every exception raised by this library.
+    """Base class of this library's exceptions.
 
     Args:
         what: what is wrong, with the value.
-        why: the reason it cannot work.
-        fix: what to write instead.
-        is_echo: whether it only passes on what another rank raises: that one's exception is what the caller gets.
+        why: reason why the request cannot work.
+        fix: how to fix the request.
+        is_secondary: whether another rank's exception caused this one; the caller then raises the cause instead.
     """
 
-    def __init__(self, what: str, *, why: str, fix: str, is_echo: bool = False) -> None:
+    def __init__(self, what: str, *, why: str, fix: str, is_secondary: bool = False) -> None:
         self.faults: tuple[Fault, ...] = (Fault(what, why, fix),)
-        self.is_echo = is_echo
+        self.is_secondary = is_secondary
         super().__init__(str(self.faults[0]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default rebuilds from `args`, which knows nothing of keyword-only arguments.
+        # BaseException.__reduce__ would call the class with `args` only, without the keyword-only arguments.
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
@@ -69,11 +69,11 @@ def _rebuild(kind: type[ParallelizeError], args: tuple[Any, ...], state: dict[st
 
 
 class ConfigError(ParallelizeError, ValueError):
-    """The request cannot work; `faults` holds every reason, not the first one found."""
+    """Invalid options or environment variables; `faults` lists every fault, not only the first one."""
 
     @classmethod
     def of(cls, faults: Sequence[Fault]) -> ConfigError:
-        """One error for all `faults` of a request (at least one)."""
+        """Build one error for all `faults` of a request (at least one)."""
         first = faults[0]
         error = cls(first.what, why=first.why, fix=first.fix)
         error.faults = tuple(faults)
@@ -84,17 +84,17 @@ class ConfigError(ParallelizeError, ValueError):
 
 
 class LaunchError(ParallelizeError, RuntimeError):
-    """The processes could not be started, or did not find each other in time."""
+    """The processes could not be started, or did not connect to each other in time."""
 
 
 class WorkerError(ParallelizeError, RuntimeError):
-    """A worker ended and left no exception that could be raised in the caller.
+    """A worker ended without an exception that can be raised in the caller.
 
     Attributes:
-        rank: global rank of the worker that ended first, or None if it is not known.
-        host: host name it ran on.
-        exitcode: its exit code; negative is minus the signal's number; None if it raised.
-        signal_name: such as "SIGKILL", or None.
+        rank: global rank of the worker that ended first; None if unknown.
+        host: host name of that worker's machine.
+        exitcode: exit code of that worker, -N for signal N; None if it raised an exception.
+        signal_name: name of the signal that ended that worker, such as "SIGKILL"; None if no signal did.
     """
 
     rank: int | None = None
@@ -104,20 +104,20 @@ class WorkerError(ParallelizeError, RuntimeError):
 
 
 class SyncError(ParallelizeError, RuntimeError):
-    """Ranks disagree, or a step would have let them drift apart without a word."""
+    """Ranks disagree (as by different calls or models), or an optimizer step would make their models differ."""
 
 
 class MissingDependencyError(ParallelizeError, ImportError):
-    """An optional package is needed and is not importable; `fix` holds the exact command."""
+    """An optional package that the request needs cannot be imported; the message has the install command."""
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """A sentence that lists the `known` names, after the one nearest to `name` if one is near; case does not count.
+    """Return a hint for an unknown name: the most similar known name, if any, and the list of known names.
 
     Args:
-        name: what was given.
-        known: what could have been given.
-        prefix: what each of them starts with and the sentence shows; it makes no two of them alike.
+        name: the unknown name; its case is ignored.
+        known: the valid names.
+        prefix: text to show before each valid name; not part of the comparison.
     """
     names = {each.casefold(): repr(prefix + each) for each in sorted(known)}
     near = difflib.get_close_matches(name.casefold(), names, n=1)

@@ -1,4 +1,4 @@
-"""parallel_model: the user's own model, running in parallel while a block lasts."""
+"""parallel_model: context manager in which a model's forward and backward run in parallel."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from parallelize.backends.ddp_engine import AveragingEngine
+from parallelize.backends.ddp_engine import DDPEngine
 from parallelize.cluster.devices import probe
 from parallelize.cluster.world import World, detect
 from parallelize.config.config import Config
-from parallelize.config.layout import Layout, lay_out
+from parallelize.config.layout import Layout, compute_layout
 from parallelize.errors import ConfigError
-from parallelize.hang_detection.unsynced_training import IN_BLOCK
+from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL
 from parallelize.inplace.block import Block
 from parallelize.inplace.forward_routing import route_of
-from parallelize.inplace.model_checks import admit, methods_of
-from parallelize.inplace.rank_rng import split_streams
+from parallelize.inplace.model_checks import check_models, methods_of
+from parallelize.inplace.rank_rng import seed_per_rank
 from parallelize.plugins import registry
 from parallelize.plugins.base import Engine, Inner, LocalEngine, Precision, Session
 from parallelize.runtime import context
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.startup_summary import StartLine
+from parallelize.runtime.startup_summary import StartupSummary
 
 __all__ = ["no_sync", "parallel_model"]
 
@@ -48,7 +48,7 @@ def parallel_model(
     restore: bool = True,
     **options: Any,
 ) -> Iterator[Any]:
-    """Run models in parallel while the block lasts: the same objects, called as ever.
+    """Run models in parallel inside a `with` block; the model objects and the way to call them stay the same.
 
         with parallel_model(model):
             for x, y in shard_loader(loader):
@@ -56,122 +56,122 @@ def parallel_model(
                 loss.backward()
                 optimizer.step()
 
-    Inside, `model(x)` runs in parallel and `backward` averages gradients over all processes, so that the loop trains
-    what one process would on all batches together. Parameters start as rank 0's. The model moves to this process's
-    device and keeps its `Parameter` objects: an optimizer made before works, one made inside too. After the block, also
-    after an exception, it is the plain model that it was, with the trained weights, on the device it was trained on.
+    In the block, `model(x)` runs in parallel and `backward` averages gradients over all processes: the result is that
+    of one process that trains on the concatenated batches. All ranks start from rank 0's parameters. The model is moved
+    to this process's device and keeps its `Parameter` objects: optimizers may be created before or inside the block.
+    After the block or an exception, it is a plain model again, with the trained weights, on the training device.
 
-    A gradient that did not come through the model (`model.encoder(x)`, a method that never calls forward, a functional
-    call) would differ from rank to rank: an optimizer that would step on one raises SyncError instead. Forward without
-    gradients (`torch.no_grad()`) runs on this rank alone and waits for no other, so one rank may evaluate.
+    A gradient that bypasses the model's forward (`model.encoder(x)`, a method that does not call forward, a functional
+    call) is not averaged: an optimizer step on such a gradient raises SyncError. A forward under `torch.no_grad()` runs
+    no collective, so a single rank may evaluate.
 
-    It works inside a decorated function, in a process that torchrun or srun has started, and in a plain script: there
-    with `gpus=[0, 1]` under "dp", or on one device.
+    The block works in a decorated function, in a process started by torchrun or srun, and in a plain script. A plain
+    script is one process; if it sees several GPUs, `backend` defaults to "dp".
 
     Args:
-        *models: one or several, which share no parameter.
-        optimizers: the optimizers of these models, where a backend or a precision has to know them: fsdp, Apex.
-        methods: further methods that run through the engine as forward does, such as "loss" or "encode".
-        restore: whether a model whose weights were spread over the ranks (fsdp) is made whole again at the end.
-        **options: for this block only, as in `distributed`: `backend`, `amp`, `amp_engine`, `wrap`, `verify_every`; in
-            a script that no decorator runs also `gpus`, `seed`, `timeout` and the others.
+        *models: one or several models; no two of them may share a parameter.
+        optimizers: the optimizers of these models; required by fsdp and Apex.
+        methods: names of methods that run in parallel in addition to forward, such as "loss" or "encode".
+        restore: whether sharded parameters (fsdp) are gathered into full ones when the block ends.
+        **options: options of `distributed`, for this block only: `backend`, `amp`, `amp_engine`, `wrap`,
+            `verify_every`; outside of a decorated function also all others, such as `gpus` and `seed`.
 
     Yields:
-        The model, or a tuple of the models, that it was given.
+        The model, or a tuple of the models.
 
     Raises:
-        ConfigError: a request or a model that cannot work.
-        SyncError: ranks that hold different models.
+        ConfigError: the options are invalid, or do not support a model.
+        SyncError: the ranks pass different models.
     """
-    named = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-    chosen = methods_of(models, (methods,) if isinstance(methods, str) else tuple(methods))
-    admit(models)
+    given_optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    routed_methods = methods_of(models, (methods,) if isinstance(methods, str) else tuple(methods))
+    check_models(models)
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(_run({name: value for name, value in options.items() if value is not None}))
-        (context.active() or run).told.add(IN_BLOCK)
-        _refuse_comparing_parts(run)
+        run = stack.enter_context(_enter_run({name: value for name, value in options.items() if value is not None}))
+        (context.active() or run).flags.add(ENTERED_PARALLEL_MODEL)
+        _refuse_comparing_shards(run)
         if run.config.seed is not None and run.world.world_size > 1:
-            split_streams(seed=run.config.seed, rank=run.world.rank)
+            seed_per_rank(seed=run.config.seed, rank=run.world.rank)
         if run.config.wrap is not None or not run.config.backend.places_model:
             for model in models:
                 model.to(run.device)
-        session = stack.enter_context(_precision(run, models, named))
-        build = _builder(run, optimizers=named, restore=restore)
-        line = StartLine(run, named)
-        for model, found in zip(models, chosen, strict=True):
-            inner = Inner(model, found=found, session=session)
-            block = Block(inner, run=run, build=build, on_rebuilt=lambda: session.bind(models), start_line=line)
+        session = stack.enter_context(_open_precision(run, models, given_optimizers))
+        build = _engine_factory(run, optimizers=given_optimizers, restore=restore)
+        summary = StartupSummary(run, given_optimizers)
+        for model, originals in zip(models, routed_methods, strict=True):
+            inner = Inner(model, original_methods=originals, session=session)
+            block = Block(inner, run=run, build=build, on_rebuilt=lambda: session.bind(models), startup_summary=summary)
             stack.enter_context(block.running())
         session.bind(models)
         yield models[0] if len(models) == 1 else models
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Let backward accumulate gradients without sending them: for all but the last micro-batch of a step.
+    """Accumulate gradients without averaging them over ranks, for all but the last micro-batch of a step.
 
         for i, (x, y) in enumerate(micro_batches):
             with no_sync(model) if i < last else contextlib.nullcontext():
                 (loss_of(model(x), y) / len(micro_batches)).backward()
         optimizer.step()
 
-    It goes around forward and backward; a backward inside whose forward was outside is refused.
+    Wrap both forward and backward: a backward in this context is refused if its forward ran outside.
 
     Args:
-        model: one that is in a `parallel_model` block; for any other model there is nothing to do.
+        model: a model in a `parallel_model` block; for any other model, the context does nothing.
     """
     route = route_of(model)
-    return contextlib.nullcontext() if route is None else route.director.no_sync()
+    return contextlib.nullcontext() if route is None else route.handler.no_sync()
 
 
-def _run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Runtime]:
-    """The run this block is part of, with what the block asks for itself; outside of one, a run of its own."""
+def _enter_run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Runtime]:
+    """Return a context that yields the block's Runtime: that of the surrounding run, or else a new one."""
     outer = context.active()
     if outer is not None:
-        return contextlib.nullcontext(_within(outer, options)) if options else contextlib.nullcontext(outer)
+        return contextlib.nullcontext(_run_of_block(outer, options)) if options else contextlib.nullcontext(outer)
     world, hardware = detect(os.environ), probe()
     if "backend" not in options:
-        # As ever in torch: without processes of its own, a script that sees several GPUs spreads batches over them.
+        # A single process that sees several GPUs splits batches over them, as with torch.nn.DataParallel.
         options["backend"] = "dp" if world is None and hardware.count > 1 else "ddp"
-    layout = lay_out(Config.parse(**options).merged(os.environ), hardware, world)
+    layout = compute_layout(Config.parse(**options).merged(os.environ), hardware, world)
     if world is None and layout.world_size > 1:
-        raise _nobody_started(layout)
+        raise _missing_processes(layout)
     return context.activate(Runtime(world or World(), layout))
 
 
-def _within(outer: Runtime, options: dict[str, Any]) -> Runtime:
-    """A run as one of its blocks wants it: other ways to compute, on the same processes and devices."""
+def _run_of_block(outer: Runtime, options: dict[str, Any]) -> Runtime:
+    """Return a Runtime with the options of one block, on the processes and devices of the surrounding run."""
     config = outer.config.changed(**options)
-    layout = lay_out(config, probe(), outer.world)
+    layout = compute_layout(config, probe(), outer.world)
     if layout.devices[outer.world.local_rank] != outer.devices or layout.num_nodes != outer.layout.num_nodes:
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ConfigError(
             f"parallel_model({given}) inside a run on {', '.join(map(str, outer.devices))}",
-            why="processes and their devices are the run's, chosen before this block",
-            fix="say it where the run starts: in @distributed(...), or in the outer parallel_model",
+            why="the processes and devices of a run cannot change inside it",
+            fix="set these options where the run starts: in @distributed(...), or in the outer parallel_model",
         )
     return Runtime(outer.world, layout)
 
 
-def _refuse_comparing_parts(run: Runtime) -> None:
+def _refuse_comparing_shards(run: Runtime) -> None:
     if run.config.verify_every and run.config.backend.shards_gradients and run.world.world_size > 1:
         raise ConfigError(
             f"verify_every={run.config.verify_every} with backend={run.config.backend.name!r}",
-            why="each rank holds another part of the parameters: there is nothing that should be equal",
+            why="each rank holds a different shard of the parameters, so there is nothing to compare",
             fix="drop verify_every=",
         )
 
 
-def _nobody_started(layout: Layout) -> ConfigError:
+def _missing_processes(layout: Layout) -> ConfigError:
     backend = layout.config.backend.name
     return ConfigError(
-        f"backend={backend!r} for {layout.world_size} processes in a script that is one process",
-        why=f"{backend} needs a process per device, and nobody has started them",
+        f"backend={backend!r} with {layout.world_size} processes in a script that runs as one process",
+        why=f"{backend} needs one process per device, and no launcher has started these processes",
         fix="decorate the training function with @distributed, start the script with torchrun, or use backend='dp' "
         "for several GPUs in one process",
     )
 
 
-def _precision(
+def _open_precision(
     run: Runtime, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> contextlib.AbstractContextManager[Session]:
     amp = run.config.amp
@@ -189,8 +189,10 @@ def _precision(
     )
 
 
-def _builder(run: Runtime, *, optimizers: Sequence[torch.optim.Optimizer], restore: bool) -> Callable[[Inner], Engine]:
-    """What makes the engine of one model: the backend, or the user's own `wrap`."""
+def _engine_factory(
+    run: Runtime, *, optimizers: Sequence[torch.optim.Optimizer], restore: bool
+) -> Callable[[Inner], Engine]:
+    """Return a function that builds the engine of a model, with the backend or with the user's `wrap`."""
     wrap = run.config.wrap
 
     def build(inner: Inner) -> Engine:
@@ -200,19 +202,19 @@ def _builder(run: Runtime, *, optimizers: Sequence[torch.optim.Optimizer], resto
             )
         module = wrap(inner, run.world)
         if isinstance(module, DistributedDataParallel):
-            return AveragingEngine(module, local=inner, sends_buffers=module.broadcast_buffers)
-        return _Wrapped(module, local=inner)
+            return DDPEngine(module, local=inner, broadcasts_buffers=module.broadcast_buffers)
+        return _WrapEngine(module, local=inner)
 
     return build
 
 
-class _Wrapped(LocalEngine):
-    """A module of the user's, whose ways nobody here knows: not watched, but by `verify_every`."""
+class _WrapEngine(LocalEngine):
+    """Engine of a module that the user's `wrap` returns; only `verify_every` checks that its ranks stay equal."""
 
     def __init__(self, module: nn.Module, *, local: nn.Module) -> None:
         super().__init__(module)
         self.local = local
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        own = getattr(self.module, "no_sync", None)
-        return contextlib.nullcontext() if own is None else own()
+        no_sync = getattr(self.module, "no_sync", None)
+        return contextlib.nullcontext() if no_sync is None else no_sync()

@@ -1,4 +1,4 @@
-"""The version of this package: the only place that says it."""
+"""Version of this package, defined only here."""
 
 from __future__ import annotations
 

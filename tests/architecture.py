@@ -1,4 +1,4 @@
-"""The rules of the code's shape, each a function from sources to what breaks it."""
+"""Architecture rules: each is a function from sources to the list of violations."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ FLOORS: tuple[frozenset[str], ...] = (
 MAX_FLOORS = 11
 MAX_FILES_AT_TOP = 8
 
-# One plug-in each: they never import each other. A file without PLUGIN is no plug-in, what several of them share.
+# Files with a PLUGIN in these folders never import each other. A file without PLUGIN is shared by several plug-ins.
 PLUGIN_FOLDERS = frozenset({"backends", "launchers", "precision"})
 
-# The only files that may touch os.environ, each with its reason. Everything else is handed a mapping.
+# The only modules that may use os.environ, each with its reason. All others take a mapping as an argument.
 ENVIRONMENT: Mapping[str, str] = {
-    "cli.main": "the command line is a public entry point: it hands the variables to its commands as a mapping",
-    "cli.run_script": "tells the script it runs its GPUs as this process numbers them, before anything reads them",
-    "decorator": "the call is a public entry point: it hands the variables to config and world as a mapping",
-    "launchers.slurm.step": "a program of its own, that srun starts: it hands its variables on",
-    "model": "parallel_model is a public entry point too: it hands the variables to config and world as a mapping",
-    "runtime.context": "the helpers enter here without a decorator: it hands the variables to world as a mapping",
-    "runtime.process_group": "gloo reads its interface from a variable when the group is made",
-    "worker.main": "writes its own process's variables before anything reads them",
-    "worker.preemption": "should_stop is a public entry point; a variable tells workers too which file it looks for",
+    "cli.main": "public entry point: passes the variables to its commands as a mapping",
+    "cli.run_script": "sets the GPUs of the script that it runs, as this process numbers them",
+    "decorator": "public entry point: passes the variables to config and world as a mapping",
+    "launchers.slurm.step": "a separate program that srun starts: passes its variables on",
+    "model": "public entry point: passes the variables to config and world as a mapping",
+    "runtime.context": "entry point of rank(), device(), ...: passes the variables to world as a mapping",
+    "runtime.process_group": "gloo reads its network interface from a variable when a group is created",
+    "worker.main": "sets the variables of its own process at its start",
+    "worker.preemption": "should_stop is a public entry point; a variable passes the path of the stop file to workers",
 }
 
 MAX_FILE_LINES = 320
@@ -124,7 +124,7 @@ def _unit(module: str) -> str:
 
 
 def upward_imports(sources: Sources) -> list[str]:
-    """Imports of a floor that is not below the file's own; files of one folder may import each other."""
+    """Imports of a room that is not on a lower floor; files of one folder may import each other."""
     floor = {unit: number for number, units in enumerate(FLOORS) for unit in units}
     found = [f"{name or '__init__'} is on no floor" for name in _edges(sources) if _unit(name) not in floor]
     for name, targets in _edges(sources).items():
@@ -168,7 +168,7 @@ def _assigned(tree: ast.Module) -> set[str]:
 
 
 def cycles(sources: Sources) -> list[str]:
-    """Circles of imports, lazy ones included, each once."""
+    """Import cycles, lazy imports included, each once."""
     edges, found, done = _edges(sources), [], set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -185,24 +185,24 @@ def cycles(sources: Sources) -> list[str]:
 
 
 def files_at_top(sources: Sources) -> list[str]:
-    """More files beside the package's folders than a reader takes in at a glance."""
+    """Too many files beside the package's folders."""
     beside = [path for path in sources if path.count("/") == 1]
     found = f"{PACKAGE} has {len(beside)} files beside the folders, more than {MAX_FILES_AT_TOP}"
     return [found] if len(beside) > MAX_FILES_AT_TOP else []
 
 
 def names_of_files(sources: Sources) -> list[str]:
-    """Folders' __init__ files that are not empty, and files named for no idea at all."""
+    """Non-empty __init__ files of folders, and files with a name that says nothing."""
     found = [
         f"{path} is not empty"
         for path, text in sources.items()
         if path.endswith("/__init__.py") and path != f"{PACKAGE}/__init__.py" and text.strip()
     ]
-    return found + [f"{path} names no idea" for path in sources if Path(path).stem in _FORBIDDEN_FILES]
+    return found + [f"{path} has a name that says nothing" for path in sources if Path(path).stem in _FORBIDDEN_FILES]
 
 
 def sizes(sources: Sources) -> list[str]:
-    """Files and functions that are too long, too wide or too deep."""
+    """Files and functions that are too long, have too many parameters, or nest too deeply."""
     found = []
     for path, text in sources.items():
         lines = text.splitlines()
@@ -230,7 +230,7 @@ def _code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) 
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """How many a caller must know: all but self, cls and keyword-only ones that have a default."""
+    """Number of parameters, without self, cls and keyword-only ones that have a default."""
     positional = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
     return len([name for name in positional if name not in ("self", "cls")]) + node.args.kw_defaults.count(None)
 
@@ -258,12 +258,12 @@ def _exported(tree: ast.Module) -> list[str] | None:
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Constants, classes, functions: the order that ruff's RUF022 writes."""
+    """Sort key: constants, classes, functions, as in ruff's RUF022."""
     return (0 if name.isupper() else 1 if name[:1].isupper() else 2), name
 
 
 def exports(sources: Sources) -> list[str]:
-    """Files whose __all__ is missing, unsorted, names what is not there, or forgets a public function or class."""
+    """Files whose __all__ is missing, unsorted, lists undefined names, or omits a public function or class."""
     found = []
     for path, text in sources.items():
         if path.endswith("/__init__.py"):
@@ -283,7 +283,7 @@ def exports(sources: Sources) -> list[str]:
 
 
 def public_names(source: str) -> list[str]:
-    """What is wrong with parallelize/__init__.py: anything but imports and an equal, sorted __all__."""
+    """Faults of parallelize/__init__.py, which contains imports and an equal, sorted __all__ only."""
     tree = ast.parse(source)
     listed, found = _exported(tree), []
     imported = [alias.asname or alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names]
@@ -298,7 +298,7 @@ def public_names(source: str) -> list[str]:
 
 
 def environment_access(sources: Sources, allowed: Mapping[str, str] = ENVIRONMENT) -> list[str]:
-    """Files that touch this process's variables without standing in `allowed`, and files there that do not."""
+    """Modules that use this process's environment but are not in `allowed`, and modules in `allowed` that do not."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     touching = set()
     for module, tree in _modules(sources).items():
@@ -307,9 +307,9 @@ def environment_access(sources: Sources, allowed: Mapping[str, str] = ENVIRONMEN
             imported = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
             if attribute or imported:
                 touching.add(module)
-    found = [f"{module} touches the environment" for module in sorted(touching - allowed.keys())]
+    found = [f"{module} uses the environment" for module in sorted(touching - allowed.keys())]
     idle = sorted(allowed.keys() - touching)
-    return found + [f"{module} is allowed the environment and leaves it alone" for module in idle]
+    return found + [f"{module} is in ENVIRONMENT and does not use it" for module in idle]
 
 
 def global_statements(sources: Sources) -> list[str]:
@@ -323,7 +323,7 @@ def global_statements(sources: Sources) -> list[str]:
 
 
 def aimless_ignores(sources: Sources) -> list[str]:
-    """Comments that silence a checker without naming the rule and, after # or -, the reason."""
+    """Comments that silence a checker without naming the rule and the reason (after # or -)."""
     rule = r"noqa:\s*[A-Z]+\d+(?:,\s*[A-Z]+\d+)*|(?:type|pyright):\s*ignore\[[\w, -]+\]"
     silenced = re.compile(r"#\s*(?:noqa|(?:type|pyright):\s*ignore)\b")
     reasoned = re.compile(rf"#\s*(?:{rule})\s+[#-]\s*\S")

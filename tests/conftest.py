@@ -1,4 +1,4 @@
-"""Fails a test that leaves something behind; runs user scripts the way users run them."""
+"""Fixtures for all tests: a guard against leaks, and a runner for user scripts."""
 
 from __future__ import annotations
 
@@ -20,33 +20,32 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-# What ends by itself gets this long to do so; it is only waited for in full by a test that fails.
+# Processes and threads may take this long to end; only a failing test waits this long.
 GRACE_S = 5.0
 
-# pytest keeps the name of the running phase in the first; the first optimizer loads torch._dynamo, which sets the
-# other.
+# pytest sets the first for each phase; the first optimizer imports torch._dynamo, which sets the second.
 FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 # pytest-timeout arms SIGALRM around each test.
 FOREIGN_SIGNALS = {signal.SIGALRM} if sys.platform != "win32" else set()
 
-# One per process, shared by all bars of the process, ended by tqdm at exit.
+# One per process, shared by all progress bars; tqdm ends it at exit.
 FOREIGN_THREADS = {"TMonitor"}
 
 
-# Random inputs are about what is right: how long one takes is the machine's, which may have other work to do.
+# Hypothesis tests check results, not speed, which depends on the load of the machine.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-# Started in the background by a shell, or by nohup, tests would ignore these, and so would every program they start.
+# Background jobs of a shell, and nohup, ignore these signals, and so would the tests and every program they start.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a test finds and has to leave as it was."""
+class ProcessState:
+    """Process-wide state that a test must leave as it was."""
 
     processes: frozenset[psutil.Process]
     threads: frozenset[threading.Thread]
@@ -55,7 +54,7 @@ class Surroundings:
     path: tuple[str, ...]
 
     @classmethod
-    def now(cls) -> Surroundings:
+    def now(cls) -> ProcessState:
         return cls(
             processes=frozenset(psutil.Process().children(recursive=True)),
             threads=frozenset(threading.enumerate()),
@@ -66,15 +65,15 @@ class Surroundings:
 
 
 def _lasting_processes() -> set[int | None]:
-    """Processes that multiprocessing starts once and ends with this one: the fork server, the resource tracker."""
+    """Return the processes that multiprocessing starts once: the fork server and the resource tracker."""
     fork_server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # no public name
     tracker = multiprocessing.resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # no public name
     return {fork_server, tracker}
 
 
-def _leaked_processes(before: Surroundings) -> list[str]:
+def _leaked_processes(before: ProcessState) -> list[str]:
     lasting = _lasting_processes()
-    # Start times are compared too, so a reused pid is another process.
+    # psutil compares start times too, so a reused pid counts as another process.
     new = [each for each in psutil.Process().children(recursive=True) if each not in before.processes]
     _, alive = psutil.wait_procs([each for each in new if each.pid not in lasting], timeout=GRACE_S)
     found = []
@@ -88,7 +87,7 @@ def _leaked_processes(before: Surroundings) -> list[str]:
     return found
 
 
-def _leaked_threads(before: Surroundings) -> list[str]:
+def _leaked_threads(before: ProcessState) -> list[str]:
     new = [
         each
         for each in threading.enumerate()
@@ -108,8 +107,8 @@ def _leaked_group() -> list[str]:
     return [f"an initialised process group of {size}"]
 
 
-def _changed_environ(before: Surroundings) -> list[str]:
-    now = Surroundings.now().environ
+def _changed_environ(before: ProcessState) -> list[str]:
+    now = ProcessState.now().environ
     changed = sorted(name for name in now.keys() | before.environ.keys() if now.get(name) != before.environ.get(name))
     for name in changed:
         if name in before.environ:
@@ -119,26 +118,26 @@ def _changed_environ(before: Surroundings) -> list[str]:
     return [f"variable {name}: {before.environ.get(name)!r} became {now.get(name)!r}" for name in changed]
 
 
-def _changed_handlers(before: Surroundings) -> list[str]:
+def _changed_handlers(before: ProcessState) -> list[str]:
     changed = [number for number, handler in before.handlers.items() if signal.getsignal(number) != handler]
     found = [f"handler of {signal.Signals(number).name}: {signal.getsignal(number)!r}" for number in changed]
     for number in changed:
         handler = before.handlers[number]
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]  # a handler was read
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]  # signal.getsignal returned it
     return found
 
 
-def _changed_path(before: Surroundings) -> list[str]:
-    # Workers get it: with the checkout in it they would import that, and not the package that is tested.
+def _changed_path(before: ProcessState) -> list[str]:
+    # Workers inherit sys.path: with the checkout in it they would import that and not the installed package.
     changed = sorted(set(sys.path) ^ set(before.path))
     sys.path[:] = before.path
-    return [f"sys.path: {each!r} came or went" for each in changed]
+    return [f"sys.path: {each!r} was added or removed" for each in changed]
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fails a test that leaves a process, thread, process group, variable, signal handler or entry of sys.path."""
-    before = Surroundings.now()
+    """Fail a test that leaks a process, thread, process group, variable, signal handler or entry of sys.path."""
+    before = ProcessState.now()
     yield
     found = [
         *_leaked_group(),
@@ -153,8 +152,8 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def orphans_come_home() -> None:
-    """Makes orphans of child processes children of this one, so that the check above sees them too.
+def reparent_orphans() -> None:
+    """Make orphans of child processes children of this process, so that the leak guard sees them.
 
     Source: https://man7.org/linux/man-pages/man2/PR_SET_CHILD_SUBREAPER.2const.html
     """
@@ -168,12 +167,12 @@ How = Literal["file", "-c", "stdin"]
 
 @pytest.fixture
 def run_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python code the way a user does: a script file, `python -c`, or standard input.
+    """Return a function that runs Python code as a user would: as a script file, with `python -c`, or from stdin.
 
-    The returned function takes the code (dedented), then keyword-only `how`, `args`, `launcher` (Python's arguments
-    before a script file, such as `-m torch.distributed.run`), `env` (added to this process's variables), `check` (fail
-    the test on an exit code other than 0) and `timeout_s`, and returns the completed process with its output as text.
-    A script that outlasts its time is killed with all processes of its session.
+    The function takes the code (dedented) and the keyword-only `how`, `args`, `launcher` (Python's arguments before
+    a script file, such as `-m torch.distributed.run`), `env` (added to this process's variables), `check` (fail the
+    test on an exit code other than 0) and `timeout_s`. It returns the completed process with its output as text. On
+    a timeout all processes of the script's session are killed.
     """
 
     def run(

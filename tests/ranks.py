@@ -1,4 +1,4 @@
-"""One process that plays the ranks of a world, one after the other."""
+"""Simulates the ranks of a world in one process, one after the other."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
-from parallelize.config.layout import lay_out
+from parallelize.config.layout import compute_layout
 from parallelize.runtime.context import Runtime, _active
 
-__all__ = ["keep_handler", "place", "values"]
+__all__ = ["as_rank", "keep_sigchld_handler", "values"]
 
 
 @contextlib.contextmanager
-def place(rank: int, world_size: int, **options: Any) -> Iterator[None]:
-    """This process as one of a world whose others are not there: nothing collective could run."""
+def as_rank(rank: int, world_size: int, **options: Any) -> Iterator[None]:
+    """Run the block as one rank of a world whose other ranks do not exist; collectives are not possible."""
     config = Config.parse(processes=world_size, **options)
     world = World(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
-    token = _active.set(Runtime(world, lay_out(config, Hardware())))
+    token = _active.set(Runtime(world, compute_layout(config, Hardware())))
     try:
         yield
     finally:
@@ -30,10 +30,10 @@ def place(rank: int, world_size: int, **options: Any) -> Iterator[None]:
 
 
 def values(batches: Iterable[torch.Tensor]) -> list[Any]:
-    """What lies in batches of one dimension."""
+    """Return the elements of one-dimensional batches as a list."""
     return [value for batch in batches for value in batch.tolist()]
 
 
-def keep_handler() -> None:
-    """Let torch set its handler for SIGCHLD, which a loader sets when it first has workers, and keeps."""
+def keep_sigchld_handler() -> None:
+    """Install the SIGCHLD handler that torch installs with the first DataLoader workers and never removes."""
     torch.utils.data._utils.signal_handling._set_SIGCHLD_handler()

@@ -1,4 +1,4 @@
-"""What READMEs show of other files: `python tests/readme.py` writes it anew between their markers."""
+"""Generated parts of the READMEs; `python tests/readme.py` rewrites them between their markers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MIGRATION = ROOT / "examples/13_migration/README.md"
 
 
 def support() -> str:
-    """The backends and precision engines, as tables of what each one declares."""
+    """Return Markdown tables of the backends and precision engines, from what each plug-in declares."""
     precisions = {name: registry.find("precision", name) for name in registry.names("precision")}
     rows = [["`backend=`", "one process per", "devices", "nodes", *(f"`amp=`, {name} engine" for name in precisions)]]
     for name in registry.names("backends"):
         backend = registry.find("backends", name)
         nodes = "any number" if backend.max_nodes is None else str(backend.max_nodes)
-        if backend.single_node_of is not None:
-            nodes += f"; on more, `{backend.single_node_of}` takes over with a warning"
+        if backend.multi_node_fallback is not None:
+            nodes += f"; on more, `{backend.multi_node_fallback}` takes over with a warning"
         levels = [", ".join(sorted(backend.amp.get(engine, ()))) or "refused" for engine in precisions]
         rows.append([f"`{name}`", backend.process_per, ", ".join(sorted(backend.device_types)), nodes, *levels])
     engines = [["`amp_engine=`", "half precision on", "`amp=True` means"]]
@@ -47,12 +47,12 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def changed() -> str:
-    """The difference between the example and its single-device version, white space aside, as a Markdown block."""
+    """Return the diff of the example and its single-device version as a Markdown block, ignoring indentation."""
     return difference(ROOT / "examples/01_digits_single.py", ROOT / "examples/01_digits.py")
 
 
 def migrations() -> dict[str, str]:
-    """By folder of examples/13_migration the difference between its two scripts."""
+    """Return the diff of the two scripts in each folder of examples/13_migration, by folder."""
     return {
         path.name: difference(path / "before.py", path / "after.py")
         for path in sorted(MIGRATION.parent.iterdir())
@@ -61,14 +61,14 @@ def migrations() -> dict[str, str]:
 
 
 def difference(old: Path, new: Path) -> str:
-    """What changes between two scripts, white space aside, as a Markdown block."""
+    """Return the diff of two scripts as a Markdown block, ignoring indentation."""
     before, after = old.read_text().splitlines(), new.read_text().splitlines()
     lines = difflib.unified_diff([line.strip() for line in before], [line.strip() for line in after], n=2, lineterm="")
     return "\n".join(["```diff", *_indented(list(lines), before, after), "```"])
 
 
 def _indented(lines: list[str], before: list[str], after: list[str]) -> list[str]:
-    """The hunks of a diff of stripped lines, with each line's own indentation back."""
+    """Restore the indentation of the lines in a diff of stripped lines."""
     shown: list[str] = []
     old = new = 0
     for line in lines[2:]:  # without the two file names
@@ -86,7 +86,7 @@ def _indented(lines: list[str], before: list[str], after: list[str]) -> list[str
 
 
 def peers() -> str:
-    """What holds in this library and in others, from the answers that benchmarks/peers left."""
+    """Return the table that compares this library with others, from benchmarks/peers/answers.json."""
     found = json.loads((ROOT / "benchmarks" / "peers" / "answers.json").read_text())
     rows = [["", *(f"{name} {version}" for name, version in found["versions"].items())]]
     for row in found["rows"].values():
@@ -96,7 +96,7 @@ def peers() -> str:
 
 
 def proofs() -> list[str]:
-    """The tests that hold, for this library, what the table of peers says of it: path::name."""
+    """Return the tests that prove the claims for this library in that table, as path::name."""
     found = json.loads((ROOT / "benchmarks" / "peers" / "answers.json").read_text())
     return [row["proof"] for row in found["rows"].values()]
 
@@ -105,7 +105,7 @@ _SHORT = {"yes": "**yes**", "leaves it to you": "(yours)"}
 
 
 def written(text: str) -> str:
-    """A README's text with what stands between `<!-- name -->` and `<!-- end -->` written anew."""
+    """Return the text of a README with the blocks between `<!-- name -->` and `<!-- end -->` regenerated."""
     for name, block in {
         "changed": changed(),
         "support": support(),

@@ -1,4 +1,4 @@
-"""The reference of the public names: `python tests/reference.py build/docs` writes it from their docstrings."""
+"""API reference: `python tests/reference.py build/docs` generates it from the docstrings of the public names."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ __all__ = ["resolve_fields", "undocumented", "write"]
 
 
 def undocumented(module: ModuleType) -> list[str]:
-    """Public functions and classes of a module, and what these define themselves, that have no docstring."""
-    found = []
+    """Return the public functions, classes and methods of a module that have no docstring."""
+    missing = []
     for name in module.__all__:
         value = getattr(module, name)
         if callable(value) and not inspect.getdoc(value):
-            found.append(name)
+            missing.append(name)
         if isinstance(value, type):
-            found += [f"{name}.{each}" for each in _own(value) if not inspect.getdoc(getattr(value, each))]
-    return found
+            missing += [f"{name}.{each}" for each in _own(value) if not inspect.getdoc(getattr(value, each))]
+    return missing
 
 
 def _own(kind: type) -> Iterator[str]:
-    """Methods and properties that a class of ours defines, by public names."""
+    """Yield the public methods and properties that a class defines itself."""
     for name, value in vars(kind).items():
         if not name.startswith("_") and isinstance(value, (property, classmethod, staticmethod)) | callable(value):
             yield name
 
 
 def resolve_fields(kind: type) -> None:
-    """Put types in place of their names in `__init__` of a dataclass, whose fields may come from another module."""
-    # fsdp is imported for type checkers only: it takes a second.
+    """Replace the names of types in the `__init__` of a dataclass by the types, which another module may import."""
+    # The package imports fsdp for type checkers only, because the import takes a second.
     hints = typing.get_type_hints(kind, localns=vars(torch.distributed.fsdp))
     for name in kind.__init__.__annotations__.keys() & hints.keys():
         kind.__init__.__annotations__[name] = hints[name]
 
 
 def write(folder: Path) -> None:
-    """Write the reference as HTML; a warning is an error.
+    """Write the reference as HTML; warnings are errors.
 
     Raises:
         SystemExit: a public name has no docstring.
     """
-    import pdoc  # of tox's environment `docs`
+    import pdoc  # installed in tox's environment `docs`
 
     missing = undocumented(parallelize)
     if missing:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for everything pure: requests, machines, worlds, environments, host lists."""
+"""Hypothesis strategies for pure functions: options, hardware, worlds, environments, host lists."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ amps = st.builds(
 
 
 def connect(world: World) -> None:
-    """A user's own way to connect; only its identity matters."""
+    """A user's `init_connection`; only its identity matters."""
 
 
-# For each option values that mean something on their own, and values that mean nothing. Plain data: backends and
-# engines are named, so that what they declare decides which go together.
+# Valid and invalid values of each option. Backends and engines are given by name: whether a combination is valid
+# depends on what they declare.
 valid_options: Mapping[str, st.SearchStrategy[Any]] = {
     "gpus": st.none() | valid_gpus,
     "processes": st.none() | st.integers(1, 64),
@@ -78,31 +78,31 @@ valid_options: Mapping[str, st.SearchStrategy[Any]] = {
     "update_modules": st.booleans(),
 }
 
-no_whole_number: st.SearchStrategy[Any] = st.sampled_from([-1, 1.5, True, "4", [1], float("nan")])
+no_integer: st.SearchStrategy[Any] = st.sampled_from([-1, 1.5, True, "4", [1], float("nan")])
 
 invalid_options: Mapping[str, st.SearchStrategy[Any]] = {
     "backend": st.sampled_from([None, "DDP", "horovod", "", 3, object(), Amp]),
     "gpus": invalid_gpus,
-    "processes": no_whole_number | st.just(0),
-    "num_nodes": no_whole_number | st.just(0),
+    "processes": no_integer | st.just(0),
+    "num_nodes": no_integer | st.just(0),
     "amp": st.sampled_from(["O4", "o1", 16, "int8", [], Amp(init_scale=-1.0), Amp(level="O9")]),  # type: ignore[arg-type]  # on purpose
     "amp_engine": st.sampled_from([None, "Native", "amp", 1]),
-    "seed": no_whole_number | st.just(2**32),
+    "seed": no_integer | st.just(2**32),
     "timeout": st.sampled_from([0, -1.0, True, None, float("nan"), float("inf"), 1e-9, timedelta(0), "30"]),
-    "max_restarts": no_whole_number,
+    "max_restarts": no_integer,
     "launcher": st.sampled_from(["sge", 1, object()]),
     "logs": st.sampled_from(["", None, 3, True]),
     "process_group_backend": st.sampled_from(["", "NCCL", "cpu:nccl:gloo", "gloo,nccl", "cpu:gloo,cpu:gloo", 5]),
     "init_connection": st.sampled_from([1, "connect"]),
     "wrap": st.sampled_from([1, "wrap"]),
-    "verify_every": no_whole_number,
+    "verify_every": no_integer,
     "update_modules": st.sampled_from([None, 1, "yes"]),
 }
 
 
 @st.composite
 def option_sets(draw: st.DrawFn, *, invalid: bool = False) -> dict[str, Any]:
-    """Options for some names, each with a value that means something; with `invalid`, with one that does not."""
+    """Options for some names, each with a valid value, or with an invalid one if `invalid`."""
     values = invalid_options if invalid else valid_options
     names = draw(st.lists(st.sampled_from(sorted(values)), unique=True, min_size=int(invalid)))
     return {name: draw(values[name]) for name in names}
@@ -117,18 +117,18 @@ hardware = st.one_of(
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """One process of a run whose nodes may differ in size, ranks dealt node by node or in turn."""
+    """One process of a run whose nodes may differ in size, with ranks node by node or round-robin."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    places = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
+    ranks = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
     if draw(st.booleans()):
-        places.sort(key=lambda place: (place[1], place[0]))
-    rank = draw(st.integers(0, len(places) - 1))
-    node_rank, local_rank = places[rank]
+        ranks.sort(key=lambda each: (each[1], each[0]))
+    rank = draw(st.integers(0, len(ranks) - 1))
+    node_rank, local_rank = ranks[rank]
     return World(
         rank=rank,
         local_rank=local_rank,
         node_rank=node_rank,
-        world_size=len(places),
+        world_size=len(ranks),
         local_world_size=sizes[node_rank],
         master_addr=draw(st.sampled_from(["127.0.0.1", "10.0.0.11", "n1", "fe80::1"])),
         master_port=draw(st.integers(0, 65535)),
@@ -154,7 +154,7 @@ environments = st.dictionaries(st.sampled_from(launcher_variables), texts, max_s
 
 @dataclass(frozen=True)
 class Hosts:
-    """A list of hosts in Slurm's short form, and in full."""
+    """A list of hosts, compressed as by Slurm and expanded."""
 
     text: str
     names: tuple[str, ...]
@@ -185,6 +185,6 @@ def _host(draw: st.DrawFn) -> Hosts:
 
 @st.composite
 def hostlists(draw: st.DrawFn) -> Hosts:
-    """Lists such as "rack[1-2]-node[03-04,7],b"."""
+    """Host lists such as "rack[1-2]-node[03-04,7],b"."""
     hosts = draw(st.lists(_host(), min_size=1, max_size=3))
     return Hosts(",".join(host.text for host in hosts), tuple(name for host in hosts for name in host.names))

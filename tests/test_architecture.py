@@ -1,4 +1,4 @@
-"""The code keeps its shape; each rule is shown to see what breaks it."""
+"""Architecture rules hold for this repository, and each is shown to detect a violation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def function(body: str, parameters: str = "") -> str:
     return f"def f({parameters}):\n" + "".join(f"    {line}\n" for line in body.splitlines())
 
 
-# rule, a tree that breaks it, a part of what the rule must say
+# rule, sources that violate it, a part of the expected finding
 BROKEN: list[tuple[Callable[[Sources], list[str]], Sources, str]] = [
     (
         architecture.upward_imports,
@@ -100,7 +100,7 @@ BROKEN: list[tuple[Callable[[Sources], list[str]], Sources, str]] = [
         "9 files beside the folders, more than 8",
     ),
     (architecture.names_of_files, {"parallelize/data/__init__.py": "x = 1"}, "is not empty"),
-    (architecture.names_of_files, {"parallelize/data/utils.py": ""}, "names no idea"),
+    (architecture.names_of_files, {"parallelize/data/utils.py": ""}, "says nothing"),
     (architecture.sizes, {"parallelize/a.py": "x = 1\n" * 321}, "has 321 lines"),
     (architecture.sizes, {"parallelize/a.py": function('"""Doc."""\n# why\n' + "x = 1\n\n" * 46)}, "46 lines of code"),
     (architecture.sizes, {"parallelize/a.py": function("...", "self, a, b, c, d, e, f, *, g, h, i=1")}, "8 parameters"),
@@ -118,13 +118,13 @@ BROKEN: list[tuple[Callable[[Sources], list[str]], Sources, str]] = [
     (architecture.exports, {"parallelize/a.py": "__all__ = ['b', 'A']\nA = b = 1"}, "not sorted"),
     (architecture.exports, {"parallelize/a.py": "__all__ = []\ndef b(): ..."}, "b is public and not in __all__"),
     (architecture.exports, {"parallelize/a.py": "__all__ = ['b']"}, "b of __all__ is not there"),
-    (architecture.environment_access, {"parallelize/config/layout.py": "import os\nos.environ['A']"}, "layout touches"),
-    (architecture.environment_access, {"parallelize/config/layout.py": "import os\nos.getenv('A')"}, "layout touches"),
-    (architecture.environment_access, {"parallelize/config/layout.py": "from os import environ"}, "layout touches"),
+    (architecture.environment_access, {"parallelize/config/layout.py": "import os\nos.environ['A']"}, "layout uses"),
+    (architecture.environment_access, {"parallelize/config/layout.py": "import os\nos.getenv('A')"}, "layout uses"),
+    (architecture.environment_access, {"parallelize/config/layout.py": "from os import environ"}, "layout uses"),
     (
         architecture.environment_access,
         {"parallelize/runtime/context.py": ""},
-        "runtime.context is allowed the environment",
+        "runtime.context is in ENVIRONMENT",
     ),
     (architecture.global_statements, {"parallelize/a.py": function("global b\nb = 1")}, "global b"),
     (architecture.aimless_ignores, {"parallelize/a.py": "x = 1  # noqa"}, "a.py:1"),
@@ -166,19 +166,19 @@ ALLOWED: list[tuple[Callable[[Sources], list[str]], Sources]] = [
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_rule_holds(rule: Callable[[Sources], list[str]]) -> None:
-    """Nothing in this repository breaks the rule."""
+    """This repository does not violate the rule."""
     assert rule(RULES[rule]) == []
 
 
 @pytest.mark.parametrize(("rule", "sources", "named"), BROKEN)
-def test_the_rule_sees_what_breaks_it(rule: Callable[[Sources], list[str]], sources: Sources, named: str) -> None:
-    """A tree that breaks the rule is named."""
+def test_the_rule_reports_violations(rule: Callable[[Sources], list[str]], sources: Sources, named: str) -> None:
+    """Sources that violate the rule are reported."""
     assert any(named in found for found in rule(sources)), rule(sources)
 
 
 @pytest.mark.parametrize(("rule", "sources"), ALLOWED)
-def test_the_rule_lets_the_rest_pass(rule: Callable[[Sources], list[str]], sources: Sources) -> None:
-    """What looks like a breach and is none passes."""
+def test_the_rule_accepts_the_rest(rule: Callable[[Sources], list[str]], sources: Sources) -> None:
+    """Sources that only resemble a violation pass."""
     assert rule(sources) == []
 
 
@@ -189,13 +189,13 @@ def test_there_are_few_floors() -> None:
     assert len(rooms) == len(set(rooms))
 
 
-def test_every_rule_has_a_tree_that_breaks_it() -> None:
-    """No rule is without its meta-test."""
+def test_every_rule_has_a_violation() -> None:
+    """Every rule has a test that it can fail."""
     assert {rule for rule, _, _ in BROKEN} == RULES.keys()
 
 
 def test_the_package_names_what_it_imports() -> None:
-    """`parallelize.__all__` is sorted and equal to what __init__ imports, which is all it does."""
+    """parallelize/__init__.py only imports, and its `__all__` is sorted and complete."""
     assert architecture.public_names(PACKAGE["parallelize/__init__.py"]) == []
 
 
@@ -209,8 +209,8 @@ def test_the_package_names_what_it_imports() -> None:
         ("x = 1\n__all__ = []", "x is defined here"),
     ],
 )
-def test_a_wrong_package_file_is_seen(source: str, named: str) -> None:
-    """A name that is missing, out of order or made on the spot is named."""
+def test_a_wrong_package_file_is_reported(source: str, named: str) -> None:
+    """A name that is missing, out of order or defined there is reported."""
     assert any(named in found for found in architecture.public_names(source))
 
 
@@ -225,7 +225,7 @@ assert not {{"apex", "submitit"}} & sys.modules.keys()
 
 
 def test_importing_starts_nothing(run_script: Callable[..., object]) -> None:
-    """A fresh interpreter that imports the package has no new process or thread, and no optional package."""
+    """Importing the package starts no process or thread and imports no optional package."""
     run_script(INERT.format(lines="import parallelize"))
 
 
@@ -237,6 +237,6 @@ def test_importing_starts_nothing(run_script: Callable[..., object]) -> None:
         "sys.modules['apex'] = sys",
     ],
 )
-def test_an_import_that_starts_something_is_seen(lines: str, run_script: Callable[..., object]) -> None:
+def test_an_import_that_starts_something_is_reported(lines: str, run_script: Callable[..., object]) -> None:
     """The check above fails on a thread, a process and an optional package."""
     assert "AssertionError" in run_script(INERT.format(lines=lines), check=False).stderr

@@ -1,4 +1,4 @@
-"""Every public name is documented where the reference looks for it."""
+"""Every public name has a docstring that the generated reference finds."""
 
 from __future__ import annotations
 
@@ -12,40 +12,42 @@ import parallelize
 
 
 def test_public_names_have_docstrings() -> None:
-    """Functions, classes and their public methods: none is without words."""
+    """Functions, classes and their public methods all have one."""
     assert reference.undocumented(parallelize) == []
 
 
-def test_a_name_without_a_docstring_is_seen() -> None:
+def test_a_name_without_a_docstring_is_found() -> None:
     """The check above finds a function, a class, a method and a property without one."""
     module = ModuleType("module")
 
-    class Named:
-        """With words."""
+    class Documented:
+        """A docstring."""
 
         def method(self) -> None: ...
 
         @property
-        def quality(self) -> int: ...
+        def prop(self) -> int: ...
 
         def _private(self) -> None: ...
 
-    class Unnamed: ...
+    class Undocumented: ...
 
-    def told() -> None:
-        """With words."""
+    def documented() -> None:
+        """A docstring."""
 
-    module.__dict__.update(Named=Named, Unnamed=Unnamed, bare=lambda: None, told=told, VALUE=1)
-    module.__all__ = ["VALUE", "Named", "Unnamed", "bare", "told"]
-    assert reference.undocumented(module) == ["Named.method", "Named.quality", "Unnamed", "bare"]
+    module.__dict__.update(
+        Documented=Documented, Undocumented=Undocumented, bare=lambda: None, documented=documented, VALUE=1
+    )
+    module.__all__ = ["VALUE", "Documented", "Undocumented", "bare", "documented"]
+    assert reference.undocumented(module) == ["Documented.method", "Documented.prop", "Undocumented", "bare"]
 
 
-def test_types_of_fields_are_shown() -> None:
-    """A dataclass shows types, though its fields came from a module whose names it does not know."""
+def test_types_of_inherited_fields_are_resolved() -> None:
+    """A dataclass shows the types of inherited fields, although its own module does not import them."""
 
     @dataclass(frozen=True)
     class Options(parallelize.DDPBackend):
-        """With words."""
+        """A docstring."""
 
     assert "CommHook" in str(inspect.signature(Options))
     reference.resolve_fields(Options)

@@ -1,4 +1,4 @@
-"""Small models of every kind that users bring, and batches for them."""
+"""Small models of every kind, with batches and losses for them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.nn import functional as F
 __all__ = [
     "BRANCHED",
     "ZOO",
-    "Animal",
     "Branched",
     "Classifier",
     "ConvNet",
+    "Entry",
     "Mlp",
     "ModelOutput",
     "Rnn",
@@ -96,7 +96,7 @@ class Vae(nn.Module):
 
 
 class Branched(nn.Module):
-    """Uses one of its branches at a time."""
+    """Uses only one of its branches in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Branched(nn.Module):
 
 @dataclass
 class ModelOutput(OrderedDict[str, Any]):
-    """A dictionary with attributes, as Hugging Face's models return: it refuses `update`."""
+    """A dictionary with attributes that refuses `update`, as returned by Hugging Face's models."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -128,7 +128,7 @@ class ModelOutput(OrderedDict[str, Any]):
 
 
 class Classifier(nn.Module):
-    """Computes its own loss when it is given labels."""
+    """Computes its loss if labels are passed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,15 +140,15 @@ class Classifier(nn.Module):
 
 
 @dataclass(frozen=True)
-class Animal:
-    """A model, its batches and its loss.
+class Entry:
+    """A model with batches and a loss.
 
     Args:
-        make: the model.
-        batch: how many samples -> inputs.
-        loss: mean over the samples of what the model returns.
-        is_exact: whether the whole batch in one process means the same arithmetic but for the order of sums; batch
-            norm sees other statistics on each rank.
+        make: creates the model.
+        batch: number of samples -> inputs.
+        loss: computes the mean loss over the samples from the model's output.
+        is_exact: whether one process with the full batch computes the same, up to the order of sums; False for batch
+            norm, which has other statistics on each rank.
     """
 
     make: Callable[[], nn.Module]
@@ -161,15 +161,15 @@ def _vae_loss(output: dict[str, Tensor]) -> Tensor:
     return output["x"].square().mean() + output["mean"].square().mean() + output["log_variance"].exp().mean()
 
 
-ZOO: dict[str, Animal] = {
-    "mlp": Animal(Mlp, lambda n: (torch.randn(n, 6),), lambda output: output.square().mean()),
-    "convnet": Animal(ConvNet, lambda n: (torch.randn(n, 1, 8, 8),), lambda output: output.square().mean(), False),
-    "transformer": Animal(
+ZOO: dict[str, Entry] = {
+    "mlp": Entry(Mlp, lambda n: (torch.randn(n, 6),), lambda output: output.square().mean()),
+    "convnet": Entry(ConvNet, lambda n: (torch.randn(n, 1, 8, 8),), lambda output: output.square().mean(), False),
+    "transformer": Entry(
         TiedTransformer, lambda n: (torch.randint(11, (n, 5)),), lambda output: output.square().mean()
     ),
-    "rnn": Animal(Rnn, lambda n: (torch.randn(n, 4, 5),), lambda output: output[0].mean() + output[1].mean()),
-    "vae": Animal(Vae, lambda n: (torch.randn(n, 6),), _vae_loss),
-    "classifier": Animal(Classifier, lambda n: (torch.randn(n, 6), torch.randint(3, (n,))), lambda output: output.loss),
+    "rnn": Entry(Rnn, lambda n: (torch.randn(n, 4, 5),), lambda output: output[0].mean() + output[1].mean()),
+    "vae": Entry(Vae, lambda n: (torch.randn(n, 6),), _vae_loss),
+    "classifier": Entry(Classifier, lambda n: (torch.randn(n, 6), torch.randint(3, (n,))), lambda output: output.loss),
 }
 
-BRANCHED = Animal(Branched, lambda n: (torch.randn(n, 6),), lambda output: output.mean())
+BRANCHED = Entry(Branched, lambda n: (torch.randn(n, 6),), lambda output: output.mean())

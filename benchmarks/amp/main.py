@@ -1,7 +1,7 @@
-"""What a step of mixed-precision training costs: an unchanged loop beside a hand-written one, Fabric and Accelerate.
+"""Cost of a mixed-precision training step in a `parallel_model` block, compared with torch.amp, Fabric and Accelerate.
 
-Each measurement is a fresh Python process that trains one net for some steps. Contenders take turns, so that a noisy
-minute hits all. Every contender runs the same net, the same optimizer (fused AdamW), clipping and data.
+Each measurement is a new Python process that trains one net for some steps. Contenders take turns, so that other load
+affects all of them. All use the same net, optimizer (fused AdamW), gradient clipping and data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Size:
-    """How large the nets are, and how many steps are taken and timed."""
+    """Size of the nets, and the number of warm-up and timed steps."""
 
     batch: int
     tokens: int
@@ -50,7 +50,7 @@ class Size:
 
 SIZES = {
     "full": Size(8, 1024, 768, 12, 12, 50257, 224, 64, 16, 20, 100),  # GPT 124M; a residual net of 33 convolutions
-    "small": Size(4, 64, 64, 4, 2, 512, 32, 16, 4, 5, 30),  # for a CPU: the loop's own cost shows, not the device's
+    "small": Size(4, 64, 64, 4, 2, 512, 32, 16, 4, 5, 30),  # for a CPU: small enough to show the overhead of the loop
 }
 
 
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2's shape, embeddings tied."""
+    """The architecture of GPT-2, with tied embeddings."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, residual blocks of one width, a head."""
+    """A stem, residual blocks of one width, and a classification head."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def data_of(net: str, size: Size, device: str) -> tuple[torch.Tensor, torch.Tens
     return x, torch.randint(0, 1000, (len(x),), device=device)
 
 
-# Each contender: a context that makes a function, which takes one step.
+# Each contender is a context manager that yields a function for one training step.
 Step = Callable[[], None]
 
 
@@ -194,7 +194,7 @@ def accelerate(model: Any, optimizer: Any, *, x: Any, y: Any, dtype: str, device
     yield step
 
 
-# name -> (how, the package it needs)
+# name -> (context manager, required package)
 CONTENDERS: dict[str, tuple[Callable[..., Any], str]] = {
     "torch.amp by hand": (by_hand, "torch"),
     "parallelize": (ours, "parallelize"),
@@ -204,7 +204,7 @@ CONTENDERS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def measure(contender: str, net: str, dtype: str, size: Size, device: str) -> dict[str, float]:
-    """Median seconds of a step, and on a GPU the peak of its memory in MiB, in this process."""
+    """Return the median seconds of a step and, on a GPU, the peak memory in MiB; measured in this process."""
     torch.manual_seed(0)
     model = (GPT if net == "gpt" else ResNet)(size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -225,19 +225,19 @@ def measure(contender: str, net: str, dtype: str, size: Size, device: str) -> di
 
 
 def run(contender: str, net: str, dtype: str, options: argparse.Namespace) -> dict[str, float] | None:
-    """One measurement in a process of its own."""
+    """Run one measurement in a new process; None if it fails."""
     command = [sys.executable, __file__, "--device", options.device, "--size", options.size]
     command += ["--measure", contender, net, dtype]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    if found.returncode != 0:
-        print(f"{contender}: exit code {found.returncode}\n{found.stderr[-1500:]}", file=sys.stderr)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode != 0:
+        print(f"{contender}: exit code {done.returncode}\n{done.stderr[-1500:]}", file=sys.stderr)
         return None
-    result: dict[str, float] = json.loads(found.stdout.splitlines()[-1])
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
 def table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
-    """By column and contender: time of a step in the best round, and its ratio to the hand-written loop; memory too."""
+    """Return the table: seconds per step in the best round and the ratio to torch.amp by hand; on a GPU, memory too."""
     columns = list(next(iter(results.values())))
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name, by_column in results.items():
@@ -256,7 +256,7 @@ def _cell(found: list[dict[str, float]], reference: list[dict[str, float]]) -> s
 
 
 def main(options: argparse.Namespace) -> None:
-    """Lets every contender that is installed take its turn, and prints the table."""
+    """Measure every installed contender in turns and print the table."""
     names = [name for name in options.contenders if importlib.util.find_spec(CONTENDERS[name][1])]
     dtypes = ["bf16"] if options.device == "cpu" else list(DTYPES)
     columns = [(net, dtype) for net in options.nets for dtype in dtypes]

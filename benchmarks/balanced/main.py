@@ -1,8 +1,9 @@
-"""A step of divided models beside the undivided one, torchgpipe and torch.distributed.pipelining, on two CPU cores."""
+"""Time of a step of pipelined models, compared with one device, torchgpipe and torch.distributed.pipelining."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import importlib.util
 import itertools
@@ -20,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallelize import distributed, parallel_model
-from parallelize.backends.balanced.costs import Event, Profile, Spot
-from parallelize.backends.balanced.partition import Chain, Seats, split_one_phase
+from parallelize.backends.balanced.hardware import DeviceSpec
+from parallelize.backends.balanced.partition import Chain, Slots, split_one_phase
 from parallelize.backends.balanced.plan import Plan, plan
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.backends.balanced.schedule import Memory, best, ideal_speedup, step_s
+from parallelize.backends.balanced.schedule import Memory, Profile, UnitCall, best_schedule, ideal_speedup, step_s
 
 DEVICES = ("cpu", "cpu")
 
@@ -44,7 +45,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tied: torchgpipe and torch.distributed.pipelining cannot have it."""
+    """Tied weights, which torchgpipe and torch.distributed.pipelining do not support."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ def step(model: Callable[..., Any], x: Tensor) -> float:
 
 
 def in_turns(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Every way once per round, so that what else the machine does falls on all alike; the first round is not kept."""
+    """Run every way once per round, so that other load on the machine affects all alike; discard the first round."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
@@ -166,34 +167,34 @@ def in_turns(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, lis
 
 
 def by_parameters(made: Plan, model: nn.Module) -> Plan:
-    """The same events cut as Accelerate's device map does: equal bytes of parameters."""
+    """Split the same calls as Accelerate's device map does: equal bytes of parameters."""
     modules, seen, sizes = dict(model.named_modules()), set(), []
     for name in made.events:
         new = [each for each in modules[name].parameters() if id(each) not in seen]
         seen |= {id(each) for each in new}
         sizes.append(float(sum(each.numel() for each in new)))
     nothing = [0.0] * len(sizes)
-    chain = Chain(forward=sizes, backward=nothing, memory=nothing, cut=nothing)
-    bounds = split_one_phase(sizes, chain, Seats(caps=[float("inf")] * 2, speeds=[1.0] * 2))
+    chain = Chain(forward=sizes, backward=nothing, memory=nothing, transfer=nothing)
+    bounds = split_one_phase(sizes, chain, Slots(caps=[float("inf")] * 2, speeds=[1.0] * 2))
     return replace(made, bounds=tuple(bounds or made.bounds))
 
 
 def planned(model: nn.Module, x: Tensor, **options: Any) -> Plan:
-    """The plan that the backend makes."""
+    """Return the plan that the backend makes."""
     with parallel_model(model, backend=BalancedBackend(devices=DEVICES, **options)):
         model(x)
     return plan(model)
 
 
-def divided(model: nn.Module, x: Tensor, made: Plan) -> float:
-    """A step by a plan: the second one in a block of its own, so that nothing of it is there while others are timed."""
+def pipelined(model: nn.Module, x: Tensor, made: Plan) -> float:
+    """Return the seconds of a step by a plan: the second step in its block; others are timed outside of the block."""
     with parallel_model(model, backend=BalancedBackend(devices=DEVICES, plan=made)):
         step(model, x)
         return step(model, x)
 
 
 def torchgpipe_ways(model: nn.Module, x: Tensor, m: int, made: Plan) -> dict[str, Callable[[], float]]:
-    """torchgpipe takes nn.Sequential only; its stages are those of our plan, as far as they lie between layers."""
+    """Return steps of torchgpipe, for nn.Sequential only, with the stages of our plan rounded to layers."""
     if importlib.util.find_spec("torchgpipe") is None or not isinstance(model, nn.Sequential):
         return {}
     from torchgpipe import GPipe
@@ -209,7 +210,7 @@ def torchgpipe_ways(model: nn.Module, x: Tensor, m: int, made: Plan) -> dict[str
 
 
 def pipelining(model: nn.Module, x: Tensor, m: int, made: Plan, rounds: int) -> list[float]:
-    """torch.distributed.pipelining's GPipe in two processes, the loop replaced by `schedule.step`; same stages."""
+    """Time torch.distributed.pipelining's GPipe in two processes, with `schedule.step` as the loop and our stages."""
     first = int(made.events[made.bounds[1]].split(".")[0])
 
     @distributed(processes=2)
@@ -248,9 +249,9 @@ def measure(name: str, m: int, rounds: int) -> list[str]:
         {
             "undivided": lambda: step(model, x),
             "undivided, in micro-batches": lambda: sum(step(model, part) for part in x.chunk(m)),
-            "balanced": lambda: divided(model, x, chosen),
-            f"balanced, auto: {what}": lambda: divided(model, x, auto),
-            "cut by parameters": lambda: divided(model, x, by_parameters(chosen, model)),
+            "balanced": lambda: pipelined(model, x, chosen),
+            f"balanced, auto: {what}": lambda: pipelined(model, x, auto),
+            "cut by parameters": lambda: pipelined(model, x, by_parameters(chosen, model)),
             **torchgpipe_ways(model, x, m, chosen),
         },
         rounds,
@@ -268,7 +269,7 @@ def measure(name: str, m: int, rounds: int) -> list[str]:
 
 
 def quality() -> None:
-    """What cuts of measured profiles are predicted to give on more devices than this machine has."""
+    """Print the predicted speedup of measured profiles on more devices than this machine has."""
     print("\n| model | devices | ideal | balanced | cut by parameters |\n|---|---|---|---|---|")
     for name, make in MODELS.items():
         made = make()
@@ -278,28 +279,28 @@ def quality() -> None:
         with parallel_model(model, backend=BalancedBackend(devices=("cpu",) * 8, microbatches=16)):
             model(x)
         found = plan(model)
-        forward, backward, sizes = per_event(found, model, x)
-        for devices in (2, 4, 8):
-            events = [row(name, f, b) for name, f, b in zip(found.events, forward, backward, strict=True)]
-            profile = Profile(events=tuple(events), samples=16)
-            spots = [Spot(device=f"{i}", cap_bytes=float("inf")) for i in range(devices)]
-            chosen = best(profile, spots, microbatches=16, memory=Memory())
+        forward, backward, sizes = per_call(found, model, x)
+        for count in (2, 4, 8):
+            calls = [unit_call(name, f, b) for name, f, b in zip(found.events, forward, backward, strict=True)]
+            profile = Profile(calls=tuple(calls), samples=16)
+            devices = [DeviceSpec(device=f"{i}", cap_bytes=float("inf")) for i in range(count)]
+            chosen = best_schedule(profile, devices, microbatches=16, memory=Memory())
             nothing = [0.0] * len(sizes)
-            chain = Chain(forward=sizes, backward=nothing, memory=nothing, cut=nothing)
-            bounds = split_one_phase(sizes, chain, Seats(caps=[float("inf")] * devices, speeds=[1.0] * devices))
+            chain = Chain(forward=sizes, backward=nothing, memory=nothing, transfer=nothing)
+            bounds = split_one_phase(sizes, chain, Slots(caps=[float("inf")] * count, speeds=[1.0] * count))
             stages = [slice(*pair) for pair in itertools.pairwise(bounds or ())]
             other = step_s([sum(forward[s]) for s in stages], [sum(backward[s]) for s in stages], 16)
             whole = 16 * (sum(forward) + sum(backward))
             print(
-                f"| {name} | {devices} | {ideal_speedup(devices, 16):.2f}x "
+                f"| {name} | {count} | {ideal_speedup(count, 16):.2f}x "
                 f"| {whole / (chosen.predicted_s if chosen else whole):.2f}x | {whole / other:.2f}x |",
                 flush=True,
             )
 
 
-def row(name: str, forward: float, backward: float) -> Event:
-    return Event(
-        atom=name,
+def unit_call(name: str, forward: float, backward: float) -> UnitCall:
+    return UnitCall(
+        unit=name,
         forward_fixed_s=0.0,
         forward_per_sample_s=forward,
         backward_fixed_s=0.0,
@@ -310,10 +311,10 @@ def row(name: str, forward: float, backward: float) -> Event:
     )
 
 
-class AsItIs:
-    """A model's forward, at no level of mixed precision."""
+class PlainForward:
+    """Calls a model without mixed precision, as the profiler expects it."""
 
-    half = None
+    half_parameters = None
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -322,26 +323,31 @@ class AsItIs:
         return self._model(*args, **kwargs)
 
 
-def per_event(found: Plan, model: nn.Module, x: Tensor) -> tuple[list[float], list[float], list[float]]:
-    """Seconds per sample of each event of a plan, and its parameters."""
-    from parallelize.backends.balanced.plan_validation import threads
-    from parallelize.backends.balanced.profiling import Bench, profile
-    from parallelize.backends.balanced.stage_threads import places
-    from parallelize.backends.balanced.stage_transfer import watching
+def per_call(found: Plan, model: nn.Module, x: Tensor) -> tuple[list[float], list[float], list[float]]:
+    """Return seconds per sample of each unit call of a plan, and its parameter bytes."""
+    from parallelize.backends.balanced.profiling import Profiler, profile_model
+    from parallelize.backends.balanced.stage_threads import StageThreads, stages_on
+    from parallelize.backends.balanced.stage_transfer import intercept_operations
 
     modules = dict(model.named_modules())
-    stages = places([torch.device("cpu")])
-    with watching(), threads(stages, microbatches=1) as workers:
+    stages = stages_on([torch.device("cpu")])
+    with intercept_operations(), contextlib.closing(StageThreads(stages, microbatches=1)) as threads:
         routes = {id(modules[name]): [0] for name in found.events}
-        bench = Bench(
-            module=AsItIs(model), model=model, stages=stages, routes=routes, workers=workers, batch_dim=0, draws=False
+        profiler = Profiler(
+            module=PlainForward(model),
+            model=model,
+            stages=stages,
+            routes=routes,
+            threads=threads,
+            batch_dim=0,
+            draws=False,
         )
-        measured, *_ = profile(bench, ((x,), {}), samples=len(x))
-    events = measured.events
+        measured, *_ = profile_model(profiler, ((x,), {}), samples=len(x))
+    calls = measured.calls
     return (
-        [event.forward_s(1) for event in events],
-        [event.backward_s(1) for event in events],
-        [float(event.parameter_bytes) for event in events],
+        [call.forward_s(1) for call in calls],
+        [call.backward_s(1) for call in calls],
+        [float(call.parameter_bytes) for call in calls],
     )
 
 

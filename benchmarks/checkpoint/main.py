@@ -1,4 +1,4 @@
-"""What it costs to save and load a training state, beside plain torch.save and torch.load."""
+"""Time to save and load a training state, compared with torch.save and torch.load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import parallelize
 
 
 def state(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and an AdamW that has stepped, of so many megabytes together: a third each for weights and averages."""
+    """Return a model and an AdamW after one step, `megabytes` MB in all: a third weights, the rest moments."""
     width = 2048
     layers = max(round(megabytes * 1e6 / 3 / (4 * width * width)), 1)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
@@ -30,7 +30,7 @@ def state(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-Thing = tuple[nn.Module, torch.optim.Optimizer]
+TrainingState = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def torch_save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -45,9 +45,9 @@ def torch_save_and_sync(path: Path, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def torch_load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    whole = torch.load(path, weights_only=True)
-    model.load_state_dict(whole["model"])
-    optimizer.load_state_dict(whole["optimizer"])
+    content = torch.load(path, weights_only=True)
+    model.load_state_dict(content["model"])
+    optimizer.load_state_dict(content["optimizer"])
 
 
 def our_save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -69,43 +69,43 @@ LOADS: dict[str, tuple[Callable[..., None], str]] = {
 }
 
 
-def seconds(call: Callable[..., None], path: Path, thing: Thing) -> float:
-    os.sync()  # so that nobody pays for what another one has left to be written
+def seconds(call: Callable[..., None], path: Path, training_state: TrainingState) -> float:
+    os.sync()  # flush dirty pages that an earlier call has left
     started = time.monotonic()
-    call(path, *thing)
+    call(path, *training_state)
     return time.monotonic() - started
 
 
 def measure(megabytes: int, rounds: int) -> dict[str, list[float]]:
-    thing, taken = state(megabytes), {name: [] for name in (*SAVES, *LOADS)}
+    training_state, taken = state(megabytes), {name: [] for name in (*SAVES, *LOADS)}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
             for name, call in SAVES.items():
                 path = Path(folder) / name
                 path.unlink(missing_ok=True)
-                taken[name].append(seconds(call, path, thing))
+                taken[name].append(seconds(call, path, training_state))
             for name, (call, written_by) in LOADS.items():
-                taken[name].append(seconds(call, Path(folder) / written_by, thing))
+                taken[name].append(seconds(call, Path(folder) / written_by, training_state))
     return taken
 
 
 def stalls(megabytes: int, rounds: int) -> dict[str, list[float]]:
-    """How long a step takes that saves, when the file is written before it goes on, and in the background."""
+    """Return the seconds of steps that save, in the foreground and in the background."""
     taken: dict[str, list[float]] = {"step that saves": [], "step that saves in the background": []}
     for name, in_background in zip(taken, (False, True), strict=True):
         model, optimizer = state(megabytes)
-        things = {"model": model, "optimizer": optimizer}
+        objects = {"model": model, "optimizer": optimizer}
         with (
             tempfile.TemporaryDirectory() as folder,
-            parallelize.checkpoints(folder, every=1, keep=1, in_background=in_background, **things) as saved,
+            parallelize.checkpoints(folder, every=1, keep=1, in_background=in_background, **objects) as saved,
         ):
             for number in range(rounds + 1):
                 os.sync()
                 started = time.monotonic()
                 saved.step()
-                if number:  # the first one makes the memory for the copy
+                if number:  # the first step allocates the buffers of the copy
                     taken[name].append(time.monotonic() - started)
-                saved.wait()  # the loop has better things to do than save at every step
+                saved.wait()  # in a real run the write ends long before the next save
     return taken
 
 

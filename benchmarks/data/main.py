@@ -1,10 +1,10 @@
-"""What it costs to get batches from a loader: this library, peers, and a loop written by hand, side by side.
+"""Overhead of iterating a loader: this library, other libraries and a hand-written loop, side by side.
 
 (a) host: an epoch over a dataset in memory, with 0 and 2 worker processes, against a hand-sharded DataLoader.
-(b) device: the time of a step with batches of 50 MB and about as much compute as copying, against a loop that copies by
-    `.to(device, non_blocking=True)`; only where there is a GPU.
+(b) device: the time of a step whose compute takes about as long as copying its batch of 50 MB, against a loop that
+    copies with `.to(device, non_blocking=True)`; needs a GPU.
 
-Contenders take turns, so that a noisy minute hits all.
+Contenders take turns, so that noise affects all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 Contender = Callable[[DataLoader[Any], torch.device], Iterable[Any]]
 
-# Each makes of a user's loader what is iterated once per epoch.
+# Each wraps a loader in an iterable that is iterated once per epoch.
 
 
 class ByHand:
@@ -59,7 +59,7 @@ def parallelize(loader: DataLoader[Any], _device: torch.device) -> Iterable[Any]
 
 
 def fabric(loader: DataLoader[Any], device: torch.device) -> Iterable[Any]:
-    # Two distributions hold it.
+    # Two distributions contain it.
     name = "lightning_fabric" if importlib.util.find_spec("lightning_fabric") else "lightning.fabric"
     return importlib.import_module(name).Fabric(accelerator=device.type, devices=1).setup_dataloaders(loader)
 
@@ -79,20 +79,20 @@ CONTENDERS: dict[str, tuple[Contender, str]] = {
 
 
 def installed() -> dict[str, Contender]:
-    def is_there(modules: str) -> bool:
+    def is_installed(modules: str) -> bool:
         return not modules or any(map(importlib.util.find_spec, modules.split("|")))
 
-    return {name: make for name, (make, needs) in CONTENDERS.items() if is_there(needs)}
+    return {name: make for name, (make, needs) in CONTENDERS.items() if is_installed(needs)}
 
 
-def releases() -> str:
-    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+def versions() -> str:
+    installed_versions = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
     names = ("torch", "lightning", "lightning-fabric", "accelerate")
-    return ", ".join(f"{name} {found[name]}" for name in names if name in found)
+    return ", ".join(f"{name} {installed_versions[name]}" for name in names if name in installed_versions)
 
 
 def timed(epochs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender's epoch, the contenders taking turns, in another order every round."""
+    """Measure the seconds of each contender's epochs; contenders take turns, in another order every round."""
     seconds: dict[str, list[float]] = {name: [] for name in epochs}
     for epoch in epochs.values():
         epoch()
@@ -106,18 +106,21 @@ def timed(epochs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[
 
 
 def report(title: str, seconds: dict[str, list[float]], steps: int) -> None:
-    """Median and least time of a step, and the ratio to the loop by hand: the median of the rounds' own ratios."""
+    """Print the median and the least time of a step, and the ratios of both to the hand-written loop's.
+
+    The ratio of medians is the median of the ratios within each round.
+    """
     print(f"\n{title}\n\n| | median | least | over by hand |\n|---|---|---|---|")
     for name, times in seconds.items():
         per_step = [each / steps * 1e6 for each in times]
-        ratios = [mine / other for mine, other in zip(times, seconds["by hand"], strict=True)]
+        ratios = [time_s / by_hand_s for time_s, by_hand_s in zip(times, seconds["by hand"], strict=True)]
         ratio, least = statistics.median(ratios), min(times) / min(seconds["by hand"])
         cell = f"{ratio:.3f}x / {least:.3f}x"
         print(f"| {name} | {statistics.median(per_step):.1f} us | {min(per_step):.1f} us | {cell} |")
 
 
 def on_host(workers: int, rounds: int) -> None:
-    """An epoch over 20,000 samples of 64 floats, in batches of 64."""
+    """Measure an epoch over 20,000 samples of 64 floats, in batches of 64."""
     data = TensorDataset(torch.randn(20_000, 64), torch.randint(10, (20_000,)))
     cpu = torch.device("cpu")
 
@@ -136,7 +139,7 @@ def on_host(workers: int, rounds: int) -> None:
 
 
 class Images(Dataset[Any]):
-    """Batches of 50 MB, ready in memory."""
+    """Batches of 50 MB, already in memory."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -150,7 +153,7 @@ class Images(Dataset[Any]):
 
 
 def on_device(rounds: int, steps: int = 60) -> None:
-    """A step that computes for about as long as its batch of 50 MB takes to arrive."""
+    """Measure a step that computes for about as long as its batch of 50 MB takes to copy."""
     device = torch.device("cuda")
     weight = torch.randn(98_304, 4096, device=device)
 
@@ -160,8 +163,8 @@ def on_device(rounds: int, steps: int = 60) -> None:
 
     pinned = torch.empty(128, 98_304, pin_memory=True)
     resident = pinned.to(device)
-    copying = _seconds(lambda: resident.copy_(pinned, non_blocking=True))
-    times = max(round(copying / _seconds(lambda: compute(resident, 1))), 1)
+    copy_s = _seconds(lambda: resident.copy_(pinned, non_blocking=True))
+    times = max(round(copy_s / _seconds(lambda: compute(resident, 1))), 1)
 
     def epoch(make: Contender) -> Callable[[], None]:
         loader = DataLoader(Images(steps), batch_size=None, num_workers=2, persistent_workers=True, pin_memory=True)
@@ -174,7 +177,7 @@ def on_device(rounds: int, steps: int = 60) -> None:
 
         return run
 
-    print(f"\ncopying a batch: {copying * 1e3:.2f} ms, computing on it: {times} matrix products")
+    print(f"\ncopying a batch: {copy_s * 1e3:.2f} ms, computing on it: {times} matrix products")
     epochs = {name: epoch(make) for name, make in installed().items()}
     report("(b) a step with a batch of 50 MB", timed(epochs, rounds), steps)
 
@@ -194,7 +197,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25, help="epochs of each contender (default: 25)")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(f"{platform.machine()}, Python {platform.python_version()}, {releases()}")
+    print(f"{platform.machine()}, Python {platform.python_version()}, {versions()}")
     for workers in (0, 2):
         on_host(workers, arguments.rounds)
     if torch.cuda.is_available():

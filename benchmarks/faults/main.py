@@ -1,7 +1,7 @@
-"""How long it takes until the caller hears of a fault in one of two processes: this library and torchrun, in turns.
+"""Time from a fault in one of two processes to its report in the caller: this library and torchrun, in turns.
 
-The clock starts where the fault is made: the rank writes the time down just before. It stops where `@distributed`
-raises, and where the command torchrun ends.
+The rank writes a time stamp just before the fault. The clock stops when `@distributed` raises, or when the torchrun
+command exits.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import torch.distributed as dist
 
 from parallelize import distributed
 
-TIMEOUT_S = 30.0  # of every wait, in both
-BUSY_S = 90.0  # how long the other rank goes on, unless somebody ends it
+TIMEOUT_S = 30.0  # of every collective, for both contenders
+BUSY_S = 90.0  # how long the other rank sleeps unless it is ended
 
 
 def stamp(folder: str) -> None:
     Path(folder, f"stamp.{dist.get_rank()}").write_text(repr(time.time()))
 
 
-# What befalls the rank `victim`, while the other one is busy; or both, where they disagree.
+# Faults of the rank `victim` while the other rank is busy; the last two involve both ranks.
 
 
 def by_itself(folder: str, victim: int, end: Callable[[], object]) -> None:
@@ -98,7 +98,7 @@ def ours(fault: str, folder: str, victim: int) -> str:
     with contextlib.redirect_stderr(None):
         try:
             function(folder, victim)
-        except BaseException as exc:  # noqa: BLE001 - sys.exit of a worker, too
+        except BaseException as exc:  # noqa: BLE001 - also the SystemExit of a worker
             return "\n".join([str(exc), *getattr(exc, "__notes__", [])])
     raise AssertionError("no fault was reported")
 
@@ -122,12 +122,12 @@ CONTENDERS = {"parallelize": ours, "torchrun": torchrun}
 
 
 def measure(call: Callable[[str, str, int], str], fault: str, victim: int) -> tuple[float, bool]:
-    """Seconds from the fault to its report, and whether the report says which rank it was."""
+    """Return the seconds from the fault to its report, and whether the report names the rank."""
     with tempfile.TemporaryDirectory() as folder:
-        said = call(fault, folder, victim)
-        heard = time.time()
-        began = max(float(each.read_text()) for each in Path(folder).glob("stamp.*"))
-    return heard - began, re.search(rf"rank *:? *{victim}\b", said) is not None
+        report = call(fault, folder, victim)
+        reported_at = time.time()
+        failed_at = max(float(each.read_text()) for each in Path(folder).glob("stamp.*"))
+    return reported_at - failed_at, re.search(rf"rank *:? *{victim}\b", report) is not None
 
 
 def main() -> None:
@@ -139,7 +139,7 @@ def main() -> None:
     if arguments.worker:
         worker(*arguments.worker)
         return
-    distributed(processes=2)(dist.barrier)()  # the first call of a program starts the server of its processes
+    distributed(processes=2)(dist.barrier)()  # warm-up: the first call starts the fork server
     taken: dict[tuple[str, str], list[tuple[float, bool]]] = {}
     for number in range(arguments.rounds):
         for fault in arguments.faults:

@@ -1,7 +1,7 @@
-"""How long a call takes that runs a trivial function in two processes: this library and its peers, side by side.
+"""Time to call a trivial function in two processes: this library and others, in turns.
 
-Each measurement is a fresh Python process that has imported the contender's library and then makes two calls, one call
-with a model of 200 MB, and one call in which rank 1 raises. Contenders take turns, so that a noisy minute hits all.
+Each measurement is a new Python process that imports the contender's library and makes two calls, one call with a
+200 MB model, and one call in which rank 1 raises. Contenders take turns, so that other load affects all of them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing import spawn
 
-BUSY_S = 20.0  # how long rank 0 goes on when rank 1 has raised, unless somebody ends it
+BUSY_S = 20.0  # how long rank 0 sleeps after rank 1 has raised, unless it is ended
 LIMIT_S = 120.0
 
-# What runs in each process. Every contender runs these very functions, with a gloo group of two already there.
+# Functions that run in each process, the same for every contender, with a gloo group of two initialized.
 
 
 def trivial() -> float:
@@ -53,7 +53,7 @@ def failing(stamp: str) -> None:
     time.sleep(BUSY_S)
 
 
-# How each contender calls a function in two processes, from Python.
+# Contenders that call a function in two processes from Python.
 
 
 def parallelize(function: Callable[..., Any], *args: Any) -> None:
@@ -111,7 +111,7 @@ def _with_accelerator(function: Callable[..., Any], args: tuple[Any, ...]) -> No
     function(*args)
 
 
-# A launch command: there is no call, so a function's name stands for it and no model can be passed.
+# A launch command cannot be passed a function or a model: the function is passed by name.
 
 
 def torchrun(function: Callable[..., Any], *args: Any) -> None:
@@ -121,7 +121,7 @@ def torchrun(function: Callable[..., Any], *args: Any) -> None:
         raise RuntimeError(done.stderr.decode()[-2000:])
 
 
-# name -> (how it calls, the package it needs, whether it may be used after the caller has touched CUDA, takes a model)
+# name -> (how it calls, required package, whether the caller may have initialized CUDA, whether it takes a model)
 CONTENDERS: dict[str, tuple[Callable[..., None], str, bool, bool]] = {
     "parallelize": (parallelize, "parallelize", True, True),
     "torch.multiprocessing.spawn": (torch_spawn, "torch", True, True),
@@ -135,7 +135,7 @@ MEASURES = ("first", "second", "model", "failure")
 
 
 def measure(name: str, measures: tuple[str, ...]) -> None:
-    """Makes the calls in this process; prints a line of JSON after each, so that a death loses only what follows."""
+    """Make the calls in this process; print each result at once, so that a crash loses only later results."""
     call, package, _, takes_model = CONTENDERS[name]
     importlib.import_module(package)
     model = nn.Linear(5000, 10_000, bias=False)  # 200 MB
@@ -158,13 +158,13 @@ def measure(name: str, measures: tuple[str, ...]) -> None:
 
 
 def run(name: str, measures: tuple[str, ...]) -> dict[str, float]:
-    """Seconds by measure, from a fresh process; without those that it did not live to make."""
+    """Return the seconds by measure from a new process, without those that it could not make."""
     command = [sys.executable, __file__, "--contender", name, "--measures", *measures]
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(
             command,
-            cwd=folder,  # torchrunx leaves its logs where it stands
+            cwd=folder,  # torchrunx writes its logs to the working directory
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -179,18 +179,18 @@ def run(name: str, measures: tuple[str, ...]) -> dict[str, float]:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it left behind would disturb the next one
-    found: dict[str, float] = {}
+        os.killpg(process.pid, signal.SIGKILL)  # leftover processes would disturb the next measurement
+    seconds: dict[str, float] = {}
     for line in out.splitlines():
         with contextlib.suppress(ValueError, TypeError):
-            found.update(json.loads(line))
+            seconds.update(json.loads(line))
     if process.returncode != 0:
-        print(f"{name}: exit code {process.returncode} after {sorted(found)}\n{err[-1500:]}", file=sys.stderr)
-    return found
+        print(f"{name}: exit code {process.returncode} after {sorted(seconds)}\n{err[-1500:]}", file=sys.stderr)
+    return seconds
 
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
-    """Median and least seconds by contender, how many times ours that is, and in how many rounds if not in all."""
+    """Return the table: median and minimum seconds, ratio to parallelize, and the number of rounds if some failed."""
     titles = ("first call", "second call", "with a 200 MB model", "from failure to exception")
     lines = [f"| | after CUDA | {' | '.join(titles)} |", "|---" * (len(titles) + 2) + "|"]
     for name, rounds in results.items():
@@ -208,7 +208,7 @@ def table(results: dict[str, list[dict[str, float]]]) -> str:
 
 
 def main(rounds: int, measures: tuple[str, ...], contenders: list[str]) -> None:
-    """Lets every contender that is installed take its turn, `rounds` times, and prints the table."""
+    """Measure every installed contender in turns and print the table."""
     names = [name for name in contenders if importlib.util.find_spec(CONTENDERS[name][1])]
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(rounds):

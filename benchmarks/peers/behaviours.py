@@ -1,6 +1,6 @@
-"""What a user may expect, each as a program that runs with any of the libraries; an AssertionError says what was seen.
+"""Expected behaviours, each checked by a program for any of the libraries, which raises AssertionError if it fails.
 
-Workers leave what they saw in files: not every library returns values.
+Workers write their results to files, because not every library returns values.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 __all__ = ["BEHAVIOURS", "Behaviour"]
 
 
-SLEEP_S = 60.0  # how long rank 1 goes on when rank 0 has failed, unless somebody ends it
+SLEEP_S = 60.0  # how long rank 1 sleeps after rank 0 has failed, unless the launcher ends it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Behaviour:
-    """One row.
+    """One row of the table.
 
     Args:
-        says: the expectation.
-        check: raises AssertionError where it does not hold.
-        proof: the test of this repository that holds it for this library.
-        needs: what of a Library it uses beside `call`.
+        expectation: one sentence.
+        check: raises AssertionError if the expectation does not hold.
+        test: the test of this repository that checks it for this library.
+        needs: attributes of Library that the check uses besides `call`.
     """
 
-    says: str
+    expectation: str
     check: Callable[[str], None]
-    proof: str
+    test: str
     needs: tuple[str, ...] = ()
 
 
@@ -75,13 +75,13 @@ class Stream(IterableDataset):
 # In the workers
 
 
-def _tell(folder: str, value: Any) -> None:
+def _write_result(folder: str, value: Any) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     Path(folder, f"{rank}.json").write_text(json.dumps(value))
 
 
-def _told(library: str, worker: Callable[..., None], processes: int = 2) -> list[Any]:
-    """What each rank told, in rank order."""
+def _results(library: str, worker: Callable[..., None], processes: int = 2) -> list[Any]:
+    """Run a worker function on every rank, and return the results in rank order."""
     with tempfile.TemporaryDirectory() as folder:
         LIBRARIES[library].call(processes, worker, library, folder)
         return [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
@@ -92,16 +92,16 @@ def _iterated(library: Library, loader: DataLoader) -> list[int]:
     return [int(index) for batch in library.loader(loader) for index in batch]
 
 
-def _kept(library: str, folder: str) -> None:
+def _model_surface(library: str, folder: str) -> None:
     model = Net()
     with LIBRARIES[library].model(model, torch.optim.SGD(model.parameters(), lr=0.1)) as (wrapped, _):
         same_class = isinstance(wrapped, Net)
         has_attribute = getattr(wrapped, "tag", None) == "mine"
         same_keys = list(wrapped.state_dict()) == list(Net().state_dict())
-    _tell(folder, [same_class, has_attribute, same_keys])
+    _write_result(folder, [same_class, has_attribute, same_keys])
 
 
-def _bypassing(library: str, folder: str) -> None:
+def _bypass(library: str, folder: str) -> None:
     torch.manual_seed(0)
     model = Net()
     refused = ""
@@ -112,52 +112,51 @@ def _bypassing(library: str, folder: str) -> None:
             optimizer.step()
         except Exception as error:  # noqa: BLE001 - every library refuses in its own way
             refused = type(error).__name__
-    _tell(folder, [refused, [round(each, 6) for each in model.encoder.weight.flatten().tolist()]])
+    _write_result(folder, [refused, [round(each, 6) for each in model.encoder.weight.flatten().tolist()]])
 
 
-def _sized(_library: str, folder: str) -> None:
-    # Of two calls in a row, the ranks of the second write over those of the first.
-    _tell(folder, dist.get_world_size() if dist.is_initialized() else 1)
+def _world_size(_library: str, folder: str) -> None:
+    _write_result(folder, dist.get_world_size() if dist.is_initialized() else 1)
 
 
-def _weighted(library: str, folder: str) -> None:
-    torch.manual_seed(dist.get_rank())  # as one does for augmentation
-    weights = torch.arange(200) % 2  # even numbers never
+def _weighted_draws(library: str, folder: str) -> None:
+    torch.manual_seed(dist.get_rank())  # as is common for augmentation
+    weights = torch.arange(200) % 2  # even numbers are never drawn
     sampler = WeightedRandomSampler(weights.double().tolist(), 80, replacement=False)
-    _tell(folder, _iterated(LIBRARIES[library], DataLoader(Numbers(200), batch_size=8, sampler=sampler)))
+    _write_result(folder, _iterated(LIBRARIES[library], DataLoader(Numbers(200), batch_size=8, sampler=sampler)))
 
 
-def _streamed(library: str, folder: str) -> None:
-    _tell(folder, _iterated(LIBRARIES[library], DataLoader(Stream(), batch_size=8)))
+def _stream_draws(library: str, folder: str) -> None:
+    _write_result(folder, _iterated(LIBRARIES[library], DataLoader(Stream(), batch_size=8)))
 
 
-def _divided(library: str, folder: str) -> None:
+def _distributed_draws(library: str, folder: str) -> None:
     sampler = DistributedSampler(Numbers(96), shuffle=False)
-    _tell(folder, _iterated(LIBRARIES[library], DataLoader(Numbers(96), batch_size=8, sampler=sampler)))
+    _write_result(folder, _iterated(LIBRARIES[library], DataLoader(Numbers(96), batch_size=8, sampler=sampler)))
 
 
-def _evaluated(library: str, folder: str) -> None:
-    parts = LIBRARIES[library]
-    loader = parts.loader(DataLoader(Numbers(101), batch_size=8))
+def _gathered_results(library: str, folder: str) -> None:
+    adapter = LIBRARIES[library]
+    loader = adapter.loader(DataLoader(Numbers(101), batch_size=8))
     if library == "parallelize":
-        gathered = parts.gathered(loader, torch.cat(list(loader)))
-    else:  # theirs gather batch by batch
-        gathered = torch.cat([parts.gathered(loader, batch) for batch in loader])
-    _tell(folder, sorted(int(each) for each in gathered))
+        gathered = adapter.gathered(loader, torch.cat(list(loader)))
+    else:  # the others gather batch by batch
+        gathered = torch.cat([adapter.gathered(loader, batch) for batch in loader])
+    _write_result(folder, sorted(int(each) for each in gathered))
 
 
-def _epochs(library: str, folder: str) -> None:
+def _epoch_orders(library: str, folder: str) -> None:
     loader = LIBRARIES[library].loader(DataLoader(Numbers(96), batch_size=8, shuffle=True))
-    next(iter(loader))  # a look at the first batch
-    _tell(folder, [[int(index) for batch in loader for index in batch] for _ in range(2)])
+    next(iter(loader))  # takes only the first batch
+    _write_result(folder, [[int(index) for batch in loader for index in batch] for _ in range(2)])
 
 
-def _valued(_library: str, _folder: str) -> torch.Tensor:
+def _value(_library: str, _folder: str) -> torch.Tensor:
     return torch.arange(300_000)
 
 
-def _failing(_library: str, folder: str) -> None:
-    _tell(folder, os.getpid())
+def _fail(_library: str, folder: str) -> None:
+    _write_result(folder, os.getpid())
     dist.barrier()
     if dist.get_rank() == 0:
         raise LookupError("the needle is lost")
@@ -168,19 +167,19 @@ def _failing(_library: str, folder: str) -> None:
 
 
 def _keeps_the_model(library: str) -> None:
-    (same_class, has_attribute, same_keys), *_ = _told(library, _kept)
+    (same_class, has_attribute, same_keys), *_ = _results(library, _model_surface)
     assert same_class, "another class"
     assert has_attribute, "attributes of the model are gone"
     assert same_keys, "other state_dict keys"
 
 
 def _never_diverges(library: str) -> None:
-    (refused, first), (_, second) = _told(library, _bypassing)
+    (refused, first), (_, second) = _results(library, _bypass)
     assert refused or first == second, "the ranks train different weights, silently"
 
 
 def _returns(library: str) -> None:
-    value = LIBRARIES[library].call(2, _valued, library, "")
+    value = LIBRARIES[library].call(2, _value, library, "")
     assert isinstance(value, torch.Tensor), f"returns {type(value).__name__}"
     assert torch.equal(value, torch.arange(300_000)), "another value"
 
@@ -190,7 +189,7 @@ def _is_called_from_a_string(library: str) -> None:
         function = f"import os\ndef train(*_): open(os.path.join({folder!r}, str(os.getpid())), 'w').close()\n"
         program = f"{LIBRARIES[library].snippet}\n{function}call(train)\n"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-        assert len(list(Path(folder).iterdir())) == 2, _last(done.stderr)
+        assert len(list(Path(folder).iterdir())) == 2, _exception_name(done.stderr)
 
 
 def _raises_the_cause(library: str) -> None:
@@ -198,8 +197,8 @@ def _raises_the_cause(library: str) -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            LIBRARIES[library].call(2, _failing, library, folder)
-        except BaseException as error:  # noqa: BLE001 - whatever the library makes of it
+            LIBRARIES[library].call(2, _fail, library, folder)
+        except BaseException as error:  # noqa: BLE001 - any exception of the library
             raised = error
         took_s = time.monotonic() - began
         sleeper = json.loads(Path(folder, "1.json").read_text())
@@ -210,108 +209,108 @@ def _raises_the_cause(library: str) -> None:
 
 
 def _changes_its_world(library: str) -> None:
-    seen = [_told(library, _sized, processes) for processes in (2, 3)]
+    seen = [_results(library, _world_size, processes) for processes in (2, 3)]
     assert seen == [[2, 2], [3, 3, 3]], f"worlds of {seen}"
 
 
 def _keeps_weights(library: str) -> None:
-    first, second = _told(library, _weighted)
+    first, second = _results(library, _weighted_draws)
     drawn = first + second
     assert all(index % 2 for index in drawn), "draws samples of weight 0"
     assert len(set(drawn)) == len(drawn), "the ranks draw the same samples"
     assert len(drawn) == 80, f"{len(drawn)} of 80 samples"
 
 
-def _divides_a_stream(library: str) -> None:
-    drawn = sorted(index for each in _told(library, _streamed) for index in each)
+def _shards_a_stream(library: str) -> None:
+    drawn = sorted(index for each in _results(library, _stream_draws) for index in each)
     assert drawn == list(range(96)), f"{len(drawn)} samples, {len(set(drawn))} of them different, of 96"
 
 
-def _divides_once(library: str) -> None:
-    drawn = sorted(index for each in _told(library, _divided) for index in each)
+def _shards_once(library: str) -> None:
+    drawn = sorted(index for each in _results(library, _distributed_draws) for index in each)
     assert drawn == list(range(96)), f"{len(drawn)} of 96 samples"
 
 
 def _evaluates_exactly(library: str) -> None:
-    first, *_ = _told(library, _evaluated)
+    first, *_ = _results(library, _gathered_results)
     assert first == list(range(101)), f"{len(first)} results for 101 samples"
 
 
-def _shuffles_anew(library: str) -> None:
-    orders = _told(library, _epochs)
+def _shuffles_each_epoch(library: str) -> None:
+    orders = _results(library, _epoch_orders)
     assert all(one != other for one, other in orders), "every epoch has the same order"
     for epoch in range(2):
         drawn = sorted(index for each in orders for index in each[epoch])
         assert drawn == list(range(96)), f"{len(set(drawn))} of 96 samples in an epoch"
 
 
-def _last(text: str) -> str:
-    """The type of the exception that a traceback ends with."""
+def _exception_name(text: str) -> str:
+    """Return the type of the exception at the end of a traceback."""
     last = (text.strip().splitlines() or ["nothing was run"])[-1]
     return f"fails: {last.partition(':')[0].rpartition('.')[2]}"
 
 
 BEHAVIOURS = {
     "model": Behaviour(
-        says="the model keeps its class, attributes and `state_dict` keys",
+        expectation="the model keeps its class, attributes and `state_dict` keys",
         check=_keeps_the_model,
         needs=("model",),
-        proof="tests/worlds/test_model_in_place.py::test_attributes_methods_and_references_hold",
+        test="tests/worlds/test_model_in_place.py::test_attributes_methods_and_references_hold",
     ),
     "bypass": Behaviour(
-        says="`model.encoder(x)` trains alike on all ranks, or is refused",
+        expectation="`model.encoder(x)` trains alike on all ranks, or is refused",
         check=_never_diverges,
         needs=("model",),
-        proof="tests/worlds/test_model_sync.py::test_a_gradient_that_bypasses_the_engine_is_refused",
+        test="tests/worlds/test_model_sync.py::test_a_gradient_that_bypasses_the_engine_is_refused",
     ),
     "value": Behaviour(
-        says="a call returns the function's value, a tensor of 2 MB",
+        expectation="a call returns the function's value, a tensor of 2 MB",
         check=_returns,
-        proof="tests/worlds/test_launch_values.py::test_a_hundred_megabytes_there_and_back",
+        test="tests/worlds/test_launch_values.py::test_a_hundred_megabytes_there_and_back",
     ),
     "string": Behaviour(
-        says="a function of `python -c` can be called",
+        expectation="a function of `python -c` can be called",
         check=_is_called_from_a_string,
-        proof="tests/worlds/test_launch_anywhere.py::test_a_script_without_a_guard",
+        test="tests/worlds/test_launch_anywhere.py::test_a_script_without_name_main",
     ),
     "cause": Behaviour(
-        says="what rank 0 raises is raised in the caller at once, and nothing is left",
+        expectation="what rank 0 raises is raised in the caller at once, and nothing is left",
         check=_raises_the_cause,
-        proof="tests/worlds/test_launch_failure.py::test_one_exception_says_which_rank_failed_and_how",
+        test="tests/worlds/test_launch_failure.py::test_one_exception_says_which_rank_failed_and_how",
     ),
     "worlds": Behaviour(
-        says="a second call may have another number of processes",
+        expectation="a second call may have another number of processes",
         check=_changes_its_world,
-        proof="tests/worlds/test_launch_again.py::test_calls_with_other_numbers_of_processes",
+        test="tests/worlds/test_launch_again.py::test_calls_with_different_numbers_of_processes",
     ),
     "weighted": Behaviour(
-        says="a weighted sampler draws once for all ranks, however they are seeded",
+        expectation="a weighted sampler draws once for all ranks, however they are seeded",
         check=_keeps_weights,
         needs=("loader",),
-        proof="tests/unit/data/test_shard_loader.py::test_chance_is_shared_and_given_back",
+        test="tests/unit/data/test_shard_loader.py::test_samplers_draw_alike_and_restore_the_rng",
     ),
     "stream": Behaviour(
-        says="an `IterableDataset` is divided, each sample once",
-        check=_divides_a_stream,
+        expectation="an `IterableDataset` is divided, each sample once",
+        check=_shards_a_stream,
         needs=("loader",),
-        proof="tests/unit/data/test_iterable_style.py::test_every_sample_comes_once",
+        test="tests/unit/data/test_iterable_style.py::test_every_sample_comes_once",
     ),
     "divided": Behaviour(
-        says="a loader with a `DistributedSampler` is not divided twice",
-        check=_divides_once,
+        expectation="a loader with a `DistributedSampler` is not divided twice",
+        check=_shards_once,
         needs=("loader",),
-        proof="tests/unit/data/test_shard_loader.py::test_a_distributed_loader_is_kept",
+        test="tests/unit/data/test_shard_loader.py::test_a_pre_sharded_loader_is_kept",
     ),
     "evaluation": Behaviour(
-        says="gathered results: one per sample, of 101 samples",
+        expectation="gathered results: one per sample, of 101 samples",
         check=_evaluates_exactly,
         needs=("loader", "gathered"),
-        proof="tests/worlds/test_data_training.py::test_results_come_back_in_dataset_order",
+        test="tests/worlds/test_data_training.py::test_results_come_back_in_dataset_order",
     ),
     "epochs": Behaviour(
-        says="epochs are shuffled anew without `set_epoch`",
-        check=_shuffles_anew,
+        expectation="epochs are shuffled anew without `set_epoch`",
+        check=_shuffles_each_epoch,
         needs=("loader",),
-        proof="tests/unit/data/test_shard_loader.py::test_epochs_advance_unless_only_a_first_batch_was_taken",
+        test="tests/unit/data/test_shard_loader.py::test_epochs_advance_unless_only_a_first_batch_was_taken",
     ),
 }

@@ -1,6 +1,6 @@
-"""How each library calls a function in several CPU processes, and what it makes of a model and a loader there.
+"""Adapters: how each library calls a function in several CPU processes, and wraps a model and a loader there.
 
-Each is used as its own documentation says; `None` where it has nothing of the kind.
+Each is used as its documentation shows; `None` where it has no such feature.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["LIBRARIES", "Library"]
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """One contender.
+    """Adapter for one library.
 
     Args:
-        package: what is imported.
-        call: `call(processes, function, *args)`: what the caller gets back.
+        package: its import name.
+        call: `call(processes, function, *args)`; returns the library's result.
         model: a context manager: `with model(m, optimizer) as (m, optimizer)`.
-        loader: what to iterate in place of a DataLoader.
-        gathered: `gathered(loader, values)`: what every rank computed for its samples, each sample of the data once.
-        snippet: source that defines `call(function)`, for programs that are no file.
+        loader: returns the object to iterate instead of a DataLoader.
+        gathered: `gathered(loader, values)`: gathers per-sample values of all ranks, each sample once.
+        snippet: source that defines `call(function)`, for programs that are not in a file.
     """
 
     package: str
@@ -64,7 +64,7 @@ def _fabric(processes: int, function: Callable[..., Any], *args: Any) -> Any:
     return Fabric(accelerator="cpu", devices=processes, strategy="ddp_spawn").launch(_with_fabric, function, args)
 
 
-_launched: list[Any] = []  # Fabric and Accelerate hand their object to the function: where the adapters find it
+_launched: list[Any] = []  # the Fabric or Accelerator object of this process, for the adapters
 
 
 def _with_fabric(fabric: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Which behaviours hold in this library and in its peers: each pair is a fresh program, and either it holds or not."""
+"""Checks expected behaviours of this library and of others, each behaviour and library in a new process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from behaviours import BEHAVIOURS
 from libraries import LIBRARIES
 
-LIMIT_S = 150.0  # a busy machine is not to be taken for a hang
+TIMEOUT_S = 150.0  # long enough for a busy machine
 NOTHING = "leaves it to you"
 
 
-def one(behaviour: str, library: str) -> str:
-    """Whether it holds here: yes, or what was seen instead."""
+def check(behaviour: str, library: str) -> str:
+    """Check a behaviour in this process: return "yes", or what was observed instead."""
     warnings.simplefilter("ignore")
     try:
         BEHAVIOURS[behaviour].check(library)
@@ -32,8 +32,8 @@ def one(behaviour: str, library: str) -> str:
     return "yes"
 
 
-def asked(behaviour: str, library: str) -> str:
-    """The same in a process of its own, which may hang or die."""
+def check_in_new_process(behaviour: str, library: str) -> str:
+    """Check a behaviour in a new process, which may hang or crash."""
     if any(getattr(LIBRARIES[library], need) is None for need in BEHAVIOURS[behaviour].needs):
         return NOTHING
     command = [sys.executable, __file__, "--one", behaviour, library]
@@ -42,29 +42,29 @@ def asked(behaviour: str, library: str) -> str:
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ, start_new_session=True
     ) as process:
         try:
-            output, _ = process.communicate(timeout=LIMIT_S)
+            output, _ = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return f"hangs (more than {LIMIT_S:.0f} s)"
+            return f"hangs (more than {TIMEOUT_S:.0f} s)"
         finally:
-            _end(process)
-    answers = [line for line in output.splitlines() if line.startswith("saw: ")]
-    return answers[-1].removeprefix("saw: ") if answers else "the caller dies"
+            _kill(process)
+    answers = [line for line in output.splitlines() if line.startswith("answer: ")]
+    return answers[-1].removeprefix("answer: ") if answers else "the caller dies"
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[str]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return
 
 
-def table(found: dict[str, dict[str, str]]) -> str:
-    """The answers as a Markdown table."""
-    names = list(next(iter(found.values())))
+def table(rows: dict[str, dict[str, str]]) -> str:
+    """Format the answers as a Markdown table."""
+    names = list(next(iter(rows.values())))
     lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for behaviour, answers in found.items():
+    for behaviour, answers in rows.items():
         cells = ["**yes**" if answer == "yes" else answer for answer in answers.values()]
-        lines.append(f"| {BEHAVIOURS[behaviour].says} | {' | '.join(cells)} |")
+        lines.append(f"| {BEHAVIOURS[behaviour].expectation} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -72,23 +72,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=list(BEHAVIOURS), choices=list(BEHAVIOURS), metavar="NAME")
     parser.add_argument("--libraries", nargs="*", default=list(LIBRARIES), choices=list(LIBRARIES), metavar="NAME")
-    parser.add_argument("--json", type=Path, help="where to leave the answers; other rows there stay")
+    parser.add_argument("--json", type=Path, help="file to update with the answers; its other rows are kept")
     parser.add_argument("--one", nargs=2, metavar=("BEHAVIOUR", "LIBRARY"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print("saw: " + one(*args.one), flush=True)
+        print("answer: " + check(*args.one), flush=True)
         return
-    present = [name for name in args.libraries if importlib.util.find_spec(LIBRARIES[name].package)]
+    installed = [name for name in args.libraries if importlib.util.find_spec(LIBRARIES[name].package)]
     found = {}
     for behaviour in args.only:
-        found[behaviour] = {name: asked(behaviour, name) for name in present}
+        found[behaviour] = {name: check_in_new_process(behaviour, name) for name in installed}
         print(behaviour, found[behaviour], file=sys.stderr, flush=True)
     print(table(found))
     if args.json:
-        versions = {name: importlib.metadata.version(_DISTRIBUTIONS[name]) for name in present}
+        versions = {name: importlib.metadata.version(_DISTRIBUTIONS[name]) for name in installed}
         rows = json.loads(args.json.read_text())["rows"] if args.json.exists() else {}
         for name, answers in found.items():
-            rows[name] = {"says": BEHAVIOURS[name].says, "proof": BEHAVIOURS[name].proof, "answers": answers}
+            rows[name] = {"says": BEHAVIOURS[name].expectation, "proof": BEHAVIOURS[name].test, "answers": answers}
         args.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=2) + "\n")
 
 

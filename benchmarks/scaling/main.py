@@ -1,11 +1,12 @@
-"""Samples a second of a decorated function in 1, 2, 4, ... processes, or on as many GPUs, against the ideal.
+"""Throughput of a decorated function in 1, 2, 4, ... processes (or on as many GPUs), compared with linear scaling.
 
     python benchmarks/scaling/main.py                     the training below
     python benchmarks/scaling/main.py package.module:train
     python benchmarks/scaling/main.py path/to/script.py:train --counts 1 2 4 8 --svg scaling.svg
 
-The function takes no arguments. It returns how many samples this process has trained on, or that and the seconds they
-took: `return samples, seconds`. With the number alone the time is that of the whole call, processes started included.
+The function takes no arguments. It returns the number of samples that this process has trained on, or that number and
+the seconds it took: `return samples, seconds`. Without the seconds, the time is that of the full call, including the
+start of the processes.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import all_reduce, barrier, device, distributed, parallel_model, shard_loader
 
-BATCH = 32  # of each process: the work grows with the processes
+BATCH = 32  # per process (weak scaling)
 
 
 @distributed()
 def train(seconds: float) -> tuple[int, float]:
-    """A small convolutional net on noise, for at least so long: (samples of this process, seconds)."""
+    """Train a small convolutional net on noise for at least `seconds`; return (samples of this process, seconds)."""
     if device().type == "cpu":
-        torch.set_num_threads(1)  # a core for each process, also where there is one process only
+        torch.set_num_threads(1)  # one core per process, also in a world of one
     wide = 32 if device().type == "cpu" else 256
     layers = [nn.Conv2d(3, wide, 3, padding=1), nn.ReLU(), nn.Conv2d(wide, wide, 3, padding=1), nn.ReLU()]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * wide, 10))
@@ -46,21 +47,21 @@ def train(seconds: float) -> tuple[int, float]:
     samples, begin = 0, 0.0
     with parallel_model(model):
         for step, (x, y) in enumerate(itertools.chain.from_iterable(itertools.repeat(shard_loader(loader)))):
-            if step == 3:  # what is done once is done: buckets, buffers, caches
+            if step == 3:  # after warm-up: buckets, buffers, caches
                 barrier()
                 samples, begin = 0, time.perf_counter()
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             samples += len(x)
-            # Decided alike by all, by the clock of the slowest; fetching the value waits for the device too.
+            # All ranks stop at the same step. Reading the value also waits for the device.
             if step > 3 and step % 4 == 3 and all_reduce(time.perf_counter() - begin, "min") > seconds:
                 break
     return samples, time.perf_counter() - begin
 
 
 def load(target: str) -> Any:
-    """The decorated function that "module:function" or "path.py:function" names."""
+    """Import the decorated function named "module:function" or "path.py:function"."""
     home, _, name = target.rpartition(":")
     if not home.endswith(".py"):
         sys.path.insert(0, str(Path.cwd()))
@@ -77,41 +78,41 @@ def load(target: str) -> Any:
 
 
 def throughput(function: Any, count: int, args: tuple[Any, ...]) -> float:
-    """Samples a second of all processes of one call."""
+    """Return the samples per second of all processes in one call."""
     placed = function.options(gpus=count) if torch.cuda.is_available() else function.options(processes=count)
     begin = time.perf_counter()
     values = placed.all_ranks(*args)
-    whole = time.perf_counter() - begin
-    pairs = [value if isinstance(value, (tuple, list)) else (value, whole) for value in values]
+    call_s = time.perf_counter() - begin
+    pairs = [value if isinstance(value, (tuple, list)) else (value, call_s) for value in values]
     return sum(samples for samples, _ in pairs) / max(seconds for _, seconds in pairs)
 
 
 def measure(function: Any, counts: Sequence[int], rounds: int, args: tuple[Any, ...]) -> dict[int, list[float]]:
-    """Samples a second by number of processes; the first call of each only warms up."""
-    found: dict[int, list[float]] = {count: [] for count in counts}
+    """Return the samples per second of each round, by number of processes; the first round is warm-up."""
+    rates: dict[int, list[float]] = {count: [] for count in counts}
     for number in range(rounds + 1):
         for count in (*counts[number % len(counts) :], *counts[: number % len(counts)]):
             rate = throughput(function, count, args)
             if number:
-                found[count].append(rate)
+                rates[count].append(rate)
             print(f"round {number}, {count}: {rate:.1f} samples/s", file=sys.stderr)
-    return found
+    return rates
 
 
-def table(rates: Mapping[int, float], spread: Mapping[int, list[float]]) -> str:
-    """Markdown: the ideal is as many times the first row as there are more processes."""
+def table(rates: Mapping[int, float], rounds: Mapping[int, list[float]]) -> str:
+    """Return a Markdown table; the ideal is linear scaling from the first row."""
     first = min(rates)
     lines = ["| processes | samples/s | least to most | speedup | of the ideal |", "|---|---|---|---|---|"]
     for count, rate in rates.items():
         speedup = rate / rates[first]
         ideal = 100 * speedup * first / count
-        least, most = min(spread[count]), max(spread[count])
+        least, most = min(rounds[count]), max(rounds[count])
         lines.append(f"| {count} | {rate:.1f} | {least:.1f} to {most:.1f} | {speedup:.2f}x | {ideal:.0f} % |")
     return "\n".join(lines)
 
 
 def bars(rates: Mapping[int, float]) -> str:
-    """The same for a terminal: a bar to the measured rate, dots to the ideal one."""
+    """Return text bars: filled up to the measured rate, dots up to the ideal one."""
     first = min(rates)
     each = rates[first] / first
     scale = 50 / max(each * max(rates), *rates.values())
@@ -123,7 +124,7 @@ def bars(rates: Mapping[int, float]) -> str:
 
 
 def svg(rates: Mapping[int, float], title: str) -> str:
-    """A plot of both: points joined by a line, the ideal dashed."""
+    """Return an SVG plot: measured rates as a line, the ideal dashed."""
     first, most = min(rates), max(rates)
     ideal = {count: rates[first] / first * count for count in rates}
     top = max(*ideal.values(), *rates.values())
@@ -161,8 +162,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", nargs="?", help="module:function or path.py:function; default: a small training")
     parser.add_argument("--counts", type=int, nargs="+", default=default_counts(), help="processes, or GPUs")
-    parser.add_argument("--rounds", type=int, default=5, help="calls of each, after one that warms up (default: 5)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a call of the small training (default: 4)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each, after a warm-up call (default: 5)")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="duration of a call of the default training (default: 4)"
+    )
     parser.add_argument("--svg", type=Path, help="write the plot to this file")
     options = parser.parse_args()
     function, args = (load(options.target), ()) if options.target else (train, (options.seconds,))

@@ -1,7 +1,7 @@
-"""What a training step costs in a `parallel_model` block, beside hand-written DistributedDataParallel and the peers.
+"""Cost of a training step in a `parallel_model` block, compared with DistributedDataParallel, Fabric and Accelerate.
 
-All contenders train the same model on the same batches in the same processes, a few steps each in turns, so that a
-noisy minute hits all; a ratio compares steps of the same turn. With one rank the hand-written loop is the plain one.
+All contenders train the same model on the same batches in the same processes, a few steps each in turns, so that other
+load affects all of them; a ratio compares steps of the same turn. With one rank the hand-written loop uses no DDP.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import parallelize
 
 
 class Mlp(nn.Module):
-    """So small that launching operations takes longer than computing them."""
+    """A model so small that launching kernels takes longer than running them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Mlp(nn.Module):
 
 
 class Gpt(nn.Module):
-    """GPT-2's shape: 124 M parameters with 12 layers, a width of 768 and 50 257 tokens, as on GPUs here."""
+    """The architecture of GPT-2; on GPUs with 124 M parameters: 12 layers, width 768, 50 257 tokens."""
 
     def __init__(self, *, layers: int, width: int, tokens: int, length: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Gpt(nn.Module):
 
 @dataclass(frozen=True)
 class Work:
-    """A model, its batch and how many steps a turn has."""
+    """A model, its batch, its loss and the number of steps per turn."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[torch.device], torch.Tensor]
@@ -158,7 +158,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[Work], Any]]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step in one turn: seconds, seconds that the training thread computed, GiB at the peak of the GPU."""
+    """Cost of one step in one turn: wall seconds, CPU seconds of the training thread, peak GPU memory in GiB."""
 
     wall_s: float
     cpu_s: float
@@ -181,18 +181,18 @@ def _timed(step: Step, x: torch.Tensor, *, steps: int) -> Cost:
 
 
 def measure(name: str, contenders: Sequence[str], turns: int) -> dict[str, list[Cost]]:
-    """For each contender one measurement per turn; runs in every process."""
+    """Return one measurement per turn for each contender; runs in every process."""
     work = works(on_gpu=parallelize.device().type == "cuda")[name]
     x = work.batch(parallelize.device())
     found: dict[str, list[Cost]] = {each: [] for each in contenders}
     with contextlib.ExitStack() as stack:
         steps: dict[str, Step] = {}
         for each in contenders:
-            torch.manual_seed(0)  # the same weights: how long a CPU computes depends on them
+            torch.manual_seed(0)  # equal weights: the speed of a CPU depends on the values
             steps[each] = stack.enter_context(CONTENDERS[each][1](work))
             _timed(steps[each], x, steps=max(3, work.steps // 5))
         for turn in range(turns):
-            # Another one begins each time: the first of a turn finds other caches than the last.
+            # Rotate the order: the first contender of a turn finds other cache contents than the last.
             order = [*contenders[turn % len(contenders) :], *contenders[: turn % len(contenders)]]
             for each in order:
                 found[each].append(_timed(steps[each], x, steps=work.steps))

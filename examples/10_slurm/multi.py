@@ -1,4 +1,4 @@
-"""Recognise handwritten digits on every GPU of this machine, or of the Slurm job this runs in."""
+"""Recognise handwritten digits on every GPU of this machine, or of the Slurm job that runs this script."""
 
 import torch
 from single import accuracy, digits, network

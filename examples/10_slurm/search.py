@@ -1,4 +1,4 @@
-"""Search a small grid: every row is a job of one GPU, two of them at a time."""
+"""Search a small grid: every row is a job with one GPU; two jobs run at a time."""
 
 import itertools
 

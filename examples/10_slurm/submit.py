@@ -1,4 +1,4 @@
-"""Train on two nodes of two GPUs: queued from the login node, without a job script."""
+"""Train on two nodes with two GPUs each: submitted from the login node, without a job script."""
 
 from multi import train
 

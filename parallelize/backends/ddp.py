@@ -1,4 +1,4 @@
-"""DistributedDataParallel: one process per device, gradients averaged over all."""
+"""The "ddp" backend: one process per device, gradients all-reduced by DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from parallelize.backends.ddp_engine import Averaging, averaging_engine
+from parallelize.backends.ddp_engine import DDPOptions, build_ddp_engine
 from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
 
@@ -17,8 +17,8 @@ __all__ = ["PLUGIN", "DDPBackend"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DDPBackend(Averaging):
-    """One process per device; gradients are averaged over all processes while backward still runs."""
+class DDPBackend(DDPOptions):
+    """One process per device; gradients are averaged over all processes while backward runs."""
 
     name = "ddp"
     process_per = "device"
@@ -26,10 +26,10 @@ class DDPBackend(Averaging):
 
     @override
     def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
-        """DistributedDataParallel around `inner`; in a world of one, `inner` itself."""
+        """Wrap `inner` in DistributedDataParallel, unless the world has only one process."""
         if world.world_size == 1:
             return LocalEngine(inner)
-        return averaging_engine(self, inner, inner=inner, device=devices[0])
+        return build_ddp_engine(self, inner, inner=inner, device=devices[0])
 
 
 PLUGIN = DDPBackend

@@ -1,4 +1,4 @@
-"""DataParallel inside each node, DistributedDataParallel across nodes: the loss sees a node's whole batch."""
+"""The "ddp2" backend: DataParallel inside each node, DistributedDataParallel across nodes."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from parallelize.backends.ddp_engine import Averaging, averaging_engine
-from parallelize.backends.dp_engine import splitter
+from parallelize.backends.ddp_engine import DDPOptions, build_ddp_engine
+from parallelize.backends.dp_engine import DPEngine, data_parallel
 from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
 
 __all__ = ["PLUGIN", "DDP2Backend"]
 
 
-class _OneNode(LocalEngine):
-    spreads_inputs = True
-
-
 @dataclass(frozen=True, kw_only=True)
-class DDP2Backend(Averaging):
+class DDP2Backend(DDPOptions):
     """One process per node: its devices split each batch as in "dp", and gradients are averaged over the nodes.
 
         node 0                          node 1
         outputs of GPUs 0..n, one loss  outputs of GPUs 0..n, one loss
                 └──────── gradients averaged ────────┘
 
-    For losses that compare the samples of a batch with each other, such as NCE, where more of them in one place train
-    better: under "ddp" each GPU would compare within its own share only.
+    Useful for losses that compare the samples of a batch with each other, such as NCE: they get the outputs of all
+    GPUs of a node, but under "ddp" only those of one GPU.
     """
 
     name = "ddp2"
@@ -39,13 +35,13 @@ class DDP2Backend(Averaging):
 
     @override
     def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
-        """DistributedDataParallel around DataParallel around `inner`; each only where there is something to spread."""
-        spread = splitter(inner, devices=devices)
+        """Wrap `inner` in DataParallel over the node's devices, and the result in DDP if there are several nodes."""
+        replicated = data_parallel(inner, devices=devices)
         if world.world_size == 1:
-            engine: Engine = LocalEngine(inner) if spread is inner else _OneNode(spread)
+            engine: Engine = LocalEngine(inner) if replicated is inner else DPEngine(replicated)
         else:
-            engine = averaging_engine(self, spread, inner=inner, device=devices[0])
-            engine.spreads_inputs = spread is not inner
+            engine = build_ddp_engine(self, replicated, inner=inner, device=devices[0])
+            engine.moves_inputs = replicated is not inner
         return engine
 
 

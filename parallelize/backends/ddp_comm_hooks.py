@@ -1,4 +1,4 @@
-"""How gradients travel, if otherwise than as they are: DistributedDataParallel's hooks by name."""
+"""Communication hooks that compress the gradients sent by DistributedDataParallel, by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from parallelize.errors import ConfigError
 from parallelize.runtime.gradients import has_sparse_gradient
 
-__all__ = ["COMPRESSING", "HOOKS", "CommHook", "hook_for"]
+__all__ = ["HOOKS", "HOOK_OF_DTYPE", "CommHook", "build_comm_hook"]
 
 CommHook = Literal["fp16", "bf16", "powersgd"] | tuple[object, Callable[..., Any]]
 
@@ -22,42 +22,42 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "bf16": default_hooks.bf16_compress_hook,
     "powersgd": powerSGD_hook,
 }
-COMPRESSING = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+HOOK_OF_DTYPE = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def hook_for(model: nn.Module, hook: CommHook | str) -> tuple[object, Callable[..., Any]]:
-    """The state and the function that `DistributedDataParallel.register_comm_hook` takes.
+def build_comm_hook(model: nn.Module, hook: CommHook | str) -> tuple[object, Callable[..., Any]]:
+    """Return the state and the function for `DistributedDataParallel.register_comm_hook`.
 
     Raises:
-        ConfigError: a named hook, and gradients that it cannot take or would take a part of.
+        ConfigError: complex or sparse gradients, which a named hook does not support.
     """
     if isinstance(hook, str):
-        _refuse_gradients(model, hook)
+        _refuse_unsupported_gradients(model, hook)
     state, function = hook if isinstance(hook, tuple) else (None, HOOKS[hook])
     if hook == "powersgd":
         state = PowerSGDState(None, start_powerSGD_iter=2)
 
-    # Without annotations and name: DDP compares the former as objects, which they are not where annotations are
-    # postponed, and refuses bf16 by the latter on gloo, which has it.
-    def run(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see above
+    # No annotations: DDP compares them with types, and in this module they would be strings. Another name: DDP refuses
+    # torch's bf16 hook by name on gloo, although gloo supports bf16.
+    def hook_without_annotations(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see above
         return function(state, bucket)
 
-    return state, run
+    return state, hook_without_annotations
 
 
-def _refuse_gradients(model: nn.Module, hook: str) -> None:
-    """Complex ones, whose imaginary parts a cast to a real type drops without a word; sparse ones."""
+def _refuse_unsupported_gradients(model: nn.Module, hook: str) -> None:
+    """Refuse sparse gradients, and complex ones: a cast to a real dtype would drop their imaginary parts."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
-            raise _refused(hook, f"{name} of {type(model).__name__}, which is {parameter.dtype}")
+            raise _unsupported_error(hook, f"{name} of {type(model).__name__}, which is {parameter.dtype}")
     for name, module in model.named_modules():
         if has_sparse_gradient(module) and module.weight.requires_grad:
-            raise _refused(hook, f"{name or type(model).__name__}, which has sparse=True")
+            raise _unsupported_error(hook, f"{name or type(model).__name__}, which has sparse=True")
 
 
-def _refused(hook: str, what: str) -> ConfigError:
+def _unsupported_error(hook: str, what: str) -> ConfigError:
     return ConfigError(
-        f"gradients that travel by {hook!r} with {what}",
-        why="it compresses dense gradients of real numbers",
-        fix="drop comm_hook= and communication_dtype=, bring a hook of your own, comm_hook=(state, hook), or freeze it",
+        f"gradients compressed by {hook!r} with {what}",
+        why="the hook compresses only dense gradients of real numbers",
+        fix="drop comm_hook= and communication_dtype=, pass your own comm_hook=(state, hook), or freeze the parameter",
     )

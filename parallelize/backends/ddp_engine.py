@@ -1,4 +1,4 @@
-"""Gradients averaged by DistributedDataParallel: its options, and the engine that the backends standing on it share."""
+"""DistributedDataParallel for a block: its options, its construction, and the engine that runs it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from parallelize.backends.broadcast_checks import refuse_unsendable
-from parallelize.backends.ddp_comm_hooks import COMPRESSING, HOOKS, CommHook, hook_for
+from parallelize.backends.broadcast_checks import refuse_unbroadcastable
+from parallelize.backends.ddp_comm_hooks import HOOK_OF_DTYPE, HOOKS, CommHook, build_comm_hook
 from parallelize.backends.ddp_static_graph import FirstIteration
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Backend, Engine, Inner, LocalEngine
@@ -25,23 +25,23 @@ from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.context import current_world
 from parallelize.runtime.process_group import new_group
 
-__all__ = ["Averaging", "AveragingEngine", "averaging_engine", "send"]
+__all__ = ["DDPEngine", "DDPOptions", "broadcast_from_rank_0", "build_ddp_engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Averaging(Backend):
-    """The options of DistributedDataParallel.
+class DDPOptions(Backend):
+    """Options of DistributedDataParallel.
 
     Args:
-        find_unused_parameters: look for parameters that a forward has not used; for models with branches.
-        static_graph: promise that every iteration uses the same parameters in the same way.
-        gradient_as_bucket_view: let gradients be views of the communication buffers: as much memory less as they take.
-        bucket_cap_mb: gradients travel in groups of this many MiB; None: torch's choice.
-        broadcast_buffers: begin each training forward with rank 0's buffers (batch norm's running statistics).
-        sync_batchnorm: compute batch norm's statistics over the batches of all ranks, on GPUs.
-        comm_hook: how gradients travel: in "fp16" or "bf16", as low-rank factors ("powersgd"), or a pair of a state
-            and a hook as `DistributedDataParallel.register_comm_hook` takes them; None: as they are, or as mixed
-            precision says.
+        find_unused_parameters: find the parameters that a forward has not used; needed by models with branches.
+        static_graph: assume that every iteration uses the same parameters in the same way.
+        gradient_as_bucket_view: make gradients views of the communication buckets, which saves one copy of them.
+        bucket_cap_mb: size in MiB of the buckets in which gradients are all-reduced; None: torch's default.
+        broadcast_buffers: broadcast rank 0's buffers (batch norm's running statistics) before each training forward.
+        sync_batchnorm: compute batch norm's statistics over the batches of all ranks; GPUs only.
+        comm_hook: compression of the gradients that are sent: "fp16", "bf16", "powersgd" (low-rank factors), or a pair
+            (state, hook) for `DistributedDataParallel.register_comm_hook`; None: no compression, unless mixed precision
+            sets a `communication_dtype`.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html,
         https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
@@ -59,76 +59,76 @@ class Averaging(Backend):
         if isinstance(self.comm_hook, str) and self.comm_hook not in HOOKS:
             raise ConfigError(
                 f"comm_hook={self.comm_hook!r}",
-                why="there is no way of communication of that name",
+                why="no communication hook has that name",
                 fix="use 'fp16', 'bf16', 'powersgd', or a pair (state, hook)",
             )
 
 
-class _Replica(DistributedDataParallel):
-    """DistributedDataParallel that sends buffers in training only: one rank may evaluate with gradients on."""
+class _DistributedDataParallel(DistributedDataParallel):
+    """DistributedDataParallel that broadcasts buffers in training mode only, so that one rank alone can evaluate."""
 
     is_training: Callable[[], bool]
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        sends = self.is_training()
-        if self.broadcast_buffers is not sends:
-            self.broadcast_buffers = sends
+        should_broadcast = self.is_training()
+        if self.broadcast_buffers is not should_broadcast:
+            self.broadcast_buffers = should_broadcast
         run: Any = super().forward
         return run(*inputs, **kwargs)
 
     @override
     def _post_forward(self, output: Any) -> Any:
-        """With the tensors of an output in a list: torch itself opens fewer kinds of containers, and no dataclass."""
-        watch: Any = super()._post_forward
+        """Pass the output's tensors to torch as a list: torch does not find tensors in dataclasses, for example."""
+        post_forward: Any = super()._post_forward
         if not self.find_unused_parameters:
-            return watch(output)
-        watched = iter(watch(list(leaves(output))))
-        return map_leaves(lambda _: next(watched), output)
+            return post_forward(output)
+        hooked = iter(post_forward(list(leaves(output))))
+        return map_leaves(lambda _: next(hooked), output)
 
 
-class AveragingEngine(Engine):
-    """A DistributedDataParallel, ours or one that the user brought.
+class DDPEngine(Engine):
+    """Engine of a DistributedDataParallel, which this package or the user (`wrap=`) has constructed.
 
     Args:
-        module: it.
-        local: what it replicates.
-        sends_buffers: whether buffers are rank 0's on every rank after the block.
-        hook: how gradients travel, if otherwise than DistributedDataParallel lets them.
-        on_close: gives back what was done to the model for it.
+        module: the DistributedDataParallel.
+        local: the module that it wraps.
+        broadcasts_buffers: whether all ranks get rank 0's buffers at the end of the block.
+        hook: communication hook that this package has registered, which `traffic` reports; None: no such hook.
+        on_close: called at the end of the block to restore the model.
     """
 
-    averages = True
+    averages_gradients = True
 
     def __init__(
         self,
         module: DistributedDataParallel,
         *,
         local: nn.Module,
-        sends_buffers: bool,
+        broadcasts_buffers: bool,
         hook: CommHook | str | None = None,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
         self.module: DistributedDataParallel = module
         self.local = local
-        self._sends_buffers = sends_buffers
+        self._broadcasts_buffers = broadcasts_buffers
         self._hook = hook
         self._on_close = on_close
-        self._first = FirstIteration(module) if module.static_graph else None
+        self._first_iteration = FirstIteration(module) if module.static_graph else None
 
     @override
     def traffic(self) -> Traffic:
         ignored = set(self.module.parameters_to_ignore)
         named = [(name, each) for name, each in self.module.module.named_parameters() if each.requires_grad]
-        counted = [each for name, each in named if name not in ignored]
-        if self._hook in COMPRESSING.values():
-            return Traffic(sum(2 * each.numel() for each in counted), f"all-reduced as {self._hook}")
-        own = sum(each.nbytes for each in counted)
-        return Traffic(own, "handed to a comm hook") if self.module._comm_hooks else Traffic(own)
+        averaged = [each for name, each in named if name not in ignored]
+        if self._hook in HOOK_OF_DTYPE.values():
+            return Traffic(sum(2 * each.numel() for each in averaged), f"all-reduced as {self._hook}")
+        size_bytes = sum(each.nbytes for each in averaged)
+        return Traffic(size_bytes, "passed to a comm hook") if self.module._comm_hooks else Traffic(size_bytes)
 
     @override
-    def is_reduced(self, *, in_backward: bool) -> bool:
-        if self._first is not None and not self._first.is_over:
+    def is_reduction_complete(self, *, in_backward: bool) -> bool:
+        if self._first_iteration is not None and not self._first_iteration.is_over:
             return False
         try:
             self.module.reducer._check_reducer_finalized()
@@ -138,111 +138,110 @@ class AveragingEngine(Engine):
 
     @override
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        if self._first is not None and not self._first.is_over:
-            # torch learns the graph from a first iteration that averages, and aborts at any other. Averaging once more
-            # than needed changes no sum.
+        if self._first_iteration is not None and not self._first_iteration.is_over:
+            # torch records the static graph in an iteration that averages, and aborts under no_sync. Averaging this
+            # micro-batch too does not change the final average.
             return contextlib.nullcontext()
         return self.module.no_sync()
 
     @override
     def close(self, *, failed: bool) -> None:
-        if self._first is not None:
-            self._first.stop()
-        # Hooks on the parameters' accumulators would go with the last reference, whenever that goes.
+        if self._first_iteration is not None:
+            self._first_iteration.remove_hooks()
+        # Otherwise the reducer's hooks stay on the AccumulateGrad nodes until the reducer is freed.
         self.module.reducer._remove_autograd_hooks()
         self._on_close()
-        if not failed and self._sends_buffers:
-            send(list(self.local.buffers()))
+        if not failed and self._broadcasts_buffers:
+            broadcast_from_rank_0(list(self.local.buffers()))
         if not failed and self.module._comm_hooks:
-            # A thread of gloo may still hold the hook's last future, and with it the group: while this thread waits, it
-            # lets go. If it came last, it would end the group from inside, which aborts the process.
+            # A gloo thread may still hold the comm hook's last future, and with it the process group. During the
+            # barrier the thread releases both: a group that its own thread destroys would abort the process.
             dist.barrier()
 
 
-class _Untrained(LocalEngine):
-    """A model of which nothing is trained yet: alike on every rank, and watched for what is unfrozen.
+class _FrozenEngine(LocalEngine):
+    """Engine of a model without trained parameters; the block replaces it once a parameter is unfrozen.
 
     Args:
-        module: it.
-        sends_buffers: whether buffers are rank 0's on every rank after the block.
+        module: calls the user's forward.
+        broadcasts_buffers: whether all ranks get rank 0's buffers at the end of the block.
     """
 
-    averages = True
+    averages_gradients = True
 
-    def __init__(self, module: nn.Module, *, sends_buffers: bool) -> None:
+    def __init__(self, module: nn.Module, *, broadcasts_buffers: bool) -> None:
         super().__init__(module)
-        self._sends_buffers = sends_buffers
+        self._broadcasts_buffers = broadcasts_buffers
 
     @override
     def close(self, *, failed: bool) -> None:
-        if not failed and self._sends_buffers:
-            send(list(self.module.buffers()))
+        if not failed and self._broadcasts_buffers:
+            broadcast_from_rank_0(list(self.module.buffers()))
 
 
-def averaging_engine(options: Averaging, module: nn.Module, *, inner: Inner, device: torch.device) -> Engine:
-    """Average the gradients of `module` over all ranks; parameters and buffers are rank 0's from here on.
+def build_ddp_engine(options: DDPOptions, module: nn.Module, *, inner: Inner, device: torch.device) -> Engine:
+    """Wrap `module` in DistributedDataParallel, which broadcasts rank 0's parameters and buffers.
 
     Args:
-        options: the backend.
-        module: `inner`, or what spreads it over the devices of this process.
+        options: options of the backend.
+        module: `inner`, or a DataParallel of it.
         inner: calls the user's forward.
-        device: where the parameters are.
+        device: device of the parameters.
 
     Raises:
-        ConfigError: options that this device or these parameters cannot have.
+        ConfigError: the device or a parameter does not support the options.
     """
-    refuse_unsendable(inner.model, takes_expanded=False)
+    refuse_unbroadcastable(inner.model, accepts_expanded=False)
     if not any(parameter.requires_grad for parameter in inner.parameters()):
-        send([*inner.parameters(), *inner.buffers()])
-        return _Untrained(module, sends_buffers=options.broadcast_buffers)
-    hook = options.comm_hook or COMPRESSING.get(inner.session.communication_dtype)  # type: ignore[arg-type]  # None is no key, and get() then says None
-    registered = None if hook is None else hook_for(inner.model, hook)
+        broadcast_from_rank_0([*inner.parameters(), *inner.buffers()])
+        return _FrozenEngine(module, broadcasts_buffers=options.broadcast_buffers)
+    hook = options.comm_hook or HOOK_OF_DTYPE.get(inner.session.communication_dtype)  # type: ignore[arg-type]  # get(None) returns None
+    state_and_hook = None if hook is None else build_comm_hook(inner.model, hook)
     with contextlib.ExitStack() as stack:
         if options.sync_batchnorm:
-            stack.enter_context(_synchronised_batchnorm(inner.model, device=device))
-        replica = _Replica(
+            stack.enter_context(_sync_batchnorm(inner.model, device=device))
+        replica = _DistributedDataParallel(
             module,
-            process_group=_group_of_its_own(),
+            process_group=_separate_gloo_group(),
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             bucket_cap_mb=options.bucket_cap_mb,
         )
         replica.is_training = lambda: options.broadcast_buffers and inner.model.training
-        if registered is not None:
-            replica.register_comm_hook(*registered)
-        sends_buffers = options.broadcast_buffers
+        if state_and_hook is not None:
+            replica.register_comm_hook(*state_and_hook)
+        broadcasts_buffers = options.broadcast_buffers
         on_close = stack.pop_all().close
-        return AveragingEngine(replica, local=module, sends_buffers=sends_buffers, hook=hook, on_close=on_close)
+        return DDPEngine(replica, local=module, broadcasts_buffers=broadcasts_buffers, hook=hook, on_close=on_close)
 
 
-def _group_of_its_own() -> dist.ProcessGroup | None:
-    """A process group for one DistributedDataParallel, or None: the default one.
+def _separate_gloo_group() -> dist.ProcessGroup | None:
+    """Return a separate gloo group for one DistributedDataParallel, or None for the default group.
 
-    DistributedDataParallel never lets its group go, not even when the group is destroyed and it is gone itself, and
-    gloo's threads go with the group. Were it the default one, what they hold of the run's last collectives would be
-    freed while Python ends, which aborts the process. Workers of ours end without that; programs that torchrun or srun
-    has started do not.
+    DistributedDataParallel leaks its process group, with gloo's threads, even after destroy_process_group. Threads of
+    the default group would free tensors of the last collectives while Python finalizes, which aborts the process.
+    Workers started by this package skip finalization; programs started by torchrun or srun do not.
     """
     is_program = multiprocessing.parent_process() is None
     return new_group(current_world()) if is_program and dist.get_backend() == dist.Backend.GLOO else None
 
 
-def send(tensors: list[torch.Tensor]) -> None:
-    """Rank 0's values of tensors that every rank holds alike, in place; a collective per tensor."""
+def broadcast_from_rank_0(tensors: list[torch.Tensor]) -> None:
+    """Overwrite tensors with rank 0's values, in place; one collective per tensor, in the same order on every rank."""
     with torch.no_grad():
         for work in [dist.broadcast(tensor.detach(), src=0, async_op=True) for tensor in tensors]:
             work.wait()
 
 
 @contextlib.contextmanager
-def _synchronised_batchnorm(model: nn.Module, *, device: torch.device) -> Iterator[None]:
-    """Batch norms that see the batches of all ranks, by another class on the same modules: nothing else changes."""
+def _sync_batchnorm(model: nn.Module, *, device: torch.device) -> Iterator[None]:
+    """Compute batch norm over all ranks inside the context: change the class of its modules to SyncBatchNorm."""
     if device.type == "cpu":
         raise ConfigError(
             "sync_batchnorm=True on cpu",
             why="torch.nn.SyncBatchNorm computes on GPUs only",
-            fix="drop sync_batchnorm=, or use group or layer norm, which need no statistics of the batch",
+            fix="drop sync_batchnorm=, or use group or layer norm, which compute no batch statistics",
         )
     changed: list[tuple[nn.Module, type]] = []
     for module in model.modules():
@@ -253,6 +252,6 @@ def _synchronised_batchnorm(model: nn.Module, *, device: torch.device) -> Iterat
     try:
         yield
     finally:
-        for module, kind in changed:
-            module.__class__ = kind
+        for module, original_class in changed:
+            module.__class__ = original_class
             del module.__dict__["process_group"]

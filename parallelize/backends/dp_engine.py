@@ -1,4 +1,4 @@
-"""Batches split over the devices of one process by DataParallel, and what the replicas return put together."""
+"""DataParallel over the devices of one process, extended to gather outputs in any container."""
 
 from __future__ import annotations
 
@@ -11,105 +11,112 @@ from torch.nn.parallel import DataParallel
 from typing_extensions import override
 
 from parallelize.errors import ConfigError
-from parallelize.plugins.base import Inner
+from parallelize.plugins.base import Inner, LocalEngine
 from parallelize.runtime.containers import leaves, map_leaves
 
-__all__ = ["gathered", "splitter"]
+__all__ = ["DPEngine", "data_parallel", "gather_outputs"]
 
 
-def splitter(inner: Inner, *, devices: Sequence[torch.device]) -> nn.Module:
-    """`inner` over several devices: each runs its share of the samples with a replica; on one device `inner` itself.
+class DPEngine(LocalEngine):
+    """Engine of a DataParallel, which moves inputs to its devices itself."""
+
+    moves_inputs = True
+
+
+def data_parallel(inner: Inner, *, devices: Sequence[torch.device]) -> nn.Module:
+    """Wrap `inner` in DataParallel over several devices; return `inner` itself for one device.
 
     Args:
         inner: calls the user's forward; its parameters are on the first device.
-        devices: the outputs come to the first.
+        devices: each runs a replica; outputs are gathered on the first.
 
     Raises:
-        ConfigError: a forward that cannot be bound to replicas.
+        ConfigError: the model's forward cannot be bound to replicas.
     """
     if len(devices) == 1:
         return inner
     if not inner.is_replicable:
         raise ConfigError(
-            f"{type(inner.model).__name__} with a forward of its own on the instance, over {len(devices)} devices",
-            why="DataParallel makes replicas, and a compiled or patched forward is bound to the one model",
+            f"{type(inner.model).__name__} with a forward set on the instance, over {len(devices)} devices",
+            why="DataParallel replicates the model, and a compiled or patched forward is bound to the original",
             fix="compile inside the block, or use backend='ddp'",
         )
-    return _Splitter(inner, device_ids=list(devices))
+    return _DataParallel(inner, device_ids=list(devices))
 
 
-class _Part:
-    """What one replica has returned for how many samples."""
+class _ReplicaOutput:
+    """Output of one replica, and its number of samples."""
 
     def __init__(self, output: Any, *, samples: int) -> None:
         self.output = output
         self.samples = samples
 
 
-class _Splitter(DataParallel[Inner]):
-    """DataParallel for outputs of any container, dataclasses included, and for losses without dimensions."""
+class _DataParallel(DataParallel[Inner]):
+    """DataParallel that gathers outputs in any container, such as dataclasses, and averages 0-dim losses."""
 
     @override
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Any) -> Any:
         if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves((inputs, kwargs))):
-            # Nothing to split: every device would compute the same.
+            # Without a tensor to split, every device would compute the same: use the first device only.
             return [inputs], [kwargs or {}]
         return super().scatter(inputs, kwargs, device_ids)
 
     @override
     def parallel_apply(self, replicas: Sequence[Inner], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         outputs = super().parallel_apply(replicas, inputs, kwargs)
-        counts = [_samples(each) for each in zip(inputs, kwargs, strict=True)]
-        return [_Part(output, samples=count) for output, count in zip(outputs, counts, strict=True)]
+        counts = [_count_samples(each) for each in zip(inputs, kwargs, strict=True)]
+        return [_ReplicaOutput(output, samples=count) for output, count in zip(outputs, counts, strict=True)]
 
     @override
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
         device = torch.device(self.src_device_obj.type, int(self.output_device))
-        return gathered([part.output for part in outputs], samples=[part.samples for part in outputs], device=device)
+        samples = [each.samples for each in outputs]
+        return gather_outputs([each.output for each in outputs], samples=samples, device=device)
 
 
-def gathered(outputs: Sequence[Any], *, samples: Sequence[int], device: torch.device) -> Any:
-    """What one device would have returned for the whole batch.
+def gather_outputs(outputs: Sequence[Any], *, samples: Sequence[int], device: torch.device) -> Any:
+    """Join the outputs of all replicas into one output for the full batch, on one device.
 
     Args:
-        outputs: of each replica, containers of the same form.
-        samples: how many each replica was given.
-        device: where the result belongs.
+        outputs: one per replica, in containers of the same structure.
+        samples: number of samples per replica.
+        device: device of the result.
 
     Returns:
-        The same containers. Tensors are joined along their first dimension; floating ones without dimensions are taken
-        for a mean over samples, and averaged with the samples as weights; other tensors without dimensions become one
-        of as many values as replicas; anything else is the first replica's.
+        The same containers, with tensors concatenated along their first dimension. 0-dim floating-point tensors (mean
+        losses) are averaged, weighted by samples. Other 0-dim tensors are stacked, one value per replica. Leaves that
+        are not tensors are taken from the first replica.
 
     Raises:
-        ConfigError: replicas that return containers of different lengths.
+        ConfigError: the replicas return different numbers of leaves.
     """
     columns = [list(leaves(output)) for output in outputs]
     if len({len(column) for column in columns}) > 1:
         raise ConfigError(
-            f"a forward that returns {' and '.join(str(len(column)) for column in columns)} values for its shares",
-            why="the outputs of several devices are joined one by one",
+            f"forward returns {' and '.join(str(len(column)) for column in columns)} values on different devices",
+            why="the outputs of several devices are joined value by value",
             fix="return tensors whose first dimension counts samples, or use backend='ddp'",
         )
-    rows = iter([_joined(row, samples=samples, device=device) for row in zip(*columns, strict=True)])
+    rows = iter([_gather_leaf(row, samples=samples, device=device) for row in zip(*columns, strict=True)])
     return map_leaves(lambda _: next(rows), outputs[0])
 
 
-def _joined(row: Sequence[Any], *, samples: Sequence[int], device: torch.device) -> Any:
+def _gather_leaf(row: Sequence[Any], *, samples: Sequence[int], device: torch.device) -> Any:
     if not all(isinstance(each, torch.Tensor) for each in row):
         return row[0]
-    parts = [each.to(device, non_blocking=True) for each in row]
-    if parts[0].dim():
-        return torch.cat(parts)
-    column = torch.stack(parts)
+    tensors = [each.to(device, non_blocking=True) for each in row]
+    if tensors[0].dim():
+        return torch.cat(tensors)
+    column = torch.stack(tensors)
     if not column.is_floating_point():
         return column
-    # Not in half: a loss times its samples may be beyond fp16, and bf16 counts to 256.
-    wide = torch.promote_types(column.dtype, torch.float32)
-    weights = torch.tensor(samples, dtype=wide).to(device, non_blocking=True) / sum(samples)
+    # In fp32: a loss times its samples may overflow fp16, and bf16 represents integers exactly up to 256 only.
+    wide_dtype = torch.promote_types(column.dtype, torch.float32)
+    weights = torch.tensor(samples, dtype=wide_dtype).to(device, non_blocking=True) / sum(samples)
     return (column * weights).sum().to(column.dtype)
 
 
-def _samples(share: Any) -> int:
-    """How many samples a replica's inputs are: the first dimension of the first tensor that has one."""
-    return next((len(leaf) for leaf in leaves(share) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
+def _count_samples(replica_inputs: Any) -> int:
+    """Return a replica's number of samples: the first dimension of the first input tensor that is not 0-dim."""
+    return next((len(leaf) for leaf in leaves(replica_inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)

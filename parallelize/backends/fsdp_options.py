@@ -1,4 +1,4 @@
-"""What a backend that keeps parameters in parts can be told."""
+"""Options of the "fsdp" backend, importable without torch.distributed.fsdp."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from parallelize.plugins.base import Backend
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["Sharding"]
+__all__ = ["FSDPOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharding(Backend):
-    """The options of fully_shard.
+class FSDPOptions(Backend):
+    """Options of fully_shard.
 
     Args:
-        blocks: the modules whose parameters are gathered together: a list of their classes, or the least number of
-            parameters they have; None: the children of the model's `nn.ModuleList`s, as in most transformers. What
-            lies outside of them is one more such group.
-        reshard_after_forward: whether a group is freed after its forward and gathered again for backward; a number:
-            kept in parts by that many ranks; None: all but the outermost.
-        shard_size: how many ranks share one copy of the parameters, the GPUs of a node for example: the copies'
-            gradients are averaged, as under ddp (HSDP); None: all ranks share one.
-        cpu_offload: parameters, gradients and optimizer state wait in the memory of the CPU.
-        mixed_precision: torch's policy, by which parameters are gathered and gradients are reduced in other types;
-            None: in their own. `amp=` needs none.
-        full_state_dict: inside the block `state_dict()` gives whole tensors, gathered on every rank, which all ranks
-            have to call; False: each rank gives its part. `save` gathers nothing in one place.
-        roll_call_s: how long the first forward without gradients after a training step waits for the other ranks
-            before it is refused; 0: without end.
+        blocks: submodules whose parameters are all-gathered together: a list of their classes, or their minimum
+            number of parameters; None: the children of the model's `nn.ModuleList`s, as in most transformers. The
+            parameters outside of all blocks are one more group.
+        reshard_after_forward: whether a group's full parameters are freed after its forward, and gathered again for
+            backward; a number: resharded over that many ranks only; None: True for all but the outermost group.
+        shard_size: number of ranks that shard one copy of the parameters, such as the GPUs of a node; gradients are
+            averaged over the copies (HSDP); None: all ranks shard one copy.
+        cpu_offload: keep parameters, gradients and optimizer state in CPU memory.
+        mixed_precision: torch's policy: the dtypes in which parameters are gathered and gradients reduced; None: their
+            own dtypes, or those that `amp=` needs.
+        full_state_dict: whether the model's `state_dict()` gathers full tensors, so that all ranks have to call it;
+            False: it returns each rank's shards. `parallelize.save` writes shards in both cases.
+        roll_call_s: timeout in seconds within which all ranks must begin the first forward without gradients after a
+            training step; 0: no timeout.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """

@@ -1,4 +1,4 @@
-"""The way into a model whose parameters are in parts: together, and through the model itself."""
+"""Forward of a sharded model, with checks that all ranks run it and that no submodule is called directly."""
 
 from __future__ import annotations
 
@@ -16,55 +16,56 @@ from parallelize.cluster.world import World
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Inner
 from parallelize.runtime.gradients import is_in_backward
+from parallelize.runtime.process_group import default_store
 
-__all__ = ["Gate", "guarded_submodules"]
+__all__ = ["ShardedForward", "refuse_submodule_calls"]
 
-# Roll calls of one process group are told apart by number: every rank makes its engines in the same order.
-_numbers = itertools.count()
+# Part of the keys in the store; equal on all ranks, because every rank builds its engines in the same order.
+_instance_ids = itertools.count()
 
 
-class Gate(nn.Module):
-    """The way into a model in parts: it knows whether a forward of the model is under way.
+class ShardedForward(nn.Module):
+    """Module that runs the forward of a sharded model, and checks that all ranks run it.
 
     Args:
-        inner: the root of fully_shard; no child of this module.
-        roll_call_s: how long a forward without gradients waits for the others; 0: without end.
-        world: this process among the others.
+        inner: the root of fully_shard; not registered as a submodule.
+        roll_call_s: timeout in seconds for all ranks to begin a forward without gradients; 0: no timeout.
+        world: ranks and sizes of this process.
         before: called before each forward of the model.
     """
 
     def __init__(self, inner: Inner, *, roll_call_s: float, world: World, before: Callable[[], None]) -> None:
         super().__init__()
-        self._before = before
+        self._before_forward = before
         self.__dict__["inner"] = inner
         self._roll_call_s = roll_call_s
         self._world = world
-        self._number = next(_numbers)
-        self._calls = itertools.count()
+        self._instance_id = next(_instance_ids)
+        self._roll_calls = itertools.count()
         self._has_trained = True
-        self.depth = 0
+        self.call_depth = 0  # number of the model's forwards that are running, nested ones included
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, together with all other ranks."""
-        self._before()
+        """Run the model's forward, which all-gathers parameters from all ranks."""
+        self._before_forward()
         if torch.is_grad_enabled():
             self._has_trained = True
         elif self._has_trained:
-            self._call_roll()
+            self._wait_for_all_ranks()
             self._has_trained = False
-        self.depth += 1
+        self.call_depth += 1
         try:
-            with _ordinary_tensors():
+            with _no_grad_for_inference_mode():
                 return self.__dict__["inner"](*args, **kwargs)
         finally:
-            self.depth -= 1
+            self.call_depth -= 1
 
-    def _call_roll(self) -> None:
-        """Make sure that all ranks begin to evaluate: alone, the first gathering of parameters would wait for ever."""
+    def _wait_for_all_ranks(self) -> None:
+        """Wait until all ranks begin to evaluate: one rank alone would block forever in its first all-gather."""
         if not self._roll_call_s:
             return
-        store = dist.distributed_c10d._get_default_store()
-        key = f"parallelize/roll/{self._number}/{next(self._calls)}"
+        store = default_store()
+        key = f"parallelize/roll/{self._instance_id}/{next(self._roll_calls)}"
         if store.add(key, 1) == self._world.world_size:
             store.set(f"{key}/complete", "yes")
         try:
@@ -79,8 +80,8 @@ class Gate(nn.Module):
 
 
 @contextlib.contextmanager
-def _ordinary_tensors() -> Iterator[None]:
-    """Inference mode as no_grad: the first gathering makes what all later ones fill, and backward has to keep it."""
+def _no_grad_for_inference_mode() -> Iterator[None]:
+    """Replace inference mode by no_grad: fully_shard reuses its buffers in training, where autograd saves them."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False), torch.no_grad():
             yield
@@ -89,16 +90,16 @@ def _ordinary_tensors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def guarded_submodules(model: nn.Module, gate: Gate) -> Iterator[None]:
-    """Refuse to run a submodule outside of a forward of the model: its parameters are in parts."""
+def refuse_submodule_calls(model: nn.Module, sharded_forward: ShardedForward) -> Iterator[None]:
+    """Raise an error, inside the context, if a submodule is called outside of a forward of the model."""
 
-    def guard(name: str) -> Any:
+    def build_hook(name: str) -> Any:
         def refuse(_module: nn.Module, _args: Any) -> None:
-            # A checkpoint computes again inside backward.
-            if gate.depth == 0 and not is_in_backward():
+            # Activation checkpointing recomputes submodules inside backward.
+            if sharded_forward.call_depth == 0 and not is_in_backward():
                 raise SyncError(
-                    f"{name} of {type(model).__name__} was called past the model",
-                    why="its parameters are in parts, which only a call of the model puts together",
+                    f"{name} of {type(model).__name__} was called directly, not through the model",
+                    why="its parameters are sharded, and only a call of the model gathers them",
                     fix="call the model itself, or name the method: parallel_model(model, methods=['encode'])",
                 )
 
@@ -107,5 +108,5 @@ def guarded_submodules(model: nn.Module, gate: Gate) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
             if module is not model:
-                stack.callback(module.register_forward_pre_hook(guard(name), prepend=True).remove)
+                stack.callback(module.register_forward_pre_hook(build_hook(name), prepend=True).remove)
         yield

@@ -1,4 +1,4 @@
-"""Where the parameters of a model in parts are: what somebody has put in their places would be lost without a word."""
+"""Checks of sharded parameters: refuses replaced parameters, and optimizer steps that would have no effect."""
 
 from __future__ import annotations
 
@@ -13,162 +13,163 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize.errors import ConfigError, SyncError
-from parallelize.runtime.gradients import identity, parameters_of
+from parallelize.runtime.gradients import gradient_version, parameters_of
 
-__all__ = ["Place", "Whereabouts", "refuse_flattening"]
+__all__ = ["Registration", "ShardedParameterGuard", "refuse_lbfgs"]
 
-Place = tuple[nn.Module, str, nn.Parameter]
-"""Where a parameter is registered, and the user's own object."""
+Registration = tuple[nn.Module, str, nn.Parameter]
+"""Module that registers a parameter, its name there, and the user's Parameter object (the original)."""
 
 
-class Whereabouts:
-    """Refuses what fully_shard passes over: it would go on with its own parts, or step on gradients it has not sent.
+class ShardedParameterGuard:
+    """Checks the parameters of a sharded model before each forward and optimizer step.
 
     Args:
-        model: the user's.
+        model: the user's model.
         root: the root of fully_shard.
-        places: every place of the model that holds a parameter.
-        parts: id of the user's parameter -> this rank's part of it.
+        registrations: all registrations of the model's parameters.
+        shards: id of an original -> this rank's shard of it, a DTensor parameter.
     """
 
     def __init__(
-        self, model: nn.Module, *, root: nn.Module, places: Sequence[Place], parts: Mapping[int, nn.Parameter]
+        self, model: nn.Module, *, root: nn.Module, registrations: Sequence[Registration], shards: Mapping[int, Any]
     ) -> None:
         self._model = model
-        self._places = places
-        self._parts = parts
-        self._names = {id(parts[id(each)]): name for name, each in _named(model, places).items()}
-        self._wholes = {id(whole) for _, _, whole in places}
+        self._registrations = registrations
+        self._shards = shards
+        self._names = {id(shards[id(each)]): name for name, each in _names_of(model, registrations).items()}
+        self._original_ids = {id(original) for _, _, original in registrations}
         groups: list[Any] = [
             module._get_fsdp_state()._fsdp_param_group for module in root.modules() if isinstance(module, FSDPModule)
         ]
-        self._managed: dict[int, Any] = {
+        self._fsdp_params: dict[int, Any] = {
             id(each.sharded_param): each for group in groups if group is not None for each in group.fsdp_params
         }
-        self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._spent: dict[int, tuple[int, int]] = {}
+        self._optimizers_with_shards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepped_versions: dict[int, tuple[int, int]] = {}
 
     def before_forward(self) -> None:
-        """A forward is about to gather the parts.
+        """Check, before the all-gather of a forward, that the model still registers its shards.
 
         Raises:
-            SyncError: a parameter is no longer the one that is in parts.
+            SyncError: a parameter was replaced.
         """
-        for module, name, whole in self._places:
-            part = self._parts[id(whole)]
-            now = module._parameters.get(name)
-            if now is not part and now is not None and not _is_form_of(self._managed.get(id(part)), now):
+        for module, name, original in self._registrations:
+            sharded = self._shards[id(original)]
+            current = module._parameters.get(name)
+            fsdp_param = self._fsdp_params.get(id(sharded))
+            if current is not None and current is not sharded and not _is_unsharded_form(fsdp_param, current):
                 raise SyncError(
-                    f"{self._names[id(part)]} of {type(self._model).__name__} is another parameter",
-                    why="fsdp has laid out the parameters at the entry of the block, and would go on with those",
+                    f"{self._names[id(sharded)]} of {type(self._model).__name__} was replaced inside the block",
+                    why="fsdp would compute with the parameters that it sharded at the entry of the block",
                     fix="drop assign=True of load_state_dict, copy into the parameter, or change the model before the "
                     "block; call a method named in methods= for a functional call",
                 )
 
     def before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """An optimizer is about to step.
+        """Check the parameters of an optimizer before its step.
 
         Raises:
-            SyncError: it holds what the model had before, or parts whose gradients were not sent.
-            ConfigError: it cannot step on parts.
+            SyncError: the optimizer holds originals, or shards whose gradients are not reduced.
+            ConfigError: the optimizer cannot step on shards.
         """
         held = list(parameters_of(optimizer))
-        if any(id(each) in self._wholes for each in held):
+        if any(id(each) in self._original_ids for each in held):
             raise SyncError(
-                f"{type(optimizer).__name__} holds parameters that {type(self._model).__name__} had before",
-                why="fsdp has replaced them since it was made: its steps would train nothing",
-                fix="pass it, as in parallel_model(model, optimizers=optimizer), or make it inside the block",
+                f"{type(optimizer).__name__} holds parameters that {type(self._model).__name__} had before the block",
+                why="fsdp has replaced them by shards: steps of this optimizer would have no effect",
+                fix="pass the optimizer, parallel_model(model, optimizers=optimizer), or construct it inside the block",
             )
         for each in held:
-            managed = self._managed.get(id(each))
-            if managed is not None:
-                refuse_flattening(optimizer)
-                self._met.add(optimizer)
-                if _has_unsent(managed, gradient=each.grad):
-                    raise self._unsent(self._names[id(each)])
+            fsdp_param = self._fsdp_params.get(id(each))
+            if fsdp_param is not None:
+                refuse_lbfgs(optimizer)
+                self._optimizers_with_shards.add(optimizer)
+                if _has_unreduced_gradient(fsdp_param, gradient=each.grad):
+                    raise self._unreduced_error(self._names[id(each)])
 
     def after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """An optimizer has stepped: on these gradients."""
+        """Record which gradients an optimizer has used in its step."""
         for each in parameters_of(optimizer):
-            if id(each) in self._managed and each.grad is not None:
-                self._spent[id(each)] = identity(each.grad)
+            if id(each) in self._fsdp_params and each.grad is not None:
+                self._stepped_versions[id(each)] = gradient_version(each.grad)
 
-    def part_with(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Make steps an error from now on of optimizers that still hold parts, and of gradients that were in parts.
+    def close(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuse steps of optimizers that still hold shards, and steps whose gradients were freed with the shards.
 
         Args:
-            optimizers: they hold whole parameters again.
+            optimizers: the optimizers that hold the originals again, and may step.
         """
-        for optimizer in self._met:
+        for optimizer in self._optimizers_with_shards:
             if not any(optimizer is each for each in optimizers):
-                optimizer.register_step_pre_hook(_refuse_former)
-        wholes = {whole: self._parts[id(whole)] for _, _, whole in self._places}
-        lost = {whole: self._names[id(part)] for whole, part in wholes.items() if self._loses(part)}
-        if lost:
-            _refuse_to_pass_over(lost)
+                optimizer.register_step_pre_hook(_refuse_former_optimizer)
+        shards = {original: self._shards[id(original)] for _, _, original in self._registrations}
+        unused = {each: self._names[id(shard)] for each, shard in shards.items() if self._has_unused_gradient(shard)}
+        if unused:
+            _refuse_steps_without_gradients(unused)
 
-    def _loses(self, part: nn.Parameter) -> bool:
-        """Whether a part has a gradient on which no optimizer has stepped."""
-        gradient: Any = part.grad
-        managed = self._managed.get(id(part))
-        if managed is not None and _has_unsent(managed, gradient=gradient):
+    def _has_unused_gradient(self, sharded: nn.Parameter) -> bool:
+        """Whether a shard has a nonzero gradient that no optimizer has used."""
+        gradient: Any = sharded.grad
+        fsdp_param = self._fsdp_params.get(id(sharded))
+        if fsdp_param is not None and _has_unreduced_gradient(fsdp_param, gradient=gradient):
             return True
-        is_new = gradient is not None and self._spent.get(id(part)) != identity(gradient)
+        is_new = gradient is not None and self._stepped_versions.get(id(sharded)) != gradient_version(gradient)
         return is_new and bool(gradient.to_local().count_nonzero())
 
-    def _unsent(self, name: str) -> SyncError:
+    def _unreduced_error(self, name: str) -> SyncError:
         return SyncError(
             f"the gradient of {name} of {type(self._model).__name__} is not averaged over the ranks",
-            why="its backward ran under no_sync, or it comes from torch.autograd.grad: the step would pass over it",
+            why="it was computed under no_sync, or by torch.autograd.grad: the step would ignore it",
             fix="run forward and backward of the last micro-batch outside of no_sync, and call backward",
         )
 
 
-def refuse_flattening(optimizer: torch.optim.Optimizer) -> None:
-    """LBFGS searches along one vector of all parameters, of which each rank would have made another one."""
+def refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse LBFGS, which needs all parameters in one vector: each rank would build it from its shards only."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             f"{type(optimizer).__name__} under backend='fsdp'",
-            why="it joins all parameters in one vector, and each rank holds parts of them",
-            fix="use backend='ddp', or an optimizer that goes element by element, such as AdamW",
+            why="it joins all parameters in one vector, and each rank holds only shards of them",
+            fix="use backend='ddp', or an element-wise optimizer such as AdamW",
         )
 
 
-def _named(model: nn.Module, places: Sequence[Place]) -> dict[str, nn.Parameter]:
+def _names_of(model: nn.Module, registrations: Sequence[Registration]) -> dict[str, nn.Parameter]:
     paths = {module: path for path, module in model.named_modules()}
-    return {f"{paths[module]}.{name}".lstrip("."): whole for module, name, whole in places}
+    return {f"{paths[module]}.{name}".lstrip("."): original for module, name, original in registrations}
 
 
-def _is_form_of(managed: Any, parameter: nn.Parameter) -> bool:
-    """Whether it is what fully_shard itself puts in the place of a part, for as long as it is gathered."""
-    forms = (getattr(managed, "_unsharded_param", None), getattr(managed, "_sharded_post_forward_param", None))
+def _is_unsharded_form(fsdp_param: Any, parameter: nn.Parameter) -> bool:
+    """Whether `parameter` is one that fully_shard itself registers in place of the shard, in a forward or after it."""
+    forms = (getattr(fsdp_param, "_unsharded_param", None), getattr(fsdp_param, "_sharded_post_forward_param", None))
     return any(parameter is each for each in forms)
 
 
-def _has_unsent(managed: Any, *, gradient: torch.Tensor | None) -> bool:
-    """Whether a gradient waits beside the part's own, or has been put there whole."""
-    gathered = getattr(managed, "_unsharded_param", None)
+def _has_unreduced_gradient(fsdp_param: Any, *, gradient: torch.Tensor | None) -> bool:
+    """Whether the parameter has an unsharded gradient that was not reduce-scattered into its shard's gradient."""
+    unsharded = getattr(fsdp_param, "_unsharded_param", None)
     return (
-        managed.unsharded_accumulated_grad is not None
-        or (gathered is not None and gathered.grad is not None)
+        fsdp_param.unsharded_accumulated_grad is not None
+        or (unsharded is not None and unsharded.grad is not None)
         or (gradient is not None and not hasattr(gradient, "full_tensor"))
     )
 
 
-def _refuse_to_pass_over(lost: Mapping[nn.Parameter, str]) -> None:
-    """Make it an error that an optimizer steps on parameters without their gradients, until they have others.
+def _refuse_steps_without_gradients(unused: Mapping[nn.Parameter, str]) -> None:
+    """Refuse steps on originals whose unused gradients were freed with the shards, until they have new gradients.
 
     Args:
-        lost: names of parameters whose gradients have ended with the block.
+        unused: each such original -> its name, for the error.
     """
-    names = WeakIdKeyDictionary(lost)
+    names = WeakIdKeyDictionary(unused)
 
     def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         for each in [each for each in parameters_of(optimizer) if each in names]:
             if each.grad is None and each.requires_grad:
                 raise SyncError(
-                    f"{type(optimizer).__name__} steps after the block in which the gradient of {names[each]} was made",
-                    why="under fsdp gradients are in parts, which end with the block: the step would train nothing",
+                    f"{type(optimizer).__name__} steps after the block in which {names[each]} got its gradient",
+                    why="under fsdp gradients are sharded, and freed with the block: the step would have no effect",
                     fix="put the step inside the block: the whole loop belongs there",
                 )
             del names[each]
@@ -178,9 +179,9 @@ def _refuse_to_pass_over(lost: Mapping[nn.Parameter, str]) -> None:
     handle = register_optimizer_step_pre_hook(before_step)
 
 
-def _refuse_former(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def _refuse_former_optimizer(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     raise SyncError(
-        f"{type(optimizer).__name__} holds parts of a model whose fsdp block has ended",
-        why="it was made inside that block, and its steps would train nothing",
-        fix="make it before the block and name it, parallel_model(model, optimizers=optimizer), or make a new one",
+        f"{type(optimizer).__name__} holds shards of a model whose fsdp block has ended",
+        why="the optimizer was constructed inside that block, and its steps would have no effect",
+        fix="construct it before the block and pass it: parallel_model(model, optimizers=optimizer)",
     )

@@ -1,4 +1,4 @@
-"""Tensors in parts, one on each rank: spread, made whole, and in the dictionaries that hold them."""
+"""Conversions between full tensors and DTensor shards, also in state dicts and optimizer state."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["converted", "full_state_dicts", "full_tensor", "shard"]
+__all__ = ["convert_state_entry", "full_state_dicts", "full_tensor", "shard"]
 
 
-def converted(value: Any, *, of: torch.Tensor, like: DTensor | None) -> Any:
-    """One entry of an optimizer's state: spread if it goes with a parameter element by element, whole again after."""
+def convert_state_entry(value: Any, *, parameter: torch.Tensor, like: DTensor | None) -> Any:
+    """Shard an element-wise entry of `parameter`'s optimizer state `like` a DTensor; None: gather the full entry."""
     if like is None:
         return full_tensor(value) if isinstance(value, DTensor) else value
-    goes_with = isinstance(value, torch.Tensor) and value.shape == of.shape and value.dim()
-    return shard(value, like=like) if goes_with else value
+    is_elementwise = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim()
+    return shard(value, like=like) if is_elementwise else value
 
 
 def shard(value: torch.Tensor, *, like: DTensor) -> DTensor:
-    """This rank's part of a tensor that every rank holds, as `like` is divided; no collective."""
+    """Return this rank's shard of a tensor that every rank holds, with the placements of `like`; no collective."""
     local = value.detach().to(like.device)
     return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def full_tensor(part: torch.Tensor) -> torch.Tensor:
-    """The tensor of which every rank holds a part; a collective."""
-    value: Any = part.detach()
+def full_tensor(sharded: torch.Tensor) -> torch.Tensor:
+    """All-gather a DTensor, and return the full tensor."""
+    value: Any = sharded.detach()
     mesh_type = value.device_mesh.device_type
     full: torch.Tensor = (value if value.device.type == mesh_type else value.to(mesh_type)).full_tensor()
     return full
 
 
 @contextlib.contextmanager
-def full_state_dicts(model: nn.Module, *, saves_whole: bool) -> Iterator[None]:
-    """State dictionaries of whole tensors: taken as such if asked for, loaded as such always."""
+def full_state_dicts(model: nn.Module, *, saves_full: bool) -> Iterator[None]:
+    """Let the model load state dicts of full tensors inside the context; with `saves_full`, return such ones too."""
 
     def save(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
         state.update({key: full_tensor(value) for key, value in state.items() if isinstance(value, DTensor)})
@@ -50,7 +50,7 @@ def full_state_dicts(model: nn.Module, *, saves_whole: bool) -> Iterator[None]:
 
     hooked: Any = model
     with contextlib.ExitStack() as stack:
-        if saves_whole:
+        if saves_full:
             stack.callback(hooked.register_state_dict_post_hook(save).remove)
         stack.callback(hooked.register_load_state_dict_pre_hook(load).remove)
         yield

@@ -1,4 +1,4 @@
-"""What a process shows of its log on its console, to be shown alike in another one."""
+"""Console logging settings of a process: captured in the caller, applied in each worker."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ import sys
 from dataclasses import dataclass
 from typing import TextIO
 
-__all__ = ["Logs"]
+__all__ = ["LogSettings"]
 
 _PACKAGE = "parallelize"
 
 
 @dataclass(frozen=True)
-class Logs:
-    """The settings of logging that show on a console; files and other handlers are a process's own.
+class LogSettings:
+    """Logging levels and console handlers of a process; file handlers and other handlers are not copied to workers.
 
     Args:
-        level: of the root logger.
-        package_level: from which level on this package's log is seen.
-        shown: handlers of the root logger that write to the console: stream's name, level, formatter.
+        level: level of the root logger.
+        package_level: effective level of this package's logger.
+        console_handlers: (stream name, level, formatter) of each root handler that writes to stdout or stderr.
     """
 
     level: int
     package_level: int
-    shown: tuple[tuple[str, int, logging.Formatter | None], ...]
+    console_handlers: tuple[tuple[str, int, logging.Formatter | None], ...]
 
     @classmethod
-    def here(cls) -> Logs:
-        """Those of this process."""
+    def capture(cls) -> LogSettings:
+        """Return the logging settings of this process."""
         root = logging.getLogger()
-        found = ((_console(each), each.level, _plain(each.formatter)) for each in root.handlers)
-        shown = tuple((name, level, formatter) for name, level, formatter in found if name is not None)
-        return cls(root.level, logging.getLogger(_PACKAGE).getEffectiveLevel(), shown)
+        handlers = ((_stream_name(each), each.level, _picklable(each.formatter)) for each in root.handlers)
+        on_console = tuple((name, level, formatter) for name, level, formatter in handlers if name is not None)
+        return cls(root.level, logging.getLogger(_PACKAGE).getEffectiveLevel(), on_console)
 
-    def settle(self) -> None:
-        """Make them this process's, which has just started; without handlers, loggers are left to the user's code."""
+    def apply(self) -> None:
+        """Apply the settings to this new process; the root logger is unchanged if there are no console handlers."""
         root, package = logging.getLogger(), logging.getLogger(_PACKAGE)
-        for name, level, formatter in self.shown:
+        for name, level, formatter in self.console_handlers:
             stream: TextIO = getattr(sys, name)
             handler = logging.StreamHandler(stream)
             handler.setLevel(level)
             handler.setFormatter(formatter)
             root.addHandler(handler)
-        if self.shown:
+        if self.console_handlers:
             root.setLevel(self.level)
         if package.getEffectiveLevel() != self.package_level:
             package.setLevel(self.package_level)
@@ -51,8 +51,8 @@ class Logs:
             logging.lastResort.setLevel(min(self.package_level, logging.lastResort.level))
 
 
-def _console(handler: logging.Handler) -> str | None:
-    """The name in sys of the stream that a handler writes to; None: it writes elsewhere."""
+def _stream_name(handler: logging.Handler) -> str | None:
+    """Return "stdout" or "stderr" for a handler that writes there, else None."""
     stream = getattr(handler, "stream", None)
     for name in ("stdout", "stderr"):
         if stream is not None and stream in (getattr(sys, name), getattr(sys, f"__{name}__")):
@@ -60,6 +60,6 @@ def _console(handler: logging.Handler) -> str | None:
     return None
 
 
-def _plain(formatter: logging.Formatter | None) -> logging.Formatter | None:
-    """The formatter if it is logging's own; one of a user's class may not travel."""
+def _picklable(formatter: logging.Formatter | None) -> logging.Formatter | None:
+    """Return the formatter if its type is exactly logging.Formatter, else None: a subclass may not be picklable."""
     return formatter if type(formatter) is logging.Formatter else None

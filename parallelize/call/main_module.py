@@ -1,8 +1,8 @@
-"""The `__main__` of a worker, which ran no script: what it holds came with the task.
+"""Setup of a worker's `__main__` module. A worker runs no script, so the names come from the pickled task.
 
-Pickle finds what a script defines by its name in `__main__`. So a worker's gets those names (`fill`), and what the
-worker starts by spawn or forkserver (workers of a DataLoader, mostly) gets the things themselves: such a child imports
-the script that its parent's `__main__` was, and here there is none.
+Pickle looks up a script's functions and classes by name in `__main__`, so `populate` adds them to the worker's
+`__main__`. A child process started by spawn or forkserver (mostly a DataLoader worker) usually imports its parent's
+script as `__main__`. A worker has no script, so `pickle_main_by_value` sends such objects to its children by value.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["fill", "share"]
+__all__ = ["pickle_main_by_value", "populate"]
 
 
-def fill(function: Any) -> None:
-    """Give this process's `__main__` what the caller's had, as far as it came along.
+def populate(function: Any) -> None:
+    """Copy a function's globals, and the unpickled classes of the caller's `__main__`, into this process's `__main__`.
 
-    torch.save(model), DataLoader workers and all_gather_object all rely on it.
+    torch.save(model), DataLoader workers and all_gather_object look up functions and classes there.
 
     Args:
-        function: the task's; whatever its globals hold is in `__main__` afterwards.
+        function: function or class unpickled by value, such as the task's function; `__globals__` holds its globals.
     """
     names = vars(sys.modules["__main__"])
     for name, value in getattr(function, "__globals__", {}).items():
@@ -34,26 +34,26 @@ def fill(function: Any) -> None:
             names.setdefault(kind.__name__, kind)
 
 
-def share() -> None:
-    """Send what processes started from now on need of `__main__` by value; forked ones have it anyway."""
+def pickle_main_by_value() -> None:
+    """Make multiprocessing pickle the functions and classes of `__main__` by value for spawned child processes."""
     module: Any = reduction
     module.dump = _dump
 
 
 def _dump(obj: object, file: Any, protocol: int | None = None) -> None:
-    """Stands for multiprocessing.reduction.dump, which writes what a process is started with."""
+    """Pickle the arguments of a process that is being started; replaces `multiprocessing.reduction.dump`."""
     _Pickler(file, protocol).dump(obj)
 
 
 class _Pickler(reduction.ForkingPickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
-            return _received, (cloudpickle.dumps(obj),)
+            return _load_in_child, (cloudpickle.dumps(obj),)
         return NotImplemented
 
 
-def _received(data: bytes) -> Any:
-    """In the child: the thing; what it makes of `__main__`'s classes can go back to the worker."""
-    found = cloudpickle.loads(data)
-    fill(found)
-    return found
+def _load_in_child(data: bytes) -> Any:
+    """Unpickle an object in a child process and populate `__main__`, so that the child can pickle its instances."""
+    loaded = cloudpickle.loads(data)
+    populate(loaded)
+    return loaded

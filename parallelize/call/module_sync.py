@@ -1,4 +1,4 @@
-"""The modules among a call's arguments: their tensors travel back and are put into the caller's."""
+"""Copying of rank 0's trained weights back into the modules that the caller passed as arguments."""
 
 from __future__ import annotations
 
@@ -10,72 +10,72 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["bring_back", "modules_in", "tensors_of"]
+__all__ = ["copy_weights_back", "modules_in", "named_tensors"]
 
 
 def modules_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[nn.Module]:
-    """Every module among the arguments of a call, in lists, tuples and dicts too; each once, in order."""
-    found: dict[int, Any] = {}
-    waiting: list[Any] = [args, kwargs]
-    while waiting:
-        item = waiting.pop(0)
-        if id(item) in found:
+    """Return the distinct modules among the arguments of a call, in order; searches lists, tuples and mappings."""
+    seen: dict[int, Any] = {}
+    queue: list[Any] = [args, kwargs]
+    while queue:
+        item = queue.pop(0)
+        if id(item) in seen:
             continue
         if isinstance(item, (nn.Module, Mapping, list, tuple)):
-            found[id(item)] = item
+            seen[id(item)] = item
         if isinstance(item, Mapping):
-            waiting.extend(item.values())
+            queue.extend(item.values())
         elif isinstance(item, (list, tuple)):
-            waiting.extend(item)
-    return [item for item in found.values() if isinstance(item, nn.Module)]
+            queue.extend(item)
+    return [item for item in seen.values() if isinstance(item, nn.Module)]
 
 
-def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a module by name."""
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the initialized parameters and buffers of a module by name."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor.detach() for name, tensor in named if not is_lazy(tensor)}
 
 
-def bring_back(module: nn.Module, trained: Mapping[str, torch.Tensor]) -> None:
-    """Copy rank 0's weights and buffers into the caller's module, tensor by tensor: references to them hold.
+def copy_weights_back(module: nn.Module, trained: Mapping[str, torch.Tensor]) -> None:
+    """Copy rank 0's parameters and buffers into the caller's module, in place; warn about those that cannot be copied.
 
     Args:
-        module: the caller's.
-        trained: tensors of the worker's copy of it, by name.
+        module: the caller's module.
+        trained: parameters and buffers of rank 0's copy of the module, by name.
     """
-    mine: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name in [name for name, tensor in mine.items() if is_lazy(tensor)]:
-        if name in trained:  # it got its size in the call
-            mine[name].materialize(trained[name].shape, dtype=trained[name].dtype)
+    targets: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name in [name for name, tensor in targets.items() if is_lazy(tensor)]:
+        if name in trained:  # lazy in the caller, initialized during the call
+            targets[name].materialize(trained[name].shape, dtype=trained[name].dtype)
         else:
-            del mine[name]
-    shaped = (name for name, tensor in trained.items() if name in mine and mine[name].shape == tensor.shape)
-    back = {name for name in shaped if _is_filled(mine[name], trained[name])}
-    lost = sorted({*trained, *mine} - back)
-    if lost:
+            del targets[name]
+    fitting = (name for name, tensor in trained.items() if name in targets and targets[name].shape == tensor.shape)
+    copied = {name for name in fitting if _copy(targets[name], trained[name])}
+    missing = sorted({*trained, *targets} - copied)
+    if missing:
         warnings.warn(
-            f"{type(module).__name__}: {', '.join(lost)} changed shape or name in the call, or cannot be written to, "
-            "and did not come back; return the module to get it as it is in the worker",
+            f"{type(module).__name__}: {', '.join(missing)} changed shape or name in the call, or cannot be "
+            "overwritten: not copied back; return the module from the function to get its trained weights",
             stacklevel=5,
         )
 
 
-def _is_filled(mine: torch.Tensor, trained: torch.Tensor) -> bool:
-    """Whether a tensor of the caller's has the trained values now; the call's value is not to be lost over one."""
-    if mine.is_meta or trained.is_meta:
-        return mine.is_meta and trained.is_meta
+def _copy(target: torch.Tensor, trained: torch.Tensor) -> bool:
+    """Copy `trained` into `target` in place; return whether the copy succeeded."""
+    if target.is_meta or trained.is_meta:
+        return target.is_meta and trained.is_meta
     try:
-        with torch.no_grad(), torch.inference_mode(mine.is_inference()):
-            mine.copy_(trained)
-    except RuntimeError:  # an expanded one: several elements are one place in memory
-        return _is_replaced(mine, trained.to(mine.device, mine.dtype))
+        with torch.no_grad(), torch.inference_mode(target.is_inference()):
+            target.copy_(trained)
+    except RuntimeError:  # an expanded tensor: several elements share one memory location
+        return _replace_data(target, trained.to(target.device, target.dtype))
     return True
 
 
-def _is_replaced(mine: torch.Tensor, trained: torch.Tensor) -> bool:
+def _replace_data(target: torch.Tensor, trained: torch.Tensor) -> bool:
     try:
-        if not torch.equal(mine, trained):
-            mine.data = trained.clone()
+        if not torch.equal(target, trained):
+            target.data = trained.clone()
     except RuntimeError:
         return False
     return True

@@ -1,9 +1,8 @@
-"""Any object as a file that another process of the same run reads back, tensors mapped rather than copied.
+"""Pickling of arbitrary objects to a file for another process of the same run; tensors are memory-mapped, not copied.
 
-A payload is what `torch.save` writes with cloudpickle for its pickler: functions and classes of `__main__` travel by
-value, aliased and tied tensors stay aliased. The reader maps the file privately: every process has the tensors at
-once, pages come as they are touched, and a write stays with the process that made it. (Tensors in shared memory would
-be one storage for all ranks, into which all of them train.) The file may be deleted while it is mapped.
+`torch.save` writes the file with cloudpickle as its pickler: functions and classes of `__main__` are pickled by value,
+and tied tensors stay tied. The reader maps the file copy-on-write: pages are read on first access, and each process has
+private tensors. (In shared memory, all ranks would train the same tensors.) The file may be deleted while it is mapped.
 """
 
 from __future__ import annotations
@@ -21,16 +20,17 @@ import torch
 
 from parallelize.errors import ConfigError
 
-__all__ = ["pack", "unpack"]
+__all__ = ["dump", "load"]
 
-_FIX = "make it inside the function, or pass what it is made from (a path, a size, a seed)"
-_IS_PYTHON_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, not part of the interpreter
+_FIX = "create it inside the function, or pass the values it is built from (a path, a size, a seed)"
+_HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: set for classes made by a class statement, not for built-in exceptions
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle, but exceptions whose `__init__` takes other arguments than `args` travel, and open files do not.
+    """cloudpickle's pickler, extended to exceptions whose `__init__` does not accept `args`; rejects open text files.
 
-    A decorated function stays one: cloudpickle takes whatever calls itself a function for a plain one.
+    An object whose `__class__` differs from its type, such as a decorated function, is pickled by its own
+    `__reduce_ex__`; cloudpickle would pickle it as a plain function.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -38,15 +38,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, BaseException) and _is_reduced_by_default(type(obj)):
             reduced: Any = obj.__reduce__()
-            return _rebuilt, (type(obj), reduced[1]), *reduced[2:]
+            return _rebuild_exception, (type(obj), reduced[1]), *reduced[2:]
         if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
-            # cloudpickle would send a copy of what the file holds now.
+            # cloudpickle would pickle a copy of the file's current content.
             raise TypeError(f"cannot pickle {type(obj).__name__!r} object: an open file")
         return super().reducer_override(obj)
 
 
-class _Pickling:
-    """What `torch.save` looks for in a pickle module."""
+class _PickleModule:
+    """The `pickle_module` argument of `torch.save`, which uses only this attribute."""
 
     Pickler = _Pickler
 
@@ -56,80 +56,80 @@ def _is_reduced_by_default(kind: type[BaseException]) -> bool:
 
 
 def _builtin(kind: type[BaseException]) -> Any:
-    """The innermost class that is the interpreter's own, such as OSError, which also keeps a file's name."""
-    return next(each for each in kind.__mro__ if not each.__flags__ & _IS_PYTHON_CLASS)
+    """Return the nearest built-in base of an exception class, such as OSError, which also stores a filename."""
+    return next(each for each in kind.__mro__ if not each.__flags__ & _HEAPTYPE)
 
 
-def _rebuilt(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """The exception with its `args`, not by its own `__init__`, which may want something else."""
+def _rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """Rebuild an exception from `args` with the `__init__` of its built-in base; its own may take other arguments."""
     builtin = _builtin(kind)
     error: BaseException = builtin.__new__(kind, *args)
     builtin.__init__(error, *args)
     return error
 
 
-def pack(obj: object, path: Path, *, parts: Mapping[str, object]) -> None:
-    """Write `obj` to `path`, at once or not at all.
+def dump(obj: object, path: Path, *, parts: Mapping[str, object]) -> None:
+    """Pickle `obj` to `path`, atomically.
 
     Args:
-        obj: anything cloudpickle takes; CUDA tensors are written as their values.
+        obj: object that cloudpickle can pickle; CUDA tensors are written by value.
         path: a file in a folder that only this user can read.
-        parts: the named pieces of `obj`, among which the one that cannot travel is looked for.
+        parts: name -> part of `obj`; an error names the part that cannot be pickled.
 
     Raises:
-        ConfigError: something in it cannot travel; names the part, and the variable inside where there is one.
+        ConfigError: `obj` cannot be pickled; names the variable, item or attribute that is the cause.
     """
     partial = path.with_name(path.name + ".part")
     try:
-        torch.save(obj, partial, pickle_module=_Pickling, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as exc:  # whatever a user's __reduce__ raises is the reason why it cannot travel
+        torch.save(obj, partial, pickle_module=_PickleModule, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as exc:  # a user's __reduce__ may raise anything
         partial.unlink(missing_ok=True)
-        name, reason = _culprit(parts) or ("the call", exc)
-        raise ConfigError(f"{name} cannot travel to another process", why=_short(reason), fix=_FIX) from exc
+        name, reason = _find_unpicklable(parts) or ("the call", exc)
+        raise ConfigError(f"{name} cannot be pickled", why=_first_line(reason), fix=_FIX) from exc
     partial.replace(path)
 
 
-def unpack(path: Path, *, device: torch.device) -> Any:
-    """The object written to `path`; its tensors are private to this process.
+def load(path: Path, *, device: torch.device) -> Any:
+    """Unpickle the object in `path`; its tensors are private to this process.
 
     Args:
-        path: a file written by `pack` in a process of the same run: it is unpickled, so it must be trusted.
-        device: where tensors go that were not on the CPU.
+        path: a file that `dump` wrote in a process of the same run; must be trusted, because unpickling runs code.
+        device: device for tensors that were not on the CPU.
     """
 
-    def place(storage: Any, written_from: str) -> Any:
-        return storage if written_from == "cpu" else storage.to(device=device)
+    def map_location(storage: Any, saved_on: str) -> Any:
+        return storage if saved_on == "cpu" else storage.to(device=device)
 
-    return torch.load(path, mmap=True, weights_only=False, map_location=place)
+    return torch.load(path, mmap=True, weights_only=False, map_location=map_location)
 
 
-def _short(exc: BaseException) -> str:
+def _first_line(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {str(exc).strip().splitlines()[0] if str(exc).strip() else 'no reason given'}"
 
 
-def _culprit(parts: Mapping[str, object], seen: tuple[int, ...] = ()) -> tuple[str, Exception] | None:
-    """The innermost named thing that does not pickle: a part, then what it holds or closes over."""
+def _find_unpicklable(parts: Mapping[str, object], seen: tuple[int, ...] = ()) -> tuple[str, Exception] | None:
+    """Return the name and error of the innermost object that cannot be pickled; None if all parts can be pickled."""
     for name, part in parts.items():
-        reason = None if id(part) in seen else _refusal(part)
+        reason = None if id(part) in seen else _pickle_error(part)
         if reason is not None:
-            return _culprit(_inside(name, part), (*seen, id(part))) or (name, reason)
+            return _find_unpicklable(_members(name, part), (*seen, id(part))) or (name, reason)
     return None
 
 
-def _refusal(obj: object) -> Exception | None:
+def _pickle_error(obj: object) -> Exception | None:
     try:
         _Pickler(io.BytesIO()).dump(obj)
-    except Exception as exc:  # noqa: BLE001 - as in `pack`
+    except Exception as exc:  # noqa: BLE001 - a user's __reduce__ may raise anything
         return exc
     return None
 
 
-def _inside(name: str, obj: object) -> dict[str, object]:
-    """What a function closes over or reads, what a container or an object holds: by the names a user knows."""
+def _members(name: str, obj: object) -> dict[str, object]:
+    """Return the objects that a method, function, container or instance refers to, by name as shown to the user."""
     if isinstance(obj, types.MethodType):
         return {f"self of {name}": obj.__self__}
     if isinstance(obj, types.FunctionType):
-        return _of_function(obj)
+        return _variables_of(obj)
     if isinstance(obj, Mapping):
         return {f"{name}[{key!r}]": value for key, value in obj.items()}
     if isinstance(obj, (list, tuple)):
@@ -139,20 +139,20 @@ def _inside(name: str, obj: object) -> dict[str, object]:
     return {f"{name}.{attribute}": value for attribute, value in getattr(obj, "__dict__", {}).items()}
 
 
-def _of_function(function: types.FunctionType) -> dict[str, object]:
+def _variables_of(function: types.FunctionType) -> dict[str, object]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    closed = {f"the variable {name!r}": cell.cell_contents for name, cell in cells if _is_filled(cell)}
-    read = {
+    free = {f"the variable {name!r}": cell.cell_contents for name, cell in cells if _is_bound(cell)}
+    global_ = {
         f"the global variable {name!r}": function.__globals__[name]
         for name in function.__code__.co_names
         if name in function.__globals__
     }
-    return {**closed, **read}
+    return {**free, **global_}
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def _is_bound(cell: types.CellType) -> bool:
     try:
-        cell.cell_contents  # noqa: B018 - reading it is the only way to ask
+        cell.cell_contents  # noqa: B018 - only reading a cell shows whether it is empty
     except ValueError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""What crosses a process boundary: the function, the call, and what came of it on one rank."""
+"""Task, a function call sent to the workers, and Outcome, its result on one rank sent back to the caller."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ import cloudpickle
 import torch
 from torch import nn
 
-from parallelize.call.module_sync import tensors_of
-from parallelize.call.serialization import pack, unpack
+from parallelize.call.module_sync import named_tensors
+from parallelize.call.serialization import dump, load
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError, WorkerError
 
-__all__ = ["FunctionRef", "Outcome", "Task", "is_importable", "name_of", "text_of"]
+__all__ = ["FunctionRef", "Outcome", "Task", "error_text", "is_importable", "name_of"]
 
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class FunctionRef:
-    """A function by the name under which a worker finds it, or by value where it has none.
+    """A reference to a function: its module and qualified name, or the function itself if workers cannot import it.
 
-    A decorated function's name leads to its wrapper, and the function is found behind it, `depth` times `__wrapped__`.
+    The name of a decorated function refers to its wrapper; `depth` is the number of `__wrapped__` links to follow.
     """
 
     module: str | None
@@ -47,44 +47,45 @@ class FunctionRef:
     value: Callable[..., Any] | None = None
 
     @classmethod
-    def to(cls, function: Callable[..., Any]) -> FunctionRef:
-        """By name if the name leads back to this very function in an importable module, else by value."""
-        home, qualname = _home(function), getattr(function, "__qualname__", "")
-        if home is not None and is_importable(home):
-            for depth, found in enumerate(_behind(home, qualname)):
-                if found is function:
-                    return cls(home.__name__, qualname, depth)
+    def of(cls, function: Callable[..., Any]) -> FunctionRef:
+        """Return a reference by name if importing that name returns this same object, else a reference by value."""
+        module, qualname = _module_of(function), getattr(function, "__qualname__", "")
+        if module is not None and is_importable(module):
+            for depth, candidate in enumerate(_unwrap_chain(module, qualname)):
+                if candidate is function:
+                    return cls(module.__name__, qualname, depth)
         return cls(None, qualname, value=function)
 
     def resolve(self) -> Callable[..., Any]:
-        """The function, in the process that reads this."""
+        """Return the function; imports the module of a reference by name."""
         if self.module is None:
             assert self.value is not None
             return self.value
-        found: Callable[..., Any] = list(_behind(import_module(self.module), self.qualname))[self.depth]
-        return found
+        function: Callable[..., Any] = list(_unwrap_chain(import_module(self.module), self.qualname))[self.depth]
+        return function
 
 
-def _home(function: Callable[..., Any]) -> ModuleType | None:
+def _module_of(function: Callable[..., Any]) -> ModuleType | None:
     return sys.modules.get(getattr(function, "__module__", None) or "")
 
 
 def is_importable(module: ModuleType) -> bool:
-    """Whether another process with our sys.path gets this very module by its name; not so for __main__.
+    """Whether another process with the same sys.path would import the same module under this name.
 
-    Nor for one whose import has not ended here: its top level makes the call, and would make it there too.
+    False for `__main__`, and for a module that is still being imported: every worker that imports the module would
+    repeat a call at its top level.
     """
-    own, spec, path = getattr(module, "__spec__", None), None, None
-    if own is None or module.__name__ == "__main__":
+    current, spec, path = getattr(module, "__spec__", None), None, None
+    if current is None or module.__name__ == "__main__":
         return False
-    parts = own.name.split(".")
+    parts = current.name.split(".")
     for end in range(1, len(parts) + 1):
         name = ".".join(parts[:end])
         spec = _find_spec(name, path)
         if spec is None or _is_being_imported(name):
             return False
         path = spec.submodule_search_locations
-    return spec is not None and spec.origin == own.origin
+    return spec is not None and spec.origin == current.origin
 
 
 def _is_being_imported(name: str) -> bool:
@@ -92,49 +93,49 @@ def _is_being_imported(name: str) -> bool:
 
 
 def _find_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """As importlib.util.find_spec, which would only say what sys.modules holds."""
+    """Return a module's spec from the finders; importlib.util.find_spec would return the spec of the loaded module."""
     finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
     return next(filter(None, (finder.find_spec(name, path) for finder in finders)), None)
 
 
-_by_value = threading.Lock()  # cloudpickle's list of modules is one for all threads
+_by_value_lock = threading.Lock()  # all threads share cloudpickle's registry of modules
 
 
 @contextlib.contextmanager
-def _traveling_with(function: Callable[..., Any]) -> Iterator[None]:
-    """Let what a function's module holds travel by value if workers cannot import the module."""
-    home = _home(function)
-    if home is None or home.__name__ == "__main__" or is_importable(home):  # cloudpickle knows about __main__
+def _pickling_module_by_value(function: Callable[..., Any]) -> Iterator[None]:
+    """Make cloudpickle pickle the globals of a function's module by value if workers cannot import the module."""
+    module = _module_of(function)
+    if module is None or module.__name__ == "__main__" or is_importable(module):  # cloudpickle handles __main__
         yield
         return
-    with _by_value:
-        cloudpickle.register_pickle_by_value(home)
+    with _by_value_lock:
+        cloudpickle.register_pickle_by_value(module)
         try:
             yield
         finally:
-            cloudpickle.unregister_pickle_by_value(home)
+            cloudpickle.unregister_pickle_by_value(module)
 
 
-def _behind(home: object, qualname: str) -> Iterator[Any]:
-    """What a dotted name means, then what each wrapper around it wraps."""
-    found: Any = home
+def _unwrap_chain(module: object, qualname: str) -> Iterator[Any]:
+    """Yield the object that a dotted name refers to, then its `__wrapped__`, and so on."""
+    item: Any = module
     for part in qualname.split("."):
-        found = getattr(found, part, None)
-    while found is not None:
-        yield found
-        found = getattr(found, "__wrapped__", None)
+        item = getattr(item, part, None)
+    while item is not None:
+        yield item
+        item = getattr(item, "__wrapped__", None)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call, for every process of a layout.
+    """One call of a function, to be made by every process of a layout.
 
     Args:
-        function: what is called.
-        args: positional arguments; copies arrive.
-        kwargs: keyword arguments; copies arrive.
-        layout: the processes, and the request behind them.
-        all_ranks: whether every rank's value is wanted in the caller, or rank 0's alone.
+        function: the user's function.
+        args: positional arguments; workers get copies.
+        kwargs: keyword arguments; workers get copies.
+        layout: number and devices of the processes, and the config.
+        all_ranks: whether the caller gets the return values of all ranks; False: only that of rank 0.
     """
 
     function: Callable[..., Any]
@@ -145,47 +146,47 @@ class Task:
 
     @property
     def name(self) -> str:
-        """The function's name, for messages."""
+        """Return the function's name, for messages."""
         return name_of(self.function)
 
     def write(self, path: Path) -> None:
-        """Put the call into a file for the workers.
+        """Write the call to a file for the workers.
 
         Raises:
-            ConfigError: an argument, or a variable that the function uses, cannot travel.
+            ConfigError: an argument, or a variable that the function uses, cannot be pickled.
         """
-        function = FunctionRef.to(self.function)
-        shipped = {f"the function {self.name!r}": function.value} if function.value is not None else {}
+        function = FunctionRef.of(self.function)
+        by_value = {f"the function {self.name!r}": function.value} if function.value is not None else {}
         parts = {
-            **shipped,
+            **by_value,
             **{f"argument {number}": value for number, value in enumerate(self.args)},
             **{f"argument {name!r}": value for name, value in self.kwargs.items()},
             **{f"option {name!r}": value for name, value in self.layout.config.options().items()},
         }
         call = (function, self.args, self.kwargs, self.layout, self.all_ranks)
-        with _traveling_with(self.function):
-            pack(call, path, parts=parts)
+        with _pickling_module_by_value(self.function):
+            dump(call, path, parts=parts)
 
     @classmethod
     def read(cls, path: Path, *, device: torch.device) -> Task:
-        """The call in a file, in a worker; tensors that were on an accelerator go to `device`."""
-        function, args, kwargs, layout, all_ranks = unpack(path, device=device)
+        """Read the call from a file in a worker; tensors that were on an accelerator are moved to `device`."""
+        function, args, kwargs, layout, all_ranks = load(path, device=device)
         return cls(function.resolve(), args, kwargs, layout, all_ranks)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call on one rank: a value, or an error.
+    """The result of a call on one rank: a value or an error.
 
     Args:
         rank: global rank.
-        host: its host's name.
-        pid: its process.
-        value: what the function returned.
-        error: what it raised, or a WorkerError that stands for it; None: it returned.
-        traceback: the worker's traceback as text; "" if it returned.
-        failed_at: when it raised, seconds since the epoch, taken before anything was torn down.
-        trained: tensors by name of each module among the arguments, rank 0 only.
+        host: host name of the worker.
+        pid: process ID of the worker.
+        value: the function's return value.
+        error: the exception that the function raised, or a WorkerError that replaces it; None: the function returned.
+        traceback: the worker's traceback as text; "" if the function returned.
+        failed_at: time of the exception in seconds since the epoch, taken before any teardown.
+        module_tensors: parameters and buffers by name, for each module among the arguments; rank 0 only.
     """
 
     rank: int
@@ -195,60 +196,60 @@ class Outcome:
     error: BaseException | None = None
     traceback: str = ""
     failed_at: float | None = None
-    trained: Sequence[Mapping[str, torch.Tensor]] = field(default=())
+    module_tensors: Sequence[Mapping[str, torch.Tensor]] = field(default=())
 
     @classmethod
     def returned(cls, world: World, value: object, modules: Sequence[nn.Module] = ()) -> Outcome:
-        """The function returned `value`, and `modules` were among its arguments."""
-        trained = [tensors_of(module) for module in modules]
-        return cls(world.rank, socket.gethostname(), os.getpid(), value=value, trained=trained)
+        """Build the outcome of a function that returned `value`; `modules` are the modules among its arguments."""
+        module_tensors = [named_tensors(module) for module in modules]
+        return cls(world.rank, socket.gethostname(), os.getpid(), value=value, module_tensors=module_tensors)
 
     @classmethod
     def raised(cls, world: World, error: BaseException) -> Outcome:
-        """The function raised `error`, just now."""
+        """Build the outcome of a function that has just raised `error`."""
         cause = error.__cause__
-        if cause is not None:  # an error that another one explains, where it was raised, has the same traceback
+        if cause is not None:  # a SyncError of the watchdog has the traceback of the torch error it explains
             is_same = cause.__traceback__ is error.__traceback__
-            # Not set as an attribute, which a frozen dataclass refuses.
+            # Assigning __traceback__ would fail on an exception that is a frozen dataclass.
             BaseException.with_traceback(cause, None if is_same else _from_function(cause.__traceback__))
-        text = _formatted(error, _from_function(error.__traceback__))
+        text = _format(error, _from_function(error.__traceback__))
         host, pid = socket.gethostname(), os.getpid()
         return cls(world.rank, host, pid, error=error, traceback=text, failed_at=time.time())
 
     def write(self, path: Path) -> None:
-        """Put it into a file for the caller; an exception that cannot travel is replaced by one that says so.
+        """Write the outcome to a file for the caller; a WorkerError replaces an exception that cannot be pickled.
 
         Raises:
-            WorkerError: the value cannot travel.
+            WorkerError: the return value cannot be pickled.
         """
         if self.error is None:
             self._write_value(path)
             return
         try:
-            pack(self, path, parts={})
-            unpack(path, device=_CPU)
-        except Exception as exc:  # noqa: BLE001 - the caller must hear of this rank whatever is wrong with its exception
-            pack(dataclasses.replace(self, error=_stand_in(self.error, exc)), path, parts={})
+            dump(self, path, parts={})
+            load(path, device=_CPU)
+        except Exception as exc:  # noqa: BLE001 - a failure must reach the caller whatever its exception is
+            dump(dataclasses.replace(self, error=_picklable_error(self.error, exc)), path, parts={})
 
     def _write_value(self, path: Path) -> None:
         try:
-            pack(self, path, parts={"the returned value": self.value})
+            dump(self, path, parts={"the returned value": self.value})
         except ConfigError as exc:
             what, why = exc.faults[0].what, exc.faults[0].why
             raise WorkerError(what, why=why, fix="return plain values, tensors, modules or state_dicts") from exc
 
     @classmethod
     def read(cls, path: Path) -> Outcome:
-        """The outcome in a file; tensors are on the CPU.
+        """Read an outcome from a file; tensors are on the CPU.
 
         Raises:
-            WorkerError: what the worker left cannot be rebuilt in this process.
+            WorkerError: the outcome cannot be unpickled in this process.
         """
         try:
-            outcome: Outcome = unpack(path, device=_CPU)
+            outcome: Outcome = load(path, device=_CPU)
         except Exception as exc:
             raise WorkerError(
-                "what a worker returned cannot be rebuilt in the calling process",
+                "the return value of a worker cannot be unpickled in the calling process",
                 why=f"{type(exc).__name__}: {exc}",
                 fix="return plain values, tensors, modules or state_dicts",
             ) from exc
@@ -256,39 +257,39 @@ class Outcome:
 
 
 def _from_function(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that starts in the user's function; all of it if it never came so far."""
+    """Return the part of a traceback from the user's function inward; the full traceback if it was not reached."""
     inner = trace
     while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith("parallelize."):
         inner = inner.tb_next
     return inner or trace
 
 
-def _formatted(error: BaseException, trace: TracebackType | None) -> str:
+def _format(error: BaseException, trace: TracebackType | None) -> str:
     try:
         return "".join(traceback.format_exception(type(error), error, trace))
-    except Exception:  # noqa: BLE001 - Python reads attributes of some errors, which a user's class fills as it likes
+    except Exception:  # noqa: BLE001 - formatting a SyntaxError fails if its attributes have wrong types
         frames = "".join(traceback.format_tb(trace))
-        return f"Traceback (most recent call last):\n{frames}{type(error).__name__}: {text_of(error)}\n"
+        return f"Traceback (most recent call last):\n{frames}{type(error).__name__}: {error_text(error)}\n"
 
 
-def text_of(error: BaseException) -> str:
-    """What an error says, if its class is able to say it."""
+def error_text(error: BaseException) -> str:
+    """Return str(error), or a placeholder if its `__str__` raises."""
     try:
         return str(error)
     except Exception as exc:  # noqa: BLE001 - a user's __str__ may raise anything
-        return f"(its text cannot be had: __str__ raised {type(exc).__name__})"
+        return f"(no text: its __str__ raised {type(exc).__name__})"
 
 
-def _stand_in(error: BaseException, reason: Exception) -> WorkerError:
-    why = reason.faults[0].why if isinstance(reason, ConfigError) else f"{type(reason).__name__}: {text_of(reason)}"
+def _picklable_error(error: BaseException, reason: Exception) -> WorkerError:
+    why = reason.faults[0].why if isinstance(reason, ConfigError) else f"{type(reason).__name__}: {error_text(reason)}"
     return WorkerError(
-        f"{type(error).__name__}: {text_of(error)}",
-        why=f"a worker raised it, and as an object it cannot travel to the caller: {why}",
-        fix="see the worker's traceback; to catch it by its type, let it hold plain values",
+        f"{type(error).__name__}: {error_text(error)}",
+        why=f"a worker raised this exception, which cannot be pickled: {why}",
+        fix="see the worker's traceback; to catch the exception by its type, keep only plain values in its attributes",
     )
 
 
 def name_of(function: object) -> str:
-    """The name under which a user knows a function, or whatever else can be called."""
+    """Return the qualified name of a function or other callable, for messages."""
     inner = function.func if isinstance(function, functools.partial) else function
     return getattr(inner, "__qualname__", type(inner).__name__)

@@ -1,4 +1,4 @@
-"""What a script sets in torch for its whole process, to be in force alike in another one."""
+"""Process-wide torch settings (default dtype, TF32, determinism, SDP kernels): copied from the caller to workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.multiprocessing
 from torch import overrides
 from torch.utils._device import DeviceContext
 
-__all__ = ["Settings"]
+__all__ = ["TorchSettings"]
 
 _CUDA = torch.backends.cuda
 
@@ -24,8 +24,9 @@ def _attribute(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return lambda: attrgetter(name)(torch), lambda value: setattr(attrgetter(owner)(torch), own_name, value)
 
 
-# Attributes of torch. The precision of float32 has old names (of functions too) and new ones: setting an old one sets
-# new ones, and a process that has used new ones may be refused the old. So old ones come first, then what differs yet.
+# Attributes of `torch`. float32 precision has an old API (allow_tf32, set_float32_matmul_precision) and a new one
+# (fp32_precision). Setting an old name changes new names, and torch may reject the old API once the new one was used:
+# the old names are applied first, then the new names whose values still differ.
 _ATTRIBUTES = (
     "backends.cudnn.allow_tf32",
     "backends.fp32_precision",
@@ -47,10 +48,10 @@ _ATTRIBUTES = (
     "backends.mkldnn.deterministic",
     "utils.deterministic.fill_uninitialized_memory",
 )
-# name -> how to read it, how to set it; none of them touches a GPU.
+# name -> (getter, setter); none of these functions initializes a GPU.
 _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "grad": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "grad": (torch.is_grad_enabled, torch.set_grad_enabled),
     "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     "anomalies": (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -68,50 +69,49 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Torch's settings that a script makes once, at its top; a worker does not run these lines again.
+class TorchSettings:
+    """torch settings that a script makes at its top level; workers need a copy because they do not run the script.
 
     Args:
-        values: by name, as far as this process can read them.
-        device: type of the default device, such as "cuda", whose index is each rank's own; None: none was chosen.
+        values: setting name -> value; settings that torch refuses to read are left out.
+        device: type of the default device, such as "cuda", without the index, which differs by rank; None: not set.
     """
 
     values: Mapping[str, Any]
     device: str | None
 
     @classmethod
-    def here(cls) -> Settings:
-        """Those of this process, and of this thread where torch keeps them by thread."""
+    def capture(cls) -> TorchSettings:
+        """Return the settings of this process, and of this thread for settings that torch keeps per thread."""
         stack: Any = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch has no type for it
-        chosen = next((mode.device.type for mode in stack if isinstance(mode, DeviceContext)), None)  # at most one
-        with _unwarned():
-            read = {name: _read(name) for name in _SETTINGS}
-        values = {name: value for name, value in read.items() if value is not None}
-        return cls(values, chosen)
+        device = next((mode.device.type for mode in stack if isinstance(mode, DeviceContext)), None)  # at most one
+        with _ignoring_warnings():
+            values = {name: _get(name) for name in _SETTINGS}
+        return cls({name: value for name, value in values.items() if value is not None}, device)
 
-    def settle(self) -> None:
-        """Make all of them but the device this process's, which has just started."""
-        with _unwarned():
+    def apply(self) -> None:
+        """Apply all settings except the default device to this new process."""
+        with _ignoring_warnings():
             for name, value in self.values.items():
-                if _read(name) != value:
+                if _get(name) != value:
                     _SETTINGS[name][1](value)
 
-    def settle_device(self) -> None:
-        """Make the default device this process's: once its GPU is the current one."""
+    def apply_default_device(self) -> None:
+        """Set the default device; to be called when this rank's GPU is the current device."""
         if self.device is not None:
             torch.set_default_device(self.device)
 
 
-def _read(name: str) -> Any:
-    """Its value here; None: this build of torch does not have it, or refuses to say."""
+def _get(name: str) -> Any:
+    """Return the value of a setting; None: this build of torch lacks the setting or refuses to read it."""
     with contextlib.suppress(AttributeError, RuntimeError):
         return _SETTINGS[name][0]()
     return None
 
 
 @contextlib.contextmanager
-def _unwarned() -> Iterator[None]:
-    """The user has not written the names that torch would rather not see."""
+def _ignoring_warnings() -> Iterator[None]:
+    """Suppress warnings: torch also warns about deprecated settings that the user's code does not use."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,7 +1,7 @@
-"""Files that are there whole or not at all, whenever the writer is killed.
+"""Atomic file replacement: a process killed at any moment leaves the old file or the new one.
 
-.name.<host>.<pid>.tmp    written, then forced to the disk
-name                      the same file, by a rename that is forced to the disk too
+.name.<host>.<pid>.tmp    written and fsynced
+name                      the same file after a rename, which is fsynced too
 """
 
 from __future__ import annotations
@@ -16,59 +16,58 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["clear_leftovers", "force", "replace_file", "writing_out"]
+__all__ = ["early_writeback", "fsync", "remove_stale_temp_files", "replace_file"]
 
-
-_PUSH_EVERY_S = 0.02
+_WRITEBACK_EVERY_S = 0.02
 _SYNC_FILE_RANGE_WRITE = 2
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Put a new file at `path`: a kill at any moment leaves the old one or the new one.
+    """Write a new file and move it to `path` atomically.
 
     Args:
-        path: where; its folder exists. Of a link, what it leads to is replaced, as by any program that writes to it.
-        write: writes the file at the path it is given, in the same folder.
+        path: the target; its folder exists. If it is a symbolic link, the file that it points to is replaced.
+        write: writes the new content to the path that it is called with: a temporary file in the same folder.
 
     Raises:
-        OSError: the file system refuses; what was at `path` is still there.
+        OSError: writing failed; the previous file is still at `path`.
     """
     path = path.resolve() if path.is_symlink() else path
-    clear_leftovers(path.parent, re.compile(re.escape(path.name)))
-    beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    remove_stale_temp_files(path.parent, re.compile(re.escape(path.name)))
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
-        with writing_out(beside):
-            write(beside)
-        force(beside)
-        beside.replace(path)
+        with early_writeback(temporary):
+            write(temporary)
+        fsync(temporary)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
-    # A rename is an entry of the folder: only now does it outlive a power failure.
-    force(path.parent)
+        temporary.unlink(missing_ok=True)
+    # The rename changes the folder: it survives a power failure only after this fsync.
+    fsync(path.parent)
 
 
 @contextlib.contextmanager
-def writing_out(path: Path) -> Iterator[None]:
-    """A file that is written meanwhile goes to the disk meanwhile, where the system can be asked to: `force` is short.
+def early_writeback(path: Path) -> Iterator[None]:
+    """Start writeback of a file while the block writes it, so that the final fsync is short; Linux only.
 
-    Left alone, Linux begins when it is told to wait for the file, or when a tenth of the memory is unwritten.
+    By default Linux starts writeback at fsync, or when dirty pages fill a tenth of the memory.
 
     Source: https://man7.org/linux/man-pages/man2/sync_file_range.2.html
     """
-    begin = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-    if begin is None:
+    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+    if sync_file_range is None:
         yield
         return
     has_ended = threading.Event()
 
-    def push() -> None:
-        while not has_ended.wait(_PUSH_EVERY_S):
-            with contextlib.suppress(OSError):  # not there yet
+    def start_writeback() -> None:
+        while not has_ended.wait(_WRITEBACK_EVERY_S):
+            with contextlib.suppress(OSError):  # the file does not exist yet
                 descriptor = os.open(path, os.O_WRONLY)
-                begin(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
+                sync_file_range(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
                 os.close(descriptor)
 
-    thread = threading.Thread(target=push, name="parallelize-writing-out", daemon=True)
+    thread = threading.Thread(target=start_writeback, name="parallelize-writeback", daemon=True)
     thread.start()
     try:
         yield
@@ -77,17 +76,17 @@ def writing_out(path: Path) -> Iterator[None]:
         thread.join()
 
 
-def clear_leftovers(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove what writers on this host have left that were killed.
+def remove_stale_temp_files(folder: Path, names: re.Pattern[str]) -> None:
+    """Remove the temporary files of killed writers on this host.
 
     Args:
-        folder: where they wrote.
-        names: of the files that they were to become.
+        folder: the folder of the files.
+        names: pattern of the final names whose temporary files are removed.
     """
-    left = re.compile(rf"\.(.+)\.{re.escape(socket.gethostname())}\.(\d+)\.tmp")
+    temporary = re.compile(rf"\.(.+)\.{re.escape(socket.gethostname())}\.(\d+)\.tmp")
     for each in folder.iterdir() if folder.is_dir() else ():
-        found = left.fullmatch(each.name)
-        if found and names.fullmatch(found[1]) and not _is_alive(int(found[2])):
+        match = temporary.fullmatch(each.name)
+        if match and names.fullmatch(match[1]) and not _is_alive(int(match[2])):
             each.unlink(missing_ok=True)
 
 
@@ -96,16 +95,16 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's process
         return True
     return True
 
 
-def force(path: Path) -> None:
-    """Wait until what was written to a file, or a folder's entries, are on the disk."""
+def fsync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        # Some network file systems have no such thing for folders; their renames are as durable as their server.
+        # Some network file systems do not support fsync of folders; their server decides when a rename is durable.
         with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
             os.fsync(descriptor)
     finally:

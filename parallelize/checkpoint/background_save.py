@@ -1,4 +1,4 @@
-"""Writing a checkpoint while the loop goes on: from a copy, in a thread, one at a time."""
+"""Background saving: a thread writes a snapshot of the tensors while training continues."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from typing import Any
 import torch
 
 from parallelize.checkpoint.file_format import Checkpoint
-from parallelize.checkpoint.sharded_folder import Share
+from parallelize.checkpoint.sharded_folder import FolderWrite
 from parallelize.runtime.containers import map_leaves
 
-__all__ = ["Background", "Copies"]
+__all__ = ["BackgroundRunner", "SnapshotBuffers"]
 
 
-class Background:
-    """Runs one job at a time beside the loop."""
+class BackgroundRunner:
+    """Runs one job at a time in a background thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def start(self, job: Callable[[], object]) -> None:
-        """Run a job once the one before it has ended.
+        """Wait for the previous job, then start a new one.
 
         Raises:
-            BaseException: what the one before it has raised.
+            BaseException: the previous job's exception.
         """
         self.wait()
 
         def run() -> None:
             try:
                 job()
-            except BaseException as exc:  # noqa: BLE001 - it belongs to the loop's thread, which raises it
+            except BaseException as exc:  # noqa: BLE001 - raised by the next wait(), in the training thread
                 self._failure = exc
 
-        # No daemon: an interpreter that ends waits for the file.
+        # Not a daemon thread: the interpreter waits at exit until the file is written.
         self._thread = threading.Thread(target=run, name="parallelize-checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing runs.
+        """Wait for the current job.
 
         Raises:
-            BaseException: what the job has raised.
+            BaseException: the job's exception.
         """
         if self._thread is not None:
             self._thread.join()
@@ -54,38 +54,38 @@ class Background:
             raise failure
 
 
-class Copies:
-    """Copies of tensors in memory that is kept for the next ones: new pages cost more than copying does."""
+class SnapshotBuffers:
+    """Copies tensors into buffers that the next snapshot reuses: allocating new pages costs more than copying."""
 
     def __init__(self) -> None:
-        self._kept: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
 
-    def of(self, checkpoint: Checkpoint, share: Share | None) -> tuple[Checkpoint, Share | None]:
-        """The same, apart from what the loop changes; the copies before it are overwritten."""
-        before, self._kept = iter(self._kept), []
-        copied: dict[Any, torch.Tensor] = {}  # tied weights are one tensor under several names
+    def snapshot(self, checkpoint: Checkpoint, to_write: FolderWrite | None) -> tuple[Checkpoint, FolderWrite | None]:
+        """Return copies of both arguments, with all tensors in the buffers; overwrites the previous snapshot."""
+        buffers, self._buffers = iter(self._buffers), []
+        copied: dict[Any, torch.Tensor] = {}  # tied weights: one tensor under several names
 
         def copy(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.is_meta:
                 return value
             key = value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
             if value.numel() == 0 or key not in copied:
-                copied[key] = self._copied(value, next(before, None))
-                self._kept.append(copied[key])
+                copied[key] = _copy_into(next(buffers, None), value)
+                self._buffers.append(copied[key])
             return copied[key]
 
         entries = {
             name: dataclasses.replace(each, state=map_leaves(copy, each.state))
             for name, each in checkpoint.entries.items()
         }
-        if share is not None:
-            parts = [dataclasses.replace(each, values=copy(each.values)) for each in share.parts]
-            share = dataclasses.replace(share, parts=parts)
-        return dataclasses.replace(checkpoint, entries=entries), share
+        if to_write is not None:
+            shards = [dataclasses.replace(each, values=copy(each.values)) for each in to_write.shards]
+            to_write = dataclasses.replace(to_write, shards=shards)
+        return dataclasses.replace(checkpoint, entries=entries), to_write
 
-    @staticmethod
-    def _copied(value: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
-        if memory is None or memory.shape != value.shape or memory.dtype != value.dtype:
-            # Pinned: a copy from the device to it is as fast as the bus.
-            memory = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
-        return memory.copy_(value)
+
+def _copy_into(buffer: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+    if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+        # Pinned memory: the device copies into it at the bandwidth of the bus.
+        buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
+    return buffer.copy_(value)

@@ -1,6 +1,6 @@
-"""A fingerprint of a checkpoint's content, that a damaged file does not have.
+"""Checksum of a checkpoint's content, to detect damaged files.
 
-It is made for accidents, at the speed of memory: whoever can write the file can write the fingerprint too.
+The checksum is fast and not cryptographic: it detects accidental damage, not tampering.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["digest", "without_checksums"]
+__all__ = ["checksum_of", "without_zip_crc32"]
 
-_BLOCK = 1 << 15  # words of 8 bytes: sums of 256 KiB
+_BLOCK = 1 << 15  # 8-byte words per block of 256 KiB
 
 
-def digest(content: Any) -> str:
-    """The fingerprint of plain values: containers, numbers, texts and dense tensors, in their order.
+def checksum_of(content: Any) -> str:
+    """Return the checksum of nested containers, numbers, strings and dense tensors; their order matters.
 
-    Any change of one value changes it, and any other places of values more than 256 KiB apart.
+    The checksum changes if any single value changes, or if two values more than 256 KiB apart are swapped.
     """
     state = hashlib.blake2b(digest_size=16)
     _add(state, content)
@@ -31,7 +31,7 @@ def digest(content: Any) -> str:
 def _add(state: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         state.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
-        if not value.is_meta:  # its values lie elsewhere, and have a fingerprint there
+        if not value.is_meta:  # a placeholder: its shards have their own checksums
             state.update(_sums(value))
     elif isinstance(value, Mapping):
         state.update(f"mapping {len(value)}".encode())
@@ -49,21 +49,21 @@ def _add(state: Any, value: Any) -> None:
 
 
 def _sums(tensor: torch.Tensor) -> bytes:
-    """Sums of the words of each block, wrapping around, and the bytes behind the last whole one."""
+    """Return the wrapping sum of the 8-byte words of each block, followed by the remaining words and bytes."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
-    whole = flat.numel() // 8 * 8
-    words, rest = flat[:whole].view(torch.int64), flat[whole:]
-    blocks = words.numel() // _BLOCK * _BLOCK
-    sums = [words[:blocks].view(-1, _BLOCK).sum(dim=1), words[blocks:], rest.long()]
-    found = torch.cat([each.cpu() for each in sums])
-    return ctypes.string_at(found.data_ptr(), found.nbytes)  # .numpy() would need NumPy, which torch does not
+    num_word_bytes = flat.numel() // 8 * 8
+    words, rest = flat[:num_word_bytes].view(torch.int64), flat[num_word_bytes:]
+    num_block_words = words.numel() // _BLOCK * _BLOCK
+    sums = [words[:num_block_words].view(-1, _BLOCK).sum(dim=1), words[num_block_words:], rest.long()]
+    joined = torch.cat([each.cpu() for each in sums])
+    return ctypes.string_at(joined.data_ptr(), joined.nbytes)  # .numpy() requires NumPy, which is optional
 
 
 @contextlib.contextmanager
-def without_checksums() -> Iterator[None]:
-    """torch.save leaves out the archive's own: the fingerprint says more, and torch.load does not look at them."""
+def without_zip_crc32() -> Iterator[None]:
+    """Make torch.save skip its CRC32 in the block: torch.load ignores the CRC32, and `checksum_of` covers more."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(compute_crc32=False)
     try:

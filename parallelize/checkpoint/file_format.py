@@ -1,4 +1,4 @@
-"""One checkpoint as it lies on the disk: what is in it, and everything that can be wrong with one."""
+"""File format of a checkpoint: its content, how to read and write it, and the errors for unreadable files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from typing import Any
 import torch
 
 from parallelize.checkpoint.atomic_write import replace_file
-from parallelize.checkpoint.checksum import digest, without_checksums
-from parallelize.checkpoint.shard_index import Pieces, is_divided
+from parallelize.checkpoint.checksum import checksum_of, without_zip_crc32
+from parallelize.checkpoint.shard_index import ShardIndex, placeholders_in
 from parallelize.errors import ConfigError, ParallelizeError
-from parallelize.runtime.containers import leaves
 
-__all__ = ["MAIN", "Checkpoint", "Entry", "damaged", "is_archive", "read", "write"]
+__all__ = ["MAIN_FILE", "Checkpoint", "Entry", "damaged_error", "is_zip_file", "read_file", "write_file"]
 
-MAIN = "checkpoint.pt"
-"""The file in a checkpoint that is a folder."""
+MAIN_FILE = "checkpoint.pt"
+"""Name of the main file in the folder of a sharded checkpoint; it holds everything but the shards."""
 
 _FORMAT = 1
 _MAGIC = b"PK\x03\x04"
@@ -30,189 +29,188 @@ _MAGIC = b"PK\x03\x04"
 
 @dataclass(frozen=True)
 class Entry:
-    """The state of one thing.
+    """The saved state of one object.
 
     Args:
-        kind: which of `states` has taken it.
-        name_of_class: of the thing.
-        state: plain values.
+        kind: kind of the `StateHandler` that made the state, or "value".
+        class_name: class name of the object.
+        state: the state, which consists of safe types.
     """
 
     kind: str
-    name_of_class: str
+    class_name: str
     state: Any
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a file holds.
+    """The content of a checkpoint file.
 
     Args:
-        world_size: processes of the run that wrote it.
-        entries: name -> state.
-        generators: those of each rank, as `randomness` has taken them; None for a rank that did not take part.
-        fingerprint: of all that; "" before it is written.
-        pieces: where the values of divided tensors lie, which are meta tensors in the entries; None: there are none.
+        world_size: number of processes of the run that wrote it.
+        entries: state by the user's name for the object.
+        rng_states: RNG states of each rank, as `rng_state` returns them; None for a rank that did not take part.
+        checksum: checksum of all other fields; "" before the checkpoint is written.
+        shard_index: location of the shards that the placeholders (meta tensors) stand for; None: nothing is sharded.
     """
 
     world_size: int
     entries: Mapping[str, Entry]
-    generators: tuple[Any, ...]
-    fingerprint: str = ""
-    pieces: Pieces | None = None
+    rng_states: tuple[Any, ...]
+    checksum: str = ""
+    shard_index: ShardIndex | None = None
 
     def states(self) -> list[Any]:
-        """What was taken of each thing."""
+        """Return the states of all entries."""
         return [each.state for each in self.entries.values()]
 
-    def as_plain(self) -> dict[str, Any]:
-        """In plain containers."""
-        entries = {name: [each.kind, each.name_of_class, each.state] for name, each in self.entries.items()}
-        listed = {} if self.pieces is None else {"pieces": self.pieces.as_plain()}
-        return {"world_size": self.world_size, "entries": entries, "generators": list(self.generators), **listed}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content in its stored form."""
+        entries = {name: [each.kind, each.class_name, each.state] for name, each in self.entries.items()}
+        index = {} if self.shard_index is None else {"pieces": self.shard_index.to_dict()}
+        return {"world_size": self.world_size, "entries": entries, "generators": list(self.rng_states), **index}
 
     @classmethod
-    def parse(cls, content: Mapping[str, Any], fingerprint: str) -> Checkpoint:
-        """From plain containers whose fingerprint is right."""
+    def parse(cls, content: Mapping[str, Any], checksum: str) -> Checkpoint:
+        """Build a checkpoint from stored content whose checksum has been verified."""
         entries = {name: Entry(*each) for name, each in content["entries"].items()}
-        pieces = Pieces.parse(content["pieces"]) if "pieces" in content else None
-        return cls(content["world_size"], entries, tuple(content["generators"]), fingerprint, pieces)
+        shard_index = ShardIndex.parse(content["pieces"]) if "pieces" in content else None
+        return cls(content["world_size"], entries, tuple(content["generators"]), checksum, shard_index)
 
 
-def write(path: Path, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint at `path`, whole or not at all.
+def write_file(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint to `path` atomically.
 
     Raises:
-        ParallelizeError: the file system refuses; what was at `path` is still there.
+        ParallelizeError: writing failed; the previous file is still at `path`.
     """
-    content = checkpoint.as_plain()
-    whole = {"parallelize checkpoint": _FORMAT, "fingerprint": digest(content), "content": content}
+    content = checkpoint.to_dict()
+    stored = {"parallelize checkpoint": _FORMAT, "fingerprint": checksum_of(content), "content": content}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with without_checksums():
-            replace_file(path, lambda beside: torch.save(whole, os.fspath(beside)))
-    except (OSError, RuntimeError) as exc:  # torch's writer raises the latter when the disk is full
+        with without_zip_crc32():
+            replace_file(path, lambda temporary: torch.save(stored, os.fspath(temporary)))
+    except (OSError, RuntimeError) as exc:  # torch.save raises RuntimeError when the disk is full
         raise ParallelizeError(
             f"cannot write {path}",
             why=str(exc).partition("\n")[0],
-            fix="make room, or choose a folder that this process may write to; what was there before is still there",
+            fix="free disk space, or choose a folder that this process may write to; the previous file is still there",
         ) from exc
 
 
-def read(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, checked; its tensors are pages of the file, read when they are used.
+def read_file(path: Path) -> Checkpoint:
+    """Read and verify the checkpoint at `path`, without running code from it; its tensors are memory-mapped.
 
-    Nothing in it is run, whoever wrote it. Of a folder the parts are there in full length; who reads them checks them.
+    In a sharded checkpoint only the sizes of the shard files are verified; reading a shard verifies its checksum.
 
     Raises:
-        ConfigError: no file, a file that is no checkpoint, or one that holds more than plain values.
-        ParallelizeError: a damaged file, or parts that are missing.
+        ConfigError: the file does not exist, is not a checkpoint, or holds unsafe types.
+        ParallelizeError: the file is damaged, or shards are missing.
     """
-    path = _main(path)
-    _look(path)
+    path = _main_file(path)
+    _check_header(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of other formats, which are refused below
-            whole = torch.load(os.fspath(path), map_location="cpu", mmap=True, weights_only=True)
+            warnings.simplefilter("ignore")  # warnings about other formats, which are rejected below
+            stored = torch.load(os.fspath(path), map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as exc:
-        raise _of_unpickling(path, exc) from exc
-    except Exception as exc:  # random bytes lead torch's reader anywhere
-        raise damaged(path, f"{type(exc).__name__}: {exc}".partition("\n")[0]) from exc
-    if not isinstance(whole, dict) or "parallelize checkpoint" not in whole:
-        raise _foreign(path, "it is a file of torch.save with something else in it")
-    if whole["parallelize checkpoint"] != _FORMAT:
+        raise _unpickling_error(path, exc) from exc
+    except Exception as exc:  # on random bytes torch.load may raise anything
+        raise damaged_error(path, f"{type(exc).__name__}: {exc}".partition("\n")[0]) from exc
+    if not isinstance(stored, dict) or "parallelize checkpoint" not in stored:
+        raise _not_a_checkpoint(path, "torch.save wrote it, but it holds something else")
+    if stored["parallelize checkpoint"] != _FORMAT:
         raise ConfigError(
-            f"{path} has format {whole['parallelize checkpoint']!r}, this version reads {_FORMAT}",
+            f"{path} has format {stored['parallelize checkpoint']!r}, this version reads {_FORMAT}",
             why="another version of parallelize has written it",
             fix="load it with that version and save it again, or update",
         )
     try:
-        fingerprint = digest(whole["content"])
-        if fingerprint != whole["fingerprint"]:
-            raise damaged(path, "its content does not have the fingerprint that was written with it")
-        return _complete(path, Checkpoint.parse(whole["content"], fingerprint))
+        checksum = checksum_of(stored["content"])
+        if checksum != stored["fingerprint"]:
+            raise damaged_error(path, "its content does not match its checksum")
+        return _check_shards(path, Checkpoint.parse(stored["content"], checksum))
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as exc:
-        raise damaged(path, f"{type(exc).__name__}: {exc}".partition("\n")[0]) from exc
+        raise damaged_error(path, f"{type(exc).__name__}: {exc}".partition("\n")[0]) from exc
 
 
-def _main(path: Path) -> Path:
-    """The file to begin with."""
+def _main_file(path: Path) -> Path:
+    """Return the file to read first: `path`, or the main file in a folder."""
     if not path.is_dir():
         return path
-    if not (path / MAIN).exists():
-        is_torchs = (path / ".metadata").exists()
+    if not (path / MAIN_FILE).exists():
+        is_written_by_torch = (path / ".metadata").exists()
         raise ConfigError(
             f"no checkpoint in {path}",
-            why="torch.distributed.checkpoint has written this folder"
-            if is_torchs
-            else f"there is no {MAIN} in this folder: another program's, or its first writer was killed",
-            fix="load it with torch.distributed.checkpoint.load, if you know who wrote it: its .metadata is a pickle"
-            if is_torchs
-            else "give what save() has written",
+            why="torch.distributed.checkpoint wrote this folder"
+            if is_written_by_torch
+            else f"the folder has no {MAIN_FILE}: another program made it, or the first save was killed",
+            fix="load it with torch.distributed.checkpoint.load, if you trust its author: .metadata is a pickle"
+            if is_written_by_torch
+            else "pass a path that save() has written",
         )
-    return path / MAIN
+    return path / MAIN_FILE
 
 
-def _complete(path: Path, checkpoint: Checkpoint) -> Checkpoint:
-    """The same, if all that it lists is there."""
-    if checkpoint.pieces is not None:
-        for each in checkpoint.pieces.faults(checkpoint.states(), path.parent):
-            raise damaged(path, each)
-    elif any(map(is_divided, leaves(checkpoint.states()))):
-        raise damaged(path, "it has tensors without values")
+def _check_shards(path: Path, checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint after checking that all its shards are present."""
+    if checkpoint.shard_index is not None:
+        for each in checkpoint.shard_index.find_damage(checkpoint.states(), path.parent):
+            raise damaged_error(path, each)
+    elif placeholders_in(checkpoint.states()):
+        raise damaged_error(path, "it has sharded tensors and no shard index")
     return checkpoint
 
 
-def is_archive(path: Path) -> bool:
-    """Whether it begins as a file of torch.save does: what is refused then is not what a kill or a full disk leaves."""
-    path = path / MAIN if path.is_dir() else path
-    return path.is_file() and _start(path) == _MAGIC
+def is_zip_file(path: Path) -> bool:
+    """Return whether the file begins like a zip file of torch.save; a file damaged by a crash may not."""
+    path = path / MAIN_FILE if path.is_dir() else path
+    return path.is_file() and _header(path) == _MAGIC
 
 
-def _start(path: Path) -> bytes:
+def _header(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(len(_MAGIC))
 
 
-def _look(path: Path) -> None:
+def _check_header(path: Path) -> None:
     try:
-        start = _start(path)
+        header = _header(path)
     except FileNotFoundError as exc:
         raise ConfigError(
             f"no checkpoint {path}",
-            why="there is no such file on this host",
-            fix="check the path; with several nodes it has to be in a folder that all of them share",
+            why="no such file on this host",
+            fix="check the path; with several nodes, use a folder that all of them share",
         ) from exc
     except OSError as exc:
-        raise ConfigError(f"cannot read {path}", why=str(exc), fix="give the file that save() has written") from exc
-    if start != _MAGIC:
-        raise _foreign(path, "it is empty" if not start else f"it begins with {start!r}")
+        raise ConfigError(f"cannot read {path}", why=str(exc), fix="pass a path that save() has written") from exc
+    if header != _MAGIC:
+        raise _not_a_checkpoint(path, f"it begins with {header!r}" if header else "it is empty")
 
 
-def _of_unpickling(path: Path, exc: Exception) -> ParallelizeError:
+def _unpickling_error(path: Path, exc: Exception) -> ParallelizeError:
     refused = re.search(r"GLOBAL ([\w.]+)", str(exc))
     if refused is None:
-        return damaged(path, str(exc).partition("\n")[0])
+        return damaged_error(path, str(exc).partition("\n")[0])
     return ConfigError(
-        f"{path} holds {refused[1]}, which is no plain value",
-        why="reading it would run code from the file, and save() writes nothing of the kind",
-        fix="do not load it unless you know who wrote it; then read it with torch.load(path, weights_only=False), and "
-        "save() what you need of it",
+        f"{path} holds {refused[1]}, which is not a safe type",
+        why="reading it would run code from the file; save() never writes such types",
+        fix="load it only if you trust its author: torch.load(path, weights_only=False), then save() what you need",
     )
 
 
-def _foreign(path: Path, why: str) -> ConfigError:
+def _not_a_checkpoint(path: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"{path} is no checkpoint of parallelize.save",
+        f"{path} is not a checkpoint of parallelize.save",
         why=why,
-        fix="load weights that torch.save has written by model.load_state_dict(torch.load(path, weights_only=True))",
+        fix="load weights from torch.save with model.load_state_dict(torch.load(path, weights_only=True))",
     )
 
 
-def damaged(path: Path, why: str) -> ParallelizeError:
-    """The error for a checkpoint that is not what was written."""
+def damaged_error(path: Path, why: str) -> ParallelizeError:
+    """Build the error for a damaged checkpoint."""
     return ParallelizeError(
         f"{path} is damaged",
         why=why,
-        fix="load another checkpoint; nothing has been changed by this one",
+        fix="load another checkpoint; nothing was loaded from this one",
     )

@@ -1,192 +1,203 @@
-"""One call that all ranks make, or one of them alone: who has come to it is told without a collective.
+"""Rendezvous of all ranks at one call to save, load or checkpoints, through the process group's store.
 
-Every rank counts its calls of a line of the program, and leaves what it brings in the store of the process group under
-that number. So a call that was made by one rank only is no more than a wait that ends.
+Each rank counts the calls made at one line of the program and posts its data under this count. No collective is used:
+a call that only some ranks make times out instead of hanging.
 
-    rank 0    brings ── waits for the others ── works ── tells the outcome
-    rank k    brings ──────────────────────────────────── waits for the outcome
+    rank 0    posts ── waits for the others ── works ── publishes the outcome
+    rank k    posts ──────────────────────────────────── waits for the outcome
 """
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime import context
+from parallelize.runtime.process_group import default_store
 
-__all__ = ["ALONE_S", "LATE_S", "Meeting"]
+__all__ = ["ARRIVAL_TIMEOUT_S", "GRACE_S", "Rendezvous", "from_bytes", "store_of_ranks", "to_bytes"]
 
-LATE_S = 5.0
-"""How long rank 0 waits for others who may not come; after which a rank that has to wait longer says so."""
-ALONE_S = 60.0
-"""How long a rank that cannot go on alone waits for others who train in step with it."""
+GRACE_S = 5.0
+"""Seconds that rank 0 waits for ranks that may not make the call. A rank that waits longer then logs a warning."""
+ARRIVAL_TIMEOUT_S = 60.0
+"""Seconds that a rank waits for the other ranks in a call that every rank must make."""
 
 _DONE = "done"
-_LOOK_FIRST_S, _LOOK_EVERY_S = 0.001, 0.05
+_FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.05
 
 _log = logging.getLogger("parallelize")
 
-_calls: WeakKeyDictionary[Any, dict[str, Iterator[int]]] = WeakKeyDictionary()
+_counters: WeakKeyDictionary[Any, dict[str, Iterator[int]]] = WeakKeyDictionary()
 
 
-class Meeting:
-    """One call, as one rank sees it.
+class Rendezvous:
+    """One rank's part in one call to save, load or checkpoints.
 
     Args:
-        what: the call, as messages name it, such as "save at train.py:12": the same on all ranks.
-        store: of the process group; None: a world of one.
-        rank: of this process.
-        world_size: processes.
+        call: name of the call in messages, such as "save at train.py:12"; the same on all ranks.
+        store: the process group's store; None if there is only one process.
+        rank: rank of this process.
+        world_size: number of processes.
+
+    Attributes:
+        call_index: number of earlier calls under the same name in this process group.
     """
 
-    def __init__(self, what: str, *, store: dist.Store | None, rank: int, world_size: int) -> None:
-        self.what, self.rank, self.world_size = what, rank, world_size
+    def __init__(self, call: str, *, store: dist.Store | None, rank: int, world_size: int) -> None:
+        self.call, self.rank, self.world_size = call, rank, world_size
         self._store = store
-        self.number = 0 if store is None else next(_numbers()[what])
-        self._key = f"parallelize/meeting/{what}/{self.number}"
+        self.call_index = 0 if store is None else next(_call_counters()[call])
+        self._key = f"parallelize/rendezvous/{call}/{self.call_index}"
         run = context.current()
-        self._timeout, self._watch = run.config.timeout, run.watch
-        self._own = b""
+        self._timeout, self._watch = run.config.timeout, run.watchdog
+        self._own_result = b""
 
     @classmethod
-    def of(cls, what: str) -> Meeting:
-        """The next call of a line, in the group of this process."""
-        is_connected = dist.is_available() and dist.is_initialized()
-        if is_connected and dist.get_world_size() > 1:
-            store = dist.distributed_c10d._get_default_store()
-            return cls(what, store=store, rank=dist.get_rank(), world_size=dist.get_world_size())
+    def for_call(cls, call: str) -> Rendezvous:
+        """Start the next rendezvous under this name in the current process group."""
+        store = store_of_ranks()
+        if store is not None:
+            return cls(call, store=store, rank=dist.get_rank(), world_size=dist.get_world_size())
         world = context.current().world
-        if world.world_size > 1 and not is_connected:
+        if world.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
-                f"{what} without a process group in a world of {world.world_size}",
-                why="a launcher has started this process, but nobody has connected it with the others",
-                fix="call this inside a @distributed function, or torch.distributed.init_process_group() before",
+                f"{call} without a process group in a world of {world.world_size}",
+                why="a launcher has started this process, but no process group is initialized",
+                fix="call this inside a @distributed function, or call torch.distributed.init_process_group() first",
             )
-        return cls(what, store=None, rank=0, world_size=1)
+        return cls(call, store=None, rank=0, world_size=1)
 
-    def bring(self, value: bytes) -> None:
-        """Leave what this rank brings; it never waits."""
+    def post(self, value: bytes) -> None:
+        """Post this rank's data, without waiting."""
         if self._store is not None:
-            self._store.set(self._brought(self.rank), value)  # type: ignore[arg-type]  # it takes bytes, too
+            self._store.set(self._post_key(self.rank), value)  # type: ignore[arg-type]  # set() accepts bytes too
 
-    def absent(self) -> list[int]:
-        """The ranks that have not come yet."""
-        return [each for each in range(self.world_size) if not self._has(self._brought(each))]
+    def missing_ranks(self) -> list[int]:
+        """Return the ranks that have not posted yet."""
+        return [each for each in range(self.world_size) if not self._has(self._post_key(each))]
 
-    def all_come(self, patience_s: float) -> bool:
-        """Whether all ranks come within so many seconds."""
-        return self._wait([self._brought(each) for each in range(self.world_size)], patience_s)
+    def all_arrive(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for all ranks; return whether all have posted."""
+        return self._wait([self._post_key(each) for each in range(self.world_size)], timeout_s)
 
-    def require_all(self, patience_s: float, *, why: str, fix: str) -> None:
-        """Wait for all ranks.
+    def require_all_ranks(self, timeout_s: float, *, why: str, fix: str) -> None:
+        """Wait until all ranks have posted.
 
         Args:
-            patience_s: for so long; the run's timeout if that is less.
-            why: all are needed.
-            fix: what to do where they do not come.
+            timeout_s: longest wait in seconds; the run's timeout if that is shorter.
+            why: why all ranks are needed, for the error.
+            fix: what to change, for the error.
 
         Raises:
-            SyncError: not all have come in time; on every rank that has, or comes later.
+            SyncError: a rank has not posted in time; raised on all ranks, including one that posts later.
         """
         if self._store is None:
             return
-        limit_s = min(patience_s, self._timeout.total_seconds())
-        keys = [self._brought(each) for each in range(self.world_size)]
-        with self._watch.needing(self.absent) as hopeless:
-            met = self._wait(keys, limit_s, says=self._lonely, hopeless=hopeless)
-        # Whoever decides first decides for all: a rank that comes at the very end does not go on alone.
-        verdict = self._store.compare_set(f"{self._key}/verdict", "", _DONE if met else "missed").decode()
-        if verdict != _DONE:
-            missing, why_not = self.absent(), f": {hopeless()}" if hopeless() else f" within {limit_s:g} s"
+        limit_s = min(timeout_s, self._timeout.total_seconds())
+        keys = [self._post_key(each) for each in range(self.world_size)]
+        with self._watch.waiting_in_store(self.missing_ranks) as deadlock_reason:
+            all_arrived = self._wait(keys, limit_s, message=self._waiting_message, deadlock_reason=deadlock_reason)
+        # The first rank's decision holds for all: a rank that posts at the last moment must not continue alone.
+        decision = self._store.compare_set(f"{self._key}/decision", "", _DONE if all_arrived else "missed").decode()
+        if decision != _DONE:
+            missing, reason = self.missing_ranks(), deadlock_reason()
+            until = f": {reason}" if reason else f" within {limit_s:g} s"
             raise SyncError(
-                f"{self.what}: {_ranks(missing)} did not come{why_not}"
+                f"{self.call}: {_list_ranks(missing)} did not call it{until}"
                 if missing
-                else f"{self.what}: rank {self.rank} came when the others had given up",
+                else f"{self.call}: rank {self.rank} called it after the other ranks had timed out",
                 why=why,
                 fix=fix,
             )
 
-    def brought(self, rank: int) -> bytes | None:
-        """What a rank has brought; None: it has not come."""
-        key = self._brought(rank)
+    def posted(self, rank: int) -> bytes | None:
+        """Return the data that a rank has posted, or None if that rank has not posted yet."""
+        key = self._post_key(rank)
         return self._store.get(key) if self._store is not None and self._has(key) else None
 
-    def compared(self) -> range:
-        """The ranks with which this one compares what it does: rank 0 with all, the others with rank 0."""
+    def ranks_to_compare(self) -> range:
+        """Return the ranks whose data this rank compares with its own: rank 0 with all, each other rank with rank 0."""
         return range(1, self.world_size) if self.rank == 0 else range(1)
 
-    def hand_in(self, value: bytes) -> None:
-        """Leave what this rank has done of the work; it never waits."""
+    def post_result(self, value: bytes) -> None:
+        """Post the result of this rank's work, without waiting."""
         if self._store is not None:
-            self._store.set(self._handed(self.rank), value)  # type: ignore[arg-type]  # it takes bytes, too
-        self._own = value
+            self._store.set(self._result_key(self.rank), value)  # type: ignore[arg-type]  # set() accepts bytes too
+        self._own_result = value
 
-    def handed_in(self) -> list[bytes]:
-        """What every rank has handed in, waited for.
+    def wait_results(self) -> list[bytes]:
+        """Wait for the results of all ranks and return them by rank.
 
         Raises:
-            SyncError: some have not done so within the run's timeout.
+            SyncError: a rank has posted no result within the run's timeout.
         """
         if self._store is None:
-            return [self._own]
-        keys, limit_s = [self._handed(each) for each in range(self.world_size)], self._timeout.total_seconds()
+            return [self._own_result]
+        keys, limit_s = [self._result_key(each) for each in range(self.world_size)], self._timeout.total_seconds()
         if not self._wait(keys, limit_s):
             missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
             raise SyncError(
-                f"{self.what}: {_ranks(missing)} did not end within {limit_s:g} s",
-                why="every rank does its part of the work",
-                fix="see what that rank waits for; timeout= gives it longer",
+                f"{self.call}: {_list_ranks(missing)} did not finish within {limit_s:g} s",
+                why="every rank writes its own shards",
+                fix="find out what that rank is waiting for; timeout= allows more time",
             )
         return [self._store.get(key) for key in keys]
 
-    def tell(self, outcome: str) -> None:
-        """End the call: rank 0 tells the others that wait, and those who come later, what came of it."""
+    def publish_outcome(self, outcome: str) -> None:
+        """Publish the outcome of rank 0's work in the store, where the other ranks wait for it; "" means success."""
         if self._store is not None:
             self._store.set(f"{self._key}/outcome", outcome or _DONE)
-            for rank in range(self.world_size) if self.number else ():
-                # Of the call before: everybody who was to read it has.
-                self._store.delete_key(self._brought(rank, before=1))
-                self._store.delete_key(self._handed(rank, before=1))
+            for rank in range(self.world_size) if self.call_index else ():
+                # Keys of the previous call: every rank that needed them has read them.
+                self._store.delete_key(self._post_key(rank, before=1))
+                self._store.delete_key(self._result_key(rank, before=1))
 
-    def outcome(self) -> str:
-        """What rank 0 tells: "" or what went wrong.
+    def wait_outcome(self) -> str:
+        """Wait for the outcome that rank 0 publishes and return it: "" for success, otherwise the error text.
 
         Raises:
-            SyncError: rank 0 has told nothing within the run's timeout.
+            SyncError: rank 0 has published nothing within the run's timeout.
         """
         assert self._store is not None
         key, limit_s = f"{self._key}/outcome", self._timeout.total_seconds()
-        if not self._wait([key], limit_s, says=lambda: self._lonely() if 0 in self.absent() else ""):
+        if not self._wait([key], limit_s, message=lambda: self._waiting_message() if 0 in self.missing_ranks() else ""):
             raise SyncError(
-                f"{self.what}: rank {self.rank} has waited {limit_s:g} s for rank 0",
-                why="rank 0 writes for all, and has not come or not ended",
-                fix="call it on all ranks, or on rank 0 alone",
+                f"{self.call}: rank {self.rank} has waited {limit_s:g} s for rank 0",
+                why="rank 0 writes for all ranks; it has not made this call, or has not finished writing",
+                fix="make this call on all ranks, or on rank 0 alone",
             )
-        told = self._store.get(key).decode()
-        return "" if told == _DONE else told
+        outcome = self._store.get(key).decode()
+        return "" if outcome == _DONE else outcome
 
-    def came_late(self) -> bool:
-        """Whether the call before this one was ended without ranks that came later all the same."""
-        if self._store is None or self.number == 0:
+    def error_of_rank_0(self, failure: str) -> SyncError:
+        """Build the error that the other ranks raise when rank 0 has failed."""
+        what = f"{self.call} failed on rank 0: {failure}"
+        return SyncError(what, why="rank 0 does this for all ranks", fix="see the error of rank 0", is_secondary=True)
+
+    def previous_had_late_ranks(self) -> bool:
+        """Return whether all ranks have by now posted to the previous call, so that late ranks are expected again."""
+        if self._store is None or self.call_index == 0:
             return False
-        return all(self._has(self._brought(each, before=1)) for each in range(self.world_size))
+        return all(self._has(self._post_key(each, before=1)) for each in range(self.world_size))
 
-    def _lonely(self) -> str:
-        return f"rank {self.rank} waits in {self.what} for {_ranks(self.absent())}"
+    def _waiting_message(self) -> str:
+        return f"rank {self.rank} waits in {self.call} for {_list_ranks(self.missing_ranks())}"
 
-    def _brought(self, rank: int, *, before: int = 0) -> str:
-        return f"parallelize/meeting/{self.what}/{self.number - before}/{rank}"
+    def _post_key(self, rank: int, *, before: int = 0) -> str:
+        return f"parallelize/rendezvous/{self.call}/{self.call_index - before}/{rank}"
 
-    def _handed(self, rank: int, *, before: int = 0) -> str:
-        return f"{self._brought(rank, before=before)}/done"
+    def _result_key(self, rank: int, *, before: int = 0) -> str:
+        return f"{self._post_key(rank, before=before)}/done"
 
     def _has(self, key: str) -> bool:
         return self._store is not None and self._store.check([key])
@@ -196,39 +207,57 @@ class Meeting:
         keys: list[str],
         limit_s: float,
         *,
-        says: Callable[[], str] | None = None,
-        hopeless: Callable[[], str] = str,
+        message: Callable[[], str] | None = None,
+        deadlock_reason: Callable[[], str] = str,
     ) -> bool:
-        """Whether the keys are there in time; a line in the log where that takes long."""
+        """Wait for the keys and return whether they were set in time; log `message()` as a warning after GRACE_S."""
         if self._store is None:
             return True
-        first_s = limit_s if says is None else min(LATE_S, limit_s)
-        if self._is_set(keys, first_s, hopeless):
+        first_s = limit_s if message is None else min(GRACE_S, limit_s)
+        if self._poll(keys, first_s, deadlock_reason):
             return True
-        if hopeless():
+        if deadlock_reason():
             return False
-        line = says() if says is not None else ""
+        line = message() if message is not None else ""
         if line:
             _log.warning("%s", line)
-        return limit_s > first_s and self._is_set(keys, limit_s - first_s, hopeless)
+        return limit_s > first_s and self._poll(keys, limit_s - first_s, deadlock_reason)
 
-    def _is_set(self, keys: list[str], limit_s: float, hopeless: Callable[[], str]) -> bool:
-        """Look again and again: a wait in the store would keep this process's other threads from it."""
+    def _poll(self, keys: list[str], limit_s: float, deadlock_reason: Callable[[], str]) -> bool:
+        """Poll for the keys: a blocking wait would hold the store's lock and block other threads of this process."""
         assert self._store is not None
-        end, pause_s = time.monotonic() + limit_s, _LOOK_FIRST_S
+        end, pause_s = time.monotonic() + limit_s, _FIRST_POLL_S
         while not self._store.check(keys):
-            if time.monotonic() >= end or hopeless():
+            if time.monotonic() >= end or deadlock_reason():
                 return False
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LOOK_EVERY_S)
+            pause_s = min(2 * pause_s, _MAX_POLL_S)
         return True
 
 
-def _numbers() -> dict[str, Iterator[int]]:
-    """The calls of each line, counted anew in every process group: another one's ranks may have counted otherwise."""
+def _call_counters() -> dict[str, Iterator[int]]:
+    """Return the call counters of the current process group by call name; earlier groups may have other counts."""
     group: Any = dist.group.WORLD
-    return _calls.setdefault(group, defaultdict(itertools.count))
+    return _counters.setdefault(group, defaultdict(itertools.count))
 
 
-def _ranks(ranks: list[int]) -> str:
+def _list_ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+def store_of_ranks() -> dist.Store | None:
+    """Return the process group's store, or None if there is only one process."""
+    is_connected = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return default_store() if is_connected else None
+
+
+def to_bytes(value: Mapping[str, Any]) -> bytes:
+    """Serialize a mapping of safe types."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def from_bytes(value: bytes) -> Any:
+    """Deserialize the result of `to_bytes`; unsafe types are rejected, so that no code is run."""
+    return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""Where this process's generators of random numbers stand, as plain values."""
+"""RNG states of this process (torch, its accelerators, Python, NumPy), as plain values."""
 
 from __future__ import annotations
 
@@ -9,43 +9,35 @@ from typing import Any
 
 import torch
 
-__all__ = ["put_generators", "take_generators"]
+__all__ = ["get_rng_states", "set_rng_states"]
 
 
-def take_generators(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """The state of torch's generators on the CPU and on `devices`, of random's, of numpy's if it is imported."""
+def get_rng_states(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Return the RNG states of torch on the CPU and on `devices`, of `random`, and of NumPy if it is imported."""
     version, words, gauss = random.getstate()
-    numpy = _numpy()
-    of_numpy = None
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = None
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
-        of_numpy = [str(kind), torch.from_numpy(keys.astype("int64")), *map(float, rest)]
+        numpy_state = [str(kind), torch.from_numpy(keys.astype("int64")), *map(float, rest)]
     return {
         "torch": torch.get_rng_state(),
-        "accelerators": [_module(each).get_rng_state(each) for each in devices if each.type != "cpu"],
+        "accelerators": [torch.get_device_module(each).get_rng_state(each) for each in devices if each.type != "cpu"],
         "python": [version, torch.tensor(words), gauss],
-        "numpy": of_numpy,
+        "numpy": numpy_state,
     }
 
 
-def put_generators(state: Mapping[str, Any], devices: Sequence[torch.device]) -> None:
-    """Put the generators where they were; those of other devices than were saved stay as they are."""
+def set_rng_states(state: Mapping[str, Any], devices: Sequence[torch.device]) -> None:
+    """Restore the RNG states; skip those of accelerators if the number of accelerators has changed."""
     torch.set_rng_state(state["torch"].clone())
     accelerators = [each for each in devices if each.type != "cpu"]
     if len(accelerators) == len(state["accelerators"]):
-        for device, of_device in zip(accelerators, state["accelerators"], strict=True):
-            _module(device).set_rng_state(of_device.clone(), device)
+        for device, device_state in zip(accelerators, state["accelerators"], strict=True):
+            torch.get_device_module(device).set_rng_state(device_state.clone(), device)
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
-    numpy = _numpy()
+    numpy: Any = sys.modules.get("numpy")
     if numpy is not None and state["numpy"] is not None:
         kind, keys, position, has_gauss, cached = state["numpy"]
         numpy.random.set_state((kind, keys.numpy().astype("uint32"), int(position), int(has_gauss), cached))
-
-
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
-
-
-def _numpy() -> Any:
-    return sys.modules.get("numpy")

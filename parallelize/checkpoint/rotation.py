@@ -1,8 +1,8 @@
-"""checkpoints: a run that is killed goes on from the last of a few files.
+"""checkpoints(): save a run periodically, rotate old checkpoints, and resume from the newest one.
 
-enter        the newest file that is whole ── nothing there: from the beginning
-step()       every so many steps or minutes: one more file, the oldest removed
-exit         one more file; after an exception none, the last one was between steps
+enter     load the newest readable checkpoint, if one exists
+step()    save if one is due; remove the oldest beyond `keep`
+exit      save once more, except after an exception: the block may have stopped in the middle of a step
 """
 
 from __future__ import annotations
@@ -17,47 +17,45 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from parallelize.checkpoint.atomic_write import clear_leftovers
-from parallelize.checkpoint.background_save import Background, Copies
-from parallelize.checkpoint.file_format import Checkpoint, is_archive, read
+from parallelize.checkpoint.atomic_write import remove_stale_temp_files
+from parallelize.checkpoint.background_save import BackgroundRunner, SnapshotBuffers
+from parallelize.checkpoint.file_format import Checkpoint, is_zip_file, read_file
 from parallelize.checkpoint.loading import load_into
-from parallelize.checkpoint.rendezvous import Meeting
-from parallelize.checkpoint.save_schedule import Timetable, timetable
-from parallelize.checkpoint.saving import completed, line_of, take, write_taken
-from parallelize.checkpoint.sharded_folder import Share, is_broken_off, remove
-from parallelize.checkpoint.state_dicts import needs_all_ranks, state_of
+from parallelize.checkpoint.rendezvous import Rendezvous, store_of_ranks
+from parallelize.checkpoint.save_schedule import SaveSchedule, parse_schedule
+from parallelize.checkpoint.saving import call_site_of, collect, publishing_outcome, write_collected
+from parallelize.checkpoint.sharded_folder import FolderWrite, is_incomplete, remove_checkpoint
+from parallelize.checkpoint.state_dicts import handler_for, needs_all_ranks
 from parallelize.errors import ConfigError, ParallelizeError, SyncError
 from parallelize.runtime import context
 
 __all__ = ["Checkpoints", "checkpoints"]
 
 _NAME = re.compile(r"step-(\d{9,})(\.pt)?")
-_OWN = "_checkpoints"
-"""Under this name a file holds the number of steps and the values given to `step`."""
+_PROGRESS = "_checkpoints"
+"""Name of the entry with the number of steps and the values passed to `step`."""
 
-_FILE = "file "
-"""So begins what rank 0 tells of the file that it has chosen."""
+_FILE_PREFIX = "file "
+"""Prefix of the rendezvous outcome in which rank 0 publishes the name of the chosen file."""
 
 _log = logging.getLogger("parallelize")
 
 
 class Checkpoints:
-    """The files of one run, as `checkpoints` yields them.
+    """The checkpoints of one run, as yielded by `checkpoints`.
 
     Args:
-        folder: where they are.
-        keep: how many.
-        things: what is saved.
-        when: asked after every step.
-        line: of the program, by which ranks find each other.
-        in_background: whether files are written while the loop goes on.
-        sharded: whether each is a folder, as `save` has it.
+        folder: folder of the checkpoints.
+        keep: number of checkpoints to keep.
+        objects: objects to save, by name.
+        schedule: decides after every step whether to save.
+        call_site: file and line of the user's call, the same on all ranks.
+        in_background: whether to write while training continues.
+        sharded: whether each checkpoint is a folder, as for `save`.
 
     Attributes:
-        steps: calls of `step`, those of the runs before this one included.
-        values: what `step` was given last, by name.
+        steps: number of `step` calls, including those before the run was resumed.
+        values: the latest values passed to `step`, by name.
     """
 
     def __init__(
@@ -65,144 +63,142 @@ class Checkpoints:
         folder: Path,
         *,
         keep: int,
-        things: Mapping[str, Any],
-        when: Timetable,
-        line: str,
+        objects: Mapping[str, Any],
+        schedule: SaveSchedule,
+        call_site: str,
         in_background: bool,
         sharded: bool | None,
     ) -> None:
-        self._keep, self._things, self._when, self._line = keep, things, when, line
-        # The program may go to another directory, and did not mean to take the rest of its files along.
-        self._named, self._folder = folder, folder.absolute()
-        self._is_sharded = any(map(needs_all_ranks, things.values())) if sharded is None else sharded
-        self._background, self._copies = Background(), Copies() if in_background else None
+        self._keep, self._objects, self._schedule, self._call_site = keep, objects, schedule, call_site
+        # The program may change its working directory; all files stay in this folder.
+        self._user_folder, self._folder = folder, folder.absolute()
+        self._is_sharded = any(map(needs_all_ranks, objects.values())) if sharded is None else sharded
+        self._background, self._snapshots = BackgroundRunner(), SnapshotBuffers() if in_background else None
         self.steps: int = 0
         self.values: dict[str, Any] = {}
 
     def step(self, **values: Any) -> None:
-        """A step of the run has ended: save if it is time. Call it on every rank, after `optimizer.step()`.
+        """Count a step and save if a checkpoint is due. Call it on every rank, after `optimizer.step()`.
 
         Args:
-            **values: plain values that go along, such as best=best; they are in `values` when the run goes on.
+            **values: plain values to save too, such as best=best; after a resume they are in the attribute `values`.
 
         Raises:
-            SyncError: the other ranks do not save after the same step.
+            SyncError: ranks do not save after the same step.
         """
         self.steps += 1
         self.values.update(values)
-        if self._when.is_due(self.steps):
+        if self._schedule.is_due(self.steps):
             self.save()
 
     def save(self) -> None:
-        """Save now, on every rank; the oldest files beyond `keep` are removed.
+        """Save now, on every rank, and remove the oldest checkpoints beyond `keep`.
 
-        A file of the same number of steps is replaced: what is saved may have changed without a step.
+        A checkpoint with the same number of steps is replaced: state may have changed without a step.
         """
-        self.wait()  # for the one before: its copy is overwritten
-        meeting, path = Meeting.of(f"checkpoints at {self._line}"), self._path(self.steps)
-        own = {_OWN: {"steps": self.steps, "values": self.values}}
-        with completed(meeting):
-            things = {**self._things, **own}
-            named = self._named / path.name
-            taken = take(path, things, meeting, named=named, together_s=float("inf"), sharded=self._is_sharded)
-            if self._copies is not None:
-                copied = self._copies.of(*taken)
-                self._background.start(functools.partial(self._write, path, *copied, meeting))
+        self.wait()  # the next snapshot overwrites the buffers of the previous one
+        rendezvous, path = Rendezvous.for_call(f"checkpoints at {self._call_site}"), self._path(self.steps)
+        user_path = self._user_folder / path.name
+        objects = {**self._objects, _PROGRESS: {"steps": self.steps, "values": self.values}}
+        with publishing_outcome(rendezvous):
+            sharded, wait_s = self._is_sharded, float("inf")
+            collected = collect(path, objects, rendezvous, user_path=user_path, wait_s=wait_s, sharded=sharded)
+            if self._snapshots is not None:
+                copies = self._snapshots.snapshot(*collected)
+                self._background.start(functools.partial(self._write, path, *copies, rendezvous))
             else:
-                self._write(path, *taken, meeting)
+                self._write(path, *collected, rendezvous)
 
     def wait(self) -> None:
-        """Until what is written in the background is on the disk.
+        """Wait until the background save is on disk.
 
         Raises:
-            ParallelizeError: the file system has refused.
+            ParallelizeError: the background save failed.
         """
         self._background.wait()
 
-    def _write(self, path: Path, checkpoint: Checkpoint, share: Share | None, meeting: Meeting) -> None:
-        write_taken(path, checkpoint, share, meeting)
-        if meeting.rank != 0:
+    def _write(self, path: Path, checkpoint: Checkpoint, to_write: FolderWrite | None, rendezvous: Rendezvous) -> None:
+        write_collected(path, checkpoint, to_write, rendezvous)
+        if rendezvous.rank != 0:
             return
-        # A newer file is one that was passed over when the run went on: it is nobody's past.
-        past = [each for each in self._files() if _number(each) <= _number(path) and each != path]
-        # One of the same number has the other form, that of another backend, and is older than this one.
-        replaced = [each for each in past if _number(each) == _number(path)]
-        for each in replaced + past[len(replaced) + self._keep - 1 :]:
-            remove(each)
+        # Newer files were skipped as damaged when the run resumed: they do not count and are not removed.
+        older = [each for each in self._files() if _steps_of(each) <= _steps_of(path) and each != path]
+        # Another backend may have saved the same step in the other form (file or folder).
+        replaced = [each for each in older if _steps_of(each) == _steps_of(path)]
+        for each in replaced + older[len(replaced) + self._keep - 1 :]:
+            remove_checkpoint(each)
 
     def resume(self) -> None:
-        """Go on from the newest file that is whole, if there is one; rank 0 says which."""
-        passed_over: set[str] = set()
+        """Load the newest readable checkpoint, if one exists; rank 0 chooses it for all ranks."""
+        skipped: set[str] = set()
         while True:
-            meeting = Meeting.of(f"checkpoints at {self._line} (resuming)")
-            meeting.bring(b"")
-            chosen = self._chosen(passed_over, meeting)
-            if not chosen or self._goes_on_from(self._folder / chosen, meeting):
+            rendezvous = Rendezvous.for_call(f"checkpoints at {self._call_site} (resuming)")
+            rendezvous.post(b"")
+            chosen = self._choose(skipped, rendezvous)
+            if not chosen or self._load_from(self._folder / chosen, rendezvous):
                 return
-            passed_over.add(chosen)
+            skipped.add(chosen)
 
-    def _goes_on_from(self, path: Path, meeting: Meeting) -> bool:
-        """Whether it could be loaded; False, on all ranks, where parts of it are damaged."""
+    def _load_from(self, path: Path, rendezvous: Rendezvous) -> bool:
+        """Load a checkpoint; return False, on all ranks, if its shards are damaged."""
         try:
-            values = load_into(path, self._things, rng=True, what=f"{meeting.what} together")
+            values = load_into(path, self._objects, rng=True, call=f"{rendezvous.call}: load")
         except (ConfigError, SyncError):
             raise
         except ParallelizeError as exc:
-            if not path.is_dir():  # a file was read in full before it was chosen
+            if not path.is_dir():  # a single file was verified in full before it was chosen
                 raise
-            if meeting.rank == 0:
-                _passed_over(exc)
+            if rendezvous.rank == 0:
+                _log_skipped(exc)
             return False
-        own = values[_OWN]
-        self.steps, self.values = own["steps"], dict(own["values"])
-        if meeting.rank == 0:
-            _log.info("going on from %s, after %d steps", path, self.steps)
+        progress = values[_PROGRESS]
+        self.steps, self.values = progress["steps"], dict(progress["values"])
+        if rendezvous.rank == 0:
+            _log.info("resuming from %s, after %d steps", path, self.steps)
         return True
 
-    def _chosen(self, passed_over: set[str], meeting: Meeting) -> str:
-        """The name of the newest file that is whole, as rank 0 sees it; "": there is none."""
-        if meeting.rank != 0:
-            told = meeting.outcome()
-            if told.startswith(_FILE):
-                return told.removeprefix(_FILE)
-            what = f"{meeting.what} failed on rank 0: {told}"
-            raise SyncError(what, why="it chooses for all", fix="see its error", is_echo=True)
-        told = "it ended by an exception"
+    def _choose(self, skipped: set[str], rendezvous: Rendezvous) -> str:
+        """Return the name of the newest checkpoint that rank 0 can read, or "" if none exists."""
+        if rendezvous.rank != 0:
+            outcome = rendezvous.wait_outcome()
+            if outcome.startswith(_FILE_PREFIX):
+                return outcome.removeprefix(_FILE_PREFIX)
+            raise rendezvous.error_of_rank_0(outcome)
+        outcome = "an exception was raised"
         try:
-            chosen = self._newest(passed_over)
-            told = f"{_FILE}{chosen}"
+            chosen = self._newest_readable(skipped)
+            outcome = f"{_FILE_PREFIX}{chosen}"
         except ConfigError as exc:
-            told = str(exc)
+            outcome = str(exc)
             raise
         finally:
-            meeting.tell(told)
+            rendezvous.publish_outcome(outcome)
         return chosen
 
-    def _newest(self, passed_over: set[str]) -> str:
+    def _newest_readable(self, skipped: set[str]) -> str:
         refusal: ConfigError | None = None
         for path in self._files():
             try:
-                if path.name not in passed_over and _OWN in read(path).entries:
+                if path.name not in skipped and _PROGRESS in read_file(path).entries:
                     return path.name
             except ParallelizeError as exc:
-                _passed_over(exc)
-                if isinstance(exc, ConfigError) and is_archive(path):
+                _log_skipped(exc)
+                if isinstance(exc, ConfigError) and is_zip_file(path):
                     refusal = refusal or exc
         if refusal is not None:
             raise ConfigError(
-                f"checkpoints({str(self._named)!r}): {refusal.faults[0].what}",
-                why="no file in the folder can be gone on from, and this one is not damaged: to begin anew would "
-                "replace it",
-                fix="to begin anew, name another folder or remove the files; to go on, " + refusal.faults[0].fix,
+                f"checkpoints({str(self._user_folder)!r}): {refusal.faults[0].what}",
+                why="it is undamaged, no other checkpoint in the folder can be loaded, and a new run would replace it",
+                fix="for a new run, use another folder or remove the files; to resume, " + refusal.faults[0].fix,
             ) from refusal
         return ""
 
     def _files(self) -> list[Path]:
-        """Newest first."""
+        """Return the complete checkpoints in the folder, newest first."""
         if not self._folder.is_dir():
             return []
-        named = (each for each in self._folder.iterdir() if _NAME.fullmatch(each.name))
-        return sorted((each for each in named if not is_broken_off(each)), key=_number, reverse=True)
+        matching = (each for each in self._folder.iterdir() if _NAME.fullmatch(each.name))
+        return sorted((each for each in matching if not is_incomplete(each)), key=_steps_of, reverse=True)
 
     def _path(self, steps: int) -> Path:
         return self._folder / f"step-{steps:09d}{'' if self._is_sharded else '.pt'}"
@@ -217,9 +213,9 @@ def checkpoints(
     keep: int = 3,
     in_background: bool = False,
     sharded: bool | None = None,
-    **things: Any,
+    **objects: Any,
 ) -> Iterator[Checkpoints]:
-    """Save a run as it goes, and go on from the last file when it is started again.
+    """Save a run periodically, and resume it from the newest checkpoint when it is started again.
 
         with parallel_model(model), checkpoints("runs/a", model=model, optimizer=optimizer, loader=loader) as saved:
             for epoch in range(loader.epoch, epochs):
@@ -228,51 +224,53 @@ def checkpoints(
                     optimizer.step()
                     saved.step()
 
-    A run that is killed anywhere and started again with as many processes ends with bitwise the same weights as one
-    that is not, where the arithmetic itself is repeatable. With `@distributed(max_restarts=3)` it starts itself again.
-    Random numbers that a dataset draws in worker processes, or under `seed=`, are others in the rest of the epoch that
-    was broken off.
+    A run that is killed at any point and restarted with the same number of processes ends with bitwise the same weights
+    as an uninterrupted run, if the computation itself is deterministic. `@distributed(max_restarts=3)` restarts it
+    automatically. In the rest of the interrupted epoch, random numbers that a dataset draws in DataLoader workers, or
+    under `seed=`, differ.
 
-    Enter it on every rank, inside the `parallel_model` block. An epoch that is gone on with gives the batches that are
-    left of it: `loader.epoch` says which it is.
+    Enter the block on every rank, inside the `parallel_model` block. After a resume, `loader.epoch` is the number of
+    the interrupted epoch, and the loader yields the remaining batches of that epoch.
 
     Args:
-        folder: of this run alone; with several nodes one that all of them share. A relative one is where it is when the
-            block is entered.
-        every: a number of steps, or a time by rank 0's clock, such as "10min".
-        keep: how many files.
-        in_background: write from a copy in memory, while the loop goes on; the step that saves then takes as long as
-            copying. A failure raises at the next save. Rank 0 copies the state; sharded, each rank its parts.
-        sharded: whether each checkpoint is a folder with a file of every rank, as for `save`; None: under fsdp.
-        **things: as for `save`, but for plain values, which `step` takes.
+        folder: folder for this run alone; with several nodes, one that all of them share. A relative path is resolved
+            when the block is entered.
+        every: a number of steps, or a duration by rank 0's clock, such as "10min".
+        keep: how many checkpoints to keep.
+        in_background: whether to write from a copy in memory while training continues. A saving step is delayed only by
+            the copy; a write error is raised at the next save. Rank 0 copies the full state, or each rank its shards.
+        sharded: whether each checkpoint is a folder with one file per rank, as for `save`; None: only under fsdp.
+        **objects: as for `save`, but not plain values: pass those to `step`.
 
     Yields:
-        What counts the steps.
+        The `Checkpoints` of the run; call its `step` after each optimizer step.
 
     Raises:
-        ConfigError: options without a meaning; files of things that are made differently.
-        SyncError: ranks that do not save after the same step.
+        ConfigError: an option is invalid, or the checkpoints were saved from objects constructed differently.
+        SyncError: ranks do not save after the same step.
     """
     if type(keep) is not int or keep < 1:
-        raise ConfigError(f"keep={keep!r}", why="at least the last file is needed to go on", fix="use keep=3")
-    if not things:
-        raise ConfigError(f"checkpoints({str(folder)!r})", why="there is nothing to save", fix="name it: model=model")
-    for name, thing in things.items():
-        if state_of(thing) is None:
+        raise ConfigError(f"keep={keep!r}", why="resuming needs at least one checkpoint", fix="use keep=3")
+    if not objects:
+        raise ConfigError(f"checkpoints({str(folder)!r})", why="there is nothing to save", fix="pass model=model")
+    for name, obj in objects.items():
+        if handler_for(obj) is None:
             raise ConfigError(
-                f"checkpoints({name}={thing!r:.80})",
-                why="it has no state that could be put back",
-                fix=f"give plain values to step({name}=...), and find them in `values` when the run goes on",
+                f"checkpoints({name}={obj!r:.80})",
+                why="it has no state_dict() and load_state_dict(), which restore an object",
+                fix=f"pass plain values to step({name}=...); a resumed run finds them in `values`",
             )
-    # Two frames up: contextlib's own is in between.
-    line = line_of(sys._getframe(2))
-    store = dist.distributed_c10d._get_default_store() if _is_connected() else None
-    when = timetable(every, store=store, rank=context.rank())
     saved = Checkpoints(
-        Path(folder), keep=keep, things=things, when=when, line=line, in_background=in_background, sharded=sharded
+        Path(folder),
+        keep=keep,
+        objects=objects,
+        schedule=parse_schedule(every, store=store_of_ranks(), rank=context.rank()),
+        call_site=call_site_of(sys._getframe(2)),  # two frames up: one of them is contextlib's
+        in_background=in_background,
+        sharded=sharded,
     )
     if context.rank() == 0:
-        _clear(Path(folder))
+        _remove_leftovers(Path(folder))
     saved.resume()
     try:
         yield saved
@@ -281,21 +279,17 @@ def checkpoints(
         saved.wait()
 
 
-def _clear(folder: Path) -> None:
-    """Remove what the runs before have not ended."""
-    clear_leftovers(folder, _NAME)
+def _remove_leftovers(folder: Path) -> None:
+    """Remove incomplete checkpoints and temporary files of killed runs."""
+    remove_stale_temp_files(folder, _NAME)
     for each in folder.iterdir() if folder.is_dir() else ():
-        if _NAME.fullmatch(each.name) and is_broken_off(each):
-            remove(each)
+        if _NAME.fullmatch(each.name) and is_incomplete(each):
+            remove_checkpoint(each)
 
 
-def _number(path: Path) -> int:
+def _steps_of(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
 
-def _passed_over(exc: ParallelizeError) -> None:
-    _log.warning("passed over: %s", str(exc).replace("\n", ";"))
-
-
-def _is_connected() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+def _log_skipped(exc: ParallelizeError) -> None:
+    _log.warning("skipped checkpoint: %s", str(exc).replace("\n", ";"))

@@ -1,4 +1,4 @@
-"""Which values a checkpoint may hold: those that torch.load reads without running anything."""
+"""Safe types: the types that a checkpoint may hold, which torch.load reads with weights_only=True."""
 
 from __future__ import annotations
 
@@ -11,88 +11,92 @@ import torch
 
 from parallelize.errors import ConfigError
 
-__all__ = ["is_in_parts", "plain", "plain_names"]
+__all__ = ["is_dtensor", "safe_names", "to_safe_types"]
 
-_KEPT = (torch.dtype, torch.device, torch.Size)
-_EXACT: dict[type[Any], Callable[[Any], Any]] = {
+_UNCHANGED = (torch.dtype, torch.device, torch.Size)
+_CONVERTERS: dict[type[Any], Callable[[Any], Any]] = {
     bool: bool,
     int: int,
     float: float,
     complex: complex,
-    str: str.__str__,  # an enumeration's own str() is another text
+    str: str.__str__,  # str() of an enum member returns another string
     bytes: bytes,
-    Integral: int,  # NumPy's are no subclasses of int
+    Integral: int,  # NumPy's integers are not subclasses of int
 }
 
 
-def is_in_parts(value: Any) -> bool:
-    """Whether a tensor is a DTensor, whose class takes half a second to import."""
+def is_dtensor(value: Any) -> bool:
+    """Return whether a value is a DTensor, without importing the class, which takes half a second."""
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
-def plain(value: Any, *, where: str, whole: Callable[[Any, str], Any]) -> Any:
-    """The same values in plain containers; tensors are not copied.
+def to_safe_types(value: Any, *, where: str, convert_dtensor: Callable[[Any, str], Any]) -> Any:
+    """Convert nested containers, numbers, strings and tensors to safe types; tensors are not copied.
 
     Args:
-        value: containers, numbers, texts, tensors.
-        where: what the error calls it.
-        whole: makes of a DTensor the tensor that stands for it; it is told where it was found.
+        value: the value to convert.
+        where: name of the value in error messages.
+        convert_dtensor: called with each DTensor and its name; returns the tensor to store.
 
     Raises:
-        ConfigError: a value that could be read back only by running code from the file.
+        ConfigError: a value could only be loaded by running code from the file.
     """
-    if value is None or type(value) in _KEPT:
+    if value is None or type(value) in _UNCHANGED:
         return value
     if isinstance(value, torch.Tensor):
-        return whole(value, where) if is_in_parts(value) else _tensor(value, where)
+        return convert_dtensor(value, where) if is_dtensor(value) else _dense_tensor(value, where)
+
+    def convert(each: Any, key: Any) -> Any:
+        return to_safe_types(each, where=f"{where}[{key!r}]", convert_dtensor=convert_dtensor)
+
     if type(value) in (dict, OrderedDict, Counter):
-        inner = {_key(key, where): plain(each, where=f"{where}[{key!r}]", whole=whole) for key, each in value.items()}
+        inner = {_safe_key(key, where): convert(each, key) for key, each in value.items()}
         return inner if type(value) is dict else type(value)(inner)
     if type(value) in (list, tuple):
-        return type(value)(plain(each, where=f"{where}[{number}]", whole=whole) for number, each in enumerate(value))
+        return type(value)(convert(each, number) for number, each in enumerate(value))
     if type(value) is set:
-        return {_key(each, where) for each in value}
-    return _exact(value, where)
+        return {_safe_key(each, where) for each in value}
+    return _safe_scalar(value, where)
 
 
-def plain_names(things: Mapping[str, Any]) -> dict[str, Any]:
-    """The same things under names that are no subclasses of str, as `**` lets them through."""
-    return {_key(name, "save()"): thing for name, thing in things.items()}
+def safe_names(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects with every name converted to a plain str: `**` also accepts subclasses of str."""
+    return {_safe_key(name, "save()"): obj for name, obj in objects.items()}
 
 
-def _key(key: Any, where: str) -> Any:
+def _safe_key(key: Any, where: str) -> Any:
     if key is None:
         return key
     if isinstance(key, tuple):
-        return tuple(_key(each, where) for each in key)
-    return _exact(key, f"a key of {where}")
+        return tuple(_safe_key(each, where) for each in key)
+    return _safe_scalar(key, f"a key of {where}")
 
 
-def _exact(value: Any, where: str) -> Any:
-    """A number or a text of one of Python's own types: a NumPy float is a float, and comes back as one."""
-    for kind, exactly in _EXACT.items():
+def _safe_scalar(value: Any, where: str) -> Any:
+    """Convert a number or string to its built-in type, such as a NumPy float to float."""
+    for kind, convert in _CONVERTERS.items():
         if isinstance(value, kind):
-            return exactly(value)
-    raise _refused(where, f"{type(value).__module__}.{type(value).__qualname__}")
+            return convert(value)
+    raise _unsafe_type_error(where, f"{type(value).__module__}.{type(value).__qualname__}")
 
 
-def _tensor(value: torch.Tensor, where: str) -> torch.Tensor:
+def _dense_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        raise _refused(where, f"{type(value).__module__}.{type(value).__qualname__}")
+        raise _unsafe_type_error(where, f"{type(value).__module__}.{type(value).__qualname__}")
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
         raise ConfigError(
-            f"{where} is no dense tensor with values: {value.layout}, on {value.device}, {value.dtype}",
-            why="a checkpoint holds dense values",
-            fix="save x.to_dense() or x.dequantize(); give a model on the meta device values first",
+            f"{where} is not a dense tensor with values: {value.layout}, on {value.device}, {value.dtype}",
+            why="a checkpoint holds dense tensors only",
+            fix="save x.to_dense() or x.dequantize(); initialize a model on the meta device before saving it",
         )
     return value.detach()
 
 
-def _refused(where: str, kind: str) -> ConfigError:
+def _unsafe_type_error(where: str, kind: str) -> ConfigError:
     return ConfigError(
-        f"{where} is a {kind}",
-        why="a checkpoint holds tensors, numbers, texts and containers of them: reading a class from a file would run "
-        "code that whoever wrote the file has chosen",
-        fix="save what it consists of: its numbers, torch.from_numpy(array), or an object with state_dict() and "
+        f"{where} is of type {kind}",
+        why="a checkpoint holds tensors, numbers, strings and containers of these: loading a class would run code from "
+        "the file",
+        fix="save its content as numbers or tensors (torch.from_numpy(array)), or give its class state_dict() and "
         "load_state_dict()",
     )

@@ -1,4 +1,4 @@
-"""save: the state of a run, in one file or in a file of every rank."""
+"""save(): write the state of a run to one file, or to a sharded folder."""
 
 from __future__ import annotations
 
@@ -12,155 +12,156 @@ from typing import Any
 
 import torch
 
-from parallelize.checkpoint.file_format import Checkpoint, Entry, write
-from parallelize.checkpoint.rendezvous import ALONE_S, LATE_S, Meeting
-from parallelize.checkpoint.rng_state import take_generators
-from parallelize.checkpoint.safe_types import plain, plain_names
-from parallelize.checkpoint.sharded_folder import Share, folder_for, packed, unpacked, write_folder
-from parallelize.checkpoint.state_dicts import VALUE, needs_all_ranks, state_of
+from parallelize.checkpoint.file_format import Checkpoint, Entry, write_file
+from parallelize.checkpoint.rendezvous import ARRIVAL_TIMEOUT_S, GRACE_S, Rendezvous, from_bytes, to_bytes
+from parallelize.checkpoint.rng_state import get_rng_states
+from parallelize.checkpoint.safe_types import safe_names, to_safe_types
+from parallelize.checkpoint.sharded_folder import FolderWrite, new_shard_folder, write_folder
+from parallelize.checkpoint.state_dicts import VALUE, handler_for, needs_all_ranks
 from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime import context
 
-__all__ = ["completed", "line_of", "save", "take", "write_taken"]
+__all__ = ["call_site_of", "collect", "publishing_outcome", "save", "write_collected"]
 
 _log = logging.getLogger("parallelize")
 
 
-def save(path: str | os.PathLike[str], /, *, sharded: bool | None = None, **things: Any) -> None:
-    """Write the state of a run, which any backend in a world of any size can load.
+def save(path: str | os.PathLike[str], /, *, sharded: bool | None = None, **objects: Any) -> None:
+    """Save the state of a run; any backend, with any number of processes, can load it.
 
         save("last.pt", model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, epoch=epoch)
 
-    Call it between steps, on every rank. Where no rank holds only a part (all backends but fsdp), rank 0 writes one
-    file, and may also call it alone: the random generators of the others are then not in it, which the log says. Under
-    fsdp `path` becomes a folder, in which every rank writes its parts by torch.distributed.checkpoint.
+    Call `save` between steps, on every rank. Where every rank holds the full state (all backends but fsdp), rank 0
+    writes one file. Rank 0 may also call `save` alone; the RNG states of other ranks are then not saved, and a warning
+    is logged. Under fsdp `path` becomes a folder, and every rank writes its shards with
+    torch.distributed.checkpoint.
 
-    A kill at any moment leaves what was there or the new checkpoint. When it returns, the new one is on the disk, for
-    every rank that has called it.
+    The write is atomic: a killed run leaves the old checkpoint or the new one. After the call the new one is on disk.
 
     Args:
-        path: a file or, sharded, a folder; the folder around it is made.
-        sharded: whether to write a folder; with several nodes one that all of them share. False: rank 0 gathers what is
-            in parts, in the memory of its CPU, and writes one file. None: as it is at `path` already, else a folder
-            where ranks hold parts.
-        **things: models (weights under the names that they have without this library, and the loss scale if they are in
-            a block with `amp=`), optimizers, what `shard_loader` returns (epoch and position), all that has
-            `state_dict()` and `load_state_dict()`, and plain values: numbers, texts, tensors and containers of them.
-            The random generators of every rank go with them.
+        path: a file, or a folder if sharded; missing parent folders are created.
+        sharded: whether to write a folder; with several nodes, one that all of them share. False: rank 0 gathers the
+            full tensors in CPU memory and writes one file. None: keep the form of the checkpoint at `path`; for a new
+            path, use a folder if ranks hold shards.
+        **objects: models (weights under the names that they have without this library, with the loss scale if they are
+            in a block with `amp=`), optimizers, loaders that `shard_loader` returns (epoch and position), any object
+            with `state_dict()` and `load_state_dict()`, and plain values: numbers, strings, tensors and containers of
+            these. The RNG states of every rank are saved too.
 
     Raises:
-        ConfigError: nothing to save, something that could be read back only by running code from the file, or something
-            else at `path`.
-        SyncError: a rank that has to take part does not come, or saves something else; rank 0 could not write.
-        ParallelizeError: the file system refuses.
+        ConfigError: no objects are passed, a value could only be loaded by running code from the file, or something
+            other than a checkpoint is at `path`.
+        SyncError: a required rank does not call `save` or saves other objects, or rank 0 failed to write.
+        ParallelizeError: writing failed.
     """
-    meeting = Meeting.of(f"save at {line_of(sys._getframe(1))}")
-    together_s = ALONE_S if any(map(needs_all_ranks, things.values())) else None
-    with completed(meeting):
-        at = Path(path)
-        taken = take(at, things, meeting, named=at, together_s=together_s, sharded=sharded)
-        write_taken(at, *taken, meeting)
+    rendezvous = Rendezvous.for_call(f"save at {call_site_of(sys._getframe(1))}")
+    wait_s = ARRIVAL_TIMEOUT_S if any(map(needs_all_ranks, objects.values())) else None
+    with publishing_outcome(rendezvous):
+        target = Path(path)
+        collected = collect(target, objects, rendezvous, user_path=target, wait_s=wait_s, sharded=sharded)
+        write_collected(target, *collected, rendezvous)
 
 
-def line_of(frame: Any) -> str:
-    """Where in the user's program a call is: the same on all ranks."""
+def call_site_of(frame: Any) -> str:
+    """Return the file name and line of a call in the user's program; all ranks get the same text."""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def write_taken(path: Path, checkpoint: Checkpoint, share: Share | None, meeting: Meeting) -> None:
-    """Write what `take` has taken.
+def write_collected(path: Path, checkpoint: Checkpoint, to_write: FolderWrite | None, rendezvous: Rendezvous) -> None:
+    """Write the checkpoint and the shards that `collect` returned.
 
     Raises:
-        ParallelizeError: the file system refuses.
-        SyncError: on rank 0, a rank that has not written its parts in time.
+        ParallelizeError: writing failed.
+        SyncError: on rank 0: a rank has not written its shards in time.
     """
-    if share is not None:
-        write_folder(path, checkpoint, share, meeting)
-    elif meeting.rank == 0:
-        write(path, checkpoint)
+    if to_write is not None:
+        write_folder(path, checkpoint, to_write, rendezvous)
+    elif rendezvous.rank == 0:
+        write_file(path, checkpoint)
 
 
-def take(
+def collect(
     path: Path,
-    things: Mapping[str, Any],
-    meeting: Meeting,
+    objects: Mapping[str, Any],
+    rendezvous: Rendezvous,
     *,
-    named: Path,
-    together_s: float | None,
+    user_path: Path,
+    wait_s: float | None,
     sharded: bool | None,
-) -> tuple[Checkpoint, Share | None]:
-    """What is to be written, in tensors that the things share; nothing is written yet.
+) -> tuple[Checkpoint, FolderWrite | None]:
+    """Collect the states to save, without writing them; their tensors share memory with the objects.
 
     Args:
-        path: where it will be written.
-        things: as for `save`.
-        meeting: the call.
-        named: the path in the user's words, compared with the other ranks': nodes may see one folder at two places.
-        together_s: how long all ranks are waited for, which have to come; None: rank 0 may be alone.
+        path: where the checkpoint will be written.
+        objects: as for `save`.
+        rendezvous: rendezvous of this call.
+        user_path: the path as the user gave it, to compare across ranks: nodes may mount one folder at two paths.
+        wait_s: seconds to wait for all ranks; None: rank 0 may make the call alone.
         sharded: as for `save`.
 
     Returns:
-        The checkpoint, empty on all ranks but 0, and this rank's share where it becomes a folder.
+        The checkpoint (empty except on rank 0), and this rank's write to the shard folder (None if it has none).
 
     Raises:
-        ConfigError: nothing to save, something that is no plain value, or something else at `path`.
-        SyncError: a rank that has to take part does not come, or saves something else.
+        ConfigError: no objects, a value of an unsafe type, or something other than a checkpoint at `path`.
+        SyncError: a required rank does not make the call, or saves other objects.
     """
-    if not things:
-        raise ConfigError(
-            f"save({str(named)!r})", why="there is nothing to save", fix="name it: save(path, model=model)"
-        )
-    things = plain_names(things)
-    kinds = [(name, state_of(thing)) for name, thing in things.items()]
-    told = f"{named}: " + ", ".join(f"{name} ({VALUE if state is None else state.kind})" for name, state in kinds)
-    is_common = any(map(needs_all_ranks, things.values()))
-    folder = _bring(path, told, meeting, is_sharded=sharded, in_parts=is_common)
-    if together_s is not None:
-        meeting.require_all(
-            together_s,
-            why="every rank has a part of what is saved, or its random generators",
+    if not objects:
+        raise ConfigError(f"save({str(user_path)!r})", why="there is nothing to save", fix="pass model=model")
+    objects = safe_names(objects)
+    kinds = {name: getattr(handler_for(obj), "kind", VALUE) for name, obj in objects.items()}
+    description = f"{user_path}: {', '.join(f'{name} ({kind})' for name, kind in kinds.items())}"
+    is_collective = any(map(needs_all_ranks, objects.values()))
+    folder = _post_description(path, description, rendezvous, is_sharded=sharded, has_shards=is_collective)
+    if wait_s is not None:
+        rendezvous.require_all_ranks(
+            wait_s,
+            why="every rank saves its own shards and RNG states",
             fix="call it on all ranks, without `if is_main()`",
         )
-        _refuse_others(meeting, told)  # they would gather other things
-        folder = unpacked(meeting.brought(0) or b"")["folder"] if meeting.rank else folder
-    apart = _Apart()
+        _require_same_description(rendezvous, description)  # otherwise ranks would gather different tensors
+        folder = from_bytes(rendezvous.posted(0) or b"")["shard_folder"] if rendezvous.rank else folder
+    collector = _ShardCollector()
     entries: dict[str, Entry] = {}
-    if meeting.rank == 0 or together_s is not None:  # parts are gathered by all ranks, or written by each
-        whole = apart if folder else _gathering(meeting.rank)
-        entries = {name: _entry(name, thing, whole) for name, thing in things.items()}
-    share = apart.share(folder, is_common=is_common) if folder and (meeting.rank == 0 or is_common) else None
-    if meeting.rank != 0:
-        return Checkpoint(meeting.world_size, {}, ()), share
-    generators = _generators(meeting, told, is_certain=together_s is not None)
-    return Checkpoint(meeting.world_size, entries, generators), share
+    if rendezvous.rank == 0 or wait_s is not None:  # all ranks gather, or each writes its shards
+        convert_dtensor = collector if folder else _gather_full_tensors(rendezvous.rank)
+        entries = {name: _make_entry(name, obj, convert_dtensor) for name, obj in objects.items()}
+    to_write = None
+    if folder and (rendezvous.rank == 0 or is_collective):
+        to_write = collector.folder_write(folder, is_collective=is_collective)
+    if rendezvous.rank != 0:
+        return Checkpoint(rendezvous.world_size, {}, ()), to_write
+    rng_states = _rng_states_of_ranks(rendezvous, description, have_all_arrived=wait_s is not None)
+    return Checkpoint(rendezvous.world_size, entries, rng_states), to_write
 
 
-def _bring(path: Path, told: str, meeting: Meeting, *, is_sharded: bool | None, in_parts: bool) -> str:
-    """Tell the others what this rank has; rank 0 tells, too, whether a folder is to be written, and its answer."""
-    brought = {"told": told, "generators": take_generators(context.current().devices), "folder": ""}
+def _post_description(
+    path: Path, description: str, rendezvous: Rendezvous, *, is_sharded: bool | None, has_shards: bool
+) -> str:
+    """Post this rank's description and RNG states, and on rank 0 the shard folder; return that folder's name or ""."""
+    posted = {"description": description, "rng_states": get_rng_states(context.current().devices), "shard_folder": ""}
     try:
-        if meeting.rank == 0:
-            brought["folder"] = folder_for(path, is_sharded=is_sharded, in_parts=in_parts)
-    finally:  # also where it refuses: the others do not wait for it in vain
-        meeting.bring(packed(brought))
-    return str(brought["folder"])
+        if rendezvous.rank == 0:
+            posted["shard_folder"] = new_shard_folder(path, is_sharded=is_sharded, has_shards=has_shards)
+    finally:  # also after an error, so that the other ranks do not wait for rank 0
+        rendezvous.post(to_bytes(posted))
+    return str(posted["shard_folder"])
 
 
 @contextlib.contextmanager
-def completed(meeting: Meeting) -> Iterator[None]:
-    """The work of a call: rank 0 tells the others how the block went, they wait at its end until it has.
+def publishing_outcome(rendezvous: Rendezvous) -> Iterator[None]:
+    """Run the block; rank 0 then publishes whether the block succeeded, and the other ranks wait for this outcome.
 
     Raises:
-        SyncError: on the others, that rank 0 has failed or not come.
+        SyncError: on ranks other than 0: rank 0 has failed or has not made the call.
     """
-    if meeting.rank != 0:
+    if rendezvous.rank != 0:
         yield
-        failure = meeting.outcome()
+        failure = rendezvous.wait_outcome()
         if failure:
-            what = f"{meeting.what} failed on rank 0: {failure}"
-            raise SyncError(what, why="it writes for all", fix="see its error", is_echo=True)
+            raise rendezvous.error_of_rank_0(failure)
         return
-    outcome = "it ended by an exception"
+    outcome = "an exception was raised"
     try:
         yield
         outcome = ""
@@ -168,80 +169,85 @@ def completed(meeting: Meeting) -> Iterator[None]:
         outcome = f"{type(exc).__name__}: {exc}"
         raise
     finally:
-        meeting.tell(outcome)
+        rendezvous.publish_outcome(outcome)
 
 
-def _entry(name: str, thing: Any, whole: Callable[[Any, str], Any]) -> Entry:
-    state = state_of(thing)
-    taken = thing if state is None else state.take(thing)
-    return Entry(VALUE if state is None else state.kind, type(thing).__name__, plain(taken, where=name, whole=whole))
+def _make_entry(name: str, obj: Any, convert_dtensor: Callable[[Any, str], Any]) -> Entry:
+    handler = handler_for(obj)
+    state = obj if handler is None else handler.get_state(obj)
+    state = to_safe_types(state, where=name, convert_dtensor=convert_dtensor)
+    return Entry(VALUE if handler is None else handler.kind, type(obj).__name__, state)
 
 
-class _Apart:
-    """Puts a tensor without values in the place of each part, which stays where it is."""
+class _ShardCollector:
+    """Replaces each DTensor by a placeholder and keeps the DTensor, whose shard this rank writes later."""
 
     def __init__(self) -> None:
         self._keys: list[str] = []
-        self._divided: dict[str, Any] = {}
-        self._seen: dict[Any, str] = {}  # tied weights are one part under several names
+        self._dtensors: dict[str, Any] = {}
+        self._seen: dict[Any, str] = {}  # tied weights: one DTensor under several names
 
-    def __call__(self, part: Any, where: str) -> torch.Tensor:
-        local = part.to_local()
-        identity = (local.data_ptr(), local.shape, part.placements) if local.numel() else where
+    def __call__(self, dtensor: Any, where: str) -> torch.Tensor:
+        local = dtensor.to_local()
+        identity = (local.data_ptr(), local.shape, dtensor.placements) if local.numel() else where
         key = self._seen.setdefault(identity, where)
-        self._divided.setdefault(key, part)
+        self._dtensors.setdefault(key, dtensor)
         self._keys.append(key)
-        return torch.empty(part.shape, dtype=part.dtype, device="meta")
+        return torch.empty(dtensor.shape, dtype=dtensor.dtype, device="meta")
 
-    def share(self, folder: str, *, is_common: bool) -> Share:
-        """What this rank writes of what it was called with."""
-        if not is_common:
-            return Share(folder, (), [], is_common=False)
-        from parallelize.checkpoint.shard_files import own_parts  # a second to import: only where there are parts
+    def folder_write(self, folder: str, *, is_collective: bool) -> FolderWrite:
+        """Return this rank's write of the DTensors collected so far."""
+        if not is_collective:
+            return FolderWrite(folder, (), [], is_collective=False)
+        from parallelize.checkpoint.shard_files import shards_to_write  # takes a second to import: only if sharded
 
-        return Share(folder, tuple(self._keys), own_parts(self._divided), is_common=True)
-
-
-def _gathering(rank: int) -> Callable[[Any, str], Any]:
-    """Makes whole tensors of parts, one at a time: rank 0 keeps them in the memory of the CPU, the others none."""
-    kept: dict[int, Any] = {}  # tied weights are one part under several names
-
-    def whole(part: Any, _where: str) -> Any:
-        from parallelize.backends import sharded_tensors  # half a second to import: only where there are parts
-
-        if id(part) not in kept:
-            tensor = sharded_tensors.full_tensor(part)
-            kept[id(part)] = part, tensor.cpu() if rank == 0 else None
-        return kept[id(part)][1]
-
-    return whole
+        return FolderWrite(folder, tuple(self._keys), shards_to_write(self._dtensors), is_collective=True)
 
 
-def _generators(meeting: Meeting, told: str, *, is_certain: bool) -> tuple[Any, ...]:
-    """Those of all ranks that have come; rank 0 waits a little for the others, unless they left it alone before."""
-    if meeting.world_size == 1:
-        return (take_generators(context.current().devices),)
-    patience_s = LATE_S if meeting.number == 0 or meeting.came_late() else 0.0
-    if not is_certain and not meeting.all_come(patience_s):
+def _gather_full_tensors(rank: int) -> Callable[[Any, str], Any]:
+    """Return a function that gathers a DTensor and returns the full CPU tensor on rank 0, None on other ranks."""
+    gathered: dict[int, Any] = {}  # tied weights: one DTensor under several names
+
+    def convert_dtensor(dtensor: Any, _where: str) -> Any:
+        from parallelize.backends import sharded_tensors  # takes half a second to import: only if sharded
+
+        if id(dtensor) not in gathered:
+            tensor = sharded_tensors.full_tensor(dtensor)
+            gathered[id(dtensor)] = dtensor, tensor.cpu() if rank == 0 else None
+        return gathered[id(dtensor)][1]
+
+    return convert_dtensor
+
+
+def _rng_states_of_ranks(rendezvous: Rendezvous, description: str, *, have_all_arrived: bool) -> tuple[Any, ...]:
+    """Return the RNG states by rank, None for a rank that does not make this call.
+
+    Rank 0 waits GRACE_S for late ranks, or not at all if a rank never made the previous call.
+    """
+    if rendezvous.world_size == 1:
+        return (get_rng_states(context.current().devices),)
+    timeout_s = GRACE_S if rendezvous.call_index == 0 or rendezvous.previous_had_late_ranks() else 0.0
+    if not have_all_arrived and not rendezvous.all_arrive(timeout_s):
         _log.warning(
-            "%s was called by %d of %d ranks: the random generators of the others are not in the file",
-            meeting.what,
-            meeting.world_size - len(meeting.absent()),
-            meeting.world_size,
+            "%s was called by %d of %d ranks: the RNG states of the other ranks are not saved",
+            rendezvous.call,
+            rendezvous.world_size - len(rendezvous.missing_ranks()),
+            rendezvous.world_size,
         )
-    _refuse_others(meeting, told)
-    brought = map(meeting.brought, range(meeting.world_size))
-    return tuple(None if each is None else unpacked(each)["generators"] for each in brought)
+    _require_same_description(rendezvous, description)
+    posted = map(rendezvous.posted, range(rendezvous.world_size))
+    return tuple(None if each is None else from_bytes(each)["rng_states"] for each in posted)
 
 
-def _refuse_others(meeting: Meeting, told: str) -> None:
-    for rank in meeting.compared():
-        brought = meeting.brought(rank)
-        theirs = told if brought is None else unpacked(brought)["told"]
-        if theirs != told:
-            other, its, main = (rank, theirs, told) if meeting.rank == 0 else (meeting.rank, told, theirs)
+def _require_same_description(rendezvous: Rendezvous, description: str) -> None:
+    for rank in rendezvous.ranks_to_compare():
+        posted = rendezvous.posted(rank)
+        theirs = description if posted is None else from_bytes(posted)["description"]
+        if theirs != description:
+            is_main = rendezvous.rank == 0
+            other, its, main = (rank, theirs, description) if is_main else (rendezvous.rank, description, theirs)
             raise SyncError(
                 f"rank {other} saves {its}; rank 0 saves {main}",
-                why="one file is written, by rank 0, for all",
+                why="rank 0 writes one checkpoint for all ranks",
                 fix="give save() the same path and the same names on every rank",
             )

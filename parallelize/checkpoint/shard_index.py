@@ -1,4 +1,4 @@
-"""Where the values of divided tensors lie in the files that the ranks have written."""
+"""Index of a sharded checkpoint: which file holds which shard of which tensor."""
 
 from __future__ import annotations
 
@@ -14,103 +14,108 @@ import torch
 
 from parallelize.runtime.containers import leaves
 
-__all__ = ["Piece", "Pieces", "is_divided"]
+__all__ = ["ShardIndex", "StoredShard", "is_placeholder", "placeholders_in"]
 
-_NAME = re.compile(r"[\w-][\w.-]*")  # of a file or a folder that lies where the checkpoint is, and nowhere else
+_NAME = re.compile(r"[\w-][\w.-]*")  # no path separators: all files lie in the checkpoint's folder
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A block of one tensor, in one file.
+class StoredShard:
+    """One shard of a tensor, and its position in a file.
 
     Args:
-        key: the tensor.
-        offsets: where the block begins, in each dimension of the tensor.
-        sizes: of the block.
-        file: its name in the folder of the pieces.
-        start: where in the file it begins, in bytes.
-        length: in bytes.
-        fingerprint: of its values.
+        key: name of the tensor in the index.
+        offsets: index of the shard's first element in each dimension of the tensor.
+        sizes: shape of the shard.
+        file: name of the file in the shard folder.
+        start_byte: position in the file.
+        num_bytes: length in the file.
+        checksum: checksum of the shard's values.
     """
 
     key: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    start: int
-    length: int
-    fingerprint: str
+    start_byte: int
+    num_bytes: int
+    checksum: str
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """All pieces of a checkpoint.
+class ShardIndex:
+    """All shards of a checkpoint.
 
     Args:
-        folder: its name, beside the file that lists the pieces.
-        keys: which tensor stands in the place of each tensor without values, in their order in the checkpoint.
-        of_key: the blocks of each tensor.
+        folder: name of the shard folder, next to the file that holds the index.
+        keys: key of the tensor that each placeholder stands for, in the order of the placeholders in the checkpoint.
+        by_key: shards of each tensor, by its key.
     """
 
     folder: str
     keys: tuple[str, ...]
-    of_key: Mapping[str, Sequence[Piece]]
+    by_key: Mapping[str, Sequence[StoredShard]]
 
     @classmethod
-    def of(cls, folder: str, keys: Iterable[str], pieces: Iterable[Piece]) -> Pieces:
-        """From pieces in any order."""
-        of_key: dict[str, list[Piece]] = defaultdict(list)
-        for each in pieces:
-            of_key[each.key].append(each)
-        return cls(folder, tuple(keys), of_key)
+    def from_shards(cls, folder: str, keys: Iterable[str], shards: Iterable[StoredShard]) -> ShardIndex:
+        """Build the index from shards in any order."""
+        by_key: dict[str, list[StoredShard]] = defaultdict(list)
+        for each in shards:
+            by_key[each.key].append(each)
+        return cls(folder, tuple(keys), by_key)
 
-    def as_plain(self) -> dict[str, Any]:
-        """In plain containers."""
-        pieces = [list(astuple(each)) for of_key in self.of_key.values() for each in of_key]
-        return {"folder": self.folder, "keys": list(self.keys), "pieces": pieces}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the index as it is stored."""
+        shards = [list(astuple(each)) for of_tensor in self.by_key.values() for each in of_tensor]
+        return {"folder": self.folder, "keys": list(self.keys), "pieces": shards}
 
     @classmethod
-    def parse(cls, plain: Mapping[str, Any]) -> Pieces:
-        """From plain containers.
+    def parse(cls, stored: Mapping[str, Any]) -> ShardIndex:
+        """Build the index from its stored form.
 
         Raises:
-            ValueError: names that lead elsewhere.
+            ValueError: a file or folder name is not a plain name.
         """
-        pieces = [Piece(key, tuple(at), tuple(sizes), *rest) for key, at, sizes, *rest in plain["pieces"]]
-        for name in (plain["folder"], *(each.file for each in pieces)):
+        shards = [StoredShard(key, tuple(at), tuple(sizes), *rest) for key, at, sizes, *rest in stored["pieces"]]
+        for name in (stored["folder"], *(each.file for each in shards)):
             if _NAME.fullmatch(name) is None:
-                raise ValueError(f"{name!r} is no name of a file beside it")
-        return cls.of(plain["folder"], plain["keys"], pieces)
+                raise ValueError(f"{name!r} is not a plain file or folder name")
+        return cls.from_shards(stored["folder"], stored["keys"], shards)
 
-    def faults(self, states: Any, beside: Path) -> Iterator[str]:
-        """What is missing of the tensors without values in `states`, by the files' sizes; nothing is read."""
-        divided = [each for each in leaves(states) if is_divided(each)]
-        if len(divided) != len(self.keys):
-            yield f"it lists {len(self.keys)} divided tensors and has places for {len(divided)}"
+    def find_damage(self, states: Any, parent: Path) -> Iterator[str]:
+        """Yield a phrase for each missing or truncated shard of `states`; checks file sizes, not contents."""
+        placeholders = placeholders_in(states)
+        if len(placeholders) != len(self.keys):
+            yield f"its shard index lists {len(self.keys)} tensors for {len(placeholders)} placeholders"
             return
-        for key, tensor in zip(self.keys, divided, strict=True):
-            if not _is_covered(tuple(tensor.shape), self.of_key.get(key, ())):
-                yield f"it does not list all pieces of {key}"
+        for key, placeholder in zip(self.keys, placeholders, strict=True):
+            if not _is_covered(tuple(placeholder.shape), self.by_key.get(key, ())):
+                yield f"its shard index does not cover all of {key}"
         ends: dict[str, int] = defaultdict(int)
-        for each in (piece for pieces in self.of_key.values() for piece in pieces):
-            ends[each.file] = max(ends[each.file], each.start + each.length)
+        for each in (shard for of_tensor in self.by_key.values() for shard in of_tensor):
+            ends[each.file] = max(ends[each.file], each.start_byte + each.num_bytes)
         for name, end in sorted(ends.items()):
-            path = beside / self.folder / name
+            path = parent / self.folder / name
             if not path.is_file():
-                yield f"{self.folder}/{name} is not there"
+                yield f"{self.folder}/{name} is missing"
             elif path.stat().st_size < end:
-                yield f"{self.folder}/{name} has {path.stat().st_size} bytes of {end}"
+                yield f"{self.folder}/{name} has {path.stat().st_size} of {end} bytes"
 
 
-def is_divided(value: Any) -> bool:
-    """Whether a value in a checkpoint stands for a tensor whose values lie in pieces."""
+def is_placeholder(value: Any) -> bool:
+    """Return whether a value in a checkpoint is the placeholder (a meta tensor) of a sharded tensor."""
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def _is_covered(shape: tuple[int, ...], pieces: Sequence[Piece]) -> bool:
-    inside = all(
+def placeholders_in(states: Any) -> list[torch.Tensor]:
+    """Return the placeholders in nested containers, in a fixed order."""
+    return [each for each in leaves(states) if is_placeholder(each)]
+
+
+def _is_covered(shape: tuple[int, ...], shards: Sequence[StoredShard]) -> bool:
+    is_inside = all(
         len(each.offsets) == len(each.sizes) == len(shape)
-        and all(0 <= at <= at + size <= whole for at, size, whole in zip(each.offsets, each.sizes, shape, strict=True))
-        for each in pieces
+        and all(0 <= at <= at + size <= full for at, size, full in zip(each.offsets, each.sizes, shape, strict=True))
+        for each in shards
     )
-    return inside and sum(math.prod(each.sizes) for each in pieces) == math.prod(shape)
+    return is_inside and sum(math.prod(each.sizes) for each in shards) == math.prod(shape)

@@ -1,4 +1,4 @@
-"""`parallelize doctor`: whether calls will work on this machine, and what to do where they will not."""
+"""`parallelize doctor`: checks whether calls will work on this machine, and prints how to fix problems."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = ["CHECKS", "HELP", "doctor", "document", "table"]
 HELP = """\
 usage: parallelize doctor [--json]
 
-Looks at this machine and environment, and lets two ranks reduce something: what is wrong, why, how to fix it.
-Exit code 1 if anything is at fault, 0 if all is well or only worth a warning.
+Checks this machine and its environment, and runs an all_reduce of two ranks: what is wrong, why, how to fix it.
+Exit code 1 if there is a fault, 0 if there are only warnings or none.
 
-  --json   the same for programs: {schema, version, host, status, checks: [{name, status, summary, findings, facts}]}
+  --json   the results as JSON: {schema, version, host, status, checks: [{name, status, summary, findings, facts}]}
 """
 
-# The order in which a person would look; the last one does what calls do.
+# Basic checks come first; the last check runs two ranks, as a call does.
 CHECKS: tuple[Check[Any], ...] = (
     versions.CHECK,
     accelerators.CHECK,
@@ -58,61 +58,61 @@ _WIDTH = 118
 
 
 def doctor(arguments: Sequence[str], environ: Mapping[str, str], write: Callable[[str], object]) -> int:
-    """Run every check and tell what they found.
+    """Run every check and write the results.
 
     Args:
-        arguments: of the command.
-        environ: variables of this process.
-        write: takes text for the user.
+        arguments: the words after `parallelize doctor`.
+        environ: environment variables of this process.
+        write: function that prints text.
 
     Returns:
-        The exit code.
+        The exit code: 1 if there is a fault, else 0.
 
     Raises:
-        ConfigError: an argument that there is not.
+        ConfigError: an argument is unknown.
     """
     if set(arguments) & {"-h", "--help"}:
         write(HELP)
         return 0
-    strange = [each for each in arguments if each != "--json"]
-    if strange:
+    unknown = [each for each in arguments if each != "--json"]
+    if unknown:
         raise ConfigError(
-            f"parallelize doctor {' '.join(strange)}", why="it takes no such argument", fix="its only one is --json"
+            f"parallelize doctor {' '.join(unknown)}", why="no such option", fix="use --json, the only option"
         )
     results: list[Result] = []
     for check in CHECKS:
         results.append(check.run(environ))
         if not arguments:
             write(table(results[-1:]))
-    write(json.dumps(document(results), indent=2, default=str) + "\n" if arguments else _verdict(results))
+    write(json.dumps(document(results), indent=2, default=str) + "\n" if arguments else _totals(results))
     return int(_worst(results) == "fault")
 
 
 def table(results: Sequence[Result]) -> str:
-    """Results for a person: a line for each, what, why and fix of each finding below it."""
+    """Return results as text: one line per check, with what, why and fix of each finding below it."""
     name_width = max(len(check.name) for check in CHECKS)
     margin = len("warning") + 2
     text = ""
     for result in results:
         line = f"{result.status:<{margin}}{result.name:<{name_width}}  "
-        text += _wrapped(line + result.summary, indent=len(line))
+        text += _wrap(line + result.summary, indent=len(line))
         for finding in result.findings:
-            for word, said in (("", finding.fault.what), ("why: ", finding.fault.why), ("fix: ", finding.fault.fix)):
-                text += _wrapped(f"{'':<{margin}}{word}{said}", indent=margin + len(word))
+            fault = finding.fault
+            for label, sentence in (("", fault.what), ("why: ", fault.why), ("fix: ", fault.fix)):
+                text += _wrap(f"{'':<{margin}}{label}{sentence}", indent=margin + len(label))
     return text
 
 
-def _wrapped(line: str, *, indent: int) -> str:
-    return (
-        textwrap.fill(line, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
-        + "\n"
-    )
+def _wrap(line: str, *, indent: int) -> str:
+    margin = " " * indent
+    text = textwrap.fill(line, _WIDTH, subsequent_indent=margin, break_on_hyphens=False, break_long_words=False)
+    return f"{text}\n"
 
 
 def document(results: Sequence[Result]) -> dict[str, Any]:
-    """Results for a program; `schema` counts up when a field changes its meaning or goes.
+    """Return results as plain values for JSON; `schema` is incremented if a field is removed or changes its meaning.
 
-    `facts` is what each check looked at, for reports of bugs: its fields may change with any version.
+    `facts` has the data that each check judged, for bug reports; its fields may change with any version.
     """
     return {
         "schema": _SCHEMA,
@@ -146,7 +146,7 @@ def _worst(results: Sequence[Result]) -> str:
     return next(status for status in ("fault", "warning", "ok") if status in found)
 
 
-def _verdict(results: Sequence[Result]) -> str:
+def _totals(results: Sequence[Result]) -> str:
     severities = [finding.severity for result in results for finding in result.findings]
-    counted = [f"{n} {kind}{'s' * (n > 1)}" for kind in ("fault", "warning") if (n := severities.count(kind))]
-    return f"{' and '.join(counted) or 'all is well'}\n"
+    counts = [f"{n} {kind}{'s' * (n > 1)}" for kind in ("fault", "warning") if (n := severities.count(kind))]
+    return f"{' and '.join(counts) or 'no problems found'}\n"

@@ -1,4 +1,4 @@
-"""What a check of the doctor finds: facts, gathered once, then judged by a function that looks at nothing else."""
+"""Checks of `parallelize doctor`: each gathers facts once, and a pure function judges the facts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Status = Literal["ok", "warning", "fault"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be.
+    """One problem that a check found.
 
     Args:
-        id: its name, for programs; it stays when the words change.
-        severity: "fault": calls will fail; "warning": they work, but worse or otherwise than one may think.
-        fault: what, why, fix.
+        id: name of the problem for programs, which stays when the message changes.
+        severity: "fault": calls will fail; "warning": calls work, but slower or differently than expected.
+        fault: the message: what, why and fix.
     """
 
     id: str
@@ -31,24 +31,24 @@ class Finding:
 
 
 def warning(name: str, what: str, *, why: str, fix: str) -> Finding:
-    """A finding with which calls still work."""
+    """Build a finding for a problem with which calls still work."""
     return Finding(name, "warning", Fault(what, why, fix))
 
 
 def fault(name: str, what: str, *, why: str, fix: str) -> Finding:
-    """A finding with which calls fail."""
+    """Build a finding for a problem with which calls fail."""
     return Finding(name, "fault", Fault(what, why, fix))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one check has come to.
+    """The result of one check.
 
     Args:
-        name: the check's.
-        summary: what there is, on one line.
-        findings: what is wrong with it; none: all is well.
-        facts: what was judged, as plain values.
+        name: name of the check.
+        summary: the facts on one line.
+        findings: the problems found; may be empty.
+        facts: the judged facts, as plain values.
     """
 
     name: str
@@ -58,20 +58,20 @@ class Result:
 
     @property
     def status(self) -> Status:
-        """The worst of its findings."""
+        """The worst severity of the findings, or "ok"."""
         severities = {finding.severity for finding in self.findings}
         return "fault" if "fault" in severities else "warning" if severities else "ok"
 
 
 @dataclass(frozen=True)
 class Check(Generic[F]):
-    """One row of the doctor's table.
+    """One check of the doctor.
 
     Args:
-        name: as it is shown.
-        gather: the facts, from this process's variables and machine.
-        summary: the facts on one line.
-        judge: what is wrong with the facts; pure.
+        name: name that is printed.
+        gather: function that returns the facts, from the environment variables and this machine.
+        summary: function that returns the facts on one line.
+        judge: pure function that yields the problems in the facts.
     """
 
     name: str
@@ -80,15 +80,15 @@ class Check(Generic[F]):
     judge: Callable[[F], Iterator[Finding]]
 
     def run(self, environ: Mapping[str, str]) -> Result:
-        """Gather and judge; a check that cannot be made is a finding too, and the others go on."""
+        """Gather and judge the facts; return an exception as a finding, so that the other checks still run."""
         try:
             facts: Any = self.gather(environ)
             return Result(self.name, self.summary(facts), tuple(self.judge(facts)), dataclasses.asdict(facts))
-        except Exception as error:  # noqa: BLE001 - whatever a strange machine does to one check, it is told, not hidden
-            found = fault(
+        except Exception as error:  # noqa: BLE001 - an unforeseen error of one check is reported as a finding
+            failed = fault(
                 "check-failed",
                 f"the check {self.name!r} ended with {type(error).__name__}: {error}",
-                why="this machine differs from all on which it was tried",
+                why="the check does not support something on this machine",
                 fix="report it with the output of: parallelize doctor --json",
             )
-            return Result(self.name, "could not be checked", (found,), {})
+            return Result(self.name, "could not be checked", (failed,), {})

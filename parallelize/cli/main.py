@@ -1,4 +1,4 @@
-"""The command `parallelize`, also as `python -m parallelize`."""
+"""Entry point of the command line: `parallelize`, or `python -m parallelize`."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from parallelize.version import __version__
 __all__ = ["main"]
 
 _HELP = """\
-usage: parallelize run [options] script.py [-- arguments]   a script, in every process (parallelize run --help)
-       parallelize doctor [--json]                          what is wrong with this machine, why, how to fix it
+usage: parallelize run [options] script.py [-- arguments]   run a script in every process (parallelize run --help)
+       parallelize doctor [--json]                          check this machine: what is wrong, why, how to fix it
        parallelize --version
 """
 
-_INTERRUPTED = 130
-_REFUSED = 2
+_EXIT_INTERRUPTED = 130
+_EXIT_CONFIG_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says.
+    """Run a command line.
 
     Args:
-        arguments: without the program's name; None: this process's own.
+        arguments: the words after the program's name; None: sys.argv[1:].
 
     Returns:
-        The exit code: 0; 1 for a fault or a failure; 2 for a request that cannot work; a script's own.
+        The exit code: 0 for success, 1 for a fault or failure, 2 for an invalid request, or that of the user's script.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _dispatch(words)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
-        return _REFUSED
+        return _EXIT_CONFIG_ERROR
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return _EXIT_INTERRUPTED
 
 
 def _dispatch(words: list[str]) -> int:
-    name, rest = (words[0], words[1:]) if words else ("--help", [])
-    if name in ("-h", "--help"):
+    command, rest = (words[0], words[1:]) if words else ("--help", [])
+    if command in ("-h", "--help"):
         sys.stdout.write(_HELP)
         return 0
-    if name == "--version":
+    if command == "--version":
         sys.stdout.write(f"parallelize {__version__}\n")
         return 0
-    if name == "doctor":
-        return doctor.doctor(rest, os.environ, _show)
-    if name == "run":
+    if command == "doctor":
+        return doctor.doctor(rest, os.environ, _write)
+    if command == "run":
         return run.run(rest, os.environ)
     raise ConfigError(
-        f"parallelize {name}", why="there is no such command", fix=did_you_mean(name, ("doctor", "run", "--version"))
+        f"parallelize {command}", why="no such command", fix=did_you_mean(command, ("doctor", "run", "--version"))
     )
 
 
-def _show(text: str) -> None:
+def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()

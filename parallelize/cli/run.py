@@ -1,4 +1,4 @@
-"""`parallelize run`: a script on all devices, with options from the command line."""
+"""`parallelize run`: runs a script on all devices, with options from the command line."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from parallelize.cli.arguments import Command, help_text, parse
-from parallelize.cli.run_script import program, trace_of_script
-from parallelize.cli.uses_decorator import starts_itself
+from parallelize.cli.run_script import run_script, script_traceback
+from parallelize.cli.uses_decorator import uses_decorator
 from parallelize.config.config import ENV_PREFIX
 from parallelize.decorator import distributed
 from parallelize.errors import ConfigError, LaunchError, WorkerError
 
 __all__ = ["run"]
 
-# What gives way to an option of the command line that excludes it.
-_EXCLUDED = {"gpus": "processes", "processes": "gpus"}
+# Option -> the option that it excludes, whose environment variable it overrides.
+_MUTUALLY_EXCLUSIVE = {"gpus": "processes", "processes": "gpus"}
 
 
-def run(words: Sequence[str], environ: MutableMapping[str, str]) -> int:
+def run(arguments: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Run a script.
 
-    A script that decorates functions is left to start its own processes: it replaces this program, with the options in
-    its variables. Any other runs in every process that the options mean.
+    A script that uses @distributed starts its own processes: it replaces this process (exec), with the options in
+    environment variables. Any other script runs in each of the processes that the options ask for.
 
     Args:
-        words: what follows `parallelize run`.
-        environ: variables of this process; the options are added as PARALLELIZE_<OPTION>.
+        arguments: the words after `parallelize run`.
+        environ: environment variables of this process; the options are added as PARALLELIZE_<OPTION>.
 
     Returns:
-        The exit code: the script's own, 1 after an exception, 128 and the signal's number after a signal.
+        The exit code: that of the script, 1 after an exception, 128 plus the signal's number after a signal.
 
     Raises:
-        ConfigError: a request that cannot work; nothing has been started.
+        ConfigError: the request is invalid; nothing was started.
     """
-    own = list(words)[: list(words).index("--")] if "--" in words else list(words)
-    if not own or set(own) & {"-h", "--help"}:
+    own_words = list(arguments)[: list(arguments).index("--")] if "--" in arguments else list(arguments)
+    if not own_words or set(own_words) & {"-h", "--help"}:
         sys.stdout.write(help_text())
         return 0
-    command = parse(words)
+    command = parse(arguments)
     source = _source(command)
     for name in command.options:
-        environ.pop(_variable(_EXCLUDED.get(name, name)), None)
+        environ.pop(_variable(_MUTUALLY_EXCLUSIVE.get(name, name)), None)
     environ.update({_variable(name): text for name, text in command.options.items()})
-    if source is not None and starts_itself(source):
-        return _replaced_by(command, environ)
-    return _in_every_process(command)
+    if source is not None and uses_decorator(source):
+        return _exec_script(command, environ)
+    return _run_in_every_process(command)
 
 
 def _variable(name: str) -> str:
@@ -59,17 +59,15 @@ def _variable(name: str) -> str:
 
 
 def _source(command: Command) -> bytes | None:
-    """What will be run, unread by Python; None: it is no source.
+    """Return the source of the script or module; None for a folder, an archive or an extension module.
 
     Raises:
-        ConfigError: there is nothing of that name.
+        ConfigError: the script or module does not exist.
     """
     if not command.is_module:
         path = Path(command.target)
         if not path.exists():
-            raise ConfigError(
-                f"parallelize run {path}", why=f"there is no such file in {Path.cwd()}", fix="check the path"
-            )
+            raise ConfigError(f"parallelize run {path}", why=f"no such file in {Path.cwd()}", fix="check the path")
         return path.read_bytes() if path.is_file() and path.suffix in ("", ".py", ".pyw") else None
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -81,32 +79,32 @@ def _source(command: Command) -> bytes | None:
     if spec is None:
         raise ConfigError(
             f"parallelize run -m {command.target}",
-            why="there is no such module, or it is a package without __main__",
-            fix="check its name, and that it can be imported from here",
+            why="no such module, or a package without __main__",
+            fix="check its name, and that it can be imported from this folder",
         )
     return Path(spec.origin).read_bytes() if spec.has_location and spec.origin and spec.origin.endswith(".py") else None
 
 
-def _replaced_by(command: Command, environ: MutableMapping[str, str]) -> int:
-    """Become `python script.py`."""
+def _exec_script(command: Command, environ: MutableMapping[str, str]) -> int:
+    """Replace this process by `python script.py`, with the interpreter options of this one."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does; no public name
     target = ["-m", command.target] if command.is_module else [command.target]
     sys.stdout.flush()
     python = [sys.executable, *flags, *target, *command.arguments]
-    os.execve(sys.executable, python, dict(environ))  # noqa: S606 - no shell is wanted
+    os.execve(sys.executable, python, dict(environ))  # noqa: S606 - needs no shell
 
 
-def _in_every_process(command: Command) -> int:
+def _run_in_every_process(command: Command) -> int:
     try:
-        distributed()(program)(command.target, command.arguments, is_module=command.is_module)
+        distributed()(run_script)(command.target, command.arguments, is_module=command.is_module)
     except KeyboardInterrupt:
         raise
     except SystemExit as error:
-        if trace_of_script(error) is None:
+        if script_traceback(error) is None:
             raise
         return _exit_code(error)
-    except BaseException as error:  # noqa: BLE001 - it is told as Python would, or raised again
-        return _failure(error)
+    except BaseException as error:  # noqa: BLE001 - printed as Python would, or raised again
+        return _report_failure(error)
     return 0
 
 
@@ -117,19 +115,19 @@ def _exit_code(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else int(error.code is not None)
 
 
-def _failure(error: BaseException) -> int:
-    """Tell what a script has raised, as it would without us; what we have raised goes on to the caller."""
+def _report_failure(error: BaseException) -> int:
+    """Print the script's exception as Python would, and return the exit code; re-raise errors of this package."""
     notes = getattr(error, "__notes__", [])
-    trace = trace_of_script(error)
-    if trace is not None:  # in this very process
-        traceback.print_exception(type(error), error, trace)
+    traceback_in_script = script_traceback(error)
+    if traceback_in_script is not None:  # the script ran in this process
+        traceback.print_exception(type(error), error, traceback_in_script)
         return 1
     if isinstance(error, WorkerError) and error.exitcode is not None:
         is_exit = error.faults[0].why.startswith("SystemExit")
-        said = f"{error.faults[0].what}: {error.faults[0].why}" if is_exit else "\n".join([str(error), *notes])
-        sys.stderr.write(f"{said}\n")
+        message = f"{error.faults[0].what}: {error.faults[0].why}" if is_exit else "\n".join([str(error), *notes])
+        sys.stderr.write(f"{message}\n")
         return error.exitcode if error.exitcode > 0 else 128 - error.exitcode
-    if notes:  # of a worker's: where it was raised, and its traceback there
+    if notes:  # the rank and traceback of a worker's exception
         sys.stderr.write("\n".join([*notes, ""]))
         return 1
     if isinstance(error, LaunchError):

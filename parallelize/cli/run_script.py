@@ -1,6 +1,6 @@
-"""A script as `__main__` in each process of a run.
+"""Running a script as `__main__` in each process of a run.
 
-parallelize run ──> distributed()(program) ──> each rank: program ──> the script, as a program that a launcher placed
+parallelize run ──> distributed()(run_script) ──> each rank: run_script ──> the script, as if torchrun had started it
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from parallelize.cluster.devices import Gpus
+from parallelize.config.gpus import Gpus
 from parallelize.runtime import context
 
-__all__ = ["program", "trace_of_script"]
+__all__ = ["run_script", "script_traceback"]
 
-_GPUS = "PARALLELIZE_GPUS"
+_GPUS_VARIABLE = "PARALLELIZE_GPUS"
 
 
-def program(target: str, arguments: tuple[str, ...], *, is_module: bool) -> None:
+def run_script(target: str, arguments: tuple[str, ...], *, is_module: bool) -> None:
     """Run a script in this process, which is a rank of a run.
 
-    Its helpers see the run as they would under torchrun, by this process's variables, so that options of the command
-    line win over those in its code, and a decorated function that it imports joins the run with options of its own.
+    The script's calls of this package read this process's environment variables, as under torchrun. So command-line
+    options override options in the code, and an imported decorated function joins the run with its own options.
 
     Args:
         target: path of a script, or name of a module.
-        arguments: its `sys.argv[1:]`.
-        is_module: whether `target` is a module's name.
+        arguments: `sys.argv[1:]` of the script.
+        is_module: whether `target` is the name of a module.
     """
-    _say_gpus()
-    with _handlers_of_its_own(), _as_command(target, arguments, is_module=is_module), context.outside():
+    _renumber_gpus()
+    with _run_atexit_handlers(), _python_argv(target, arguments, is_module=is_module), context.deactivated():
         _run(target, is_module=is_module)
 
 
@@ -45,40 +45,41 @@ def _run(target: str, *, is_module: bool) -> None:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(target, run_name="__main__")
-    except BaseException as error:  # noqa: BLE001 - it is raised again below, as it would be without runpy
+    except BaseException as error:  # noqa: BLE001 - raised again below, without the frames of runpy
         raised = error
     else:
         return
-    raise raised.with_traceback(_behind_runpy(raised.__traceback__))
+    raise raised.with_traceback(_without_runpy(raised.__traceback__))
 
 
-def trace_of_script(error: BaseException) -> TracebackType | None:
-    """Where in a script an error was raised in this process; None: not in one."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code is not program.__code__:
-        trace = trace.tb_next
-    return None if trace is None else _behind_runpy(trace)
+def script_traceback(error: BaseException) -> TracebackType | None:
+    """Return the part of an error's traceback inside a script that this process ran; None if it has no such part."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code is not run_script.__code__:
+        traceback = traceback.tb_next
+    return None if traceback is None else _without_runpy(traceback)
 
 
-def _behind_runpy(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is the script's; all of it if it never came so far."""
-    inner = trace
+def _without_runpy(traceback: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the script's first frame on; the full traceback if it has no frame of the script."""
+    inner = traceback
     while inner is not None and inner.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
         inner = inner.tb_next
-    return inner or trace
+    return inner or traceback
 
 
-def _say_gpus() -> None:
-    """Name the GPUs of the node as this process numbers them: a worker sees those of the run only, from 0."""
-    if not os.environ.get(_GPUS, "").strip():
+def _renumber_gpus() -> None:
+    """Set PARALLELIZE_GPUS to the GPU indices in this process, which sees only the run's GPUs, numbered from 0."""
+    if not os.environ.get(_GPUS_VARIABLE, "").strip():
         return
-    driven = tuple(each.index for devices in context.current().layout.devices for each in devices if each.type != "cpu")
-    os.environ[_GPUS] = str(Gpus(indices=driven) if driven else Gpus.NONE)
+    devices = (device for driven in context.current().layout.devices for device in driven)
+    indices = tuple(device.index for device in devices if device.type != "cpu")
+    os.environ[_GPUS_VARIABLE] = str(Gpus(indices=indices) if indices else Gpus.NONE)
 
 
 @contextlib.contextmanager
-def _handlers_of_its_own() -> Iterator[None]:
-    """Let a worker run what the script registers with atexit: before Python 3.13 multiprocessing's children do not."""
+def _run_atexit_handlers() -> Iterator[None]:
+    """Run the script's atexit handlers in a worker; multiprocessing does not run them before Python 3.13."""
     if multiprocessing.parent_process() is None:
         yield
         return
@@ -90,16 +91,16 @@ def _handlers_of_its_own() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_command(target: str, arguments: tuple[str, ...], *, is_module: bool) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as `python script.py` or `python -m module` would have them."""
-    argv, path, variables = sys.argv, sys.path, os.environ.get(_GPUS)
-    folder = str(Path.cwd()) if is_module else str(Path(target).resolve().parent)
-    is_safe = getattr(sys.flags, "safe_path", False)  # python -P, from 3.11 on: neither is put first
+def _python_argv(target: str, arguments: tuple[str, ...], *, is_module: bool) -> Iterator[None]:
+    """Set `sys.argv` and `sys.path` as `python script.py` or `python -m module` would."""
+    argv, path, gpus = sys.argv, sys.path, os.environ.get(_GPUS_VARIABLE)
+    directory = str(Path.cwd()) if is_module else str(Path(target).resolve().parent)
+    is_safe = getattr(sys.flags, "safe_path", False)  # python -P, from 3.11 on, adds neither folder
     sys.argv = [target, *arguments]
-    sys.path = path if is_safe else [folder, *path[1:]]
+    sys.path = path if is_safe else [directory, *path[1:]]
     try:
         yield
     finally:
         sys.argv, sys.path = argv, path
-        if variables is not None:
-            os.environ[_GPUS] = variables
+        if gpus is not None:
+            os.environ[_GPUS_VARIABLE] = gpus

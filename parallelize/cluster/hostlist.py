@@ -1,4 +1,4 @@
-"""What Slurm's short forms mean: "rack[1-2]-node[3-4],b" names hosts, "2(x3),1" counts tasks on each of them."""
+"""Parsing of Slurm's compressed lists: hosts ("rack[1-2]-node[3-4],b") and tasks per node ("2(x3),1")."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a list: "rack[1-2]-node[3-4],b" is rack1-node3.
+    """Return the first host of a list: rack1-node3 for "rack[1-2]-node[3-4],b".
 
     Args:
-        nodelist: as SLURM_STEP_NODELIST and SLURM_JOB_NODELIST have it; numbers keep their leading zeros.
+        nodelist: value of SLURM_STEP_NODELIST or SLURM_JOB_NODELIST; numbers keep their leading zeros.
 
     Raises:
-        ConfigError: it is no such list, as "n[1-".
+        ConfigError: a malformed list, such as "n[1-".
 
     Source: https://slurm.schedmd.com/scontrol.html (show hostnames)
     """
@@ -36,14 +36,14 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_on(node: int, counts: str) -> tuple[int, int]:
-    """Tasks on a node, and nodes in all.
+    """Return the number of tasks on a node, and the number of nodes.
 
     Args:
-        node: number of the node, from 0; beyond the last it has no tasks.
-        counts: as SLURM_STEP_TASKS_PER_NODE has it: "2(x3),1" is two tasks on each of three nodes, then one.
+        node: number of the node, from 0; a node past the end has 0 tasks.
+        counts: value of SLURM_STEP_TASKS_PER_NODE: "2(x3),1" is two tasks on each of three nodes, then one.
 
     Raises:
-        ConfigError: it is no such list.
+        ConfigError: a malformed list.
     """
     parts = [_COUNT.fullmatch(part) for part in counts.split(",")]
     runs = [(int(part[1]), int(part[2] or 1)) for part in parts if part is not None]

@@ -1,4 +1,4 @@
-"""Addresses: of this machine, of its interfaces, of hosts whose names may lead nowhere."""
+"""Network addresses: of this machine, of its interfaces, and of hosts whose names may not resolve."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from parallelize.errors import LaunchError
 
 __all__ = [
     "address_of",
-    "address_towards",
     "gloo_interface",
     "interface_of",
-    "is_own",
-    "own_name_is_reachable",
-    "reachable",
+    "is_hostname_reachable",
+    "is_local_address",
+    "resolvable_address",
+    "source_address_for",
 ]
 
 _SIOCGIFADDR = 0x8915
 
 
-def address_towards(address: str) -> str:
-    """The address of this machine from which packets to `address` leave; no packet is sent."""
-    family, _, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+def source_address_for(address: str) -> str:
+    """Return the source address of packets from this machine to `address`; no packet is sent."""
+    family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)
+        probe.connect(target)
         return str(probe.getsockname()[0])
 
 
-def is_own(address: str) -> bool:
-    """Whether `address` (or the first address of that name) is one of this machine's."""
+def is_local_address(address: str) -> bool:
+    """Return whether `address` (or the first address of that name) belongs to this machine."""
     try:
-        family, kind, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.bind((where[0], 0))
+            probe.bind((target[0], 0))
     except OSError:
         return False
     return True
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface that has an IPv4 address, such as "eth0"; None if it cannot be told."""
+    """Return the name of the interface with this IPv4 address, such as "eth0"; None if it is unknown."""
     if not sys.platform.startswith("linux"):
         return None
     names = (name for _, name in socket.if_nameindex())
@@ -54,8 +54,8 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface; None: it has none, or there is no such interface."""
-    import fcntl  # only where there is one
+    """Return the IPv4 address of an interface; None if it has none or does not exist."""
+    import fcntl  # does not exist on Windows
 
     request = struct.pack("256s", interface.encode()[:15])
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -63,59 +63,59 @@ def address_of(interface: str) -> str | None:
     return None
 
 
-def own_name_is_reachable() -> bool:
-    """Whether this machine's own name leads to an address of it that other machines can reach."""
+def is_hostname_reachable() -> bool:
+    """Return whether this machine's hostname resolves to one of its addresses other than loopback."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
     except socket.gaierror:
         return False
-    return any(not str(address).startswith("127.") and is_own(str(address)) for address in found)
+    return any(not str(address).startswith("127.") and is_local_address(str(address)) for address in found)
 
 
 def gloo_interface(address: str) -> str | None:
-    """The interface that gloo must be told of to meet others at `address`; None: it finds its way.
+    """Return the interface to set as GLOO_SOCKET_IFNAME for connections to `address`; None: gloo finds it itself.
 
-    Gloo looks up this machine's own name, and where that leads nowhere it takes loopback, which no other node reaches.
+    Gloo resolves this machine's hostname. Where that fails it binds to loopback, which no other node can reach.
     """
-    return None if own_name_is_reachable() else interface_of(address_towards(address))
+    return None if is_hostname_reachable() else interface_of(source_address_for(address))
 
 
 @functools.cache
-def reachable(host: str) -> str:
-    """`host` itself if it leads somewhere, else the address by which Slurm reaches the node of that name.
+def resolvable_address(host: str) -> str:
+    """Return `host` if it resolves, else the address under which Slurm knows the node of that name.
 
     Raises:
-        LaunchError: neither is known.
+        LaunchError: neither resolves.
 
     Source: https://slurm.schedmd.com/slurm.conf.html#OPT_NodeAddr
     """
-    if _leads_somewhere(host):
+    if _resolves(host):
         return host
-    address = _node_address(host)
-    if address is None or not _leads_somewhere(address):
+    address = _slurm_node_address(host)
+    if address is None or not _resolves(address):
         raise LaunchError(
-            f"the host {host!r}, where the processes of this run meet, has no address",
-            why="its name resolves nowhere, and `scontrol show node` knows no other",
+            f"the host {host!r}, which serves the rendezvous of this run, has no address",
+            why="its name does not resolve, and `scontrol show node` lists no address that does",
             fix="export MASTER_ADDR=<address of the first node> to every process",
         )
     return address
 
 
-def _leads_somewhere(host: str) -> bool:
+def _resolves(host: str) -> bool:
     try:
         socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError):  # an over-long name has no IDNA form
+    except (OSError, UnicodeError):  # a name that is too long has no IDNA form
         return False
     return True
 
 
-def _node_address(node: str) -> str | None:
+def _slurm_node_address(node: str) -> str | None:
     if shutil.which("scontrol") is None:
         return None
-    asked = ["scontrol", "show", "node", node, "--oneliner"]
+    command = ["scontrol", "show", "node", node, "--oneliner"]
     try:
-        said = subprocess.run(asked, check=False, capture_output=True, text=True, timeout=20).stdout
+        output = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20).stdout
     except subprocess.TimeoutExpired:
         return None
-    found = re.search(r"\bNodeAddr=(\S+)", said)
+    found = re.search(r"\bNodeAddr=(\S+)", output)
     return None if found is None else found[1]

@@ -1,23 +1,23 @@
-"""What Slurm has allocated to the job this process is in, and the job script lines that allocate something else."""
+"""Nodes and GPUs that Slurm has allocated to this process's job, and #SBATCH lines that request others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["STOP_FILE", "Allocation", "allocated", "sbatch_lines"]
+__all__ = ["STOP_FILE_VARIABLE", "Allocation", "current_allocation", "sbatch_lines"]
 
-STOP_FILE = "_PARALLELIZE_STOP_FILE"
-"""Variable that names the file by which a run is told to stop: it should when the file is there."""
+STOP_FILE_VARIABLE = "_PARALLELIZE_STOP_FILE"
+"""Environment variable with the path of the stop file: the run should stop once the file exists."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The share of a cluster that a Slurm job has, as a process in it sees it.
+    """Resources of a Slurm job, as seen by a process in it.
 
     Args:
         job_id: the job's number.
-        num_nodes: nodes of the step this process is a task of, else of the whole job.
+        num_nodes: nodes of this process's job step, else of the job.
         gpus_on_node: GPUs of this node that belong to the job; None: Slurm does not count GPUs here.
     """
 
@@ -26,8 +26,8 @@ class Allocation:
     gpus_on_node: int | None
 
 
-def allocated(environ: Mapping[str, str]) -> Allocation | None:
-    """The allocation this process is in; None: it is in no Slurm job.
+def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the allocation of this process; None outside of a Slurm job.
 
     Args:
         environ: variables of this process, as in os.environ; only read.
@@ -37,7 +37,7 @@ def allocated(environ: Mapping[str, str]) -> Allocation | None:
     job_id = environ.get("SLURM_JOB_ID", "").strip()
     if not job_id:
         return None
-    # A step of one task inside a large job (an interactive shell) has one node, whatever the job has.
+    # A one-task step inside a large job (an interactive shell) has one node, however many the job has.
     of_step = ("SLURM_STEP_NUM_NODES",) if environ.get("SLURM_STEP_ID") else ()
     nodes = _first_number(environ, *of_step, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
     return Allocation(job_id, nodes or 1, _first_number(environ, "SLURM_GPUS_ON_NODE"))
@@ -48,13 +48,13 @@ def _first_number(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def sbatch_lines(*, num_nodes: int, tasks_per_node: int | None, gpus_per_node: int | None) -> str:
-    """The lines of a job script that allocate what a request needs, and start it.
+    """Return the lines of a job script that allocate these resources and start the training.
 
     Args:
         num_nodes: nodes of the job.
-        tasks_per_node: processes that srun starts on each; None: the script already says.
-        gpus_per_node: GPUs of each; None: the script already says.
+        tasks_per_node: processes that srun starts on each node; None: already in the script.
+        gpus_per_node: GPUs of each node; None: already in the script.
     """
-    wanted = {"nodes": num_nodes, "ntasks-per-node": tasks_per_node, "gpus-per-node": gpus_per_node}
-    lines = [f"#SBATCH --{name}={value}" for name, value in wanted.items() if value is not None]
+    directives = {"nodes": num_nodes, "ntasks-per-node": tasks_per_node, "gpus-per-node": gpus_per_node}
+    lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
     return "\n".join(f"    {line}" for line in [*lines, "srun python train.py"])

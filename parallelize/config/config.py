@@ -1,4 +1,4 @@
-"""What the user asked for: parsed once into a frozen Config, every fault of the request in one error."""
+"""Config: the user's options, parsed once into a frozen dataclass; one error lists all faults."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from parallelize.cluster.devices import Gpus
-from parallelize.config.compatibility import contradictions
+from parallelize.config.compatibility import conflicts
+from parallelize.config.gpus import Gpus
 from parallelize.config.options import FROM_TEXT, PARSERS
 from parallelize.errors import ConfigError, Fault, did_you_mean
 from parallelize.plugins.base import Amp, Backend, Launcher
@@ -18,8 +18,8 @@ __all__ = ["ENV_PREFIX", "Config"]
 
 ENV_PREFIX = "PARALLELIZE_"
 
-# Names that other libraries give to what is called otherwise here.
-_ELSEWHERE = {
+# Option names of other libraries -> our name, for the "did you mean" of an unknown option.
+_FOREIGN_NAMES = {
     "amp_level": "amp",
     "configure_ddp": "wrap",
     "devices": "gpus",
@@ -37,27 +37,27 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A request, checked as far as it can be without looking at a machine.
+    """The options of a run, validated as far as possible without hardware information.
 
-    Make one with `Config.parse`; `Config.parse(**config.options())` is the same one again.
+    Create one with `Config.parse`; `Config.parse(**config.options())` is equal to `config`.
 
     Args:
-        backend: how a model is parallel.
-        gpus: the GPUs of each node; None: all of them, or the CPU where there are none.
-        processes: processes per node on the CPU; None: as `gpus` says.
-        num_nodes: machines; None: as the launcher's environment says, else 1.
-        amp: mixed precision; None: none.
+        backend: how a model runs in parallel.
+        gpus: the GPUs of each node; None: all of them, or the CPU on a node without GPUs.
+        processes: number of processes per node, on the CPU; None: run on `gpus`.
+        num_nodes: number of machines; None: from the launcher's environment, else 1.
+        amp: mixed precision; None: off.
         amp_engine: "native" (torch.amp) or "apex".
-        seed: first state of the random generators; None: nothing global is touched.
-        timeout: how long a collective or a rendezvous may wait.
-        max_restarts: how often the group of workers is started again after a failure.
-        launcher: how processes start; None: the launcher of this machine (torch elastic).
-        logs: whose output is shown: "rank0", "all", or a directory that gets one file per rank.
-        process_group_backend: torch's name ("nccl", "gloo", "cpu:gloo,cuda:nccl"); None: by device.
-        init_connection: called with the World instead of `init_process_group`; None: ours.
-        wrap: called with (module, World), returns the module that runs instead of the backend's; None: the backend's.
-        verify_every: compare parameters across ranks every so many steps; 0: never.
-        update_modules: whether modules passed as arguments come back trained.
+        seed: seed of the global random generators; None: do not seed them.
+        timeout: timeout of each collective and of the rendezvous.
+        max_restarts: maximum number of restarts of all workers after a failure.
+        launcher: how processes are started; None: by torch elastic on this machine.
+        logs: ranks whose output is shown ("rank0" or "all"), or a directory for one file per rank.
+        process_group_backend: torch's name ("nccl", "gloo", "cpu:gloo,cuda:nccl"); None: chosen by device.
+        init_connection: function of a World that replaces `init_process_group`; None: call `init_process_group`.
+        wrap: function of (module, World) that returns the module to run in parallel; None: use the backend's module.
+        verify_every: number of steps between comparisons of the parameters across ranks; 0: never compare.
+        update_modules: whether weights trained by the call are copied into the modules passed as arguments.
     """
 
     backend: Backend
@@ -79,35 +79,34 @@ class Config:
 
     @classmethod
     def parse(cls, **options: Any) -> Config:
-        """The Config that a user's options mean; `backend` defaults to "ddp".
+        """Parse the user's options into a Config; `backend` defaults to "ddp".
 
         Raises:
-            ConfigError: every fault of the request: unknown names, values without a meaning, options that exclude
-                each other.
+            ConfigError: options are unknown, invalid or exclude each other; the error lists all faults.
         """
-        parsed, faults = _parsed({"backend": "ddp", **options})
-        # What the user left out has its default here; what has no meaning is in neither, and contradicts nothing.
+        parsed, faults = _parse_each({"backend": "ddp", **options})
+        # Without the options that could not be parsed: they already have a Fault and must not cause a second one.
         defaults = {each.name: each.default for each in dataclasses.fields(cls) if each.name not in options}
-        faults += contradictions({**defaults, **parsed})
+        faults += conflicts({**defaults, **parsed})
         if faults:
             raise ConfigError.of(faults)
         return cls(**parsed)
 
     def options(self) -> dict[str, Any]:
-        """Every option by name, as `parse` takes them."""
+        """Return every option by name, as `parse` accepts them."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
 
     def changed(self, **changes: Any) -> Config:
-        """Another Config with some options replaced.
+        """Return a copy with some options replaced.
 
-        An option that excludes one of the changes gives way: `changed(processes=2)` of a Config with `gpus` has none.
+        An option that excludes one of the changes is reset: `changed(processes=2)` resets `gpus` to None.
 
         Raises:
-            ConfigError: the changes have faults of their own, or contradict what stays.
+            ConfigError: the changes are invalid, or exclude other options.
         """
-        return Config.parse(**{**self.options(), **self._given_way(changes), **changes})
+        return Config.parse(**{**self.options(), **self._reset_by(changes), **changes})
 
-    def _given_way(self, changes: Mapping[str, Any]) -> dict[str, None]:
+    def _reset_by(self, changes: Mapping[str, Any]) -> dict[str, None]:
         changed = {name for name in ("gpus", "processes") if changes.get(name) is not None}
         if changed == {"processes"} and "gpus" not in changes and self.gpus != Gpus.NONE:
             return {"gpus": None}
@@ -116,36 +115,34 @@ class Config:
         return {}
 
     def merged(self, environ: Mapping[str, str]) -> Config:
-        """This request with what PARALLELIZE_<OPTION> variables say instead: the environment wins over the code.
+        """Return a copy in which PARALLELIZE_<OPTION> variables override the options given in code.
 
-        A variable that is set to nothing counts as not set. The prefix belongs to this library: a name that is no
-        option's is refused, for it is most likely a typing error, and a job that runs for days without what its script
-        asked for costs more than unsetting another tool's variable.
+        An empty variable counts as unset. A PARALLELIZE_ variable that names no option is refused: it is probably a
+        typo, and a long job with the wrong options costs more than unsetting another tool's variable.
 
-        What the variable names in other words is not replaced: where the code says `backend=DDPBackend(...)` or
-        `amp=Amp(...)`, PARALLELIZE_BACKEND=ddp or PARALLELIZE_AMP=1 keeps that object with its options.
+        An object given in code is kept if the variable only repeats its name: PARALLELIZE_BACKEND=ddp keeps
+        `backend=DDPBackend(...)` with its options, and PARALLELIZE_AMP=1 keeps `amp=Amp(...)`.
 
         Args:
-            environ: variables of this process, as in os.environ; only read.
+            environ: environment variables of this process; not modified.
 
         Raises:
-            ConfigError: a variable that names no option or has a value without a meaning (by the variable's name), or
-                one that contradicts the code.
+            ConfigError: a variable names no option, has an invalid value, or contradicts an option given in code.
         """
-        changes, faults = self._said_by(environ)
+        changes, faults = self._parse_variables(environ)
         try:
             config = self.changed(**changes) if changes else self
         except ConfigError as error:
-            said = ", ".join(f"{_variable(name)}={environ[_variable(name)]}" for name in changes)
+            variables = ", ".join(f"{_variable(name)}={environ[_variable(name)]}" for name in changes)
             for fault in error.faults:
-                faults.append(dataclasses.replace(fault, why=f"{fault.why} (the environment says {said})"))
+                faults.append(dataclasses.replace(fault, why=f"{fault.why} (the environment has {variables})"))
             raise ConfigError.of(faults) from error
         if faults:
             raise ConfigError.of(faults)
         return config
 
-    def _said_by(self, environ: Mapping[str, str]) -> tuple[dict[str, Any], list[Fault]]:
-        """Options that variables give, parsed, and variables without a meaning."""
+    def _parse_variables(self, environ: Mapping[str, str]) -> tuple[dict[str, Any], list[Fault]]:
+        """Parse the PARALLELIZE_ variables; return the options to change, and a Fault per invalid variable."""
         changes: dict[str, Any] = {}
         faults: list[Fault] = []
         for variable, text in sorted(environ.items()):
@@ -158,19 +155,19 @@ class Config:
             parsed = PARSERS[name](name, FROM_TEXT[name](text.strip()))
             if isinstance(parsed, Fault):
                 faults.append(dataclasses.replace(parsed, what=f"environment variable {variable}={text!r}"))
-            elif not self._names_already(name, parsed):
+            elif not self._is_same_by_name(name, parsed):
                 changes[name] = parsed
         return changes, faults
 
-    def _names_already(self, name: str, parsed: object) -> bool:
-        """Whether text, which knows a plug-in's name and nothing of its options, names what this request has."""
-        own = getattr(self, name)
+    def _is_same_by_name(self, name: str, parsed: object) -> bool:
+        """Return whether a variable's value, a name without options, names the object given in code."""
+        current = getattr(self, name)
         if name in ("backend", "launcher"):
-            return type(own) is type(parsed)
-        return name == "amp" and own is not None and parsed == Amp()
+            return type(current) is type(parsed)
+        return name == "amp" and current is not None and parsed == Amp()
 
 
-def _parsed(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
+def _parse_each(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     parsed: dict[str, Any] = {}
     faults: list[Fault] = []
     for name, value in options.items():
@@ -183,8 +180,8 @@ def _parsed(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
 
 
 def _unknown_option(name: str, value: object) -> Fault:
-    fix = did_you_mean(_ELSEWHERE.get(name, name), PARSERS)
-    return Fault(f"option {name}={value!r}", "there is no such option", fix)
+    fix = did_you_mean(_FOREIGN_NAMES.get(name, name), PARSERS)
+    return Fault(f"option {name}={value!r}", "no option has this name", fix)
 
 
 def _variable(name: str) -> str:
@@ -193,6 +190,6 @@ def _variable(name: str) -> str:
 
 def _unknown_variable(variable: str) -> Fault:
     name = variable.removeprefix(ENV_PREFIX)
-    why = "only Python can give this option" if variable in map(_variable, PARSERS) else "it names no option"
+    why = "this option can only be set in Python" if variable in map(_variable, PARSERS) else "it names no option"
     known = did_you_mean(name, (each.upper() for each in FROM_TEXT), prefix=ENV_PREFIX)
     return Fault(f"environment variable {variable}", why, f"{known}; unset it if it is another program's")

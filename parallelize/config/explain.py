@@ -1,4 +1,4 @@
-"""What a call would do, as text for a person: processes, devices, precision, what was changed on her behalf."""
+"""Text of `explain()`: the processes, devices, precision and launcher that a call would use."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from parallelize.config.layout import Layout
 from parallelize.plugins import registry
 from parallelize.plugins.base import Precision
 
-__all__ = ["explanation", "precision_row"]
+__all__ = ["explain_call", "precision_summary"]
 
 
-def explanation(layout: Layout, world: World | None, *, name: str, queue: str | None = None) -> str:
-    """A short table of what is known before anything starts.
+def explain_call(layout: Layout, world: World | None, *, name: str, queue: str | None = None) -> str:
+    """Return a text table with the processes, devices and options of a call, computed before it starts.
 
     Args:
-        layout: the processes and what each drives.
-        world: where a launcher has placed this process; None: nobody has.
-        name: the function's.
-        queue: name of the launcher that takes the call for later; None: none does.
+        layout: processes of the call and their devices.
+        world: rank and world size that a launcher has assigned to this process; None: no launcher has started it.
+        name: name of the function.
+        queue: name of the launcher that submits the call to a batch queue; None: the call runs now.
     """
     config = layout.config
     rows = {
         "backend": f"{config.backend.name} (one process per {config.backend.process_per})",
         "processes": f"{layout.num_nodes} node(s) x {layout.local_world_size} = {layout.world_size}",
         "devices": _devices(layout),
-        "starts": _how(layout, world)
+        "starts": _start_text(layout, world)
         if queue is None
         else f"nothing here: a job of {layout.num_nodes} node(s), by {queue}",
         "collectives": layout.process_group_backend,
-        "precision": precision_row(layout).replace(": ", "\n", 1).replace("; ", "\n"),
-        "seed": "none: no global generator is touched" if config.seed is None else str(config.seed),
+        "precision": precision_summary(layout).replace(": ", "\n", 1).replace("; ", "\n"),
+        "seed": "none: global generators are not seeded" if config.seed is None else str(config.seed),
         "timeout": f"{config.timeout.total_seconds():g} s",
         "restarts": str(config.max_restarts),
         "logs": config.logs,
@@ -51,15 +51,15 @@ def _lines(rows: dict[str, str]) -> Iterator[str]:
 
 
 def _devices(layout: Layout) -> str:
-    """On the CPU one word for all; else what each process drives, a line each."""
+    """Return a text with the devices of each local rank on a line; a single line if all have the same devices."""
     drives = [", ".join(str(device) for device in devices) for devices in layout.devices]
     if len(drives) > 1 and len(set(drives)) == 1:
         return f"{drives[0]}, for each of {len(drives)} local ranks"
     return "\n".join(f"local rank {rank}: {devices}" for rank, devices in enumerate(drives))
 
 
-def precision_row(layout: Layout) -> str:
-    """In which types a model computes, as one line."""
+def precision_summary(layout: Layout) -> str:
+    """Return a one-line description of the dtypes that a model computes in."""
     if layout.config.amp is None:
         return "fp32"
     find: Any = registry.find
@@ -67,9 +67,9 @@ def precision_row(layout: Layout) -> str:
     return precision.describe(layout.config.amp, device_type=layout.device_type)
 
 
-def _how(layout: Layout, world: World | None) -> str:
+def _start_text(layout: Layout, world: World | None) -> str:
     if world is not None:
-        return f"nothing: a launcher has placed this process as rank {world.rank} of {world.world_size}"
+        return f"nothing: a launcher has started this process as rank {world.rank} of {world.world_size}"
     if layout.world_size == 1:
         return "nothing: runs in the calling process"
     launcher = layout.config.launcher

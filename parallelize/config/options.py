@@ -1,4 +1,4 @@
-"""What the value of each option means: one parser per option, from Python and from text."""
+"""Parsers of option values, one per option, for Python values and for text from environment variables."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize.cluster.devices import Gpus, parse_gpus
 from parallelize.cluster.world import World
+from parallelize.config.gpus import Gpus, parse_gpus
 from parallelize.errors import ConfigError, Fault, did_you_mean
 from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Amp, Backend, Launcher
 
-__all__ = ["DTYPES", "FROM_TEXT", "PARSERS", "Options", "carriers"]
+__all__ = ["DTYPES", "FROM_TEXT", "PARSERS", "Options", "backend_by_device_type"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-_LONGEST_S = 10**8
+_MAX_TIMEOUT_S = 10**8
 
 
 class Options(TypedDict, total=False):
-    """What a user may write for each option; `Config` says what each means and what holds when it is left out."""
+    """Types of the options that a user may pass; `Config` documents their meanings and defaults."""
 
     backend: str | Backend
     gpus: int | str | Sequence[int] | Gpus | None
@@ -46,7 +46,7 @@ class Options(TypedDict, total=False):
     update_modules: bool
 
 
-# (name, value) -> the parsed value, or what is wrong with it
+# Each parser: (name, value) -> the parsed value, or a Fault
 
 
 def _backend(name: str, value: object) -> Backend | Fault:
@@ -57,18 +57,18 @@ def _launcher(name: str, value: object) -> Launcher | Fault | None:
     return value if value is None or isinstance(value, Launcher) else _plugin("launchers", Launcher, name, value)
 
 
-def _plugin(kind: registry.Kind, contract: type, name: str, value: object) -> Any | Fault:
-    if isinstance(value, type) and issubclass(value, contract):
-        made = f"{value.__name__}()"
-        return Fault(f"{name}={value.__name__}", f"it is a class, not a {name} with its options", f"use {name}={made}")
-    found = _named(kind, name, value)
+def _plugin(kind: registry.Kind, base: type, name: str, value: object) -> Any | Fault:
+    if isinstance(value, type) and issubclass(value, base):
+        fix = f"use {name}={value.__name__}()"
+        return Fault(f"{name}={value.__name__}", "it is a class, not an instance", fix)
+    found = _plugin_class(kind, name, value)
     return found if isinstance(found, Fault) else found()
 
 
-def _named(kind: registry.Kind, name: str, value: object) -> type[Any] | Fault:
+def _plugin_class(kind: registry.Kind, name: str, value: object) -> type[Any] | Fault:
     if not isinstance(value, str):
         known = ", ".join(map(repr, registry.names(kind)))
-        return Fault(f"{name}={value!r}", f"a {type(value).__name__} names no {name}", f"use one of: {known}")
+        return Fault(f"{name}={value!r}", f"its type {type(value).__name__} is not valid", f"use one of: {known}")
     try:
         found = registry.find(kind, value)
     except ConfigError as error:
@@ -76,7 +76,7 @@ def _named(kind: registry.Kind, name: str, value: object) -> type[Any] | Fault:
         return Fault(f"{name}={value!r}", f"{fault.what}; {fault.why}", fault.fix)
     if found is not None:
         return found
-    why = f"there is no {name} of that name"
+    why = f"no {name} has this name"
     return Fault(f"{name}={value!r}", why, did_you_mean(value, registry.names(kind)))
 
 
@@ -104,63 +104,60 @@ def _amp(name: str, value: object) -> Amp | Fault | None:
 
 
 def _amp_fault(name: str, amp: Amp) -> Fault | None:
-    """What is wrong with the numbers and types of an Amp, all at once."""
+    """Return one Fault for all invalid fields of an Amp; None if all are valid."""
     halves = [None, *DTYPES.values()]
-    wrong = {
-        f"level={amp.level!r}": ("level is one of O0, O1, O2, O3", amp.level not in [None, *LEVELS]),
-        f"dtype={amp.dtype!r}": ("dtype is torch.bfloat16 or torch.float16", amp.dtype not in halves),
-        f"init_scale={amp.init_scale!r}": ("init_scale is a positive number", not _within(amp.init_scale, 0, 2.0**127)),
-        f"growth_factor={amp.growth_factor!r}": ("growth_factor is above 1", not _within(amp.growth_factor, 1, 2**64)),
-        f"backoff_factor={amp.backoff_factor!r}": (
-            "backoff_factor is between 0 and 1",
-            not _within(amp.backoff_factor, 0, 1),
+    rules = (
+        ("level", "one of O0, O1, O2, O3", amp.level in [None, *LEVELS]),
+        ("dtype", "torch.bfloat16 or torch.float16", amp.dtype in halves),
+        ("init_scale", "a positive number", _is_between(amp.init_scale, 0, 2.0**127)),
+        ("growth_factor", "above 1", _is_between(amp.growth_factor, 1, 2**64)),
+        ("backoff_factor", "between 0 and 1", _is_between(amp.backoff_factor, 0, 1)),
+        ("growth_interval", "at least 1 step", _is_between(amp.growth_interval, 0, 2**62, kind=int)),
+        (
+            "communication_dtype",
+            "torch.bfloat16, torch.float16 or torch.float32",
+            amp.communication_dtype in [*halves, torch.float32],
         ),
-        f"growth_interval={amp.growth_interval!r}": (
-            "growth_interval is a number of steps from 1",
-            not _within(amp.growth_interval, 0, 2**62, kind=int),
-        ),
-        f"communication_dtype={amp.communication_dtype!r}": (
-            "communication_dtype is torch.bfloat16, torch.float16 or torch.float32",
-            amp.communication_dtype not in [*halves, torch.float32],
-        ),
-    }
-    faults = {given: rule for given, (rule, is_wrong) in wrong.items() if is_wrong}
-    if not faults:
+    )
+    wrong = {field: rule for field, rule, is_valid in rules if not is_valid}
+    if not wrong:
         return None
-    return Fault(f"{name}=Amp({', '.join(faults)})", "; ".join(faults.values()), "correct them, or leave them out")
+    given = ", ".join(f"{field}={getattr(amp, field)!r}" for field in wrong)
+    why = "; ".join(f"{field} is {rule}" for field, rule in wrong.items())
+    return Fault(f"{name}=Amp({given})", why, "correct them, or leave them out")
 
 
-def _within(value: object, low: float, high: float, *, kind: type[float] = float) -> bool:
+def _is_between(value: object, low: float, high: float, *, kind: type[float] = float) -> bool:
     return isinstance(value, (int, kind)) and not isinstance(value, bool) and low < value < high
 
 
 def _amp_engine(name: str, value: object) -> str | Fault:
-    found = _named("precision", name, value)
+    found = _plugin_class("precision", name, value)
     return found if isinstance(found, Fault) else str(value)
 
 
 def _timeout(name: str, value: object) -> timedelta | Fault:
-    wait = value
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LONGEST_S:
-        wait = timedelta(seconds=value)
-    # A nanosecond is rounded to no time at all.
-    if isinstance(wait, timedelta) and timedelta(0) < wait <= timedelta(seconds=_LONGEST_S):
-        return wait
-    why = f"a wait lasts some time, and must end ({_LONGEST_S} seconds at most)"
+    timeout = value
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _MAX_TIMEOUT_S:
+        timeout = timedelta(seconds=value)
+    # Checked after the conversion, because timedelta rounds a nanosecond to 0.
+    if isinstance(timeout, timedelta) and timedelta(0) < timeout <= timedelta(seconds=_MAX_TIMEOUT_S):
+        return timeout
+    why = f"it must be above 0, and at most {_MAX_TIMEOUT_S} seconds"
     return Fault(f"{name}={value!r}", why, "use seconds (a positive number) or a timedelta")
 
 
-_LIKE_RANKS = re.compile(r"ranks?[ =_-]?\d*|all|none", re.IGNORECASE)
+_RANK_LIKE = re.compile(r"ranks?[ =_-]?\d*|all|none", re.IGNORECASE)
 
 
 def _logs(name: str, value: object) -> str | Fault:
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if isinstance(text, str) and text not in {"rank0", "all"} and _LIKE_RANKS.fullmatch(text):
-        why = "it looks like a rank, and rank 0 alone or all of them can be shown"
+    if isinstance(text, str) and text not in {"rank0", "all"} and _RANK_LIKE.fullmatch(text):
+        why = "it looks like a rank, but only the output of rank 0 or of all ranks can be shown"
         return Fault(f"{name}={value!r}", why, f"use 'rank0' or 'all'; a directory of this name is './{text}'")
     if isinstance(text, str) and text:
         return text
-    return Fault(f"{name}={value!r}", "it names no place for output", "use 'rank0', 'all' or a directory")
+    return Fault(f"{name}={value!r}", "it is not 'rank0', 'all' or a path", "use 'rank0', 'all' or a directory")
 
 
 def _process_group_backend(name: str, value: object) -> str | Fault | None:
@@ -173,19 +170,19 @@ def _process_group_backend(name: str, value: object) -> str | Fault | None:
     devices = {pair[1] for pair in pairs if pair is not None}
     if text in known or (len(devices) == len(pairs) and set(named) <= set(known)):
         return text
-    strange = next((each for each in named if each not in known), str(value))
+    unknown = next((each for each in named if each not in known), str(value))
     return Fault(
         f"{name}={value!r}",
         "it is neither one of torch's backends nor a list such as 'cpu:gloo,cuda:nccl'",
-        did_you_mean(strange, known),
+        did_you_mean(unknown, known),
     )
 
 
-def carriers(process_group_backend: str) -> Mapping[str, str]:
-    """Device type -> what carries collectives of tensors there, by torch's own table.
+def backend_by_device_type(process_group_backend: str) -> Mapping[str, str]:
+    """Return device type -> torch's process-group backend for tensors on that type of device.
 
     Args:
-        process_group_backend: a parsed option: "gloo", or "cpu:gloo,cuda:nccl".
+        process_group_backend: the parsed option, such as "gloo" or "cpu:gloo,cuda:nccl".
     """
     if ":" in process_group_backend:
         return dict(part.split(":") for part in process_group_backend.split(","))
@@ -195,23 +192,25 @@ def carriers(process_group_backend: str) -> Mapping[str, str]:
 def _function(name: str, value: object) -> Callable[..., Any] | Fault | None:
     if value is None or callable(value):
         return value
-    return Fault(f"{name}={value!r}", "it cannot be called", f"give a function, as in {name}=my_function")
+    return Fault(f"{name}={value!r}", "it cannot be called", f"pass a function, as in {name}=my_function")
 
 
 def _flag(name: str, value: object) -> bool | Fault:
     if isinstance(value, bool):
         return value
-    return Fault(f"{name}={value!r}", "it is neither on nor off", "use True or False")
+    return Fault(f"{name}={value!r}", "it is not a bool", "use True or False")
 
 
-def _whole(least: int, *, most: int = 2**31 - 1, optional: bool = False) -> Callable[[str, object], int | Fault | None]:
+def _integer(
+    least: int, *, most: int = 2**31 - 1, optional: bool = False
+) -> Callable[[str, object], int | Fault | None]:
     def parse(name: str, value: object) -> int | Fault | None:
         if value is None and optional:
             return None
         if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
             return value
-        why = f"it must be a whole number from {least} to {most}"
-        return Fault(f"{name}={value!r}", why, f"use {name}={least}, say")
+        why = f"it must be an integer from {least} to {most}"
+        return Fault(f"{name}={value!r}", why, f"use {name}={least}, for example")
 
     return parse
 
@@ -219,24 +218,24 @@ def _whole(least: int, *, most: int = 2**31 - 1, optional: bool = False) -> Call
 PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "backend": _backend,
     "gpus": _gpus,
-    "processes": _whole(1, most=65536, optional=True),
-    "num_nodes": _whole(1, most=65536, optional=True),
+    "processes": _integer(1, most=65536, optional=True),
+    "num_nodes": _integer(1, most=65536, optional=True),
     "amp": _amp,
     "amp_engine": _amp_engine,
-    "seed": _whole(0, most=2**32 - 1, optional=True),
+    "seed": _integer(0, most=2**32 - 1, optional=True),
     "timeout": _timeout,
-    "max_restarts": _whole(0),
+    "max_restarts": _integer(0),
     "launcher": _launcher,
     "logs": _logs,
     "process_group_backend": _process_group_backend,
     "init_connection": _function,
     "wrap": _function,
-    "verify_every": _whole(0),
+    "verify_every": _integer(0),
     "update_modules": _flag,
 }
 
 
-# The same options as text, for the environment; a text without a meaning is left to the option's parser.
+# Conversion of text from environment variables; text that cannot be converted is returned, and the parser refuses it.
 
 
 def _text_to_int(text: str) -> object:

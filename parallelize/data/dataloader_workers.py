@@ -1,4 +1,4 @@
-"""What happens in a loader's worker processes before the user's code, and where it fails."""
+"""DataLoader worker processes: their worker_init_fn, worker info across processes, and the location of errors."""
 
 from __future__ import annotations
 
@@ -11,120 +11,122 @@ from typing import Any
 import torch
 from torch.utils.data import _utils, get_worker_info
 
-__all__ = ["WideInfo", "WorkerStart", "explain"]
+__all__ = ["GlobalWorkerInfo", "WorkerInit", "add_data_location"]
 
 
 @dataclass(frozen=True)
-class WorkerStart:
-    """The worker_init_fn of a copied loader: makes failures tell where they are, then runs the user's own.
+class WorkerInit:
+    """The worker_init_fn of a copied loader: adds data locations to errors, and calls the user's worker_init_fn.
 
     Args:
-        init: the user's worker_init_fn.
-        rank: of the process the worker works for.
-        world_size: processes.
-        is_wide: whether the worker is to see itself as one of those of all processes (see `WideInfo`).
+        user_init: the user's worker_init_fn.
+        rank: rank of the process that the worker belongs to.
+        world_size: number of processes.
+        has_global_info: whether get_worker_info() counts the workers of all processes (see `GlobalWorkerInfo`).
     """
 
-    init: Callable[[int], None] | None
+    user_init: Callable[[int], None] | None
     rank: int
     world_size: int
-    is_wide: bool = False
+    has_global_info: bool = False
 
     def __call__(self, worker_id: int) -> None:
-        """Run in a worker process.
+        """Initialize a worker process.
 
         Args:
-            worker_id: its number among those of its process.
+            worker_id: index of the worker within its process.
         """
-        # This process is the loader's own and ends with it: there is nobody to give these back to.
+        # These patches are never undone: the worker process belongs to the loader and ends with it.
         fetchers: tuple[Any, ...] = (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher)
         for fetcher in fetchers:
-            fetcher.fetch = _explained(fetcher.fetch, f"rank {self.rank}, worker {worker_id}")
-        if self.is_wide:
-            info = WideInfo(get_worker_info(), rank=self.rank, world_size=self.world_size)
+            fetcher.fetch = _with_data_location(fetcher.fetch, f"rank {self.rank}, worker {worker_id}")
+        if self.has_global_info:
+            info = GlobalWorkerInfo(get_worker_info(), rank=self.rank, world_size=self.world_size)
             torch_worker: Any = _utils.worker
             torch_worker._worker_info = info
             worker_id = info.id
-        if self.init is not None:
-            self.init(worker_id)
+        if self.user_init is not None:
+            self.user_init(worker_id)
 
 
-class WideInfo:
-    """What a dataset that divides itself by get_worker_info() sees: the workers of all processes as those of one.
+class GlobalWorkerInfo:
+    """Replacement for torch's worker info that counts the workers of all processes as if one process had them all.
+
+    With it, a dataset that shards itself by get_worker_info() shards over all processes.
 
     Args:
-        info: torch's; None in a process without workers, which then counts as its own only one.
-        rank: of the process.
-        world_size: processes.
+        info: torch's worker info; None in a process without workers, which counts as one worker.
+        rank: rank of the process.
+        world_size: number of processes.
     """
 
     def __init__(self, info: Any, *, rank: int, world_size: int) -> None:
         self._info = info
-        own, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        self.id = own * world_size + rank
-        self.of_all = workers * world_size
-        self.was_asked = False
+        local_id, local_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        self.id = local_id * world_size + rank
+        self.total_workers = local_workers * world_size
+        self.is_num_workers_used = False
 
     @property
     def num_workers(self) -> int:
-        """Workers of all processes; who asks for their number divides something by it."""
-        self.was_asked = True
-        return self.of_all
+        """Number of workers of all processes; a dataset that reads it is assumed to shard itself by it."""
+        self.is_num_workers_used = True
+        return self.total_workers
 
     @property
     def dataset(self) -> Any:
-        """The user's dataset, not what stands around it."""
+        """The user's dataset, without the wrapper that shards it."""
         dataset = getattr(self._info, "dataset", None)
-        return getattr(dataset, "undivided", dataset)
+        return getattr(dataset, "unsharded", dataset)
 
     @property
     def seed(self) -> int:
-        """Of this worker."""
+        """Seed of the worker."""
         return torch.initial_seed() if self._info is None else int(self._info.seed)
 
 
-def explain(error: BaseException, where: str) -> None:
-    """Add to an error of the user's dataset or collate function where it happened, and at which index.
+def add_data_location(error: BaseException, where: str) -> None:
+    """Add the rank, worker and index to an error of the user's dataset or collate_fn, as a note.
 
     Args:
-        error: as it was caught, with its traceback.
-        where: the process and worker.
+        error: the caught error, with its traceback.
+        where: the rank, and the worker if any, as text.
     """
-    note = f"in the data of {where}{_index(error.__traceback__)}"
+    note = f"in the data of {where}{_index_text(error.__traceback__)}"
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):  # Python 3.10
         error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
 
 
-def _index(traceback: types.TracebackType | None) -> str:
-    """The index that torch's fetcher was fetching, as far as its frames tell."""
-    found, indices = "", []
+def _index_text(traceback: types.TracebackType | None) -> str:
+    """Return text with the index that torch's fetcher was fetching, from the locals of its frames; may be empty."""
+    text, indices = "", []
     while traceback is not None:
         code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
         if code.co_filename == _utils.fetch.__file__:
             if "idx" in names:
                 return f", index {names['idx']!r}"
             if "possibly_batched_index" in names:
-                asked = names["possibly_batched_index"]
-                found, indices = f", indices {asked!r}", asked if isinstance(asked, list) else []
+                requested = names["possibly_batched_index"]
+                text, indices = f", indices {requested!r}", requested if isinstance(requested, list) else []
         elif code.co_name == "__getitem__":
-            # Since Python 3.12 the fetcher's comprehension has no frame of its own: the dataset was given the index.
+            # Since Python 3.12 the fetcher's comprehension has no frame: use the argument of dataset.__getitem__.
             index = [names[name] for name in code.co_varnames[1:2] if name in names]
-            return f", index {index[0]!r}" if index and any(index[0] is each for each in indices) else found
+            return f", index {index[0]!r}" if index and any(index[0] is each for each in indices) else text
         traceback = traceback.tb_next
-    return found
+    return text
 
 
-def _explained(fetch: Callable[[Any, Any], Any], where: str) -> Callable[[Any, Any], Any]:
+def _with_data_location(fetch: Callable[[Any, Any], Any], where: str) -> Callable[[Any, Any], Any]:
     @functools.wraps(fetch)
-    def fetch_or_explain(self: Any, possibly_batched_index: Any) -> Any:
+    def fetch_with_location(self: Any, possibly_batched_index: Any) -> Any:
         try:
             return fetch(self, possibly_batched_index)
         except StopIteration:
             raise
         except Exception as exc:
-            explain(exc, where)
+            add_data_location(exc, where)
             raise
 
-    return fetch_or_explain
+    return fetch_with_location

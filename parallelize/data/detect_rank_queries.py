@@ -1,4 +1,4 @@
-"""What shows that data know of the processes which read them."""
+"""Detection of datasets that query their rank or the world size, and so may shard themselves."""
 
 from __future__ import annotations
 
@@ -13,75 +13,75 @@ import torch.distributed as dist
 from parallelize.errors import ConfigError
 from parallelize.runtime import context
 
-__all__ = ["SIZES", "asking", "known_size", "unclear"]
+__all__ = ["NUM_SHARDS_ATTRIBUTES", "ambiguous_sharding_error", "detect_rank_queries", "world_size_attribute"]
 
-# What samplers call the number of parts they divide into: torch's, Lightning's and timm's; Accelerate's; others'.
-SIZES = ("num_replicas", "num_processes", "num_shards", "world_size", "_num_replicas", "_world_size")
+# Attributes for a sampler's number of shards; torch, Lightning and timm use the first, Accelerate the second.
+NUM_SHARDS_ATTRIBUTES = ("num_replicas", "num_processes", "num_shards", "world_size", "_num_replicas", "_world_size")
 
-# Of torch's modules only this one asks in order to divide; DataLoader and collectives have reasons of their own.
-_DIVIDING = "torch.utils.data.distributed"
+# The only torch module that queries the rank in order to shard; DataLoader and collectives query it for other reasons.
+_SHARDING_MODULE = "torch.utils.data.distributed"
 
 
-def known_size(dataset: object, world_size: int) -> str | None:
-    """The attribute in which a dataset keeps the number of the processes, or None."""
-    names = (*SIZES, "world", "num_nodes")
+def world_size_attribute(dataset: object, world_size: int) -> str | None:
+    """Return the name of a dataset's attribute whose value is the world size, or None."""
+    names = (*NUM_SHARDS_ATTRIBUTES, "world", "num_nodes")
     return next(
         (name for name in names if type(size := getattr(dataset, name, None)) is int and size == world_size), None
     )
 
 
 @contextlib.contextmanager
-def asking() -> Iterator[set[str]]:
-    """A block of which is seen whether it asks for its rank, or for the number of processes.
+def detect_rank_queries() -> Iterator[set[str]]:
+    """Record which of the functions that return the rank or the world size are called in the block.
 
-    By the calls themselves: who asks may have imported the functions under any name. It slows the block down, and sees
-    nothing while somebody else profiles it.
+    A profile function (sys.setprofile) detects the calls, because callers may have imported the functions under any
+    name; it slows the block down. Nothing is recorded if another profiler is active.
 
     Yields:
-        The names of the functions that were asked so far.
+        The names of the functions called so far.
     """
-    asked: set[str] = set()
+    called: set[str] = set()
     if sys.getprofile() is not None:
-        yield asked
+        yield called
         return
-    codes = set(_codes())
+    codes = set(_query_codes())
 
-    def see(frame: FrameType, event: str, _arg: Any) -> None:
-        if event == "call" and frame.f_code in codes and _is_foreign(frame.f_back):
-            asked.add(frame.f_code.co_name)
+    def profile(frame: FrameType, event: str, _arg: Any) -> None:
+        if event == "call" and frame.f_code in codes and _is_user_code(frame.f_back):
+            called.add(frame.f_code.co_name)
 
-    sys.setprofile(see)
+    sys.setprofile(profile)
     try:
-        yield asked
+        yield called
     finally:
         sys.setprofile(None)
 
 
-def _codes() -> Iterator[CodeType]:
+def _query_codes() -> Iterator[CodeType]:
     for module in (dist, context):
         for name in ("get_rank", "get_world_size", "rank", "world_size"):
-            code = getattr(getattr(module, name, None), "__code__", None)  # torch may be built without
+            code = getattr(getattr(module, name, None), "__code__", None)  # absent in torch without distributed
             if code is not None:
                 yield code
 
 
-def _is_foreign(frame: FrameType | None) -> bool:
-    """Whether a call comes from neither torch nor this package."""
+def _is_user_code(frame: FrameType | None) -> bool:
+    """Return whether a frame runs torch's DistributedSampler, or code outside of torch and this package."""
     name = "" if frame is None else str(frame.f_globals.get("__name__"))
-    return name == _DIVIDING or name.partition(".")[0] not in ("torch", "parallelize")
+    return name == _SHARDING_MODULE or name.partition(".")[0] not in ("torch", "parallelize")
 
 
-def unclear(dataset: object, how: str) -> ConfigError:
-    """What there is to say of a dataset that may divide itself over the processes, or may not.
+def ambiguous_sharding_error(dataset: object, evidence: str) -> ConfigError:
+    """Build the error for a dataset that may or may not shard itself over the processes.
 
     Args:
-        dataset: the user's.
-        how: what shows that it knows them.
+        dataset: the user's dataset.
+        evidence: why it may, as a clause such as "it has world_size=2".
     """
     name = type(dataset).__name__
     return ConfigError(
-        f"the iterable {name} knows of the processes: {how}",
-        why="if it gives each process a part of its own, dividing it again would leave the rest to nobody",
-        fix=f"use shard_loader(loader, divides='processes') if {name} divides its data over the processes, and "
-        "divides='nothing' if each process would read all of them",
+        f"the iterable {name} may shard itself over the processes: {evidence}",
+        why="if it does, sharding it again would skip samples; if it does not, every process would iterate all samples",
+        fix=f"use shard_loader(loader, divides='processes') if {name} shards its data over the processes, or "
+        "divides='nothing' if every process iterates all of it",
     )

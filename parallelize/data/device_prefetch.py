@@ -1,12 +1,12 @@
-"""Batches on the device that eats them, copied while it is still eating the last one.
+"""Prefetching: copies the next batches to the device on a side stream while the current step runs.
 
     current stream     | step k-1      | wait for copy k | step k          | wait for copy k+1 | step k+1
     copy stream          copy k        |                   copy k+1                            | copy k+2
-                                       ^ copy k+1 waits for what was in the current stream when its memory was taken
+                                       ^ copy k+1 waits for the work queued on the current stream until now
 
-The memory of a batch is taken from the current stream's pool, and its copy waits for what that stream had to do by
-then. So it can go back to that pool like that of any other tensor: no `record_stream`, which holds memory back for as
-long as the host runs ahead of the device.
+A batch's memory is allocated on the current stream, and its copy waits for all work queued there before. So the
+caching allocator reuses the memory as it does for any other tensor. `record_stream` is not called: it would delay the
+reuse for as long as the host runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -22,132 +22,132 @@ from torch import Tensor
 
 from parallelize.runtime.containers import leaves, map_leaves
 
-__all__ = ["ahead", "moved", "on_device"]
+__all__ = ["move_batches", "move_to_device", "prefetch_batches"]
 
 T = TypeVar("T")
 
 
-def on_device(batches: Iterator[T], device: torch.device, *, prefetch: int) -> Iterator[T]:
-    """The batches, with all that lies in them on a device.
+def move_batches(batches: Iterator[T], device: torch.device, *, prefetch: int) -> Iterator[T]:
+    """Yield the batches, moved to a device.
 
     Args:
-        batches: on the host, in pinned memory if their copies are to run beside the device's work.
-        device: where to.
-        prefetch: batches that are copied ahead; takes so much more memory on the device.
+        batches: batches on the host; only copies from pinned memory run in parallel with the device's work.
+        device: the target device.
+        prefetch: number of batches to copy ahead; each takes memory on the device.
     """
     if prefetch == 0 or device.type in ("cpu", "mps"):
-        return (moved(batch, device) for batch in batches)
-    return ahead(batches, _Copier(device), prefetch=prefetch)
+        return (move_to_device(batch, device) for batch in batches)
+    return prefetch_batches(batches, _Copier(device), prefetch=prefetch)
 
 
-def moved(value: T, device: torch.device) -> T:
-    """The same containers with everything that has `.to` on a device.
+def move_to_device(value: T, device: torch.device) -> T:
+    """Move every leaf that has a `to` method to a device, and return the leaves in the same containers.
 
     Args:
-        value: a tensor, an object with a method `to`, or containers of them; anything else stays as it is.
-        device: where to.
+        value: a tensor, an object with a `to` method, or containers of them; other leaves are kept.
+        device: the target device.
     """
-    return _mapped(lambda leaf: _to(leaf, device), value)
+    return _map_movable(lambda leaf: _move(leaf, device), value)
 
 
-def _mapped(move: Any, value: T) -> T:
-    # An object that knows how to move itself is asked before its insides are: Hugging Face's encodings are mappings.
+def _map_movable(move: Any, value: T) -> T:
+    # A container with a `to` method, such as Hugging Face's BatchEncoding, is moved as one object.
     result: T = map_leaves(move, value, is_leaf=lambda each: hasattr(each, "to"))
     return result
 
 
-def _to(leaf: Any, device: torch.device) -> Any:
+def _move(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.to(device, non_blocking=True)
     return leaf.to(device) if hasattr(leaf, "to") else leaf
 
 
 class _Copier:
-    """Copies batches on a stream of its own."""
+    """Copies batches to a device on a side stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = torch.Stream(device=device)
+        self._copy_stream = torch.Stream(device=device)
 
-    def send(self, batch: T) -> _Sent[T]:
-        """Begin to copy a batch."""
+    def start(self, batch: T) -> _Copy[T]:
+        """Start copying a batch to the device."""
         current = torch.accelerator.current_stream(self._device)
         copies: list[tuple[Tensor, Tensor]] = []
 
-        def place(leaf: Any) -> Any:
+        def allocate(leaf: Any) -> Any:
             if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.device.type != "cpu":
-                # Whoever moves itself takes memory where we cannot see it: on the current stream that is always safe.
-                return _to(leaf, self._device)
+                # A custom `to` allocates memory itself, which is always safe on the current stream.
+                return _move(leaf, self._device)
             target = torch.empty_like(leaf, device=self._device)
             copies.append((target, leaf if leaf.is_pinned() else leaf.pin_memory()))
             return target
 
-        placed = _mapped(place, batch)
-        self._side.wait_event(current.record_event())
-        with self._side:
+        moved = _map_movable(allocate, batch)
+        self._copy_stream.wait_event(current.record_event())
+        with self._copy_stream:
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-        return _Sent(placed, self._side.record_event(), current)
+        return _Copy(moved, self._copy_stream.record_event(), current)
 
-    def receive(self, sent: _Sent[T]) -> T:
-        """The batch; what the current stream does from now on comes after its copy."""
+    def wait(self, copy: _Copy[T]) -> T:
+        """Make the current stream wait for a copy, and return the copied batch."""
         current = torch.accelerator.current_stream(self._device)
-        current.wait_event(sent.copied)
-        if current != sent.stream:  # taken on one stream, used on another: the allocator has to know of it
-            for leaf in leaves(sent.batch):
+        current.wait_event(copy.done)
+        if current != copy.stream:  # notify the allocator that another stream uses the memory
+            for leaf in leaves(copy.batch):
                 if isinstance(leaf, Tensor) and leaf.device.type == self._device.type:
                     leaf.record_stream(current)
-        return sent.batch
+        return copy.batch
 
 
 @dataclass(frozen=True)
-class _Sent(Generic[T]):
+class _Copy(Generic[T]):
     batch: T
-    copied: torch.Event
+    done: torch.Event
     stream: torch.Stream
 
 
-def ahead(batches: Iterator[T], copier: Any, *, prefetch: int) -> Iterator[T]:
-    """The batches in order, each sent while those before it are in use.
+def prefetch_batches(batches: Iterator[T], copier: Any, *, prefetch: int) -> Iterator[T]:
+    """Yield the batches in order, and start to copy later batches while earlier ones are in use.
 
-    An error in fetching comes when its turn has come, not as early as it is met.
+    An error of the loader is raised after all earlier batches have been yielded.
 
     Args:
-        batches: on the host.
-        copier: sends a batch, and receives what it has sent.
-        prefetch: how many are sent before the one that is given is used; one at first, for the first is waited for.
+        batches: batches on the host.
+        copier: an object with the methods `start(batch) -> copy` and `wait(copy) -> batch`.
+        prefetch: number of copies to start ahead of the batch in use; one for the first batch, to yield it sooner.
     """
-    waiting: deque[Any] = deque()
-    fetched, wanted = _Fetched(batches), 2
+    copies: deque[Any] = deque()
+    fetched, wanted = _UntilError(batches), 2
     try:
         while True:
-            waiting.extend(map(copier.send, itertools.islice(fetched, wanted - len(waiting))))
-            if not waiting:
+            copies.extend(map(copier.start, itertools.islice(fetched, wanted - len(copies))))
+            if not copies:
                 break
-            yield copier.receive(waiting.popleft())
+            yield copier.wait(copies.popleft())
             wanted = prefetch + 1
     finally:
-        # Nobody will use them, but their memory may not go to others before the copies into it are over.
-        for each in waiting:
-            copier.receive(each)
-    if fetched.failure is not None:
-        raise fetched.failure
+        # The memory of unused copies may be reused only after they have finished.
+        for each in copies:
+            copier.wait(each)
+    if fetched.error is not None:
+        raise fetched.error
 
 
-class _Fetched(Iterator[T]):
-    """Batches up to the first error, which is kept."""
+class _UntilError(Iterator[T]):
+    """Iterator over batches that ends at the first error, and stores that error in `error`."""
 
     def __init__(self, batches: Iterator[T]) -> None:
         self._batches = batches
-        self.failure: Exception | None = None
+        self.error: Exception | None = None
 
     def __next__(self) -> T:
-        if self.failure is not None:
+        if self.error is not None:
             raise StopIteration
         try:
             return next(self._batches)
         except StopIteration:
             raise
-        except Exception as exc:  # noqa: BLE001 - raised when its turn has come
-            self.failure = exc
+        except Exception as exc:  # noqa: BLE001 - raised by prefetch_batches after the earlier batches
+            self.error = exc
             raise StopIteration from None

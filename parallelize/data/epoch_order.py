@@ -1,4 +1,4 @@
-"""The order of an epoch's units, the same on every process without a word between them."""
+"""The order of the units in an epoch, which every process computes identically without communication."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, overload
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from parallelize.data.rng import OwnStream
+from parallelize.data.rng import IsolatedRNG
 
-__all__ = ["Permutation", "draw", "draw_lazily", "seed_of"]
+__all__ = ["Permutation", "draw_order", "sampler_seed", "stream_order"]
 
 
 class Permutation(Sequence[int]):
-    """A shuffled range that becomes Python numbers a slice at a time: a list of 10^8 takes seconds and 4 GB."""
+    """A shuffled range that converts only a slice at a time to Python ints: a list of 10^8 takes seconds and 4 GB."""
 
     def __init__(self, length: int, seed: int) -> None:
         generator = torch.Generator()
@@ -38,51 +38,55 @@ class Permutation(Sequence[int]):
         return picked
 
 
-def draw(sampler: Any, *, seed: int, epoch: int) -> Sequence[Any]:
-    """Everything a sampler yields in an epoch.
+def draw_order(sampler: Any, *, seed: int, epoch: int) -> Sequence[Any]:
+    """Return all units that a sampler yields in an epoch.
 
-    torch's own shuffle becomes that of DistributedSampler; any other sampler runs with all its sources of chance
-    seeded, so that every process draws the same.
+    For torch's RandomSampler, the order is that of DistributedSampler. Before any other sampler is iterated, every
+    generator that it may use is seeded, so that all processes get the same order.
 
     Args:
-        sampler: the loader's sampler or batch sampler; ends.
-        seed: that of the first epoch; epoch `e` is drawn with `seed + e`.
-        epoch: number of the epoch, from 0; told to the sampler if it has `set_epoch`.
+        sampler: the loader's sampler or batch sampler, of finite length.
+        seed: seed of epoch 0; epoch `e` uses `seed + e`.
+        epoch: number of the epoch, from 0.
     """
-    # Exactly these: a subclass may have an order of its own.
+    # Only these exact types: a subclass may have another order.
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return Permutation(sampler.num_samples, seed + epoch)
-    with OwnStream(seed + epoch, list(_generators(sampler))).drawing():
+    with IsolatedRNG(seed + epoch, list(_generators(sampler))).use():
         return list(sampler)
 
 
-def seed_of(sampler: object, default: int) -> int:
-    """The seed of a sampler's generator, or the default if it has none."""
+def stream_order(sampler: Any, *, seed: int, epoch: int, chunk_size: int) -> Iterator[Any]:
+    """Yield the same units as `draw_order` returns, for a sampler or another iterable of unknown length.
+
+    Args:
+        sampler: the loader's sampler or batch sampler, or another iterable.
+        seed: see `draw_order`.
+        epoch: see `draw_order`.
+        chunk_size: number of units to draw at a time; between chunks, the global generators have the caller's state.
+    """
+    rng = IsolatedRNG(seed + epoch, list(_generators(sampler)))
+    units: Iterator[Any] | None = None
+    while True:
+        with rng.use():
+            units = iter(sampler) if units is None else units
+            chunk = list(itertools.islice(units, chunk_size))
+        yield from chunk
+        if len(chunk) < chunk_size:
+            return
+
+
+def sampler_seed(sampler: object, default: int) -> int:
+    """Return the initial seed of a sampler's generator, or the default if it has no generator."""
     for generator in _generators(sampler):
         return generator.initial_seed()
     return default
 
 
-def draw_lazily(sampler: Any, *, seed: int, epoch: int, chunk: int) -> Iterator[Any]:
-    """What `draw` gives, of a sampler that does not say when it ends: so many units at a time.
-
-    Also of any other iterable. Between chunks all sources of chance are as the rest of the program knows them.
-    """
-    stream = OwnStream(seed + epoch, list(_generators(sampler)))
-    units: Iterator[Any] | None = None
-    while True:
-        with stream.drawing():
-            units = iter(sampler) if units is None else units
-            drawn = list(itertools.islice(units, chunk))
-        yield from drawn
-        if len(drawn) < chunk:
-            return
-
-
 def _generators(sampler: object, depth: int = 3) -> Iterator[torch.Generator]:
-    """Generators of a sampler, its own first, then those of samplers inside."""
+    """Yield the generator of a sampler, then those of its inner samplers."""
     generator = getattr(sampler, "generator", None)
     if isinstance(generator, torch.Generator):
         yield generator

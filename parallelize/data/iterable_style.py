@@ -1,7 +1,8 @@
-"""Loaders over iterable datasets: what cannot be divided by index is divided where it is read."""
+"""Source for a DataLoader over an iterable dataset: each worker of each process yields its shard of the samples."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -9,32 +10,32 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 
 from parallelize.cluster.world import World
+from parallelize.data.epoch_shards import LocalBatchesShard
 from parallelize.data.loader_copy import LoaderCopy
-from parallelize.data.loader_options import Divides, LoaderOptions, no_fraction
-from parallelize.data.sampler_arithmetic import as_steps, reader_steps
-from parallelize.data.set_epoch import Epochs
-from parallelize.data.sharded_iterable_dataset import DividedDataset
-from parallelize.data.source import Place, Reading, Source
+from parallelize.data.loader_options import Divides, LoaderOptions, fraction_without_length_error
+from parallelize.data.sampler_arithmetic import limit_in_steps, stream_steps
+from parallelize.data.sharded_iterable_dataset import ShardedIterableDataset
+from parallelize.data.source import EpochListeners, EpochShard, Position, Source
 from parallelize.errors import ConfigError
 
-__all__ = ["IterableSource"]
+__all__ = ["IterableStyleSource"]
 
 T = TypeVar("T")
 
 
-class IterableSource(Source[T]):
-    """A DataLoader over an iterable dataset.
+class IterableStyleSource(Source[T]):
+    """Source for a DataLoader over an iterable dataset; `Position.start` counts this process's batches.
 
     Args:
-        copy: of it; its dataset is replaced.
-        shown: another copy, which answers what is asked of the loader.
-        part: this process's part of the dataset, or the dataset if it has to be divided where it is read.
-        divides: what `part` divides itself over; None: to be seen.
-        options: as asked.
-        world: this process among the others.
+        copy: a copy of the user's loader; its dataset is replaced.
+        shown: another copy, with the user's dataset, for attribute lookups.
+        dataset: the user's dataset, or this process's shard of it.
+        divides: how `dataset` shards itself; None: infer it while the dataset is iterated.
+        options: the options of `shard_loader`.
+        world: rank and world size of this process.
 
     Raises:
-        ConfigError: options that do not go with data of which nobody knows the end.
+        ConfigError: an option is set that iterable datasets do not support.
     """
 
     def __init__(
@@ -42,85 +43,67 @@ class IterableSource(Source[T]):
         *,
         copy: LoaderCopy[T],
         shown: DataLoader[T],
-        part: Any,
+        dataset: Any,
         divides: Divides | None,
         options: LoaderOptions,
         world: World,
     ) -> None:
         _check(options, type(shown.dataset).__name__)
         self._copy, self._options, self._world, self._divides = copy, options, world, divides
-        self._epochs = Epochs([part])
+        self._listeners = EpochListeners([dataset])
         if divides != "processes":
-            part = DividedDataset(part, divides=divides, tail=options.tail, world=world)
-        copy.replace(dataset=part)
+            dataset = ShardedIterableDataset(dataset, divides=divides, tail=options.tail, world=world)
+        copy.set_attributes(dataset=dataset)
         self.loader = shown
 
-    def read(self, place: Place) -> Reading[T]:
-        """Begin to read at a place; `Place.start` counts batches of this process here."""
-        self._epochs.tell(place.epoch)
-        return _IterableReading(self, place)
+    def shard(self, position: Position) -> EpochShard[T]:
+        """Return this process's shard of an epoch, from a position on."""
+        self._listeners.set_epoch(position.epoch)
+        return LocalBatchesShard(functools.partial(self._batches, position), start=position.start)
 
-    def steps(self, place: Place) -> int | None:
-        """How many batches a reading from there gives this process; None unless all is known about the dataset."""
+    def steps(self, position: Position) -> int | None:
+        """Count this process's batches from a position on; None if the dataset has no length or shards itself."""
         loader: Any = self.loader
         if self._divides != "nothing" or not hasattr(loader.dataset, "__len__"):
             return None
         workers = max(loader.num_workers, 1)
         total = sum(
-            reader_steps(
+            stream_steps(
                 len(loader.dataset),
-                readers=workers * self._world.world_size,
-                reader=worker * self._world.world_size + self._world.rank,
+                num_shards=workers * self._world.world_size,
+                shard_index=worker * self._world.world_size + self._world.rank,
                 batch_size=loader.batch_size,
                 drop_last=loader.drop_last,
                 tail=self._options.tail,
             )
             for worker in range(workers)
         )
-        return max((total if self._options.limit is None else as_steps(self._options.limit, total)) - place.start, 0)
+        limit = self._options.limit
+        return max((total if limit is None else limit_in_steps(limit, total)) - position.start, 0)
 
-    def chosen_epoch(self) -> int | None:
-        """The epoch that the user has told the dataset since the last reading."""
-        return self._epochs.chosen()
-
-    def unit(self) -> dict[str, Any]:
-        """How many samples a batch has, and from how many workers batches come in turn."""
+    def batch_identity(self) -> dict[str, Any]:
+        """Return the batch size and the number of workers, which determine the samples of each batch."""
         return {"batch_size": self.loader.batch_size, "num_workers": max(self.loader.num_workers, 1)}
 
-    def fetch(self, place: Place) -> Iterator[T]:
-        """The batches from a place on; there is no way there but to read what comes before it, and throw it away."""
+    def _batches(self, position: Position) -> Iterator[T]:
+        # The dataset cannot seek: batches before the position are made and discarded.
         limit = self._options.limit
         end = None if limit is None else int(limit)
-        return itertools.islice(self._copy.iterate(Place(epoch=place.epoch)), place.start, end)
-
-    def close(self) -> None:
-        """End the loader's persistent workers."""
-        self._copy.close()
-
-
-class _IterableReading(Reading[T]):
-    def __init__(self, source: IterableSource[T], place: Place) -> None:
-        self._source, self._place = source, place
-
-    def batches(self) -> Iterator[T]:
-        return self._source.fetch(self._place)
-
-    def position(self, given: int) -> int:
-        return self._place.start + given
+        return itertools.islice(self._copy.iterate(Position(epoch=position.epoch)), position.start, end)
 
 
 def _check(options: LoaderOptions, name: str) -> None:
     if options.tail == "weighted":
         raise ConfigError(
             f"tail='weighted' with the iterable {name}",
-            why="what a process's last batch weighs depends on how many samples there are, which nobody knows",
-            fix="use tail='pad' or 'drop', or a dataset with indices",
+            why="the weight of a process's last batch depends on the number of samples, which is unknown",
+            fix="use tail='pad' or 'drop', or a map-style dataset",
         )
     if options.batch == "global":
         raise ConfigError(
             f"batch='global' with the iterable {name}",
-            why="its batches are made in worker processes, each from samples of its own",
+            why="each worker process makes batches from its own samples",
             fix="use batch='per_process' and DataLoader(batch_size=...) for one process",
         )
     if isinstance(options.limit, float):
-        raise no_fraction(options.limit, f"the iterable {name}")
+        raise fraction_without_length_error(options.limit, f"the iterable {name}")

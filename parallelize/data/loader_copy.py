@@ -1,4 +1,4 @@
-"""A copy of the user's DataLoader that reads something else: same class, same attributes, never constructed."""
+"""LoaderCopy: a copy of the user's DataLoader, of the same class and attributes, that makes this process's batches."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from parallelize.data.dataloader_workers import WorkerStart
-from parallelize.data.rng import OwnStream, mixed
-from parallelize.data.source import Place
+from parallelize.data.dataloader_workers import WorkerInit
+from parallelize.data.rng import IsolatedRNG, derive_seed
+from parallelize.data.source import Position
 from parallelize.errors import ConfigError
 
-__all__ = ["Feed", "LoaderCopy"]
+__all__ = ["LoaderCopy", "ShardBatchSampler"]
 
 T = TypeVar("T")
 
 
-class Feed:
-    """Stands in a copied loader for its sampler or batch sampler, and yields this process's share instead.
+class ShardBatchSampler:
+    """Replacement for a copied loader's sampler or batch sampler; yields this process's shard of its units.
 
-    Everything else asked of it is answered by what it stands for.
+    All other attributes are those of the replaced sampler.
 
     Args:
         replaced: the user's sampler or batch sampler.
@@ -31,131 +31,138 @@ class Feed:
         self._replaced = replaced
         self._units: Iterable[Any] = ()
         self._length: int | None = None
-        self.times_read = 0
+        self.is_iterated = False
 
-    def fill(self, units: Iterable[Any], length: int | None) -> None:
-        """Set what the next iterators yield; `units` can be iterated more than once, a `length` of None is unknown."""
-        self._units, self._length, self.times_read = units, length, 0
+    def set_units(self, units: Iterable[Any], length: int | None) -> None:
+        """Set the units that the next iterators yield.
+
+        Args:
+            units: the units; an iterable that can be iterated more than once.
+            length: number of units; None: unknown.
+        """
+        self._units, self._length, self.is_iterated = units, length, False
 
     def __iter__(self) -> Iterator[Any]:
-        # torch's iterator over worker processes asks twice: at its making and at its reset.
-        self.times_read += 1
+        # torch's iterator over worker processes calls this twice: when it is created and when it is reset.
+        self.is_iterated = True
         return iter(self._units)
 
     def __len__(self) -> int:
         if self._length is None:
-            raise TypeError(f"nobody knows how much {type(self._replaced).__name__} yields")
+            raise TypeError(f"the length of this {type(self._replaced).__name__} is unknown")
         return self._length
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle ask before there is anything to ask
+        if name.startswith("__"):  # copy and pickle look these up before __init__
             raise AttributeError(name)
         return getattr(self._replaced, name)
 
 
 class LoaderCopy(Generic[T]):
-    """What one process reads from instead of the user's loader, which stays as it is.
+    """A copy of the user's DataLoader, made without calling its constructor. The user's loader is not modified.
 
     Args:
-        loader: the user's; it is not kept, so that it can go when she lets it go.
-        seed: of the streams of random numbers while batches are made. None: that of the loader's generator, or else
-            drawn when reading begins, as torch does; and without workers none: the dataset then draws from the
-            process's own generators.
-        start: what each worker process does first.
+        loader: the user's loader; the copy does not reference it, so that it can be freed.
+        seed: seed of the random numbers drawn while batches are made. None: use the seed of the loader's generator, or
+            else draw a seed when an iterator starts, as torch does. With None and without workers, the dataset draws
+            from this process's global generators.
+        worker_init: worker_init_fn of the copy.
 
     Raises:
-        ConfigError: the loader is to go on at a place of its own.
+        ConfigError: a state was loaded into the loader, from which it would resume.
     """
 
-    def __init__(self, loader: DataLoader[T], *, seed: int | None, start: WorkerStart) -> None:
+    def __init__(self, loader: DataLoader[T], *, seed: int | None, worker_init: WorkerInit) -> None:
         if getattr(loader, "next_iter_state", None) is not None:  # of torchdata's StatefulDataLoader
             raise ConfigError(
                 f"a {type(loader).__name__} whose state was loaded before shard_loader",
-                why="it counts the batches of another reading, and each process would skip as many of its own share",
+                why="the state counts batches of the unsharded loader; each process would skip as many batches of it",
                 fix="save shard_loader(loader).state_dict(), and shard_loader(loader).load_state_dict(state)",
             )
-        self._seed, self._rank = seed, start.rank
+        self._seed, self._rank = seed, worker_init.rank
         self.loader: DataLoader[T] = object.__new__(type(loader))
-        # Past DataLoader.__setattr__, which refuses: a loader's parts may not change while it is read, but this one is
-        # new. Without workers, for those of the user's loader are hers.
+        # Bypasses DataLoader.__setattr__, which forbids changes after construction. The iterator is not copied: its
+        # workers belong to the user's loader.
         vars(self.loader).update(vars(loader), _iterator=None)
         self._generator = loader.generator
-        self._turn = 0
+        self._iterator_count = 0
         if loader.num_workers > 0:
-            vars(self.loader)["worker_init_fn"] = start
+            vars(self.loader)["worker_init_fn"] = worker_init
 
-    def feed(self) -> Feed:
-        """A feed in the place from which the loader takes its indices."""
+    def replace_sampler(self) -> ShardBatchSampler:
+        """Replace the sampler or batch sampler that yields the loader's indices, and return the replacement."""
         name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-        feed = Feed(getattr(self.loader, name))
-        vars(self.loader)[name] = feed
-        return feed
+        sampler = ShardBatchSampler(getattr(self.loader, name))
+        vars(self.loader)[name] = sampler
+        return sampler
 
-    def replace(self, **attributes: Any) -> None:
-        """Set attributes that a loader does not let change."""
+    def set_attributes(self, **attributes: Any) -> None:
+        """Set attributes of the copy that DataLoader does not allow changing."""
         vars(self.loader).update(attributes)
 
-    def iterate(self, place: Place) -> Iterator[T]:
-        """The loader's own iterator, with other random numbers on every process, in every worker, at every place."""
-        # torch draws the seed of its workers here; drawn in any case, so that what follows in the program draws alike.
+    def iterate(self, position: Position) -> Iterator[T]:
+        """Yield the loader's batches, with different random numbers for every process, worker and position."""
+        # torch draws the base seed of its workers here. Draw one even if unused: the program's RNG must advance alike.
         generator = torch.default_generator if self._generator is None else self._generator
         before = generator.get_state()
         drawn = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-        if place.start:  # an epoch that is gone on with has drawn when it began
+        if position.start:  # a resumed epoch has drawn its seed at its beginning
             generator.set_state(before)
-        # What a generator of hers has come to nobody saves: streams follow from its seed, also where reading goes on.
-        of_loader = drawn if self._generator is None else self._generator.initial_seed()
-        seed = mixed("workers", of_loader if self._seed is None else self._seed, self._rank, place.epoch, place.start)
+        # The state of the user's generator is not saved, so only its initial seed is the same after resuming.
+        loader_seed = drawn if self._generator is None else self._generator.initial_seed()
+        base_seed = loader_seed if self._seed is None else self._seed
+        seed = derive_seed("workers", base_seed, self._rank, position.epoch, position.start)
         vars(self.loader)["generator"] = torch.Generator().manual_seed(seed)
         batches = iter(self.loader)
-        is_apart = self.loader.num_workers == 0 and self._seed is not None
+        is_isolated = self.loader.num_workers == 0 and self._seed is not None
         try:
-            yield from self._in_turn(_drawing_apart(batches, OwnStream(seed)) if is_apart else batches)
+            yield from self._exclusive(_with_rng(batches, IsolatedRNG(seed)) if is_isolated else batches)
         finally:
             if not self.loader.persistent_workers:
-                self._end(batches)
+                self._shut_down(batches)
 
-    def _in_turn(self, batches: Iterator[T]) -> Iterator[T]:
-        self._turn += 1
-        turn = self._turn
+    def _exclusive(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield batches, and raise if a newer iterator has taken over the persistent workers."""
+        self._iterator_count += 1
+        number = self._iterator_count
         for batch in batches:
             yield batch
-            if turn != self._turn and self.loader.persistent_workers:
+            if number != self._iterator_count and self.loader.persistent_workers:
                 raise ConfigError(
                     "two iterators at a time over a DataLoader(persistent_workers=True)",
-                    why="torch has its workers serve the newer one, and batches of the older one are lost",
-                    fix="use persistent_workers=False, or a DataLoader for each of them",
+                    why="torch's workers serve only the newer one, and batches of the older one are lost",
+                    fix="use persistent_workers=False, or a separate DataLoader for each iterator",
                 )
 
-    def fed(self, feed: Feed, place: Place) -> Iterator[T]:
-        """The loader's own iterator over what was filled into its feed.
+    def iterate_shard(self, sampler: ShardBatchSampler, position: Position) -> Iterator[T]:
+        """Yield the batches that the loader makes from the units of the replacement sampler.
 
         Raises:
-            ConfigError: the loader takes its indices from somewhere else: every process would get everything.
+            ConfigError: the loader does not use this sampler, so every process would get all batches.
         """
-        for batch in self.iterate(place):
-            if feed.times_read == 0:
+        for batch in self.iterate(position):
+            if not sampler.is_iterated:
                 raise ConfigError(
-                    f"{type(self.loader).__name__} does not read its sampler when it is iterated",
-                    why="its indices come from somewhere else, so that every process would get all of them",
-                    fix="give shard_loader a DataLoader that begins to read at iter(), or its batches' indices",
+                    f"{type(self.loader).__name__} does not use its sampler when it is iterated",
+                    why="its indices come from elsewhere, so every process would get all of them",
+                    fix="pass shard_loader a DataLoader that creates its iterator in __iter__",
                 )
             yield batch
 
     def close(self) -> None:
-        """End persistent workers."""
-        self._end(self.loader._iterator)
+        """Shut down persistent workers."""
+        self._shut_down(self.loader._iterator)
 
-    def _end(self, batches: Any) -> None:
-        # Now, not when the last reference goes: a traceback may hold one, and torchdata's StatefulDataLoader does.
+    def _shut_down(self, batches: Any) -> None:
+        # Garbage collection may be too late: a traceback may reference the iterator, and StatefulDataLoader does.
         if hasattr(batches, "_shutdown_workers"):
             batches._shutdown_workers()
         vars(self.loader)["_iterator"] = None
 
 
-def _drawing_apart(batches: Iterator[T], stream: OwnStream) -> Iterator[T]:
+def _with_rng(batches: Iterator[T], rng: IsolatedRNG) -> Iterator[T]:
     while True:
-        with stream.drawing():
+        with rng.use():
             try:
                 batch = next(batches)
             except StopIteration:

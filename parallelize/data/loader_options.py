@@ -1,4 +1,4 @@
-"""What the user asked of `shard_loader`: parsed once, every fault of the request in one error."""
+"""The options of `shard_loader`, and their validation."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Literal
 from parallelize.data.sampler_arithmetic import TAILS, Tail
 from parallelize.errors import ConfigError, Fault, did_you_mean
 
-__all__ = ["BATCHES", "DIVIDES", "Batch", "Divides", "LoaderOptions", "no_fraction"]
+__all__ = ["BATCHES", "DIVIDES", "Batch", "Divides", "LoaderOptions", "fraction_without_length_error"]
 
 Batch = Literal["per_process", "global"]
 BATCHES: tuple[Batch, ...] = ("per_process", "global")
 
 Divides = Literal["nothing", "workers", "processes"]
-"""What an iterable dataset divides its data over by itself: "nothing", the "workers" that get_worker_info() tells of,
-or "processes" (and workers)."""
+"""How an iterable dataset shards itself: not at all ("nothing"), over the "workers" that get_worker_info() returns, or
+over the "processes" (and workers)."""
 DIVIDES: tuple[Divides, ...] = ("nothing", "workers", "processes")
 
 
@@ -25,7 +25,7 @@ class LoaderOptions:
     """The options of `shard_loader`, as documented there.
 
     Raises:
-        ConfigError: every fault of them.
+        ConfigError: options are invalid; the error lists all of them.
     """
 
     tail: Tail = "pad"
@@ -51,11 +51,9 @@ class LoaderOptions:
         )
         for name, value, known in choices:
             if value not in known:
-                yield Fault(
-                    f"{name}={value!r}", "there is no such choice", did_you_mean(str(value), filter(None, known))
-                )
-        if self.seed is not None and not (_is_whole(self.seed) and 0 <= self.seed < 2**63):
-            yield Fault(f"seed={self.seed!r}", "a seed is a whole number from 0 to 2**63 - 1", "use seed=0")
+                yield Fault(f"{name}={value!r}", "the value is unknown", did_you_mean(str(value), filter(None, known)))
+        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):
+            yield Fault(f"seed={self.seed!r}", "a seed is an integer from 0 to 2**63 - 1", "use seed=0")
         if self.limit is not None and not _is_limit(self.limit):
             yield Fault(
                 f"limit={self.limit!r}",
@@ -63,29 +61,28 @@ class LoaderOptions:
                 "use limit=100 for the first 100 batches of each process, limit=0.1 for a tenth of them, or limit=None",
             )
         if not _is_one_of(self.progress, bool, str):
-            yield Fault(f"progress={self.progress!r}", "it is neither on, off nor a label", "use progress='train'")
-        if not _is_one_of(self.report, bool):
-            yield Fault(f"report={self.report!r}", "it is neither on nor off", "use True or False")
-        if not _is_one_of(self.to_device, bool):
-            yield Fault(f"to_device={self.to_device!r}", "it is neither on nor off", "use True or False")
-        if not (_is_whole(self.prefetch) and 0 <= self.prefetch <= 64):
+            yield Fault(f"progress={self.progress!r}", "it is neither a bool nor a label", "use progress='train'")
+        for name, flag in (("report", self.report), ("to_device", self.to_device)):
+            if not _is_one_of(flag, bool):
+                yield Fault(f"{name}={flag!r}", "it is not a bool", "use True or False")
+        if not (_is_int(self.prefetch) and 0 <= self.prefetch <= 64):
             yield Fault(
                 f"prefetch={self.prefetch!r}",
-                "it counts batches on the device ahead of the loop, from 0 to 64",
+                "it is the number of batches copied to the device ahead of the loop, from 0 to 64",
                 "use prefetch=2",
             )
 
 
-def no_fraction(limit: float, name: str) -> ConfigError:
-    """What there is to say of a fraction of something without a length.
+def fraction_without_length_error(limit: float, name: str) -> ConfigError:
+    """Build the error for a limit that is a fraction of data without a length.
 
     Args:
-        limit: the fraction.
-        name: of the thing, as the user knows it.
+        limit: the limit, a fraction.
+        name: the name of the loader, sampler or dataset, for the message.
     """
     return ConfigError(
         f"limit={limit!r} with {name}, which has no length",
-        why="there is no whole of which it could be a fraction",
+        why="a fraction needs the total number of batches",
         fix="use a number of batches, as in limit=100",
     )
 
@@ -94,7 +91,7 @@ def _is_one_of(value: object, *types: type) -> bool:
     return isinstance(value, types)
 
 
-def _is_whole(value: object) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

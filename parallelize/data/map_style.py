@@ -1,4 +1,4 @@
-"""Loaders that fetch by index: the indices are divided before anything is fetched."""
+"""Source for a DataLoader over a map-style dataset: its indices are sharded before any sample is fetched."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, DataLoader
 
 from parallelize.cluster.world import World
-from parallelize.data.epoch_order import draw, draw_lazily, seed_of
-from parallelize.data.epoch_shards import CountedReading, StreamReading
+from parallelize.data.epoch_order import draw_order, sampler_seed, stream_order
+from parallelize.data.epoch_shards import IndexedShard, StreamShard
 from parallelize.data.loader_copy import LoaderCopy
-from parallelize.data.loader_options import LoaderOptions, no_fraction
-from parallelize.data.sampler_arithmetic import Split
-from parallelize.data.set_epoch import Epochs
-from parallelize.data.source import Place, Reading, Source
+from parallelize.data.loader_options import LoaderOptions, fraction_without_length_error
+from parallelize.data.sampler_arithmetic import EpochSplit
+from parallelize.data.source import EpochListeners, EpochShard, Position, Source
 from parallelize.errors import ConfigError
 
-__all__ = ["IndexedSource", "Units"]
+__all__ = ["MapStyleSource", "SamplerUnits"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Units:
-    """What a loader's sampler yields, one at a time.
+class SamplerUnits:
+    """The units that a loader's sampler yields: indices, or batches of indices.
 
     Args:
-        sampler: yields them; drawn alike on every process.
-        batch_size: how many the loader puts into a batch; None: one is a batch, or an item of its own.
-        drop_last: whether the loader leaves a smaller last batch out.
+        sampler: the sampler or batch sampler that yields the units.
+        batch_size: number of units in a batch; None: each unit is a batch, or the loader does not make batches.
+        drop_last: whether the loader leaves out a smaller last batch.
     """
 
     sampler: Any
@@ -39,8 +38,8 @@ class Units:
     drop_last: bool = False
 
     @classmethod
-    def of(cls, loader: DataLoader[Any]) -> Units:
-        """Those of a loader: indices where torch groups them into batches, else whatever its sampler yields."""
+    def of(cls, loader: DataLoader[Any]) -> SamplerUnits:
+        """Return a loader's units: indices if torch's BatchSampler groups them, else the items of its sampler."""
         batches = loader.batch_sampler
         if type(batches) is BatchSampler:
             return cls(sampler=batches.sampler, batch_size=batches.batch_size, drop_last=batches.drop_last)
@@ -48,76 +47,70 @@ class Units:
 
     @property
     def length(self) -> int | None:
-        """How many there are in an epoch; None: the sampler does not say."""
+        """Number of units in an epoch; None: unknown."""
         try:
             return len(self.sampler)
         except TypeError:
             return None
 
 
-class IndexedSource(Source[T]):
-    """A DataLoader over a dataset with indices.
+class MapStyleSource(Source[T]):
+    """Source for a DataLoader over a map-style dataset.
 
     Args:
-        loader: the user's.
-        copy: of it.
-        options: as asked.
-        world: this process among the others.
+        loader: the user's loader.
+        copy: the copy of that loader.
+        options: the options of `shard_loader`.
+        world: rank and world size of this process.
 
     Raises:
-        ConfigError: options that do not go with this loader.
+        ConfigError: the loader does not support the options.
     """
 
-    is_resumable_anywhere = True
+    can_change_world_size = True
+    _copy: LoaderCopy[T]
 
     def __init__(self, loader: DataLoader[T], *, copy: LoaderCopy[T], options: LoaderOptions, world: World) -> None:
         self._copy, self._options, self._world = copy, options, world
-        self._units = Units.of(loader)
+        self._units = SamplerUnits.of(loader)
         _check(self._units, options)
-        self._seed = seed_of(self._units.sampler, options.seed or 0)
+        self._seed = sampler_seed(self._units.sampler, options.seed or 0)
         self._group = _group_size(self._units, options, processes=world.world_size)
-        self._epochs = Epochs([self._units.sampler, getattr(self._units.sampler, "sampler", None), loader.dataset])
-        self._feed = copy.feed()
+        sampler = self._units.sampler
+        self._listeners = EpochListeners([sampler, getattr(sampler, "sampler", None), loader.dataset])
+        self._sampler = copy.replace_sampler()
         self.loader = copy.loader
 
-    def read(self, place: Place) -> Reading[T]:
-        """Begin to read at a place."""
-        sampler, fetch = self._units.sampler, functools.partial(self._fetch, place)
+    def shard(self, position: Position) -> EpochShard[T]:
+        """Return this process's shard of an epoch, from a position on."""
+        sampler, fetch = self._units.sampler, functools.partial(self._fetch, position)
         rank, is_grouped = self._world.rank, self._units.batch_size is not None
-        self._epochs.tell(place.epoch)
+        self._listeners.set_epoch(position.epoch)
         if self._units.length is None:
-            split = self._split(None, place.start)
-            stream = draw_lazily(sampler, seed=self._seed, epoch=place.epoch, chunk=split.group)
-            return StreamReading(fetch, split=split, stream=stream, rank=rank, is_grouped=is_grouped)
-        order = draw(sampler, seed=self._seed, epoch=place.epoch)
-        split = self._split(len(order), place.start)
-        return CountedReading(fetch, split=split, order=order, rank=rank, is_grouped=is_grouped)
+            split = self._split(None, position.start)
+            stream = stream_order(sampler, seed=self._seed, epoch=position.epoch, chunk_size=split.group)
+            return StreamShard(fetch, split=split, stream=stream, rank=rank, is_grouped=is_grouped)
+        order = draw_order(sampler, seed=self._seed, epoch=position.epoch)
+        split = self._split(len(order), position.start)
+        return IndexedShard(fetch, split=split, order=order, rank=rank, is_grouped=is_grouped)
 
-    def steps(self, place: Place) -> int | None:
-        """How many batches a reading from there gives this process."""
+    def steps(self, position: Position) -> int | None:
+        """Count this process's batches from a position on; None if the sampler has no length."""
         length = self._units.length
-        return None if length is None else self._split(length, place.start).steps(self._world.rank)
-
-    def chosen_epoch(self) -> int | None:
-        """The epoch that the user has told the sampler or the dataset since the last reading."""
-        return self._epochs.chosen()
+        return None if length is None else self._split(length, position.start).steps(self._world.rank)
 
     def identity(self) -> dict[str, Any]:
-        """The number of units and the seed of their order."""
+        """Return the number of units and the seed of their order."""
         return {"units": self._units.length, "seed": self._seed}
 
-    def arithmetic(self) -> str:
-        """The batch size of a process and of all of them."""
-        each = self._group / self._world.world_size
+    def batch_summary(self) -> str:
+        """Return a description of the batch size per process and the global one."""
+        per_process = self._group / self._world.world_size
         unit = "" if self._units.batch_size is not None else " of the sampler's batches"
-        return f"{each:g} x {self._world.world_size} processes = {self._group} global{unit}"
+        return f"{per_process:g} x {self._world.world_size} processes = {self._group} global{unit}"
 
-    def close(self) -> None:
-        """End the loader's persistent workers."""
-        self._copy.close()
-
-    def _split(self, total: int | None, start: int) -> Split:
-        return Split.limited(
+    def _split(self, total: int | None, start: int) -> EpochSplit:
+        return EpochSplit.limited(
             total,
             limit=self._options.limit,
             start=start,
@@ -127,17 +120,17 @@ class IndexedSource(Source[T]):
             drop_last=self._units.drop_last,
         )
 
-    def _fetch(self, place: Place, units: Iterable[Any], steps: int | None) -> Iterator[T]:
-        self._feed.fill(units, steps)
-        return self._copy.fed(self._feed, place)
+    def _fetch(self, position: Position, units: Iterable[Any], steps: int | None) -> Iterator[T]:
+        self._sampler.set_units(units, steps)
+        return self._copy.iterate_shard(self._sampler, position)
 
 
-def _check(units: Units, options: LoaderOptions) -> None:
-    """Refuse options that do not go with what a sampler yields."""
+def _check(units: SamplerUnits, options: LoaderOptions) -> None:
+    """Raise a ConfigError for options that the sampler does not support."""
     if units.drop_last and options.tail == "exact":
         raise ConfigError(
             "tail='exact' with DataLoader(drop_last=True)",
-            why="one says that each sample comes once, the other that the last ones never come",
+            why="tail='exact' yields each sample once, and drop_last=True leaves out the last ones",
             fix="use DataLoader(drop_last=False), or tail='drop'",
         )
     if units.length is not None:
@@ -146,22 +139,22 @@ def _check(units: Units, options: LoaderOptions) -> None:
     if options.tail == "weighted":
         raise ConfigError(
             f"tail='weighted' with {name}, which has no length",
-            why="what a process's last batch weighs depends on how many samples there are",
+            why="the weight of a process's last batch depends on the number of samples",
             fix=f"give {name} a __len__, or use tail='pad'",
         )
     if isinstance(options.limit, float):
-        raise no_fraction(options.limit, name)
+        raise fraction_without_length_error(options.limit, name)
 
 
-def _group_size(units: Units, options: LoaderOptions, *, processes: int) -> int:
-    """Units that all processes together take in a step."""
+def _group_size(units: SamplerUnits, options: LoaderOptions, *, processes: int) -> int:
+    """Return the number of units that all processes together take in a step."""
     size = units.batch_size
     if options.batch == "per_process":
         return (size or 1) * processes
     if size is None:
         raise ConfigError(
             "batch='global' with a loader that has no batch size",
-            why="its sampler makes the batches, so that only whole ones can be given to processes",
+            why="its sampler makes the batches, which are not split between processes",
             fix="use batch='per_process', or DataLoader(batch_size=...)",
         )
     may_be_uneven = options.tail in ("exact", "weighted") and units.length is not None
@@ -169,7 +162,7 @@ def _group_size(units: Units, options: LoaderOptions, *, processes: int) -> int:
         near = max(size // processes, 1) * processes
         raise ConfigError(
             f"batch='global' with batch_size={size} on {processes} processes",
-            why="it does not divide: gradients of unequal batches would be averaged as if they were equal",
-            fix=f"use batch_size={near}, or tail='weighted' to weigh unequal shares by their samples",
+            why="it does not divide evenly: gradients of unequal batches would be averaged as if they were equal",
+            fix=f"use batch_size={near}, or tail='weighted' to weight gradients by the number of samples",
         )
     return size

@@ -1,4 +1,4 @@
-"""Every generator of random numbers that data code draws from."""
+"""RNG state of the generators that data loading uses: torch's on the CPU, random, numpy.random, and samplers' own."""
 
 from __future__ import annotations
 
@@ -12,80 +12,80 @@ from typing import Any
 
 import torch
 
-__all__ = ["Chance", "OwnStream", "mixed", "seed_all"]
+__all__ = ["IsolatedRNG", "RNGState", "derive_seed"]
 
 
 @dataclass(frozen=True)
-class Chance:
-    """The state of the global generators (torch's on the CPU, random's, numpy's if it is imported) and of others.
+class RNGState:
+    """RNG state of the global generators on the CPU, and of given generators.
 
     Args:
-        others: generators of samplers.
-        states: theirs, in that order.
-        of_torch: the state of torch's.
-        of_python: that of random's.
-        of_numpy: that of numpy's; None: numpy was not imported.
+        generators: the given generators, such as those of samplers.
+        generator_states: the states of `generators`, in the same order.
+        torch_state: state of torch's global CPU generator.
+        python_state: state of `random`.
+        numpy_state: state of `numpy.random`; None: NumPy was not imported.
     """
 
-    others: tuple[torch.Generator, ...]
-    states: tuple[torch.Tensor, ...]
-    of_torch: torch.Tensor
-    of_python: Any
-    of_numpy: Any
+    generators: tuple[torch.Generator, ...]
+    generator_states: tuple[torch.Tensor, ...]
+    torch_state: torch.Tensor
+    python_state: Any
+    numpy_state: Any
 
     @classmethod
-    def now(cls, others: Sequence[torch.Generator] = ()) -> Chance:
-        """The state they are in."""
+    def capture(cls, generators: Sequence[torch.Generator] = ()) -> RNGState:
+        """Return the current state of the global generators and of the given ones."""
         numpy = _numpy()
         return cls(
-            others=tuple(others),
-            states=tuple(each.get_state() for each in others),
-            of_torch=torch.get_rng_state(),
-            of_python=random.getstate(),
-            of_numpy=None if numpy is None else numpy.random.get_state(),
+            generators=tuple(generators),
+            generator_states=tuple(each.get_state() for each in generators),
+            torch_state=torch.get_rng_state(),
+            python_state=random.getstate(),
+            numpy_state=None if numpy is None else numpy.random.get_state(),
         )
 
     def restore(self) -> None:
-        """Put all of them back into this state."""
-        torch.set_rng_state(self.of_torch)
-        random.setstate(self.of_python)
-        if self.of_numpy is not None:
-            _numpy().random.set_state(self.of_numpy)
-        for generator, state in zip(self.others, self.states, strict=True):
+        """Set all generators to this state."""
+        torch.set_rng_state(self.torch_state)
+        random.setstate(self.python_state)
+        if self.numpy_state is not None:
+            _numpy().random.set_state(self.numpy_state)
+        for generator, state in zip(self.generators, self.generator_states, strict=True):
             generator.set_state(state)
 
 
-class OwnStream:
-    """A stream of random numbers for code that draws from the global generators, which nobody else notices.
+class IsolatedRNG:
+    """A separate stream of random numbers for code that draws from the global generators.
 
     Args:
-        seed: of the stream.
-        others: generators that belong to it, too.
+        seed: seed of the stream.
+        generators: further generators that the code draws from.
     """
 
-    def __init__(self, seed: int, others: Sequence[torch.Generator] = ()) -> None:
-        self._seed, self._others = seed, others
-        self._inside: Chance | None = None
+    def __init__(self, seed: int, generators: Sequence[torch.Generator] = ()) -> None:
+        self._seed, self._generators = seed, generators
+        self._state: RNGState | None = None
 
     @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """A block that draws from the stream, and goes on where the last one ended."""
-        outside = Chance.now(self._others)
+    def use(self) -> Iterator[None]:
+        """Use the stream in the block, from where the last block ended; then restore the generators' previous state."""
+        outside = RNGState.capture(self._generators)
         try:
-            if self._inside is None:
-                seed_all(self._others, self._seed)
+            if self._state is None:
+                _seed_all(self._generators, self._seed)
             else:
-                self._inside.restore()
+                self._state.restore()
             yield
-            self._inside = Chance.now(self._others)
+            self._state = RNGState.capture(self._generators)
         finally:
             outside.restore()
 
 
-def seed_all(others: Sequence[torch.Generator], seed: int) -> None:
-    """Seed the global generators on the CPU, and others."""
-    # Not torch.manual_seed, which seeds every accelerator, too.
-    for generator in (torch.default_generator, *others):
+def _seed_all(generators: Sequence[torch.Generator], seed: int) -> None:
+    """Seed the global generators on the CPU and the given ones."""
+    # Not torch.manual_seed, which also seeds every accelerator.
+    for generator in (torch.default_generator, *generators):
         generator.manual_seed(seed)
     random.seed(seed)
     numpy = _numpy()
@@ -93,8 +93,8 @@ def seed_all(others: Sequence[torch.Generator], seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def mixed(*parts: object) -> int:
-    """A seed that is another one for any other parts."""
+def derive_seed(*parts: object) -> int:
+    """Return a seed computed from values by hashing."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 

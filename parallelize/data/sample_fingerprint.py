@@ -1,4 +1,4 @@
-"""Whether two processes hold the same data, told from a few characters."""
+"""Hash of samples, which ranks compare to detect different data."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ import torch
 
 from parallelize.runtime.containers import leaves
 
-__all__ = ["likeness"]
+__all__ = ["sample_fingerprint"]
 
-# Of an array. Enough to tell batches apart; a batch may lie on an accelerator, and have gigabytes.
-_ELEMENTS = 1024
+# Maximum number of elements of an array to hash: enough to distinguish batches, which may take gigabytes.
+_MAX_ELEMENTS = 1024
 
 
-def likeness(data: Iterable[Any]) -> str:
-    """Differs, but for chance, where the data do; of objects that nobody knows only the types count.
+def sample_fingerprint(data: Iterable[Any]) -> str:
+    """Return a short hash of the samples; for objects of unknown types, only the name of the type is hashed.
 
-    Arrays of whole numbers and text tell by themselves which samples these are. Other numbers are looked at where there
-    are none: fractions may have been augmented, or computed by another device, and a number beside a batch counts it.
+    If the data contains integer arrays or text, only these are hashed. Floats may differ because of augmentation or
+    the device, and a single number beside a batch is often a counter.
 
     Args:
-        data: batches or indices; only read.
+        data: batches or indices; they are not modified.
     """
-    exact: list[str] = []
-    vague: list[str] = []
+    identifying: list[str] = []
+    others: list[str] = []
     for leaf in leaves(list(data)):
-        text, is_exact = _described(leaf)
-        (exact if is_exact else vague).append(text)
-    return hashlib.blake2b("/".join(exact or vague).encode(), digest_size=4).hexdigest()
+        text, is_identifying = _hashable_text(leaf)
+        (identifying if is_identifying else others).append(text)
+    return hashlib.blake2b("/".join(identifying or others).encode(), digest_size=4).hexdigest()
 
 
-def _described(leaf: Any) -> tuple[str, bool]:
-    """What can be compared of a leaf, and whether it is exact."""
+def _hashable_text(leaf: Any) -> tuple[str, bool]:
+    """Return the text to hash for a leaf, and whether it identifies the sample."""
     if isinstance(leaf, (str, bytes)):
-        return repr(leaf[:_ELEMENTS]), True
+        return repr(leaf[:_MAX_ELEMENTS]), True
     if isinstance(leaf, (int, float, complex)):
         return repr(leaf), False
     is_tensor = isinstance(leaf, torch.Tensor)
     is_readable = type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.is_meta
     if is_readable or (hasattr(leaf, "reshape") and hasattr(leaf, "tolist") and not is_tensor):
-        elements = leaf.reshape(-1)[:_ELEMENTS].tolist()
+        elements = leaf.reshape(-1)[:_MAX_ELEMENTS].tolist()
         if elements and isinstance(elements[0], (str, bytes, int, float, complex)):
             return f"{tuple(leaf.shape)}{elements}", leaf.ndim > 0 and isinstance(elements[0], (str, bytes, int))
     return type(leaf).__qualname__, False

@@ -1,20 +1,19 @@
-"""Which units of an epoch each process gets, and in which batches.
+"""Sampler arithmetic: which units of an epoch each process gets, and in which batches.
 
-A unit is what the user's sampler yields: an index, or a whole batch of its own making. All processes know the same
-order of the units; process `r` of `W` takes every W-th one, as torch's DistributedSampler does. Here W=2, batches of 2,
-N=7 (`.` is a unit of the order, `:` one that padding repeats from its beginning):
+A unit is one item of the user's sampler: an index, or a batch of indices. All processes have the same order of units;
+process `r` of `W` takes every W-th unit from position `r` on, as torch's DistributedSampler does. An example with W=2,
+batches of 2 units, and 7 units (`.` is a unit, `:` is padding, a unit repeated from the beginning):
 
     position     0 1 2 3 | 4 5 6 7
     step         0 . . . | 1 . . :        a step takes group = W * batch size positions
-    rank         0 1 0 1 | 0 1 0 1        so a step's share of one rank is a slice with stride W
+    rank         0 1 0 1 | 0 1 0 1        so a rank's shard of a step is a slice with stride W
 
-    pad          r0: 0 2, 4 6    r1: 1 3, 5 0      equal lengths, some units twice
-    drop         r0: 0 2, 4      r1: 1 3, 5        equal lengths, the last units never
-    exact        r0: 0 2, 4 6    r1: 1 3, 5        each unit once
+    pad          r0: 0 2, 4 6    r1: 1 3, 5 0      equal lengths, some units are repeated
+    drop         r0: 0 2, 4      r1: 1 3, 5        equal lengths, the last units are left out
+    exact        r0: 0 2, 4 6    r1: 1 3, 5        each unit is taken once
     weighted     as exact, but a rank without a batch in the last step repeats units there, with weight 0
 
-Nothing here knows torch.distributed: everything follows from a few numbers, so that every process can compute what
-every other one does.
+Nothing here communicates: every process can compute the shards of all processes from a few numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any, Literal, TypeVar
 
 from parallelize.errors import ConfigError
 
-__all__ = ["TAILS", "Split", "Tail", "as_steps", "reader_steps", "share"]
+__all__ = ["TAILS", "EpochSplit", "Tail", "limit_in_steps", "shard_stream", "stream_steps"]
 
 Tail = Literal["pad", "drop", "exact", "weighted"]
 TAILS: tuple[Tail, ...] = ("pad", "drop", "exact", "weighted")
@@ -36,17 +35,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
-    """One epoch, or what is left of it, divided over the processes.
+class EpochSplit:
+    """The shards of one epoch, or of the rest of it, on all processes.
 
     Args:
-        total: units of the whole epoch.
-        world_size: processes.
-        group: units that all processes together take in one step.
-        tail: what happens where `total` does not divide.
-        drop_last: whether a step that is not full is left out, as DataLoader(drop_last=True) does.
-        start: units of the epoch that were consumed before.
-        limit: the most units of the epoch that may be consumed; None: all.
+        total: number of units of the full epoch.
+        world_size: number of processes.
+        group: number of units that all processes together take in one step.
+        tail: how to shard units that do not divide evenly.
+        drop_last: whether to leave out an incomplete last step, as DataLoader(drop_last=True) does.
+        start: number of units of the epoch that are already consumed.
+        limit: the maximum number of units of the epoch to consume; None: all.
     """
 
     total: int
@@ -58,27 +57,27 @@ class Split:
     limit: int | None = None
 
     @classmethod
-    def limited(cls, total: int | None, *, limit: float | None, start: int, **shape: Any) -> Split:
-        """The split of units of which somebody may know how many there are, up to a limit.
+    def limited(cls, total: int | None, *, limit: float | None, start: int, **shape: Any) -> EpochSplit:
+        """Return the split of an epoch with a limit in steps; the length of the epoch may be unknown.
 
         Args:
-            total: units of the whole epoch; None: nobody knows.
-            limit: the most steps of the whole epoch, or a fraction of them; None: all.
-            start: units of the epoch that were consumed before.
-            **shape: what else a Split takes.
+            total: number of units of the full epoch; None: unknown.
+            limit: the maximum number of steps of the full epoch, or a fraction of them; None: all.
+            start: number of units of the epoch that are already consumed.
+            **shape: the other arguments of EpochSplit.
 
         Raises:
-            ConfigError: a fraction of less than one step.
+            ConfigError: the limit is a fraction that allows less than one step.
         """
-        whole = cls(total=total or 0, **shape)
+        full = cls(total=total or 0, **shape)
         if limit is None:
-            return dataclasses.replace(whole, start=start)
-        steps = int(limit) if total is None else as_steps(limit, whole.steps(0))
-        return dataclasses.replace(whole, start=start, limit=steps * whole.group)
+            return dataclasses.replace(full, start=start)
+        steps = int(limit) if total is None else limit_in_steps(limit, full.steps(0))
+        return dataclasses.replace(full, start=start, limit=steps * full.group)
 
     @property
     def end(self) -> int:
-        """The position behind the last one that any process takes; beyond `total` they are repeats."""
+        """The end (exclusive) of the positions that processes take; positions from `total` on repeat units."""
         stop = self.total if self.limit is None else min(self.total, self.limit)
         left = max(stop - self.start, 0)
         if self.tail == "pad":
@@ -88,7 +87,7 @@ class Split:
         return self.start + left
 
     def steps(self, rank: int) -> int:
-        """Batches that a process yields; with every tail but "exact" the same number on all of them."""
+        """Count the batches of a process; all processes have equally many unless the tail is "exact"."""
         left = self.end - self.start
         if self.drop_last:
             return left // self.group
@@ -97,41 +96,41 @@ class Split:
         return max(-(-left // self.group), 0)
 
     def positions(self, rank: int, step: int) -> range:
-        """Positions that a process takes in a step; where they pass `total`, the order begins again."""
+        """Return the positions that a process takes in a step; positions from `total` on repeat the first units."""
         first, end = self.start + step * self.group, self.end
-        share = range(first + rank, min(first + self.group, end), self.world_size)
-        if share or self.tail != "weighted":
-            return share
-        # Of weight 0. A whole batch, for layers that refuse a single sample (batch norm).
+        positions = range(first + rank, min(first + self.group, end), self.world_size)
+        if positions or self.tail != "weighted":
+            return positions
+        # These units get weight 0. They fill the batch, because batch norm refuses a single sample.
         return range(first + rank, first + self.group, self.world_size)
 
-    def taken(self, step: int) -> range:
-        """Positions that all processes together consume in a step, without repeats."""
-        first = self.start + step * self.group
-        return range(first, min(first + self.group, self.end, self.total))
-
-    def own(self, rank: int, step: int) -> range:
-        """Those of `positions` that are no repeats."""
+    def unique_positions(self, rank: int, step: int) -> range:
+        """Return the positions that a process takes in a step, without those that repeat a unit."""
         first = self.start + step * self.group
         return range(first + rank, min(first + self.group, self.end, self.total), self.world_size)
 
-    def after(self, steps: int) -> int:
-        """Units of the epoch that are consumed when every process has made so many steps."""
+    def global_positions(self, step: int) -> range:
+        """Return the positions that all processes together take in a step, without those that repeat a unit."""
+        first = self.start + step * self.group
+        return range(first, min(first + self.group, self.end, self.total))
+
+    def start_after(self, steps: int) -> int:
+        """Count the units of the epoch that are consumed after `steps` steps of every process."""
         return min(self.start + steps * self.group, max(self.end, self.start))
 
     def batch(self, order: Sequence[T], rank: int, step: int) -> Sequence[T]:
-        """The units a process takes in a step."""
+        """Return the units that a process takes in a step."""
         positions = self.positions(rank, step)
         if positions.stop <= self.total or not positions:
             return order[positions.start : positions.stop : positions.step]
         return [order[position % self.total] for position in positions]
 
     def batches(self, order: Sequence[T], rank: int) -> Iterator[Sequence[T]]:
-        """Everything a process takes, a batch at a time.
+        """Yield each batch of a process, as a sequence of units.
 
         Args:
-            order: `total` units; a slice of it is a sequence of units.
-            rank: the process.
+            order: the `total` units of the epoch; a slice of it must be a sequence of units.
+            rank: the rank of the process.
         """
         steps = self.steps(rank)
         full = max(min((min(self.end, self.total) - self.start) // self.group, steps), 0)
@@ -141,69 +140,77 @@ class Split:
             yield self.batch(order, rank, step)
 
 
-def as_steps(limit: float, steps: int) -> int:
-    """The steps that a limit allows of an epoch that has `steps`.
+def limit_in_steps(limit: float, steps: int) -> int:
+    """Convert a limit to a number of steps.
 
     Args:
-        limit: an int is a number of steps, a float a fraction of them, rounded down.
-        steps: of the whole epoch.
+        limit: a number of steps (an int), or a fraction of `steps` (a float), rounded down to a number of steps.
+        steps: number of steps of the full epoch.
 
     Raises:
-        ConfigError: a fraction of less than one step.
+        ConfigError: the limit is a fraction that allows less than one step.
     """
     allowed = min(limit, steps) if isinstance(limit, int) else int(limit * steps)
     if allowed == 0 and steps > 0:
         raise ConfigError(
             f"limit={limit!r} of {steps} batches",
-            why="it leaves not even one",
+            why="that is less than one batch",
             fix="use limit=1 for a single batch, or a larger fraction",
         )
     return allowed
 
 
-def share(
-    stream: Iterable[T], *, reader: int, readers: int, tail: Tail = "pad", start: int = 0, limit: int | None = None
+def shard_stream(
+    stream: Iterable[T],
+    *,
+    shard_index: int,
+    num_shards: int,
+    tail: Tail = "pad",
+    start: int = 0,
+    limit: int | None = None,
 ) -> Iterator[T]:
-    """One reader's units of a stream whose end nobody knows, a unit at a time: what `Split` gives where it is known.
+    """Yield one shard of a stream of unknown length: the same units as with `EpochSplit`, which needs the length.
 
     Args:
-        stream: the units of an epoch from its beginning, the same for every reader.
-        reader: number of this one, from 0.
-        readers: how many divide the stream among them.
-        tail: "pad", "drop" or "exact"; the weights of "weighted" cannot be told before the end.
-        start: units of the epoch that were consumed before.
-        limit: the most units of the epoch that may be consumed; None: all.
+        stream: the units of an epoch from its beginning, the same for every shard.
+        shard_index: index of this shard, from 0.
+        num_shards: number of shards of the stream.
+        tail: "pad", "drop" or "exact"; "weighted" needs the length.
+        start: number of units of the epoch that are already consumed.
+        limit: the maximum number of units of the epoch to consume; None: all.
     """
     first: list[T] = []
-    held: list[T] = []
+    pending: list[T] = []
     total = start
     for total, unit in enumerate(itertools.islice(stream, limit), start=1):
-        if len(first) < readers:
+        if len(first) < num_shards:
             first.append(unit)
         if total <= start:
             continue
-        turn = (total - 1 - start) % readers
-        if turn == reader:
-            held.append(unit)
-        # Only "drop" has to see that all readers get a unit before it gives one.
-        if held and (tail != "drop" or turn == readers - 1):
-            yield held.pop()
-    missing = (start - total) % readers if total > start else 0
-    if tail == "pad" and missing and reader >= readers - missing:
-        yield first[(reader - (readers - missing)) % len(first)]
+        owner = (total - 1 - start) % num_shards
+        if owner == shard_index:
+            pending.append(unit)
+        # "drop" yields a unit only if every other shard has one, too.
+        if pending and (tail != "drop" or owner == num_shards - 1):
+            yield pending.pop()
+    missing = (start - total) % num_shards if total > start else 0
+    if tail == "pad" and missing and shard_index >= num_shards - missing:
+        yield first[(shard_index - (num_shards - missing)) % len(first)]
 
 
-def reader_steps(total: int, *, readers: int, reader: int, batch_size: int | None, drop_last: bool, tail: Tail) -> int:
-    """Batches that one reader of a shared stream makes of its units.
+def stream_steps(
+    total: int, *, num_shards: int, shard_index: int, batch_size: int | None, drop_last: bool, tail: Tail
+) -> int:
+    """Count the batches of one shard of a stream.
 
     Args:
-        total: units of the stream.
-        readers: how many divide it among them.
-        reader: number of this one, from 0.
-        batch_size: units in a batch; None: each is one.
-        drop_last: whether a smaller last batch is left out.
-        tail: as for `share`.
+        total: number of units of the stream.
+        num_shards: number of shards of the stream.
+        shard_index: index of this shard, from 0.
+        batch_size: number of units in a batch; None: each unit is a batch.
+        drop_last: whether to leave out a smaller last batch.
+        tail: see `shard_stream`.
     """
-    units = Split(total=total, world_size=readers, group=readers, tail=tail).steps(reader)
+    units = EpochSplit(total=total, world_size=num_shards, group=num_shards, tail=tail).steps(shard_index)
     size = batch_size or 1
     return units // size if drop_last else -(-units // size)

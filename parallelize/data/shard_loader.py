@@ -1,4 +1,4 @@
-"""shard_loader: from a user's loader to this process's share of it."""
+"""shard_loader: returns this process's shard of a loader, the same object for equal arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from parallelize.data.loader_options import Batch, Divides, LoaderOptions
 from parallelize.data.sampler_arithmetic import Tail
-from parallelize.data.select_source import source_of
+from parallelize.data.select_source import select_source
 from parallelize.data.sharded_loader import ShardedLoader
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime, active, current
@@ -40,38 +40,39 @@ def shard_loader(
     prefetch: int = 2,
     divides: Divides | None = None,
 ) -> ShardedLoader[T]:
-    """This process's share of a loader, on this process's device, each epoch in a new order by itself.
+    """Return this process's shard of a loader, with its batches moved to this process's device.
 
-    The loader stays as it is, and stays usable. Sequential and shuffled loaders are divided exactly as torch's
-    DistributedSampler does; other samplers are drawn alike on all processes and then divided. A loader that is divided
-    over the processes already is read as it is. Called again for the same loader with the same options, `progress`
-    aside, it returns the same object, so that epochs go on in
-    `for epoch in range(n): for batch in shard_loader(loader)`.
+    The user's loader is not modified. Sequential and shuffled loaders are sharded exactly as by torch's
+    DistributedSampler; shuffled ones get a new order in every epoch. Any other sampler is iterated with the same seed
+    on all processes, and its indices are sharded. A loader whose sampler already shards it is not sharded again.
+    Another call with the same loader and options (`progress` may differ) returns the same object, so that
+    `for epoch in range(n): for batch in shard_loader(loader)` advances the epoch.
 
     Args:
         loader: a DataLoader, or an iterable of batches.
-        tail: what happens where the data does not divide. "pad": some samples twice, so that all processes make as
-            many steps; "drop": the last ones never; "exact": each once, and processes may differ by a batch (for
-            evaluation); "weighted": equal steps, with gradients weighted by the true number of samples (for training).
-        batch: whether the loader's batch size is that of each process, or of all together.
-        seed: of the order, where the loader's sampler has no generator of its own; None: 0, as DistributedSampler. Also
-            of the random numbers that the dataset draws: a stream for each process, worker and epoch. Without it worker
-            processes still have streams of their own, seeded by what torch.manual_seed was told.
-        limit: at most so many batches per process and epoch (an int), or this fraction of them (a float).
-        progress: a bar on rank 0, or the label of one.
-        report: after each epoch a line on rank 0: each process's mean step time, the share of it spent waiting for
-            data, and the process that the others waited for. It costs a tenth of a second, or a second where a process
-            is not through by then. Clocks of several hosts are compared as they are.
-        to_device: whether batches arrive on `device()`; whole under dp and ddp2, for DataParallel to scatter.
-        prefetch: batches that are copied to an accelerator ahead of the loop.
-        divides: what an iterable dataset divides its data over by itself: "nothing", the "workers" that
-            get_worker_info() tells of, or "processes"; None: seen from what it asks for, and refused where it asks for
-            its process or knows how many there are. Only "nothing" lets the length be known. One that divides by itself
-            decides how much each process gets, whatever `tail` says: where it may not be as much, train with a `limit=`
-            that all of them reach.
+        tail: how to shard samples that do not divide evenly. "pad": repeat some samples, so that all processes make
+            equally many steps; "drop": leave out the last samples; "exact": use each sample once, so that processes may
+            differ by a batch (for evaluation); "weighted": make equally many steps, and weight gradients by the true
+            number of samples (for training).
+        batch: whether the loader's batch size is for each process ("per_process") or for all together ("global").
+        seed: seed of the order, if the loader's sampler has no generator; None: 0, as in DistributedSampler. It also
+            seeds the random numbers that the dataset draws, separately for each process, worker and epoch. With None,
+            worker processes are still seeded separately, from torch's global seed.
+        limit: the maximum number of batches per process and epoch (an int), or a fraction of them (a float).
+        progress: whether rank 0 shows a progress bar; a string is the bar's label.
+        report: whether rank 0 prints a line after each epoch: each process's mean step time, the fraction of it spent
+            waiting for data, and the process that the others waited for. The report takes 0.1 s, or 1 s if a process
+            has not finished its epoch. The clocks of all hosts are assumed to be synchronized.
+        to_device: whether to move batches to `device()`. Under dp and ddp2, DataParallel then scatters them.
+        prefetch: number of batches to copy to an accelerator ahead of the loop.
+        divides: how an iterable dataset shards itself: not at all ("nothing"), over the "workers" that
+            get_worker_info() returns, or over the "processes". None: infer it from the dataset's calls, and raise if it
+            queries its rank or stores the world size. len() works only with "nothing". A dataset that shards itself
+            decides how many samples each process gets, whatever `tail` is: if the numbers may differ, train with a
+            `limit=` that all processes reach.
 
     Raises:
-        ConfigError: options without a meaning, or a loader that cannot be divided.
+        ConfigError: options are invalid, or the loader cannot be sharded.
     """
     options = LoaderOptions(
         tail=tail,
@@ -84,78 +85,79 @@ def shard_loader(
         prefetch=prefetch,
         divides=divides,
     )
-    if issubclass(type(loader), ShardedLoader):  # not isinstance, which it answers for the user's loader
-        return _sharded_already(cast("Any", loader), options)
-    sharded = _remembered(loader)
-    read = dataclasses.replace(options, progress=False)  # a label that names the epoch begins nothing anew
-    found = sharded.get(read)
-    if found is None:
+    if issubclass(type(loader), ShardedLoader):  # isinstance checks the class of the user's loader
+        return _already_sharded(cast("Any", loader), options)
+    by_options = _sharded_loaders_of(loader)
+    key = dataclasses.replace(options, progress=False)  # a new progress label does not restart the epochs
+    sharded = by_options.get(key)
+    if sharded is None:
         frame = sys._getframe(1)
-        site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        found = sharded[read] = _made(loader, options, site)
-    found._options = options
-    return found
+        call_site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        sharded = by_options[key] = _make(loader, options, call_site)
+    sharded._options = options
+    return sharded
 
 
-def _sharded_already(loader: ShardedLoader[T], options: LoaderOptions) -> ShardedLoader[T]:
+def _already_sharded(loader: ShardedLoader[T], options: LoaderOptions) -> ShardedLoader[T]:
     if options not in (loader._options, LoaderOptions()):
         raise ConfigError(
-            "shard_loader of what shard_loader has made, with other options",
-            why="it would be divided twice, and some of the data read by nobody",
-            fix="give each shard_loader the DataLoader itself",
+            "shard_loader was called on a loader that it returned, with other options",
+            why="the data would be sharded twice, and part of it skipped",
+            fix="pass the DataLoader itself to each shard_loader",
         )
     return loader
 
 
-def _made(loader: Iterable[T], options: LoaderOptions, site: str) -> ShardedLoader[T]:
+def _make(loader: Iterable[T], options: LoaderOptions, call_site: str) -> ShardedLoader[T]:
     run = current()
-    source = source_of(loader, options=options, run=run, turn=_turns.next(site))
-    said = source.arithmetic()
-    if said and run.world.is_main:
-        _log.info("%s: %s", site, said)
-    _made_at[site] += 1
-    own = site if _made_at[site] == 1 else f"{site} ({_made_at[site]})"
-    return ShardedLoader(source, options=options, run=run, site=own)
+    source = select_source(loader, options=options, run=run, occurrence=_occurrences.next(call_site))
+    summary = source.batch_summary()
+    if summary and run.world.is_main:
+        _log.info("%s: %s", call_site, summary)
+    _made_at[call_site] += 1
+    name = call_site if _made_at[call_site] == 1 else f"{call_site} ({_made_at[call_site]})"
+    return ShardedLoader(source, options=options, run=run, name=name)
 
 
-# Loaders by the line that makes them: one that makes two would take each for the other's share.
+# Line of code -> number of loaders it has made: a second loader of a line gets another name.
 _made_at: Counter[str] = Counter()
 
 
-class _Turns:
-    """Counts what each line makes in a run: a stream that is made anew for an epoch knows nothing of its number."""
+class _Occurrences:
+    """Counts each line's loaders in a run, because a stream that is made anew for each epoch needs a new seed."""
 
     def __init__(self) -> None:
         self._run: Runtime | None = None
-        self._made: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
-    def next(self, site: str) -> int:
-        """How many this line has made before."""
+    def next(self, call_site: str) -> int:
+        """Count a new loader of a line, and return how many the line has made before in the active run."""
         if self._run is not active():
-            self._run, self._made = active(), Counter()
-        self._made[site] += 1
-        return self._made[site] - 1
+            self._run, self._counts = active(), Counter()
+        self._counts[call_site] += 1
+        return self._counts[call_site] - 1
 
 
-_turns = _Turns()
+_occurrences = _Occurrences()
 
-_Shares = MutableMapping[LoaderOptions, ShardedLoader[Any]]
+_ByOptions = MutableMapping[LoaderOptions, ShardedLoader[Any]]
 
-# How far a loader was read in a run: kept for the loader itself (not for an equal one), gone with it.
-_MEMORY: WeakKeyDictionary[Any, tuple[Runtime | None, _Shares]] = WeakKeyDictionary()
+# User's loader (by identity) -> its sharded loaders in a run. An entry is freed with the user's loader.
+_SHARDED: WeakKeyDictionary[Any, tuple[Runtime | None, _ByOptions]] = WeakKeyDictionary()
 
 
-def _remembered(loader: object) -> _Shares:
+def _sharded_loaders_of(loader: object) -> _ByOptions:
     try:
-        of_run, sharded = _MEMORY.get(loader, (None, _shares(loader)))
-        if of_run is not active():  # another call of a decorated function begins with epoch 0
-            sharded = _shares(loader)
-        _MEMORY[loader] = (active(), sharded)
-    except TypeError:  # a list has no identity to remember, and no order that changes with the epoch
+        run, by_options = _SHARDED.get(loader, (None, _new_by_options(loader)))
+        if run is not active():  # each call of a decorated function begins with epoch 0
+            by_options = _new_by_options(loader)
+        _SHARDED[loader] = (active(), by_options)
+    except TypeError:  # a list cannot be weakly referenced, and its order does not depend on the epoch
         return {}
-    return sharded
+    return by_options
 
 
-def _shares(loader: object) -> _Shares:
-    # The share of a plain iterable keeps that iterable, and kept here it would for ever; it has epochs only to tell.
+def _new_by_options(loader: object) -> _ByOptions:
+    # The sharded loader of an iterable references the iterable: a strong reference here keeps both alive forever. That
+    # is accepted only for an iterable with `set_epoch`, whose epochs have to be counted.
     return {} if isinstance(loader, DataLoader) or hasattr(loader, "set_epoch") else WeakValueDictionary()

@@ -1,4 +1,4 @@
-"""An iterable dataset of which each worker of each process yields its own part."""
+"""Sharding of an iterable dataset: each of the N workers of all processes yields every N-th sample."""
 
 from __future__ import annotations
 
@@ -9,61 +9,63 @@ from typing import Any, TypeVar
 from torch.utils.data import IterableDataset, IterDataPipe, _utils, get_worker_info
 
 from parallelize.cluster.world import World
-from parallelize.data.dataloader_workers import WideInfo
-from parallelize.data.detect_rank_queries import asking, known_size, unclear
+from parallelize.data.dataloader_workers import GlobalWorkerInfo
+from parallelize.data.detect_rank_queries import ambiguous_sharding_error, detect_rank_queries, world_size_attribute
 from parallelize.data.loader_options import Divides
-from parallelize.data.sampler_arithmetic import Tail, share
+from parallelize.data.sampler_arithmetic import Tail, shard_stream
 
-__all__ = ["DividedDataset", "recognised"]
+__all__ = ["ShardedIterableDataset", "with_own_sharding"]
 
 T = TypeVar("T")
 
 
-class DividedDataset(IterableDataset[T]):
-    """Stands in a copied loader for an iterable dataset.
+class ShardedIterableDataset(IterableDataset[T]):
+    """Replacement for the iterable dataset of a copied loader; yields the shard of one worker.
 
-    Where the dataset does not divide itself, every reader reads all of it and keeps every so-manieth sample. Whether it
-    does is seen when its first sample comes: one that has asked get_worker_info() for the number of workers divides by
-    it, and is shown the workers of all processes as those of one. One that asks for its process has to say.
+    If the dataset does not shard itself, every worker iterates all of it and yields only the samples of its shard.
+    Whether the dataset shards itself is inferred while it makes its first sample. If it reads num_workers of
+    get_worker_info(), it is assumed to shard itself by that number, which counts the workers of all processes. If it
+    queries its rank, `divides` is required.
 
-        readers       process 0              process 1              2 processes with 2 workers each: T = 4 readers
-        worker 0      0       4       8        1       5            reader = worker * processes + process, so that
-        worker 1          2       6                3       7        what is left over at the end spreads over processes
+        shards        process 0              process 1              2 processes with 2 workers each: 4 shards
+        worker 0      0       4       8        1       5            shard = worker * processes + process, so that
+        worker 1          2       6                3       7        uneven ends are distributed over the processes
 
     Args:
-        undivided: the user's dataset.
-        divides: what it divides itself over; None: to be seen.
-        tail: what happens where the samples do not divide.
-        world: this process among the others.
+        unsharded: the user's dataset.
+        divides: how the dataset shards itself; None: infer it.
+        tail: how to shard samples that do not divide evenly.
+        world: rank and world size of this process.
     """
 
-    def __init__(self, undivided: Any, *, divides: Divides | None, tail: Tail, world: World) -> None:
-        self.undivided = undivided
+    def __init__(self, unsharded: Any, *, divides: Divides | None, tail: Tail, world: World) -> None:
+        self.unsharded = unsharded
         self._divides, self._tail, self._world = divides, tail, world
 
     def __iter__(self) -> Iterator[T]:
         info: Any = get_worker_info()
-        if not isinstance(info, WideInfo):  # this process has no workers, or they see torch's info
-            info = WideInfo(info, rank=self._world.rank, world_size=self._world.world_size)
-        samples = _informed(self.undivided, info)
+        if not isinstance(info, GlobalWorkerInfo):  # this is no worker process, or it has torch's info
+            info = GlobalWorkerInfo(info, rank=self._world.rank, world_size=self._world.world_size)
+        samples = _with_worker_info(self.unsharded, info)
         if self._divides is None:
-            with asking() as asked:
-                ahead = list(itertools.islice(samples, 1))
-            if asked and self._world.world_size > 1:
-                raise unclear(self.undivided, f"it calls {' and '.join(sorted(asked))} while it is read")
-            samples = itertools.chain(ahead, samples)
-        if self._divides == "workers" or (self._divides is None and info.was_asked):
+            with detect_rank_queries() as queries:
+                first = list(itertools.islice(samples, 1))
+            if queries and self._world.world_size > 1:
+                evidence = f"it calls {' and '.join(sorted(queries))} while it is iterated"
+                raise ambiguous_sharding_error(self.unsharded, evidence)
+            samples = itertools.chain(first, samples)
+        if self._divides == "workers" or (self._divides is None and info.is_num_workers_used):
             yield from samples
         else:
-            yield from share(samples, reader=info.id, readers=info.of_all, tail=self._tail)
+            yield from shard_stream(samples, shard_index=info.id, num_shards=info.total_workers, tail=self._tail)
 
 
-def _informed(dataset: Any, info: WideInfo) -> Iterator[Any]:
-    """The dataset's samples; while its own code runs, get_worker_info() gives `info`."""
+def _with_worker_info(dataset: Any, info: GlobalWorkerInfo) -> Iterator[Any]:
+    """Yield the dataset's samples; while its code runs, get_worker_info() returns `info`."""
     module: Any = _utils.worker
     samples: Iterator[Any] | None = None
     while True:
-        outside = module._worker_info
+        previous = module._worker_info
         module._worker_info = info
         try:
             samples = iter(dataset) if samples is None else samples
@@ -71,17 +73,17 @@ def _informed(dataset: Any, info: WideInfo) -> Iterator[Any]:
         except StopIteration:
             return
         finally:
-            module._worker_info = outside
+            module._worker_info = previous
         yield sample
 
 
-def recognised(dataset: Any, world: World) -> tuple[Any, Divides | None]:
-    """A dataset as it is to be read by a process, and what it divides itself over; None: not known.
+def with_own_sharding(dataset: Any, world: World) -> tuple[Any, Divides | None]:
+    """Return a dataset, sharded by its own library if possible, and how it shards itself (None: unknown).
 
-    Hugging Face's are asked to divide themselves over the processes; WebDataset's and torch's data pipes do so already.
+    Hugging Face's datasets are split by split_dataset_by_node; WebDataset's and torch's data pipes shard themselves.
 
     Raises:
-        ConfigError: another one that knows the number of processes.
+        ConfigError: a dataset of another library may shard itself: it has an attribute equal to the world size.
     """
     package = type(dataset).__module__.partition(".")[0]
     if package == "datasets":
@@ -90,7 +92,7 @@ def recognised(dataset: Any, world: World) -> tuple[Any, Divides | None]:
         return split_dataset_by_node(dataset, rank=world.rank, world_size=world.world_size), "processes"
     if package == "webdataset" or isinstance(dataset, IterDataPipe):
         return dataset, "processes"
-    name = None if world.world_size == 1 else known_size(dataset, world.world_size)
+    name = None if world.world_size == 1 else world_size_attribute(dataset, world.world_size)
     if name is not None:
-        raise unclear(dataset, f"it has {name}={world.world_size}")
+        raise ambiguous_sharding_error(dataset, f"it has {name}={world.world_size}")
     return dataset, None

@@ -1,4 +1,4 @@
-"""This process's share of a loader, iterated epoch after epoch."""
+"""ShardedLoader: the object that `shard_loader` returns, which iterates this process's shard epoch after epoch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from parallelize.data.dataloader_workers import explain
-from parallelize.data.device_prefetch import on_device
-from parallelize.data.epoch_shards import CountedReading
+from parallelize.data.dataloader_workers import add_data_location
+from parallelize.data.device_prefetch import move_batches
+from parallelize.data.epoch_shards import IndexedShard
 from parallelize.data.loader_options import LoaderOptions
-from parallelize.data.progress_bar import with_bar
-from parallelize.data.source import Place, Reading, Source
-from parallelize.data.step_timing import with_pace
-from parallelize.data.weighted_gradients import Weight, weighing
+from parallelize.data.source import EpochShard, Position, Source
+from parallelize.data.step_timing import timed_steps
+from parallelize.data.weighted_gradients import BatchWeight, weighted_backward
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.rank_consistency import Announcement, announce
-from parallelize.runtime.startup_summary import reading
+from parallelize.runtime.rank_consistency import ConsistencyCheck, register_check
+from parallelize.runtime.startup_summary import register_loader
 
 __all__ = ["ShardedLoader"]
 
@@ -27,53 +26,53 @@ T = TypeVar("T")
 
 
 class ShardedLoader(Generic[T]):
-    """A loader that yields this process's share of each epoch, on this process's device.
+    """A loader, made by `shard_loader`, that yields this process's shard of each epoch on this process's device.
 
-    What else is asked of it is answered by the user's loader; `isinstance` sees that one's class. Made by
-    `shard_loader`.
+    All other attributes, and the class that `isinstance` checks, are those of the user's loader.
 
     Args:
-        source: the user's loader.
-        options: as asked.
-        run: the run it is read in.
-        site: where in the program it was made, the same on every process.
+        source: the source for the user's loader.
+        options: the options of `shard_loader`.
+        run: the run in which the loader is iterated.
+        name: file and line of the call that made it, the same on every process.
     """
 
-    def __init__(self, source: Source[T], *, options: LoaderOptions, run: Runtime, site: str) -> None:
+    def __init__(self, source: Source[T], *, options: LoaderOptions, run: Runtime, name: str) -> None:
         self._options = options
-        self._source, self._run, self._site = source, run, site
-        self._place = Place()
-        self._course: _Course[T] | None = None
-        self._reports = 0
+        self._source, self._run, self._name = source, run, name
+        self._position = Position()
+        self._progress: _EpochProgress[T] | None = None
+        self._report_count = 0
 
-    @property  # type: ignore[misc]  # isinstance asks for it: what was a DataLoader is one
+    @property  # type: ignore[misc]  # isinstance uses it: a sharded DataLoader is a DataLoader
     def __class__(self) -> type[Any]:
         return type(self._source.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_source":  # copy and pickle ask before there is a source
+        if name.startswith("__") or name == "_source":  # copy and pickle look these up before __init__
             raise AttributeError(name)
         return getattr(self._source.loader, name)
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         raise TypeError(
-            f"it is one process's share of a {type(self._source.loader).__name__}: give the function that loader, and "
-            "call shard_loader inside"
+            f"it is one process's shard of a {type(self._source.loader).__name__}: pass that loader to the function, "
+            "and call shard_loader inside"
         )
 
     def __len__(self) -> int:
-        """Batches that the iterator under way yields in all, or else the next one will."""
-        course = self._course
-        steps = self._source.steps(self._next() if course is None or course.is_left else course.place)
+        """Count all batches of the active iterator, or of the next one if none is active."""
+        progress = self._progress
+        position = self._next_position() if progress is None or progress.is_closed else progress.position
+        steps = self._source.steps(position)
         if steps is None:
-            raise TypeError(f"nobody knows how many batches this {type(self._source.loader).__name__} yields")
+            raise TypeError(f"the number of batches of this {type(self._source.loader).__name__} is unknown")
         return steps
 
     def __iter__(self) -> Iterator[T]:
-        """Begin the next epoch, or the same one again if only a first batch was taken. Nothing collective happens."""
-        self._place = self._next()
-        self._course = _Course(self._source.read(self._place), self._place)
-        return self._read(self._course)
+        """Start the next epoch, or restart the current one if at most one batch was taken; runs no collective."""
+        self._position = self._next_position()
+        self._progress = _EpochProgress(self._source.shard(self._position), self._position)
+        return self._iterate(self._progress)
 
     def __enter__(self) -> ShardedLoader[T]:
         return self
@@ -82,165 +81,178 @@ class ShardedLoader(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """End what the loader keeps running between epochs: persistent workers. It can be iterated again."""
+        """Shut down persistent workers. The loader can be iterated again."""
         self._source.close()
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that is being read, or of the next one if none is."""
-        course = self._course
-        return self._next().epoch if course is None or course.is_over else course.place.epoch
+        """The epoch of the active iterator, or the next epoch if none is active."""
+        progress = self._progress
+        return self._next_position().epoch if progress is None or progress.is_exhausted else progress.position.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Read this epoch at the next `iter()`, from its beginning, whatever was read before."""
-        self._place, self._course = Place(epoch=epoch), None
+        """Set the epoch of the next `iter()`, and start that epoch from its beginning."""
+        self._position, self._progress = Position(epoch=epoch), None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where reading has come to, as plain values, alike on every process that has made as many steps."""
-        course = self._course
-        place = self._place
-        if course is not None:
-            over = Place(epoch=course.place.epoch + 1)
-            place = over if course.is_over else Place(epoch=course.place.epoch, start=course.position())
+        """Return the position in the data as plain values; equal on all processes that have made equally many steps."""
+        progress, position = self._progress, self._position
+        if progress is not None and progress.is_exhausted:
+            position = Position(epoch=progress.position.epoch + 1)
+        elif progress is not None:
+            start = progress.shard.start_after(progress.steps)
+            position = Position(epoch=progress.position.epoch, start=start)
         return {
-            "epoch": place.epoch,
-            "start": place.start,
+            "epoch": position.epoch,
+            "start": position.start,
             "world_size": self._run.world.world_size,
             **self._source.identity(),
-            **self._source.unit(),
+            **self._source.batch_identity(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was saved: the next `iter()` yields what of its epoch was not seen, in the same order.
+        """Resume from a saved state: the next `iter()` yields the rest of the saved epoch, in the same order.
 
         Args:
-            state: of `state_dict`. Loaders that fetch by index, and plain iterables, may go on with another batch size
-                and in a world of another size.
+            state: the result of `state_dict`. Loaders over map-style datasets and iterables of batches can resume with
+                another batch size and another number of processes.
 
         Raises:
-            ConfigError: the data or the seed is another one, a loader that cannot go on in a world of another size, or
-                with other batches in the middle of an epoch.
+            ConfigError: the state was saved with other data or another seed. All other loaders also require the same
+                number of processes and, within an epoch, the same batches.
         """
-        here = {} if self._source.is_resumable_anywhere else {"world_size": self._run.world.world_size}
-        here |= self._source.identity()
+        expected = {} if self._source.can_change_world_size else {"world_size": self._run.world.world_size}
+        expected |= self._source.identity()
         if state["start"]:
-            here |= self._source.unit()
-        for name in here:
-            if state.get(name) != here[name]:
+            expected |= self._source.batch_identity()
+        for name in expected:
+            if state.get(name) != expected[name]:
                 raise ConfigError(
-                    f"a state saved with {name}={state.get(name)!r} is loaded with {name}={here[name]!r}",
-                    why="the units of its epoch would be others, or in another order",
-                    fix=f"restore the loader with {name}={state.get(name)!r}, or begin an epoch with set_epoch()",
+                    f"a state saved with {name}={state.get(name)!r} is loaded with {name}={expected[name]!r}",
+                    why="the rest of the epoch would have other samples, or another order",
+                    fix=f"restore the loader with {name}={state.get(name)!r}, or start an epoch with set_epoch()",
                 )
-        self._place, self._course = Place(epoch=state["epoch"], start=state["start"]), None
+        self._position, self._progress = Position(epoch=state["epoch"], start=state["start"]), None
 
     def gather(self, results: Any) -> Any:
-        """Per-sample results of all processes in the order of the dataset; a collective: every process has to call it.
+        """Gather per-sample results of all processes in dataset order; a collective: every process has to call it.
 
         Args:
-            results: a tensor, or containers of tensors, with a row for each sample that this process was given since
-                `iter()`, in that order: torch.cat of what was computed for each batch.
+            results: a tensor, or containers of tensors, with one row for each sample that this process was given since
+                `iter()`, in the same order; for example torch.cat of the outputs of all batches.
 
         Returns:
-            The same containers on every process, with one row for each sample that any process was given, by ascending
+            The same containers on every process, with one row for each sample that any process was given, sorted by
             index, without repeats.
 
         Raises:
-            ConfigError: rows missing, or a loader that has no indices.
+            ConfigError: rows are missing, or the loader has no indices.
         """
-        course = self._course
-        if course is None or not isinstance(course.reading, CountedReading):
+        progress = self._progress
+        if progress is None or not isinstance(progress.shard, IndexedShard):
             raise ConfigError(
-                "gather on a loader that was not iterated" if course is None else "gather on a loader without indices",
-                why="it puts results in the order of the indices that were read",
-                fix="iterate the loader first" if course is None else "use parallelize.all_gather",
+                f"gather on a loader {'that was not iterated' if progress is None else 'without indices'}",
+                why="results are ordered by the indices that were iterated",
+                fix="iterate the loader first" if progress is None else "use parallelize.all_gather",
             )
         if not getattr(self._source.loader, "in_order", True):
             raise ConfigError(
                 "gather on a DataLoader(in_order=False)",
-                why="batches came as workers finished them, in an order that nobody has noted",
+                why="batches come in the order in which workers finish them, which is not recorded",
                 fix="use DataLoader(in_order=True)",
             )
-        return course.reading.gather(results, steps=course.given)
+        return progress.shard.gather(results, steps=progress.steps)
 
-    def _next(self) -> Place:
-        chosen, course = self._source.chosen_epoch(), self._course
-        # A loop that tells its sampler the epoch at which it goes on does not begin it again.
-        if chosen is not None and (course is not None or chosen != self._place.epoch):
-            return Place(epoch=chosen)
-        if course is None or not (course.is_over or course.given > 1):
-            return self._place
-        return Place(epoch=course.place.epoch + 1)
+    def _next_position(self) -> Position:
+        user_epoch, progress = self._source.epoch_set_by_user(), self._progress
+        # A call of sampler.set_epoch with the resumed epoch does not restart that epoch.
+        if user_epoch is not None and (progress is not None or user_epoch != self._position.epoch):
+            return Position(epoch=user_epoch)
+        if progress is None or not (progress.is_exhausted or progress.steps > 1):
+            return self._position
+        return Position(epoch=progress.position.epoch + 1)
 
-    def _read(self, course: _Course[T]) -> Iterator[T]:
+    def _iterate(self, progress: _EpochProgress[T]) -> Iterator[T]:
         is_weighted = self._options.tail == "weighted"
-        with weighing(course.weight) if is_weighted else contextlib.nullcontext(), course.announcing():
-            for batch in self._explained(self._arriving(course)):
-                if course.given == 0:
-                    course.announcement = self._announced(course)
-                    course.told = reading(self._source.arithmetic())
+        backward = weighted_backward(progress.weight) if is_weighted else contextlib.nullcontext()
+        with backward, progress.closing():
+            for batch in self._with_data_location(self._batches(progress)):
+                if progress.steps == 0:
+                    progress.check = self._register_check(progress)
+                    progress.summary = register_loader(self._source.batch_summary())
                 if is_weighted:
-                    course.weight.give(course.reading.weight(course.given))
-                course.given += 1
+                    progress.weight.start_batch(progress.shard.weight(progress.steps))
+                progress.steps += 1
                 yield batch
-            course.is_over = True
-            course.weight.end()
+            progress.is_exhausted = True
+            progress.weight.end_epoch()
 
-    def _arriving(self, course: _Course[T]) -> Iterator[T]:
-        batches = course.reading.batches()
+    def _batches(self, progress: _EpochProgress[T]) -> Iterator[T]:
+        batches = progress.shard.batches()
         device, options = self._run.device, self._options
         if options.to_device and device != torch.device("cpu"):
-            batches = on_device(batches, device, prefetch=options.prefetch)
+            batches = move_batches(batches, device, prefetch=options.prefetch)
         if options.progress and self._run.world.is_main:
-            label = options.progress if isinstance(options.progress, str) else f"epoch {course.place.epoch}"
-            batches = with_bar(batches, course.reading, steps=self._source.steps(course.place), label=label)
+            label = options.progress if isinstance(options.progress, str) else f"epoch {progress.position.epoch}"
+            steps = self._source.steps(progress.position)
+            batches = _with_progress_bar(batches, progress.shard, steps=steps, label=label)
         if options.report:
-            label = f"{self._site} epoch {course.place.epoch}"
-            self._reports += 1
-            batches = with_pace(batches, key=f"{label}/{self._reports}", label=label)
+            label = f"{self._name} epoch {progress.position.epoch}"
+            self._report_count += 1
+            batches = timed_steps(batches, key=f"{label}/{self._report_count}", label=label)
         return batches
 
-    def _explained(self, batches: Iterator[T]) -> Iterator[T]:
+    def _with_data_location(self, batches: Iterator[T]) -> Iterator[T]:
         try:
             yield from batches
         except Exception as exc:
-            explain(exc, f"rank {self._run.world.rank}")
+            add_data_location(exc, f"rank {self._run.world.rank}")
             raise
 
-    def _announced(self, course: _Course[T]) -> Announcement | None:
-        """For the model's first step: others who read another epoch, order or number of batches are found there."""
+    def _register_check(self, progress: _EpochProgress[T]) -> ConsistencyCheck | None:
+        """Register the epoch, length and order, which ranks compare at the model's first step."""
         if self._run.world.world_size == 1:
             return None
-        steps = self._source.steps(course.place)
+        position = progress.position
+        steps = self._source.steps(position)
         length = "" if steps is None else f", {steps} batches"
-        where = f" from {course.place.start}" if course.place.start else ""
-        return announce(
-            self._site,
-            f"reads epoch {course.place.epoch}{where}{length}, order {course.reading.fingerprint() or 'unknown'}",
-            fix="give all processes the same data and seeds, call set_epoch() alike, and train with another tail than "
-            "'exact'; a sampler with random numbers of its own needs a seed that is the same everywhere",
+        start = f" from {position.start}" if position.start else ""
+        return register_check(
+            self._name,
+            f"iterates epoch {position.epoch}{start}{length}, order {progress.shard.fingerprint() or 'unknown'}",
+            fix="use the same data, seeds and set_epoch() calls on all processes, and train with a tail other than "
+            "'exact'; a sampler with its own random numbers needs the same seed on all processes",
         )
 
 
-class _Course(Generic[T]):
-    """How far an iterator has come."""
+class _EpochProgress(Generic[T]):
+    """The progress of one iterator through its epoch."""
 
-    def __init__(self, reading: Reading[T], place: Place) -> None:
-        self.reading, self.place = reading, place
-        self.weight = Weight()
-        self.announcement: Announcement | None = None
-        self.told: object = None
-        self.given = 0
-        self.is_over = self.is_left = False  # at the end of the data; by whoever has read it, there or before
-
-    def position(self) -> int:
-        return self.reading.position(self.given)
+    def __init__(self, shard: EpochShard[T], position: Position) -> None:
+        self.shard, self.position = shard, position
+        self.weight = BatchWeight()
+        self.check: ConsistencyCheck | None = None
+        self.summary: object = None
+        self.steps = 0  # batches that were yielded
+        self.is_exhausted = self.is_closed = False  # closed: exhausted, or abandoned before its end
 
     @contextlib.contextmanager
-    def announcing(self) -> Iterator[None]:
-        """Whatever was announced is void at the end: an evaluation that was left early is not what others train on."""
+    def closing(self) -> Iterator[None]:
+        """Withdraw the check when the iterator ends: ranks do not compare an evaluation that they have left."""
         try:
             yield
         finally:
-            self.announcement = self.told = None
-            self.is_left = True
+            self.check = self.summary = None
+            self.is_closed = True
+
+
+def _with_progress_bar(batches: Iterator[T], shard: EpochShard[T], *, steps: int | None, label: str) -> Iterator[T]:
+    """Yield batches, and show a bar that counts all processes' samples or, if unknown, this process's batches."""
+    from tqdm.auto import tqdm  # imported late: in a notebook without ipywidgets the import warns
+
+    samples = shard.all_samples()
+    unit, total = (" batches", steps) if samples is None else (" samples", samples)
+    with tqdm(total=total, desc=label, unit=unit, dynamic_ncols=True) as bar:
+        for step, batch in enumerate(batches):
+            yield batch
+            bar.update(1 if samples is None else shard.samples(step))

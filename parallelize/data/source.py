@@ -1,90 +1,123 @@
-"""What a user's loader is to `ShardedLoader`: something that one process's share of an epoch is read from."""
+"""Source: adapter for one kind of loader, from which `ShardedLoader` gets this process's shard of an epoch."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-__all__ = ["Place", "Reading", "Source"]
+__all__ = ["EpochListeners", "EpochShard", "Position", "Source"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where in the data a reading begins.
+class Position:
+    """A position in the data, at which an epoch shard starts.
 
     Args:
-        epoch: from 0.
-        start: units of that epoch which were read before, by all processes together; their kind is the source's.
+        epoch: number of the epoch, from 0.
+        start: number of units of that epoch that are already consumed; each `Source` class defines its unit.
     """
 
     epoch: int = 0
     start: int = 0
 
 
-class Reading(abc.ABC, Generic[T]):
-    """One process's share of what is left of one epoch."""
+class EpochShard(abc.ABC, Generic[T]):
+    """One process's shard of the rest of one epoch."""
 
     @abc.abstractmethod
     def batches(self) -> Iterator[T]:
-        """The batches, as the user's loader makes them; called once."""
+        """Return an iterator over this process's batches, as the user's loader makes them; call it only once."""
 
     @abc.abstractmethod
-    def position(self, given: int) -> int:
-        """The `Place.start` from which to go on when every process has been given so many batches."""
+    def start_after(self, steps: int) -> int:
+        """Return the `Position.start` at which to resume after every process has taken `steps` batches."""
 
-    def samples(self, step: int) -> int | None:  # noqa: ARG002 - the default knows nothing
-        """New samples in a step, of all processes together; None: not known."""
+    def samples(self, step: int) -> int | None:  # noqa: ARG002 - unknown by default
+        """Count the samples that all processes take in a step, without padding; None if unknown."""
         return None
 
     def all_samples(self) -> int | None:
-        """New samples in all steps, of all processes together; None: not known."""
+        """Count the samples that all processes take in all steps, without padding; None if unknown."""
         return None
 
     def fingerprint(self) -> str:
-        """Differs where two processes would not read shares of the same order."""
+        """Return a hash of the order, which processes compare; "" if the order is unknown."""
         return ""
 
-    def weight(self, step: int) -> float:  # noqa: ARG002 - the default weighs all alike
-        """What this process's gradients weigh in a step, so that their mean over processes is that over all samples."""
+    def weight(self, step: int) -> float:  # noqa: ARG002 - equal weights by default
+        """Return the weight of this process's gradients in a step, for which they average to the mean over samples."""
         return 1.0
 
 
 class Source(abc.ABC, Generic[T]):
-    """A user's loader, with only its index source changed."""
+    """Adapter for one kind of loader; it replaces only the source of the loader's indices or samples."""
 
     loader: Any
-    """What attributes are looked up on: the user's loader, or the copy of it that is read from."""
-    is_resumable_anywhere: ClassVar[bool] = False
-    """Whether a reading may go on with another number of processes."""
+    """Object on which attributes are looked up: the user's loader, or its copy that makes the batches."""
+    can_change_world_size: ClassVar[bool] = False
+    """Whether a saved position can be loaded with another number of processes."""
+    _copy: Any = None  # a LoaderCopy if the loader is a DataLoader, else None
+    _listeners: EpochListeners
 
     @abc.abstractmethod
-    def read(self, place: Place) -> Reading[T]:
-        """Begin to read at a place; nothing collective happens."""
+    def shard(self, position: Position) -> EpochShard[T]:
+        """Return this process's shard of an epoch, from a position on; runs no collective."""
 
     @abc.abstractmethod
-    def steps(self, place: Place) -> int | None:
-        """How many batches a reading from there gives this process; None: nobody knows."""
+    def steps(self, position: Position) -> int | None:
+        """Count this process's batches from a position on; None if unknown."""
 
-    def chosen_epoch(self) -> int | None:
-        """The epoch that the user has told a sampler or a dataset since the last reading; None: she has not."""
-        return None
+    def epoch_set_by_user(self) -> int | None:
+        """Return the epoch that the user has set on a sampler or dataset since the last `shard`, or None."""
+        return self._listeners.epoch_set_by_user()
 
     def identity(self) -> dict[str, Any]:
-        """What has to be the same when a saved position is used again, as plain values."""
+        """Return the values that a saved state must match to be loaded, as plain data."""
         return {}
 
-    def unit(self) -> dict[str, Any]:
-        """What has to be the same where a saved epoch is gone on with, but not where one begins, as plain values."""
+    def batch_identity(self) -> dict[str, Any]:
+        """Return further values that a state saved within an epoch must match, as plain data."""
         return {}
 
-    def arithmetic(self) -> str:
-        """How the batches of the processes add up, as a phrase; empty if there is nothing to say."""
+    def batch_summary(self) -> str:
+        """Return a description of the batch size per process and the global one, for logs; may be empty."""
         return ""
 
-    @abc.abstractmethod
     def close(self) -> None:
-        """End what the loader keeps running between epochs."""
+        """Shut down the loader's persistent workers."""
+        if self._copy is not None:
+            self._copy.close()
+
+
+class EpochListeners:
+    """Samplers and datasets that have a `set_epoch` method.
+
+    Args:
+        candidates: objects; those without `set_epoch` are ignored.
+    """
+
+    def __init__(self, candidates: Iterable[Any]) -> None:
+        unique = {id(each): each for each in candidates}
+        self._listeners = [each for each in unique.values() if callable(getattr(each, "set_epoch", None))]
+        self._last_set = self._current()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` of every sampler and dataset."""
+        for each in self._listeners:
+            each.set_epoch(epoch)
+        self._last_set = self._current()
+
+    def epoch_set_by_user(self) -> int | None:
+        """Return the epoch that the user has set on a sampler or dataset since the last `set_epoch` here, or None."""
+        for last_set, current in zip(self._last_set, self._current(), strict=True):
+            if current is not None and current != last_set:
+                return current
+        return None
+
+    def _current(self) -> list[int | None]:
+        epochs = (getattr(each, "epoch", None) for each in self._listeners)
+        return [epoch if isinstance(epoch, int) else None for epoch in epochs]

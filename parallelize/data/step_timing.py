@@ -1,9 +1,9 @@
-"""How long each process's steps took in an epoch, and which process the others waited for: one line on rank 0.
+"""Report on rank 0's stderr after an epoch: step times of each process, and the process that the others waited for.
 
-Processes that train together end each step together, so their step times are alike. Who holds the rest back is seen
-by when each begins its collectives, which torch's flight recorder notes: the one that comes last, step after step.
+Processes that train together wait for each other in collectives, so their step times are equal. The slow process is
+the one that starts most collectives last; torch's flight recorder has the start times.
 
-Nothing is collective: each process leaves its numbers in the store, and rank 0 waits a second for the others' at most.
+No collective is run: each process writes its times to the store, and rank 0 waits for them for at most one second.
 """
 
 from __future__ import annotations
@@ -20,47 +20,44 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from parallelize.hang_detection.flight_recorder import begun_since
+from parallelize.hang_detection.flight_recorder import collective_start_times
+from parallelize.runtime.process_group import default_store
 
-__all__ = ["Pace", "line", "with_pace"]
+__all__ = ["StepTiming", "report_line", "timed_steps"]
 
 T = TypeVar("T")
 
-_WAIT_S, _LOOK_EVERY_S = 1.0, 0.01
-_LEAST_LATE_S, _LEAST_SHARE, _LEAST_MEETINGS = 0.001, 0.05, 3
-_LISTED = 8
+_WAIT_S, _POLL_S = 1.0, 0.01
+_MIN_LATE_S, _MIN_LATE_FRACTION, _MIN_COLLECTIVES = 0.001, 0.05, 3
+_MAX_LISTED = 8
 
 
 @dataclass(frozen=True)
-class Pace:
-    """One process's epoch.
+class StepTiming:
+    """Timing of one epoch on one process.
 
     Args:
-        rank: whose.
-        steps: batches that it was given.
-        step_s: mean time from one batch to the next, waiting for it included.
-        data_s: of that, the mean time of waiting for the batch.
-        begun: collective -> when this process began it, seconds since the epoch of its clock.
+        rank: rank of the process.
+        steps: number of batches that the process took.
+        step_s: mean seconds from one batch to the next, including the wait for the batch.
+        data_s: mean seconds of that wait.
+        collective_starts: name of a collective -> its start on this process, in seconds since 1970 by the local clock.
     """
 
     rank: int
     steps: int
     step_s: float
     data_s: float
-    begun: Mapping[str, float] = field(default_factory=dict)
-
-    def dumps(self) -> str:
-        """As text."""
-        return json.dumps(dataclasses.asdict(self))
+    collective_starts: Mapping[str, float] = field(default_factory=dict)
 
 
-def with_pace(batches: Iterable[T], *, key: str, label: str) -> Iterator[T]:
-    """The batches; when they are all given, a line on rank 0's standard error.
+def timed_steps(batches: Iterable[T], *, key: str, label: str) -> Iterator[T]:
+    """Yield the batches; after the last one, rank 0 prints the report line.
 
     Args:
-        batches: of this process.
-        key: of this epoch of this loader: the same on all processes, and of nothing else.
-        label: what the line begins with.
+        batches: the batches of this process.
+        key: key of this epoch of this loader in the store, the same on all processes.
+        label: the start of the line.
     """
     since_ns, started = time.time_ns(), time.perf_counter()
     waited_s, steps, iterator = 0.0, 0, iter(batches)
@@ -77,84 +74,84 @@ def with_pace(batches: Iterable[T], *, key: str, label: str) -> Iterator[T]:
     took_s = time.perf_counter() - started
     if not steps:
         return
-    with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone ends the run, and not for this line
-        _tell(steps, took_s / steps, waited_s / steps, since_ns=since_ns, key=key, label=label)
+    with contextlib.suppress(dist.DistError, RuntimeError):  # a report that cannot be sent does not end the run
+        _report(steps, took_s / steps, waited_s / steps, since_ns=since_ns, key=key, label=label)
 
 
-def _tell(steps: int, step_s: float, data_s: float, *, since_ns: int, key: str, label: str) -> None:
+def _report(steps: int, step_s: float, data_s: float, *, since_ns: int, key: str, label: str) -> None:
     is_connected = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if not is_connected:
-        _say(line([Pace(0, steps, step_s, data_s)], world_size=1, label=label))
+        _print(report_line([StepTiming(0, steps, step_s, data_s)], world_size=1, label=label))
         return
-    pace = Pace(dist.get_rank(), steps, step_s, data_s, begun=begun_since(since_ns))
-    store = dist.PrefixStore(f"parallelize/pace/{key}", dist.distributed_c10d._get_default_store())
-    if pace.rank != 0:
-        store.set(str(pace.rank), pace.dumps())
+    timing = StepTiming(dist.get_rank(), steps, step_s, data_s, collective_starts=collective_start_times(since_ns))
+    store = dist.PrefixStore(f"parallelize/step_timing/{key}", default_store())
+    if timing.rank != 0:
+        store.set(str(timing.rank), json.dumps(dataclasses.asdict(timing)))
         return
-    others = _gathered(store, dist.get_world_size())
-    _say(line([pace, *others], world_size=dist.get_world_size(), label=label))
+    others = _collect(store, dist.get_world_size())
+    _print(report_line([timing, *others], world_size=dist.get_world_size(), label=label))
 
 
-def _say(text: str) -> None:
-    from tqdm.auto import tqdm  # here: in a notebook without ipywidgets it warns as soon as it is imported
+def _print(text: str) -> None:
+    from tqdm.auto import tqdm  # imported late: in a notebook without ipywidgets the import warns
 
     tqdm.write(text, file=sys.stderr)
 
 
-def _gathered(store: dist.Store, world_size: int) -> list[Pace]:
-    keys, end = [str(rank) for rank in range(1, world_size)], time.monotonic() + _WAIT_S
-    while not store.check(keys) and time.monotonic() < end:
-        time.sleep(_LOOK_EVERY_S)
-    there = [key for key in keys if store.check([key])]
-    paces = [Pace(**json.loads(store.get(key))) for key in there]
-    for key in there:
+def _collect(store: dist.Store, world_size: int) -> list[StepTiming]:
+    keys, deadline = [str(rank) for rank in range(1, world_size)], time.monotonic() + _WAIT_S
+    while not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    present = [key for key in keys if store.check([key])]
+    timings = [StepTiming(**json.loads(store.get(key))) for key in present]
+    for key in present:
         store.delete_key(key)
-    return paces
+    return timings
 
 
-def line(paces: Sequence[Pace], *, world_size: int, label: str) -> str:
-    """The epoch in one line: each process's steps, and the one that the others waited for, if there is one.
+def report_line(timings: Sequence[StepTiming], *, world_size: int, label: str) -> str:
+    """Return the report line of an epoch, with the process that the others waited for, if any.
 
     Args:
-        paces: of the processes that are through.
-        world_size: processes in all.
-        label: what the line begins with.
+        timings: timings of the processes that have finished the epoch.
+        world_size: number of processes.
+        label: the start of the line.
     """
-    by_words: dict[str, list[int]] = defaultdict(list)
-    shown = sorted(paces, key=lambda pace: -pace.data_s)[:_LISTED] if len(paces) > _LISTED else paces
-    for pace in shown:
-        by_words[_words(pace)].append(pace.rank)
-    parts = [f"{_named(ranks)}: {words}" for words, ranks in by_words.items()]
-    if len(shown) < len(paces):
-        parts.append(f"{len(paces) - len(shown)} more wait less for data")
-    late = sorted({*range(world_size)} - {pace.rank for pace in paces})
-    if late:
-        parts.append(f"{_named(late)}: not through yet")
-    return f"{label}: {'; '.join([*parts, *_held_back(paces)])}"
+    ranks_by_text: dict[str, list[int]] = defaultdict(list)
+    is_long = len(timings) > _MAX_LISTED
+    shown = sorted(timings, key=lambda timing: -timing.data_s)[:_MAX_LISTED] if is_long else timings
+    for timing in shown:
+        ranks_by_text[_timing_text(timing)].append(timing.rank)
+    phrases = [f"{_ranks_text(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    if len(shown) < len(timings):
+        phrases.append(f"{len(timings) - len(shown)} more ranks wait less for data")
+    unfinished = sorted({*range(world_size)} - {timing.rank for timing in timings})
+    if unfinished:
+        phrases.append(f"{_ranks_text(unfinished)}: not finished yet")
+    return f"{label}: {'; '.join([*phrases, *_slowest_text(timings)])}"
 
 
-def _words(pace: Pace) -> str:
-    share = pace.data_s / pace.step_s if pace.step_s else 0.0
-    return f"{pace.steps} steps of {pace.step_s * 1000:.3g} ms, {share:.0%} of it waiting for data"
+def _timing_text(timing: StepTiming) -> str:
+    fraction = timing.data_s / timing.step_s if timing.step_s else 0.0
+    return f"{timing.steps} steps of {timing.step_s * 1000:.3g} ms, {fraction:.0%} of it waiting for data"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _held_back(paces: Sequence[Pace]) -> Iterator[str]:
-    """Who comes last to most of the collectives that all have begun, and by how much that matters."""
-    common = set.intersection(*(set(pace.begun) for pace in paces)) if len(paces) > 1 else set()
-    if len(common) < _LEAST_MEETINGS:
+def _slowest_text(timings: Sequence[StepTiming]) -> Iterator[str]:
+    """Yield a phrase about the rank that starts most collectives last, if its delay is significant."""
+    common = set.intersection(*(set(timing.collective_starts) for timing in timings)) if len(timings) > 1 else set()
+    if len(common) < _MIN_COLLECTIVES:
         return
-    times = [{pace.rank: pace.begun[name] for pace in paces} for name in common]
-    last, often = Counter(max(each, key=lambda rank: each[rank]) for each in times).most_common(1)[0]
-    late_s = sum(each[last] - min(each.values()) for each in times) / len(times)
-    slow = next(pace for pace in paces if pace.rank == last)
-    if 2 * often <= len(times) or late_s < max(_LEAST_LATE_S, _LEAST_SHARE * slow.step_s):
+    starts = [{timing.rank: timing.collective_starts[name] for timing in timings} for name in common]
+    last, count = Counter(max(each, key=lambda rank: each[rank]) for each in starts).most_common(1)[0]
+    late_s = sum(each[last] - min(each.values()) for each in starts) / len(starts)
+    slowest = next(timing for timing in timings if timing.rank == last)
+    if 2 * count <= len(starts) or late_s < max(_MIN_LATE_S, _MIN_LATE_FRACTION * slowest.step_s):
         return
-    ahead_s = slow.data_s - min(pace.data_s for pace in paces)
-    reason = (
-        "it waits for data" if 2 * ahead_s >= late_s else "it computes longer, or something else does on its device"
-    )
-    yield f"rank {last} holds the others back: it comes to collectives {late_s * 1000:.3g} ms after the first; {reason}"
+    extra_wait_s = slowest.data_s - min(timing.data_s for timing in timings)
+    reason = "it waits for data" if 2 * extra_wait_s >= late_s else "it computes longer, or its device is shared"
+    delay = f"{late_s * 1000:.3g} ms after the first rank"
+    yield f"rank {last} slows down the others: it starts collectives {delay}; {reason}"

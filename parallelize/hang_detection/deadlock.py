@@ -1,13 +1,13 @@
-"""Whether ranks that wait can ever go on, and what to say of them: pure functions of where all of them are.
+"""Deadlock detection and its messages: pure functions of the states of all ranks.
 
-A rank waits for those of a group that have not begun the collective in which it stands. Three things prove that it
-waits for ever:
+A rank in a collective waits for the ranks of the group that have not begun this collective. It waits forever in one of
+these cases:
 
-    mismatch    under one number of one group, two ranks have begun different collectives
-    gone        one that it waits for has returned
-    circle      it waits for one that waits ... that waits for it
+    mismatch    two ranks of a group began different collectives with the same sequence number
+    returned    a rank that is waited for has returned
+    cycle       ranks wait for each other in a cycle
 
-Everything else proves nothing: a rank that evaluates, compiles or writes may still come.
+Any other wait may still end: a rank that evaluates, compiles or writes a file may begin the collective later.
 """
 
 from __future__ import annotations
@@ -18,29 +18,27 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from parallelize.hang_detection.rank_state import Call, Place
+from parallelize.hang_detection.rank_state import Collective, RankState
 
-__all__ = ["FIRST_LINE_S", "Finding", "awaited", "find", "hopeless", "line_due_s", "overdue", "waiting_line"]
+__all__ = ["HangReport", "find_absent_rank", "find_deadlock", "line_due_s", "timeout_report", "waiting_line"]
 
-FIRST_LINE_S = 30.0
-"""After so many seconds in which nothing is proven, a line says who waits for whom; then at twice that, and so on."""
-
-_WHY_MISMATCH = "a collective is one call that all ranks of a group make alike, so none of these ever ends"
-_FIX_MISMATCH = "make the same calls on every rank, with the same shapes and types in the same order"
-_FIX_GONE = "let every rank make as many steps and collectives as the others: no `return`, `break`, extra step or \
+_FIRST_LINE_S = 30.0
+_WHY_MISMATCH = "all ranks of a group must make the same collective call, so none of these ever completes"
+_FIX_MISMATCH = "make the same calls on every rank, with the same shapes and dtypes in the same order"
+_FIX_RETURNED = "make the same number of steps and collectives on every rank: no `return`, `break`, extra step or \
 extra backward on some ranks only"
-_MANY = 4
+_MAX_GROUPS = 4
 
 
 @dataclass(frozen=True)
-class Finding:
-    """That ranks wait for ever, as an error says it.
+class HangReport:
+    """Text of the error that reports a hang.
 
     Args:
-        what: which ranks wait where for whom.
-        why: it never ends.
-        fix: what to write instead.
-        ranks: those on whose places it rests.
+        what: which ranks wait, where, and for which ranks.
+        why: why the wait does not end.
+        fix: what to change in the program.
+        ranks: ranks whose states prove the hang.
     """
 
     what: str
@@ -48,205 +46,207 @@ class Finding:
     fix: str
     ranks: tuple[int, ...] = ()
 
-    def is_confirmed(self, places: Sequence[Place], *, since: int) -> bool:
-        """Whether all that it rests on have told where they are after a question; a rank that has returned stays so."""
-        told = {place.rank for place in places if place.state == "returned" or place.answer > since}
-        return told.issuperset(self.ranks)
+    def is_confirmed(self, states: Sequence[RankState], *, since: int) -> bool:
+        """Whether every rank in `ranks` has returned, or its state answers a request later than `since`."""
+        current = {state.rank for state in states if state.status == "returned" or state.request_id > since}
+        return current.issuperset(self.ranks)
 
     def dumps(self) -> str:
-        """As text."""
+        """Serialize the report to JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def loads(cls, text: str | bytes) -> Finding:
-        """From text of `dumps`."""
+    def loads(cls, text: str | bytes) -> HangReport:
+        """Build a report from the JSON of `dumps`."""
         fields = json.loads(text)
         return cls(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
-def find(places: Sequence[Place]) -> Finding | None:
-    """The proof that ranks wait for ever, or None: as far as is known they may all go on."""
-    if not any(place.state == "waits" for place in places):
+def find_deadlock(states: Sequence[RankState]) -> HangReport | None:
+    """Return a report on ranks that provably wait forever, or None if all ranks may still continue."""
+    if not any(state.status == "waiting" for state in states):
         return None
-    return _mismatch(places) or _gone(places) or _circle(places)
+    return _find_mismatch(states) or _find_returned(states) or _find_cycle(states)
 
 
-def awaited(place: Place, places: Sequence[Place]) -> list[int]:
-    """The ranks without which a rank surely cannot go on: of several collectives, those that all of them need."""
-    if place.state != "waits":
+def _awaited_ranks(state: RankState, states: Sequence[RankState]) -> list[int]:
+    """Return the ranks that a rank certainly waits for: those that are missing in all of its pending collectives."""
+    if state.status != "waiting":
         return []
-    others = {other.rank: other for other in places if other.rank != place.rank}
-    lacking = [_lacking(call, dict(place.groups).get(call.group, ()), others) for call in place.pending()]
-    return sorted(set.intersection(*lacking)) if lacking else []
+    others = {other.rank: other for other in states if other.rank != state.rank}
+    missing = [_missing_ranks(call, dict(state.groups).get(call.group, ()), others) for call in state.pending()]
+    return sorted(set.intersection(*missing)) if missing else []
 
 
-def _lacking(call: Call, members: Sequence[int], others: Mapping[int, Place]) -> set[int]:
-    """The ranks of a group that have not begun a call, of those that have told where they are."""
-    return {rank for rank in members if rank in others and (others[rank].last(call.group) or 0) < call.number}
+def _missing_ranks(call: Collective, members: Sequence[int], others: Mapping[int, RankState]) -> set[int]:
+    """Return the members of a group whose known states show that they have not begun a collective."""
+    return {rank for rank in members if rank in others and (others[rank].last_seq(call.group) or 0) < call.seq}
 
 
-def _mismatch(places: Sequence[Place]) -> Finding | None:
-    begun: dict[tuple[str, int], list[tuple[Place, Call]]] = defaultdict(list)
-    for place in places:
-        for call in place.calls:
-            begun[call.group, call.number].append((place, call))
+def _find_mismatch(states: Sequence[RankState]) -> HangReport | None:
+    begun: dict[tuple[str, int], list[tuple[RankState, Collective]]] = defaultdict(list)
+    for state in states:
+        for call in state.collectives:
+            begun[call.group, call.seq].append((state, call))
     for key in sorted(begun, key=lambda key: key[1]):
-        meeting = begun[key]
-        ranks = tuple(place.rank for place, _ in meeting)
-        is_coalesced = len(set(ranks)) < len(ranks)  # several operations under one number
-        is_waited_in = any(place.state == "waits" and not call.is_over for place, call in meeting)
-        if is_waited_in and not is_coalesced and _differ([call for _, call in meeting]):
-            said = _listed([(place.rank, _in_call(place, call)) for place, call in meeting])
-            return Finding(f"ranks are in different collectives: {said}", _WHY_MISMATCH, _FIX_MISMATCH, ranks)
+        calls = begun[key]
+        ranks = tuple(state.rank for state, _ in calls)
+        is_coalesced = len(set(ranks)) < len(ranks)  # several operations under one sequence number
+        is_pending = any(state.status == "waiting" and not call.is_completed for state, call in calls)
+        if is_pending and not is_coalesced and _differ([call for _, call in calls]):
+            text = _by_text([(state.rank, _call_text(state, call)) for state, call in calls])
+            return HangReport(f"ranks are in different collectives: {text}", _WHY_MISMATCH, _FIX_MISMATCH, ranks)
     return None
 
 
-def _differ(calls: Sequence[Call]) -> bool:
+def _differ(calls: Sequence[Collective]) -> bool:
     roots = {call.root for call in calls if call.root is not None}
-    return len({call.what for call in calls}) > 1 or len(roots) > 1
+    return len({call.signature for call in calls}) > 1 or len(roots) > 1
 
 
-def _in_call(place: Place, call: Call) -> str:
-    if call.is_over:
-        went = "returned" if place.state == "returned" else f"gone on{f' to {place.at}' * bool(place.at)}"
-        return f"was in {_named(call)}, and has {went}"
-    return f"waits at {place.at or 'an unknown line'} in {_doing(place.doing, call)}"
+def _call_text(state: RankState, call: Collective) -> str:
+    if call.is_completed:
+        went_on = f"gone on{f' to {state.location}' if state.location else ''}"
+        return f"was in {_name(call)}, and has {'returned' if state.status == 'returned' else went_on}"
+    return f"waits at {state.location or 'an unknown line'} in {_operation(state.operation, call)}"
 
 
-def _doing(doing: str, call: Call) -> str:
-    """What the user calls, and the collective behind it where that is another one."""
-    is_the_same = not doing or doing.strip("_") in call.what
-    return _named(call) if is_the_same else doing if "(" in doing else f"{doing} ({_named(call)})"
+def _operation(operation: str, call: Collective) -> str:
+    """Format the user's operation, followed by its collective if that has another name: "backward (all_reduce)"."""
+    is_same = not operation or operation.strip("_") in call.signature
+    return _name(call) if is_same else operation if "(" in operation else f"{operation} ({_name(call)})"
 
 
-def _named(call: Call) -> str:
-    return call.what if call.root is None else f"{call.what} (root {call.root})"
+def _name(call: Collective) -> str:
+    return call.signature if call.root is None else f"{call.signature} (root {call.root})"
 
 
-def _gone(places: Sequence[Place]) -> Finding | None:
-    returned = {place.rank for place in places if place.state == "returned"}
-    for place in places:
-        gone = sorted(returned.intersection(awaited(place, places)))
-        if gone:
-            return Finding(
-                f"rank {place.rank} {_waits(place)} for {_ranks(gone)}, which {_has(gone)} returned",
-                "a rank that has returned takes part in no collective any more",
-                _FIX_GONE,
-                (place.rank, *gone),
+def _find_returned(states: Sequence[RankState]) -> HangReport | None:
+    all_returned = {state.rank for state in states if state.status == "returned"}
+    for state in states:
+        returned = sorted(all_returned.intersection(_awaited_ranks(state, states)))
+        if returned:
+            return HangReport(
+                f"rank {state.rank} {_waits(state)} for {_ranks(returned)}, which {_has(returned)} returned",
+                "a rank that has returned makes no further collective calls",
+                _FIX_RETURNED,
+                (state.rank, *returned),
             )
     return None
 
 
-def _circle(places: Sequence[Place]) -> Finding | None:
-    stuck = {place.rank: place for place in places if place.state == "waits" and place.is_alone}
-    edges = {rank: [other for other in awaited(place, places) if other in stuck] for rank, place in stuck.items()}
-    # What leads nowhere goes, again and again: what is left waits for others that are left.
+def _find_cycle(states: Sequence[RankState]) -> HangReport | None:
+    blocked = {state.rank: state for state in states if state.status == "waiting" and state.is_blocked}
+    awaited = {rank: _awaited_ranks(state, states) for rank, state in blocked.items()}
+    edges = {rank: [each for each in targets if each in blocked] for rank, targets in awaited.items()}
+    # Drop ranks without an outgoing wait edge until none is left; the survivors wait for each other.
     while True:
-        ending = [rank for rank, targets in edges.items() if not targets]
-        if not ending:
+        leaves = [rank for rank, targets in edges.items() if not targets]
+        if not leaves:
             break
-        edges = {rank: [each for each in edges[rank] if each not in ending] for rank in edges if rank not in ending}
+        edges = {rank: [each for each in edges[rank] if each not in leaves] for rank in edges if rank not in leaves}
     if not edges:
         return None
-    said = _listed([(rank, f"{_waits(stuck[rank])} for {_ranks(targets)}") for rank, targets in sorted(edges.items())])
-    why = "each stands in a call that another has yet to make"
-    return Finding(f"ranks wait for each other: {said}", why, _FIX_MISMATCH, tuple(edges))
+    text = _by_text([(rank, f"{_waits(blocked[rank])} for {_ranks(edges[rank])}") for rank in sorted(edges)])
+    why = "each of them is in a collective that another of them has not begun"
+    return HangReport(f"ranks wait for each other: {text}", why, _FIX_MISMATCH, tuple(edges))
 
 
-def hopeless(rank: int, needed: Sequence[int], places: Sequence[Place]) -> Finding | None:
-    """That one of the ranks that a rank needs elsewhere cannot come there: it has returned, or waits for that rank.
+def find_absent_rank(rank: int, needed: Sequence[int], states: Sequence[RankState]) -> HangReport | None:
+    """Return a report on a rank that can never write its key, because it has returned or waits for `rank`; else None.
 
     Args:
-        rank: it waits by other means than a collective, and does not say so in its place.
-        needed: those that have not come.
-        places: of all that have told.
+        rank: the rank that waits for keys in the store; its own state does not show this wait.
+        needed: ranks whose keys are not in the store yet.
+        states: states of the ranks that have answered.
     """
-    for place in places:
-        is_stuck = place.is_alone and rank in awaited(place, places)
-        if place.rank in needed and (place.state == "returned" or is_stuck):
-            where = "has returned" if place.state == "returned" else f"{_waits(place)} for rank {rank}"
-            return Finding(f"rank {place.rank} {where}", "", "", (place.rank,))
+    for state in states:
+        is_deadlocked = state.is_blocked and rank in _awaited_ranks(state, states)
+        if state.rank in needed and (state.status == "returned" or is_deadlocked):
+            text = "has returned" if state.status == "returned" else f"{_waits(state)} for rank {rank}"
+            return HangReport(f"rank {state.rank} {text}", "", "", (state.rank,))
     return None
 
 
-def line_due_s(said: int) -> float:
-    """How long a wait has lasted when the next line is due, if so many were said: 30 s, 1 min, 2 min, 4 min ..."""
-    return FIRST_LINE_S * 2.0**said
+def line_due_s(lines: int) -> float:
+    """Return the duration of a wait in s at which the next line is due after `lines` lines: 30, 60, 120, 240 ..."""
+    return _FIRST_LINE_S * 2.0**lines
 
 
-def waiting_line(places: Sequence[Place], *, world_size: int) -> str:
-    """Who waits for whom, and where those are: "" if nobody waits.
+def waiting_line(states: Sequence[RankState], *, world_size: int) -> str:
+    """Describe which ranks wait, for which ranks, and where the awaited ranks are; "" if no rank waits.
 
     Args:
-        places: of the ranks that have answered.
-        world_size: ranks in all.
+        states: states of the ranks that have answered.
+        world_size: number of ranks.
     """
-    waiting = [place for place in places if place.state == "waits"]
+    waiting = [state for state in states if state.status == "waiting"]
     if not waiting:
         return ""
-    first = max(waiting, key=lambda place: place.since_s)
-    alike = [place.rank for place in waiting if (place.at, place.doing) == (first.at, first.doing)]
-    missing = {*awaited(first, places), *first.awaits} or {place.rank for place in places if place.state != "waits"}
-    silent = sorted({*range(world_size)} - {place.rank for place in places})
-    said = [_listed([(place.rank, _where(place)) for place in places if place.rank in missing - {*alike}], ", which ")]
-    said.append(f"{_ranks(silent)}, which {_has(silent)} not answered" if silent else "")
-    for_whom = "; ".join(filter(None, said))
-    return f"{_ranks(alike)} {_waits(first, len(alike))}{for_whom and f' for {for_whom}'}"
+    first = max(waiting, key=lambda state: state.idle_s)
+    same = {state.rank for state in waiting if (state.location, state.operation) == (first.location, first.operation)}
+    others = {state.rank for state in states if state.status != "waiting"}
+    awaited = {*_awaited_ranks(first, states), *first.peers} or others
+    silent = sorted({*range(world_size)} - {state.rank for state in states})
+    texts = [_by_text([(state.rank, _where(state)) for state in states if state.rank in awaited - same], ", which ")]
+    texts.append(f"{_ranks(silent)}, which {_has(silent)} not answered" if silent else "")
+    for_ranks = "; ".join(filter(None, texts))
+    return f"{_ranks(sorted(same))} {_waits(first, len(same))}{for_ranks and f' for {for_ranks}'}"
 
 
-def overdue(places: Sequence[Place], timeout_s: float, *, world_size: int, said: str) -> Finding:
-    """That the time is over, with what is known of where all ranks are.
+def timeout_report(states: Sequence[RankState], timeout_s: float, *, world_size: int, reason: str) -> HangReport:
+    """Build the report of a timeout without a proven deadlock from the known states.
 
     Args:
-        places: of the ranks that have answered.
-        timeout_s: the run's.
-        world_size: ranks in all.
-        said: what torch said of it.
+        states: states of the ranks that have answered.
+        timeout_s: timeout of a collective.
+        world_size: number of ranks.
+        reason: first line of torch's error.
     """
-    return Finding(
-        waiting_line(places, world_size=world_size) or "a wait for other ranks took too long",
-        f"{said or 'nothing came'}; timeout={timeout_s:g} s is over, and nobody could tell whether it would ever end",
-        "give timeout= more time if that rank does what it should, else let it come to the same call",
+    return HangReport(
+        waiting_line(states, world_size=world_size) or "a wait for other ranks took too long",
+        f"{reason or 'nothing was received'}; timeout={timeout_s:g} s is over, and no deadlock could be proven",
+        "increase timeout= if the awaited rank is only slow, else make that rank reach the same call",
     )
 
 
-def _where(place: Place) -> str:
-    if place.state == "returned":
+def _where(state: RankState) -> str:
+    if state.status == "returned":
         return "has returned"
-    lines = f" ({' > '.join(place.stack)})" if place.stack else ""
-    if not place.at:
-        return f"is outside of the user's program{lines}"
-    return (
-        f"{'waits' if place.state == 'waits' else 'is'} at {place.at}{f' in {place.doing}' * bool(place.doing)}{lines}"
-    )
+    stack = f" ({' > '.join(state.stack)})" if state.stack else ""
+    if not state.location:
+        return f"is outside of the user's program{stack}"
+    verb = "waits" if state.status == "waiting" else "is"
+    return f"{verb} at {state.location}{f' in {state.operation}' if state.operation else ''}{stack}"
 
 
-def _waits(place: Place, ranks: int = 1) -> str:
-    pending = place.pending()
-    what = _doing(place.doing, pending[0]) if pending else place.doing
-    return f"wait{'s' * (ranks == 1)} at {place.at or 'an unknown line'}{f' in {what}' * bool(what)}"
+def _waits(state: RankState, ranks: int = 1) -> str:
+    pending = state.pending()
+    operation = _operation(state.operation, pending[0]) if pending else state.operation
+    location = state.location or "an unknown line"
+    return f"wait{'s' * (ranks == 1)} at {location}{f' in {operation}' if operation else ''}"
 
 
 def _has(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
 
 
-def _listed(said: Sequence[tuple[int, str]], join: str = " ") -> str:
-    """Ranks by what is said of them; the first few kinds."""
-    by_words: dict[str, list[int]] = defaultdict(list)
-    for rank, words in said:
-        by_words[words].append(rank)
-    kinds = [f"{_ranks(ranks)}{join}{words}" for words, ranks in by_words.items()]
-    more = f"; and {len(kinds) - _MANY} more" if len(kinds) > _MANY else ""
-    return "; ".join(kinds[:_MANY]) + more
+def _by_text(texts: Sequence[tuple[int, str]], join: str = " ") -> str:
+    """Join texts, each with its ranks: "ranks 0-2 wait at ...; rank 3 ...", limited to `_MAX_GROUPS` texts."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank, text in texts:
+        groups[text].append(rank)
+    phrases = [f"{_ranks(ranks)}{join}{text}" for text, ranks in groups.items()]
+    more = f"; and {len(phrases) - _MAX_GROUPS} more" if len(phrases) > _MAX_GROUPS else ""
+    return "; ".join(phrases[:_MAX_GROUPS]) + more
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """rank 1; ranks 1-3, 7."""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(_runs(sorted(ranks)))}"
+    """Format ranks: "rank 1", "ranks 1-3, 7"."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(_intervals(sorted(ranks)))}"
 
 
-def _runs(ranks: Sequence[int]) -> Iterator[str]:
+def _intervals(ranks: Sequence[int]) -> Iterator[str]:
     starts = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]
     for start, end in zip(starts, ends, strict=True):

@@ -1,6 +1,6 @@
-"""The collectives that this process has begun last, from torch's flight recorder, which keeps the last 2000.
+"""Recent collectives of this process, read from torch's flight recorder, which keeps the latest 2000.
 
-It runs in gloo and NCCL without being asked for; TORCH_FR_BUFFER_SIZE=0 turns it off, and then nothing can be proven.
+The recorder is on by default for gloo and NCCL. TORCH_FR_BUFFER_SIZE=0 turns it off; then no deadlock can be proven.
 
 Source: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
@@ -16,14 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize.hang_detection.rank_state import Call
+from parallelize.hang_detection.rank_state import Collective
 
-__all__ = ["Recorder", "begun_since", "calls_of", "members"]
+__all__ = ["FlightRecorder", "collective_start_times", "collectives_of", "group_ranks"]
 
-# Begun lately: what is not over after so long is waited for.
-_SETTLED_NS = 500_000_000
-_KEPT = 16
-_AGAIN_S = 3.0
+_PENDING_AFTER_NS = 500_000_000  # a younger collective counts as completed
+_KEPT_PER_GROUP = 16
+_CACHE_S = 3.0
 
 _DTYPES = {
     "Float": "float32",
@@ -37,118 +36,119 @@ _DTYPES = {
     "Byte": "uint8",
     "Bool": "bool",
 }
-# Where shapes and types have to be alike on all ranks; elsewhere only the operation has to. NCCL gathers what differs.
-_ALIKE = {"all_reduce", "allreduce", "broadcast", "reduce"}
-_ALIKE_IN_GLOO = {"all_gather", "allgather", "reduce_scatter"}
-# A number so much lower than the one before is of another group of the same name, made after the first was destroyed.
-_BACKWARDS = 8
+# Operations whose shapes and dtypes must be equal on all ranks. NCCL can also all-gather different shapes.
+_SAME_SHAPES = {"all_reduce", "allreduce", "broadcast", "reduce"}
+_SAME_SHAPES_IN_GLOO = {"all_gather", "allgather", "reduce_scatter"}
+# A sequence number lower than its predecessor by more than this belongs to a new group of the same name.
+_MAX_REORDERING = 8
 
 
-class Recorder:
-    """Reads the recorder of this process, seldom: one reading takes some 50 ms in which no Python runs.
+class FlightRecorder:
+    """Reader of this process's flight recorder. Reading all entries holds the GIL for about 50 ms, so they are cached.
 
     Args:
-        since_ns: what was begun before this time (as time.time_ns) is not told of: another group of the same name.
+        since_ns: collectives before this time (time.time_ns) are ignored: an earlier group may have the same name.
     """
 
     def __init__(self, since_ns: int) -> None:
         self._since_ns = since_ns
-        self._stands: object = None
+        self._position: object = None
         self._read_at = float("-inf")
-        self._calls: tuple[Call, ...] = ()
+        self._collectives: tuple[Collective, ...] = ()
 
     def has_pending(self) -> bool:
-        """Whether some group has begun a collective that is not over, as far as a cheap look tells."""
-        return any(begun > over for begun, over in self.progress())
+        """Whether any group has a pending collective; fast, because it reads no entries."""
+        return any(begun > completed for begun, completed in self.progress())
 
     def progress(self) -> tuple[tuple[int, int], ...]:
-        """How many collectives each group has begun, and which was the last to end; a cheap look."""
-        status = _dump(entries=False).get("pg_status", {})
+        """Return the sequence numbers of the last begun and last completed collective per group; reads no entries."""
+        groups = _dump(entries=False).get("pg_status", {})
         return tuple(
             (each.get("last_enqueued_collective", 0), each.get("last_completed_collective", 0))
-            for _, each in sorted(status.items())
+            for _, each in sorted(groups.items())
         )
 
-    def calls(self, stands: object, *, at_once: bool) -> tuple[Call, ...]:
-        """The last collectives of every group, and all that are not over.
+    def collectives(self, position: object, *, fresh: bool) -> tuple[Collective, ...]:
+        """Return the most recent collectives of every group, and all pending ones.
 
         Args:
-            stands: where the main thread is: what was read there is still so.
-            at_once: whether what was read elsewhere, not long ago, will not do.
+            position: position of the main thread.
+            fresh: whether to replace a recent cached result if the main thread was at another position.
         """
         age_s = time.monotonic() - self._read_at
-        if age_s > _AGAIN_S or (at_once and stands != self._stands):
-            self._stands, self._read_at = stands, time.monotonic()
-            self._calls = calls_of(_dump(entries=True).get("entries", ()), since_ns=self._since_ns)
-        return self._calls
+        if age_s > _CACHE_S or (fresh and position != self._position):
+            self._position, self._read_at = position, time.monotonic()
+            self._collectives = collectives_of(_dump(entries=True).get("entries", ()), since_ns=self._since_ns)
+        return self._collectives
 
 
 def _dump(*, entries: bool) -> dict[str, Any]:
     dump: Any = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
     if dump is None:
         return {}
-    dumped = dump(includeCollectives=entries, includeStackTraces=False)
-    read: dict[str, Any] = pickle.loads(dumped)  # made in this process, just now
-    return read
+    pickled = dump(includeCollectives=entries, includeStackTraces=False)
+    trace: dict[str, Any] = pickle.loads(pickled)  # trusted: torch has just pickled it in this process
+    return trace
 
 
-def calls_of(entries: Sequence[Mapping[str, Any]], *, since_ns: int) -> tuple[Call, ...]:
-    """The last collectives of every group, and all that are not over, from the recorder's entries; the oldest first."""
-    now = time.time_ns()
-    lately = [each for each in entries if each["time_created_ns"] >= since_ns and not each["is_p2p"]]
-    found: list[Call] = []
-    last: dict[str, int] = {}
-    for call in (_call(each, now) for each in lately):
-        if call.number == 1 or call.number < last.get(call.group, 0) - _BACKWARDS:
-            found = [each for each in found if each.group != call.group]
-        last[call.group] = call.number
-        found.append(call)
-    later: Counter[str] = Counter()  # of each group
+def collectives_of(entries: Sequence[Mapping[str, Any]], *, since_ns: int) -> tuple[Collective, ...]:
+    """Convert recorder entries to the most recent collectives of every group and all pending ones, oldest first."""
+    now_ns = time.time_ns()
+    calls: list[Collective] = []
+    last_seq: dict[str, int] = {}
+    for call in (_collective(each, now_ns) for each in _since(entries, since_ns)):
+        if call.seq == 1 or call.seq < last_seq.get(call.group, 0) - _MAX_REORDERING:
+            calls = [each for each in calls if each.group != call.group]
+        last_seq[call.group] = call.seq
+        calls.append(call)
+    per_group: Counter[str] = Counter()
     kept = []
-    for call in reversed(found):
-        later[call.group] += 1
-        if later[call.group] <= _KEPT or not call.is_over:
+    for call in reversed(calls):
+        per_group[call.group] += 1
+        if per_group[call.group] <= _KEPT_PER_GROUP or not call.is_completed:
             kept.append(call)
     return tuple(kept[::-1])
 
 
-def _call(entry: Mapping[str, Any], now_ns: int) -> Call:
-    engine, _, operation = entry["profiling_name"].partition(":")
-    is_over = entry["retired"] or entry["state"] == "completed" or now_ns - entry["time_created_ns"] < _SETTLED_NS
-    group, number = str(entry["process_group"][0]), entry["collective_seq_id"]
-    return Call(group, number, _what(engine, operation, entry), is_over, engine=engine)
+def _since(entries: Sequence[Mapping[str, Any]], since_ns: int) -> list[Mapping[str, Any]]:
+    return [each for each in entries if each["time_created_ns"] >= since_ns and not each["is_p2p"]]
 
 
-def _what(engine: str, operation: str, entry: Mapping[str, Any]) -> str:
+def _collective(entry: Mapping[str, Any], now_ns: int) -> Collective:
+    library, _, operation = entry["profiling_name"].partition(":")
+    is_recent = now_ns - entry["time_created_ns"] < _PENDING_AFTER_NS
+    is_completed = entry["retired"] or entry["state"] == "completed" or is_recent
+    group, seq = str(entry["process_group"][0]), entry["collective_seq_id"]
+    return Collective(group, seq, _signature(library, operation, entry), is_completed, library=library)
+
+
+def _signature(library: str, operation: str, entry: Mapping[str, Any]) -> str:
     name = operation.strip("_").removesuffix("_base")
-    if name not in _ALIKE and not (engine == "gloo" and name in _ALIKE_IN_GLOO):
+    if name not in _SAME_SHAPES and not (library == "gloo" and name in _SAME_SHAPES_IN_GLOO):
         return name
-    sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
-    return (
-        f"{name} of {', '.join(f'{_DTYPES.get(kind, kind)}{size}' for kind, size in zip(dtypes, sizes, strict=False))}"
-    )
+    tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    return f"{name} of {', '.join(f'{_DTYPES.get(dtype, dtype)}{size}' for dtype, size in tensors)}"
 
 
-def begun_since(since_ns: int, *, most: int = 200) -> dict[str, float]:
-    """When this process began its last collectives, by names that are the same on all processes of their groups.
+def collective_start_times(since_ns: int, *, most: int = 200) -> dict[str, float]:
+    """Return the start times of this process's latest collectives, by names that are equal on all ranks of a group.
 
     Args:
-        since_ns: what was begun before is left out (time.time_ns).
-        most: so many at most.
+        since_ns: collectives before this time (time.time_ns) are left out.
+        most: maximum number of collectives.
 
     Returns:
-        Name -> seconds since the epoch.
+        "<group>/<sequence number>" -> start time in seconds since the epoch.
     """
-    entries = _dump(entries=True).get("entries", ())
-    found = [each for each in entries if each["time_created_ns"] >= since_ns and not each["is_p2p"]]
+    entries = _since(_dump(entries=True).get("entries", ()), since_ns)
     return {
         f"{each['process_group'][0]}/{each['collective_seq_id']}": each["time_created_ns"] / 1e9
-        for each in found[-most:]
+        for each in entries[-most:]
     }
 
 
-def members() -> dict[str, tuple[int, ...]]:
-    """The global ranks of every process group of this process, by its name."""
+def group_ranks() -> dict[str, tuple[int, ...]]:
+    """Return group name -> sorted global ranks, for every process group of this process."""
     world: Any = dist.distributed_c10d._world
     ranks = dict(world.pg_group_ranks)
     return {str(name): tuple(sorted(ranks.get(group, ()))) for group, name in dict(world.pg_names).items()}

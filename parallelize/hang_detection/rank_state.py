@@ -1,4 +1,4 @@
-"""Where a rank is in the program, as ranks tell each other when one of them waits for long."""
+"""State of a rank (source line, stack, collectives), exchanged between ranks when one of them waits for long."""
 
 from __future__ import annotations
 
@@ -7,85 +7,85 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Call", "Place", "State"]
+__all__ = ["Collective", "RankState", "Status"]
 
-State = Literal["runs", "waits", "returned"]
+Status = Literal["running", "waiting", "returned"]
 
 
 @dataclass(frozen=True)
-class Call:
+class Collective:
     """A collective that a rank has begun.
 
     Args:
-        group: name of its process group, the same on all of the group's ranks.
-        number: how many of the group's collectives this rank has begun, this one included.
-        what: operation, and what has to be alike on all ranks of it: "all_reduce of float32[4]".
-        is_over: whether this rank is through with it.
-        root: the rank that sends or receives for all, where it is known.
-        engine: who carries it out: "gloo", "nccl".
+        group: name of the process group, the same on all its ranks.
+        seq: sequence number in the group, from 1.
+        signature: operation, with dtypes and shapes if they must be equal on all ranks: "all_reduce of float32[4]".
+        is_completed: whether the collective has completed on this rank.
+        root: source or destination rank, if known.
+        library: "gloo" or "nccl".
     """
 
     group: str
-    number: int
-    what: str
-    is_over: bool
+    seq: int
+    signature: str
+    is_completed: bool
     root: int | None = None
-    engine: str = "gloo"
+    library: str = "gloo"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is.
+class RankState:
+    """What a rank is doing.
 
     Args:
-        rank: which.
-        state: "waits": it has stood in one call of torch.distributed, or in backward, for some seconds, and does not
-            compute; "returned": it takes part in no collective any more; "runs": whatever else.
-        at: the innermost line of the user's program: "train.py:41".
-        doing: the call there, in a few words.
-        stack: the user's lines that led there, outermost first: "train.py:30 in train".
-        calls: what it has begun last, in each group.
-        groups: ranks of each group in which it has begun something.
-        awaits: ranks that it waits for although no collective says so: the sender of a message.
-        is_alone: whether it can do nothing but wait, and no other thread of its process could go on for it.
-        since_s: for how long it has stood there.
-        answer: the number of the question that this answers.
+        rank: global rank.
+        status: "waiting": idle for seconds in a torch.distributed call, or elsewhere with a pending collective;
+            "returned": the rank makes no further collectives; "running": any other state.
+        location: innermost line of the user's program: "train.py:41".
+        operation: call on that line: "all_reduce".
+        stack: lines of the user's program on the stack, outermost first: "train.py:30 in train".
+        collectives: most recent collectives of each group and all pending ones, oldest first.
+        groups: (name, global ranks) of each group in `collectives`.
+        peers: the peer of a pending send or recv.
+        is_blocked: whether the rank waits and no other thread of its process could make a missing collective call.
+        idle_s: time in seconds that the main thread has been at this position.
+        request_id: number of the request that this state answers.
     """
 
     rank: int
-    state: State
-    at: str = ""
-    doing: str = ""
+    status: Status
+    location: str = ""
+    operation: str = ""
     stack: tuple[str, ...] = ()
-    calls: tuple[Call, ...] = ()
+    collectives: tuple[Collective, ...] = ()
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    awaits: tuple[int, ...] = ()
-    is_alone: bool = False
-    since_s: float = 0.0
-    answer: int = 0
+    peers: tuple[int, ...] = ()
+    is_blocked: bool = False
+    idle_s: float = 0.0
+    request_id: int = 0
 
-    def last(self, group: str) -> int | None:
-        """The number of the last collective that it has begun in a group; None: it has told of none."""
-        return max((call.number for call in self.calls if call.group == group), default=None)
+    def last_seq(self, group: str) -> int | None:
+        """Return the sequence number of this rank's last collective in a group; None: unknown."""
+        return max((call.seq for call in self.collectives if call.group == group), default=None)
 
-    def pending(self) -> list[Call]:
-        """What it has begun and is not through with."""
-        return [call for call in self.calls if not call.is_over]
+    def pending(self) -> list[Collective]:
+        """Return the collectives that have not completed."""
+        return [call for call in self.collectives if not call.is_completed]
 
     def dumps(self) -> str:
-        """As text."""
+        """Serialize the state to JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def loads(cls, text: str | bytes) -> Place:
-        """From text of `dumps`."""
+    def loads(cls, text: str | bytes) -> RankState:
+        """Build a state from the JSON of `dumps`."""
         fields: dict[str, Any] = json.loads(text)
         return cls(
             **{
                 **fields,
                 "stack": tuple(fields["stack"]),
-                "awaits": tuple(fields["awaits"]),
-                "calls": tuple(Call(**each) for each in fields["calls"]),
+                "peers": tuple(fields["peers"]),
+                "collectives": tuple(Collective(**each) for each in fields["collectives"]),
                 "groups": tuple((name, tuple(ranks)) for name, ranks in fields["groups"]),
             }
         )

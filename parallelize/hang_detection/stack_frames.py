@@ -1,4 +1,4 @@
-"""A stack of Python as the user's program sees it: where hers ends and the library's begins."""
+"""Inspection of threads of this process: Python stacks, split into user and library code, and CPU time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -17,26 +18,27 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed
 
-from parallelize.hang_detection.rank_state import Call
+from parallelize.hang_detection.rank_state import Collective
 
 __all__ = [
     "Stack",
-    "awaits",
-    "doing",
-    "has_others",
+    "ThreadCpuClock",
+    "call_site",
+    "call_site_in",
+    "has_other_active_threads",
     "is_blocking",
     "is_in_distributed",
-    "lines",
-    "raised_in",
-    "site",
-    "site_in",
+    "operation",
+    "peers",
     "stack_of",
+    "stack_of_error",
     "traceback_of",
+    "user_lines",
     "with_root",
 ]
 
 Stack = Sequence[tuple[FrameType, int]]
-"""Frames and the lines where they are, innermost first."""
+"""Frames with their line numbers, innermost first."""
 
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -45,119 +47,142 @@ _BLOCKING = (_COLLECTIVES, *(_TORCH + str(Path(each)) + os.sep for each in ("aut
 _DECORATOR, _HELPERS, _WORKER = (_OWN + name for name in ("decorator.py", "collectives.py", "worker/main.py"))
 _ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 _PEERS = {"recv": "src", "send": "dst"}
-_MOST_LINES = 8
-_PRINTED = re.compile(r'File "(.+)", line (\d+),? in ')
+_MAX_LINES = 8
+_TRACEBACK_LINE = re.compile(r'File "(.+)", line (\d+),? in ')
+_IDLE_SHARE = 0.1
+
+
+class ThreadCpuClock:
+    """Compares a thread's CPU time with wall time.
+
+    Args:
+        ident: identifier of the thread, from threading.get_ident().
+    """
+
+    def __init__(self, ident: int) -> None:
+        self._clock = time.pthread_getcpuclockid(ident) if hasattr(time, "pthread_getcpuclockid") else None
+        self._last = (time.monotonic(), self._cpu_s())
+
+    def is_idle(self) -> bool:
+        """Whether the thread has used at most 10 % of a core since the last call; True if its CPU time is unknown."""
+        (last, last_cpu_s), now, cpu_s = self._last, time.monotonic(), self._cpu_s()
+        self._last = (now, cpu_s)
+        return cpu_s - last_cpu_s <= _IDLE_SHARE * (now - last)
+
+    def _cpu_s(self) -> float:
+        return 0.0 if self._clock is None else time.clock_gettime(self._clock)
 
 
 def stack_of(frame: FrameType | None) -> Stack:
-    """The stack of a thread that runs, from its innermost frame."""
-    found = []
+    """Return the stack of a thread, given its innermost frame."""
+    stack = []
     while frame is not None:
-        found.append((frame, frame.f_lineno))
+        stack.append((frame, frame.f_lineno))
         frame = frame.f_back
-    return found
+    return stack
 
 
-def raised_in(error: BaseException) -> Stack:
-    """The stack that led to where an error was raised."""
-    found, trace = [], error.__traceback__
+def stack_of_error(error: BaseException) -> Stack:
+    """Return the frames of an error's traceback as a stack."""
+    stack, trace = [], error.__traceback__
     while trace is not None:
-        found.append((trace.tb_frame, trace.tb_lineno))
+        stack.append((trace.tb_frame, trace.tb_lineno))
         trace = trace.tb_next
-    return found[::-1]
+    return stack[::-1]
 
 
 @functools.cache
-def _foreign() -> tuple[str, ...]:
-    """What the files of code begin with that the user has not written."""
+def _library_prefixes() -> tuple[str, ...]:
+    """Return the path prefixes of library code: parallelize, torch, the standard library and installed packages."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return (_OWN, _TORCH, "<frozen", *(folder + os.sep for folder in folders if folder))
 
 
-def _is_users(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.startswith(_foreign())
+def _is_user_code(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(_library_prefixes())
 
 
-def _is_ours(frame: FrameType) -> bool:
+def _is_own_or_torch(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith((_OWN, _TORCH, "<frozen"))
 
 
-def _stand(stack: Stack) -> tuple[FrameType, int] | None:
-    """The innermost frame of the user's program; of an installed package, if no other is there."""
-    users = (each for each in stack if _is_users(each[0]))
-    return next(users, None) or next((each for each in stack if not _is_ours(each[0])), None)
+def _innermost_user_frame(stack: Stack) -> tuple[FrameType, int] | None:
+    """Return the innermost frame of the user's program, or of an installed package if the stack has no user code."""
+    users = (each for each in stack if _is_user_code(each[0]))
+    return next(users, None) or next((each for each in stack if not _is_own_or_torch(each[0])), None)
 
 
 def _line(frame: FrameType, number: int) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{number}"
 
 
-def site(stack: Stack | None = None) -> str:
-    """The innermost line of the user's program: "train.py:41"; "" if there is none.
+def call_site(stack: Stack | None = None) -> str:
+    """Return the innermost line of the user's program: "train.py:41"; "" if the stack has no such line.
 
     Args:
-        stack: where to look; None: where this is called.
+        stack: the stack to search; None: the stack of the caller.
     """
-    found = _stand(stack_of(sys._getframe(1)) if stack is None else stack)
-    return "" if found is None else _line(*found)
+    frame = _innermost_user_frame(stack_of(sys._getframe(1)) if stack is None else stack)
+    return "" if frame is None else _line(*frame)
 
 
-def lines(stack: Stack) -> tuple[str, ...]:
-    """The user's lines of a stack, outermost first: "train.py:30 in train"."""
-    inside = itertools.takewhile(lambda each: each[0].f_code.co_filename != _WORKER, stack)  # of the function's call
-    users = [f"{_line(*each)} in {each[0].f_code.co_name}" for each in inside if _is_users(each[0])]
-    return tuple(users[:_MOST_LINES][::-1])
+def user_lines(stack: Stack) -> tuple[str, ...]:
+    """Return the lines of the user's program in a stack, outermost first: "train.py:30 in train"."""
+    inside = itertools.takewhile(lambda each: each[0].f_code.co_filename != _WORKER, stack)  # up to the worker
+    users = [f"{_line(*each)} in {each[0].f_code.co_name}" for each in inside if _is_user_code(each[0])]
+    return tuple(users[:_MAX_LINES][::-1])
 
 
 def is_blocking(stack: Stack) -> bool:
-    """Whether a stack ends where torch itself waits for what other ranks send, and nothing else is done."""
+    """Whether the innermost frame is torch code that only waits for other ranks, in a collective or backward."""
     return bool(stack) and stack[0][0].f_code.co_filename.startswith(_BLOCKING)
 
 
 def is_in_distributed(stack: Stack) -> bool:
-    """Whether a stack ends where torch talks to other ranks."""
+    """Whether the innermost frame is in a call of torch.distributed."""
     return bool(stack) and stack[0][0].f_code.co_filename == _COLLECTIVES
 
 
-def doing(stack: Stack) -> str:
-    """What is called at the user's innermost line, "barrier('epoch')", "all_reduce", "backward"; else her function."""
+def operation(stack: Stack) -> str:
+    """Return the call at the user's innermost line ("barrier('epoch')", "backward"), or the function with that line."""
     outermost = ""
     for frame, _ in stack:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
-        if file == _HELPERS and name in ("_agree", "_meet"):
-            return str(frame.f_locals.get("what") or frame.f_locals.get("where"))
-        if file == _DECORATOR and name in ("_of_rank_0", "_everyones"):
+        if file == _HELPERS and name in ("_check_same_call", "_raise_remote_failure"):
+            return str(frame.f_locals["call"])
+        if file == _DECORATOR and name in ("_broadcast_value", "_gather_values"):
             return "the return of its value"
-        if _is_users(frame):
+        if _is_user_code(frame):
             return outermost or name
-        if _is_ours(frame) and not name.startswith(("_", "<")) and not name.endswith("wrapper"):
+        if _is_own_or_torch(frame) and not name.startswith(("_", "<")) and not name.endswith("wrapper"):
             outermost = name
     return outermost
 
 
-def with_root(calls: Sequence[Call], stack: Stack, *, failed: bool) -> Iterator[Call]:
-    """The calls, the one that a stack is in with what only the stack knows of it.
+def with_root(collectives: Sequence[Collective], stack: Stack, *, failed: bool) -> Iterator[Collective]:
+    """Yield the collectives; a single pending one gets its root rank, which only the stack shows.
 
     Args:
-        calls: as the recorder has them, the oldest first.
-        stack: of the main thread.
-        failed: whether the last one has just failed, and is none that has ended.
+        collectives: collectives from the flight recorder, oldest first.
+        stack: stack of the main thread.
+        failed: whether torch has just raised an error in the last collective, which then counts as pending.
     """
-    waited_in = [call for call in calls if not call.is_over] or list(calls[-1:] if failed else ())
-    for call in calls:
-        if waited_in == [call]:
-            yield dataclasses.replace(call, root=_argument(stack, _ROOTS), is_over=False)
+    pending = [call for call in collectives if not call.is_completed] or list(collectives[-1:] if failed else ())
+    for call in collectives:
+        if pending == [call]:
+            yield dataclasses.replace(call, root=_argument(stack, _ROOTS), is_completed=False)
         else:
             yield call
 
 
-def awaits(stack: Stack) -> tuple[int, ...]:
-    """The rank that a stack sends to or receives from, one of another."""
+def peers(stack: Stack) -> tuple[int, ...]:
+    """Return the peer rank of a torch.distributed.send or recv in a stack; empty if the stack has no such call."""
     peer = _argument(stack, _PEERS)
     return () if peer is None else (peer,)
 
 
 def _argument(stack: Stack, names: dict[str, str]) -> int | None:
+    """Return an integer argument of the torch.distributed call in a stack, or None; `names`: function -> parameter."""
     for frame, _ in stack:
         if frame.f_code.co_filename == _COLLECTIVES and frame.f_code.co_name in names:
             value = frame.f_locals.get(names[frame.f_code.co_name])
@@ -165,35 +190,35 @@ def _argument(stack: Stack, names: dict[str, str]) -> int | None:
     return None
 
 
-def has_others(main: int) -> bool:
-    """Whether a thread other than `main` and the calling one runs the user's code, or talks to other ranks."""
-    own = {main, threading.get_ident()}
-    others = [stack_of(frame) for ident, frame in sys._current_frames().items() if ident not in own]
-    return any(is_in_distributed(stack) or any(_is_users(frame) for frame, _ in stack) for stack in others)
+def has_other_active_threads(main: int) -> bool:
+    """Whether a thread other than `main` and the calling thread runs user code or a call of torch.distributed."""
+    excluded = {main, threading.get_ident()}
+    others = [stack_of(frame) for ident, frame in sys._current_frames().items() if ident not in excluded]
+    return any(is_in_distributed(stack) or any(_is_user_code(frame) for frame, _ in stack) for stack in others)
 
 
 def traceback_of(stack: Stack) -> TracebackType | None:
-    """A traceback from the user's outermost line to the end of a stack, for an error raised on its behalf."""
+    """Build a traceback from the user's outermost frame to the innermost frame, for an error made in another thread."""
     trace = None
     inside = list(itertools.takewhile(lambda each: each[0].f_code.co_filename != _WORKER, stack))
-    users = [number for number, (frame, _) in enumerate(inside) if _is_users(frame)]
+    users = [number for number, (frame, _) in enumerate(inside) if _is_user_code(frame)]
     for frame, line in inside[: users[-1] + 1 if users else None]:
         trace = TracebackType(trace, frame, frame.f_lasti, line)
     return trace
 
 
-def _is_ours_elsewhere(file: str) -> bool:
-    """Whether a file of another process is one of this library, which may be installed in another place there."""
-    _, found, below = file.rpartition(f"{os.sep}{Path(_OWN).name}{os.sep}")
-    return bool(found) and (Path(_OWN) / below).exists()
+def _is_own_elsewhere(file: str) -> bool:
+    """Whether a file path of another process belongs to parallelize, which may be in another folder there."""
+    _, separator, relative = file.rpartition(f"{os.sep}{Path(_OWN).name}{os.sep}")
+    return bool(separator) and (Path(_OWN) / relative).exists()
 
 
-def site_in(text: str) -> str:
-    """The innermost line of the user's program in a traceback that was printed, by Python or by its faulthandler."""
+def call_site_in(text: str) -> str:
+    """Return the innermost line of the user's program in a printed traceback of Python or faulthandler; "" if none."""
     is_innermost_first = "(most recent call first)" in text
-    found = [
+    users = [
         f"{Path(file).name}:{line}"
-        for file, line in _PRINTED.findall(text)
-        if not (file.startswith(_foreign()) or _is_ours_elsewhere(file))
+        for file, line in _TRACEBACK_LINE.findall(text)
+        if not (file.startswith(_library_prefixes()) or _is_own_elsewhere(file))
     ]
-    return found[0 if is_innermost_first else -1] if found else ""
+    return users[0 if is_innermost_first else -1] if users else ""

@@ -1,4 +1,4 @@
-"""Ranks that this one waits for by looking for what they leave in the store, and whether they can still come."""
+"""A wait for keys that other ranks write to the store, with a check that these ranks can still write them."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ import time
 from collections.abc import Callable, Sequence
 
 from parallelize.hang_detection import deadlock
-from parallelize.hang_detection.exchange import Board
+from parallelize.hang_detection.exchange import StateExchange
 
-__all__ = ["Need"]
+__all__ = ["StoreWait"]
 
-AFTER_S = 1.0
+_CHECK_AFTER_S = 1.0
 
 
-class Need:
-    """One such wait: the waiting thread asks `hopeless`, the watching one looks.
+class StoreWait:
+    """One wait for keys in the store: the waiting thread calls `failure`, the watchdog thread calls `check`.
 
     Args:
-        ranks: those that have not come yet.
+        ranks: returns the ranks whose keys are not in the store yet.
     """
 
     def __init__(self, ranks: Callable[[], Sequence[int]]) -> None:
         self._ranks = ranks
         self._since = time.monotonic()
-        self._suspected: tuple[deadlock.Finding, int] | None = None
-        self._proven: deadlock.Finding | None = None
+        self._suspected: tuple[deadlock.HangReport, int] | None = None
+        self._proven: deadlock.HangReport | None = None
 
-    def hopeless(self) -> str:
-        """Why one of them cannot come any more; "": all still may."""
+    def failure(self) -> str:
+        """Return why a rank can no longer write its key; "" if all ranks still can."""
         return "" if self._proven is None else self._proven.what
 
-    def look(self, board: Board) -> None:
-        """Ask where all are; what is found twice, the second time by new answers, is proven."""
-        if self._proven is not None or time.monotonic() - self._since < AFTER_S:
+    def check(self, exchange: StateExchange) -> None:
+        """Request all states and look for a rank that cannot write its key; newer states must confirm the result."""
+        if self._proven is not None or time.monotonic() - self._since < _CHECK_AFTER_S:
             return
-        question, places = board.ask(), board.places()
-        finding = deadlock.hopeless(board.rank, self._ranks(), places)
-        if finding is None or self._suspected is None or self._suspected[0] != finding:
-            self._suspected = None if finding is None else (finding, question)
-        elif finding.is_confirmed(places, since=self._suspected[1]):
-            self._proven = finding
+        request, states = exchange.request_states(), exchange.states()
+        report = deadlock.find_absent_rank(exchange.rank, self._ranks(), states)
+        if report is None or self._suspected is None or self._suspected[0] != report:
+            self._suspected = None if report is None else (report, request)
+        elif report.is_confirmed(states, since=self._suspected[1]):
+            self._proven = report

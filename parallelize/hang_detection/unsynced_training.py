@@ -1,4 +1,4 @@
-"""Notices processes of one run that train apart: no block, and nothing sent between two steps of an optimizer."""
+"""Warning for unsynchronized training: optimizer steps without parallel_model and without collectives in between."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["IN_BLOCK", "noticing_apart"]
+__all__ = ["ENTERED_PARALLEL_MODEL", "warn_if_unsynced"]
 
-# In what a run was told: one of its models is, or was, in a parallel_model block.
-IN_BLOCK = "in block"
+ENTERED_PARALLEL_MODEL = "parallel_model entered"
+"""Member of Runtime.flags after the run has entered a parallel_model block."""
 
 
 @contextlib.contextmanager
-def noticing_apart(told: set[str]) -> Iterator[None]:
-    """Warn, while this lasts and once, if the first optimizer that steps here averages nothing with other processes.
+def warn_if_unsynced(flags: set[str]) -> Iterator[None]:
+    """Warn once if the first optimizer that steps in the block makes two steps without a collective between them.
 
-    Who wraps a model in torch's DistributedDataParallel, or averages by hand, sends something from step to step. That
-    each process trains a model of its own can be meant, so it is a warning.
+    DistributedDataParallel and manual averaging make collectives in every step, so they cause no warning. This is not
+    an error, because independent models on each rank may be intended.
 
     Args:
-        told: what the run was told; IN_BLOCK among it ends the matter.
+        flags: `Runtime.flags` of the run; ENTERED_PARALLEL_MODEL disables the warning.
     """
-    first: list[tuple[weakref.ref[torch.optim.Optimizer], int]] = []  # who stepped first, and what was sent by then
-    is_known = False
+    first: list[tuple[weakref.ref[torch.optim.Optimizer], int]] = []  # first optimizer, collectives before its step
+    is_decided = False
 
     def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        nonlocal is_known
-        if is_known or IN_BLOCK in told:
+        nonlocal is_decided
+        if is_decided or ENTERED_PARALLEL_MODEL in flags:
             return
         if not first:
-            first.append((weakref.ref(optimizer), _sent()))
+            first.append((weakref.ref(optimizer), _collectives_begun()))
             return
-        stepped, sent = first[0]
-        if stepped() is optimizer:
-            is_known = True
-            if _sent() == sent:
+        first_optimizer, begun = first[0]
+        if first_optimizer() is optimizer:
+            is_decided = True
+            if _collectives_begun() == begun:
                 _warn()
 
     handle = register_optimizer_step_pre_hook(before_step)
@@ -51,16 +51,16 @@ def noticing_apart(told: set[str]) -> Iterator[None]:
         handle.remove()
 
 
-def _sent() -> int:
-    """How many collectives this process has begun, in all its groups."""
+def _collectives_begun() -> int:
+    """Return the number of collectives that this process has begun in all its groups."""
     groups: Any = dict(dist.distributed_c10d._world.pg_map)
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def _warn() -> None:
     warnings.warn(
-        f"each of {dist.get_world_size()} processes trains a model of its own: no parallel_model block was entered, "
-        "and nothing is sent between two steps of an optimizer; put the loop in `with parallel_model(model):`, or, if "
-        "this is meant, warnings.filterwarnings('ignore', 'each of .* processes trains')",
+        f"each of {dist.get_world_size()} processes trains a separate model: no parallel_model block was entered, and "
+        "an optimizer made two steps without a collective between them; put the loop in `with parallel_model(model):`, "
+        "or, if separate models are intended, call warnings.filterwarnings('ignore', 'each of .* processes trains')",
         stacklevel=4,
     )

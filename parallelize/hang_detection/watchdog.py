@@ -1,12 +1,12 @@
-"""A thread beside each rank that finds out, when the rank waits for long, for whom it waits, and whether for ever.
+"""Watchdog thread: finds which ranks a blocked rank is waiting for, and whether they are deadlocked.
 
-    every second        has the main thread moved? has anybody asked?       two looks and no more while all is well
-    2 s in one call     ask: all ranks leave where they are in the store
-    proof, seen twice   the judge among those that wait writes the verdict; each of them ends with it as its error
-    30 s, 1 min, ...    no proof: rank 0 logs one line
-    timeout             torch ends the wait, and the error says where all were
+    every second        check cheaply whether the main thread has moved and whether a rank requests states
+    2 s in one call     request the states of all ranks; every rank writes its state to the store
+    deadlock seen twice the leader among the waiting ranks publishes a report; every waiting rank ends with this error
+    30 s, 1 min, ...    no deadlock proven: rank 0 logs which ranks wait, and where
+    timeout             torch ends the wait; the error gives the positions of all ranks
 
-Only the thread can act: the main thread is in compiled code, where no exception reaches it.
+This needs a separate thread: the main thread is in compiled code, where no Python exception can be raised.
 """
 
 from __future__ import annotations
@@ -28,288 +28,283 @@ import torch.distributed as dist
 
 from parallelize.errors import SyncError
 from parallelize.hang_detection import deadlock, stack_frames
-from parallelize.hang_detection.exchange import Board
-from parallelize.hang_detection.flight_recorder import Recorder, members
-from parallelize.hang_detection.rank_state import Place, State
-from parallelize.hang_detection.store_wait import Need
-from parallelize.hang_detection.thread_clock import ThreadClock
+from parallelize.hang_detection.exchange import StateExchange
+from parallelize.hang_detection.flight_recorder import FlightRecorder, group_ranks
+from parallelize.hang_detection.rank_state import RankState, Status
+from parallelize.hang_detection.store_wait import StoreWait
 
-__all__ = ["Watch"]
+__all__ = ["Watchdog"]
 
-LOOK_EVERY_S, BUSY_EVERY_S = 1.0, 0.4
-SUSPECT_S = 2.0
-_ANSWERS_WITHIN_S = 2.5
-_ENDS_WITHIN_S = 10.0
+_CHECK_INTERVAL_S, _FAST_CHECK_INTERVAL_S = 1.0, 0.4
+_SUSPECT_AFTER_S = 2.0
+_ANSWER_TIMEOUT_S = 2.5
+_JOIN_TIMEOUT_S = 10.0
 
-# What torch says of a peer that is gone or does something else, and of one that does not come.
-_LOST = re.compile(r"gloo/|NCCL|timed? ?out", re.IGNORECASE)
-_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
+# Messages of torch's errors that a peer may have caused, and those of timeouts among them.
+_PEER_ERROR = re.compile(r"gloo/|NCCL|timed? ?out", re.IGNORECASE)
+_TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 _log = logging.getLogger("parallelize")
 
 
-class Watch:
-    """Watches the thread that enters `over`; outside of that it knows of nothing.
+class Watchdog:
+    """Detects hangs of the thread that enters `watch`; inactive outside of that block.
 
     Attributes:
-        on_proof: ends this process with an error; called in the watching thread.
+        on_hang: function that ends this process with an error; called in the watchdog thread.
     """
 
     def __init__(self) -> None:
-        self.on_proof: Callable[[SyncError], None] = _end_program
-        self._now: _Watching | None = None
+        self.on_hang: Callable[[SyncError], None] = _end_program
+        self._block: _WatchedBlock | None = None
 
     @contextlib.contextmanager
-    def over(self, store: dist.Store, *, timeout: timedelta, since_ns: int | None) -> Iterator[None]:
-        """Watch the block, on every rank of the default process group.
+    def watch(self, store: dist.Store, *, timeout: timedelta, since_ns: int | None) -> Iterator[None]:
+        """Watch this thread in a block, which every rank of the default process group must enter.
 
         Args:
-            store: where the ranks have met, under a name that no other block uses.
-            timeout: of a wait in the group.
-            since_ns: when the group was made for this block, which ends it (time.time_ns); None: it was there before
-                and lives on, so that a rank that has left the block may still take part in it.
+            store: the default group's store with a prefix that no other block uses.
+            timeout: timeout of a collective.
+            since_ns: time when the group was initialized for this block (time.time_ns); None: the group outlives the
+                block, so ranks that have left the block may still make collectives.
         """
         try:
-            shared: Any = store  # whose stub has no clone()
-            board = Board(shared.clone(), rank=dist.get_rank(), world_size=dist.get_world_size())
-        except (NotImplementedError, RuntimeError):  # a store of the user's own, that no thread can have for itself
+            shared: Any = store  # the stub has no clone()
+            exchange = StateExchange(shared.clone(), rank=dist.get_rank(), world_size=dist.get_world_size())
+        except (NotImplementedError, RuntimeError):  # a user's store that cannot be cloned for a second thread
             yield
             return
-        self._now = _Watching(board, timeout=timeout, since_ns=since_ns, on_proof=self._end)
+        self._block = _WatchedBlock(exchange, timeout=timeout, since_ns=since_ns, on_hang=self._end)
         try:
-            with self._now.running():
+            with self._block.running():
                 yield
         except RuntimeError as error:
-            explained = self.explained(error)
+            explained = self.explain(error)
             if explained is error:
                 raise
             raise explained from error
         finally:
-            self._now = None
+            self._block = None
 
     @contextlib.contextmanager
-    def needing(self, ranks: Callable[[], Sequence[int]]) -> Iterator[Callable[[], str]]:
-        """A wait for other ranks that is no collective: the block looks, again and again, for what they leave.
+    def waiting_in_store(self, ranks: Callable[[], Sequence[int]]) -> Iterator[Callable[[], str]]:
+        """Check, during a wait for other ranks' keys in the store, whether these ranks can still write them.
 
         Args:
-            ranks: those that have not come yet; asked in another thread.
+            ranks: returns the ranks whose keys are not in the store yet; called in the watchdog thread.
 
         Yields:
-            What tells why one of them cannot come any more, or "".
+            A function that returns why a rank can no longer write its key; "" if all ranks still can.
         """
-        need = Need(ranks)
-        if self._now is not None:
-            self._now.need = need
+        store_wait = StoreWait(ranks)
+        if self._block is not None:
+            self._block.store_wait = store_wait
         try:
-            yield need.hopeless
+            yield store_wait.failure
         finally:
-            if self._now is not None:
-                self._now.need = None
+            if self._block is not None:
+                self._block.store_wait = None
 
     def _end(self, error: SyncError) -> None:
-        self.on_proof(error)  # as it is now: it may be set while the watch is on
+        self.on_hang(error)  # on_hang may be replaced while the block is watched
 
-    def explained(self, error: BaseException) -> BaseException:
-        """The same error, or a SyncError in its place where it is but the end of a wait for others."""
-        is_torchs = isinstance(error, dist.DistError) or (type(error) is RuntimeError and _LOST.search(str(error)))
-        if self._now is None or not is_torchs:
+    def explain(self, error: BaseException) -> BaseException:
+        """Return a SyncError that explains a torch error by the states of all ranks, or the error itself."""
+        is_peer_error = type(error) is RuntimeError and _PEER_ERROR.search(str(error))
+        if self._block is None or not (is_peer_error or isinstance(error, dist.DistError)):
             return error
-        finding = self._now.diagnosed(error, is_late=bool(_LATE.search(str(error))))
-        if finding is None:
+        report = self._block.diagnose(error, is_timeout=bool(_TIMEOUT.search(str(error))))
+        if report is None:
             return error
-        explained = _as_error(finding).with_traceback(error.__traceback__)
+        explained = _as_error(report).with_traceback(error.__traceback__)
         explained.__cause__ = error
         return explained
 
 
-class _Watching:
-    """A block that is watched."""
+class _WatchedBlock:
+    """One watched block: the watchdog thread, and the last observed position of the main thread."""
 
     def __init__(
-        self, board: Board, *, timeout: timedelta, since_ns: int | None, on_proof: Callable[[SyncError], None]
+        self, exchange: StateExchange, *, timeout: timedelta, since_ns: int | None, on_hang: Callable[[SyncError], None]
     ) -> None:
-        self._board, self._on_proof = board, on_proof
-        self.need: Need | None = None
+        self._exchange, self._on_hang = exchange, on_hang
+        self.store_wait: StoreWait | None = None
         self._timeout_s, self._owns_group = timeout.total_seconds(), since_ns is not None
         self._main = threading.get_ident()
-        self._clock, self._recorder = ThreadClock(self._main), Recorder(since_ns or 0)
-        self._is_spinning = "nccl" in str(dist.get_backend())  # its waits take all of a processor's time
+        self._cpu_clock, self._recorder = stack_frames.ThreadCpuClock(self._main), FlightRecorder(since_ns or 0)
+        self._is_spinning = "nccl" in str(dist.get_backend())  # NCCL: a blocked thread uses 100 % of a core
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="parallelize-watch", daemon=True)
-        self._stands: object = None
-        self._since = time.monotonic()
+        self._position: object = None
+        self._position_since = time.monotonic()
         self._answered = self._lines = 0
-        self._first_asked = 0  # in this wait
-        self._suspected: tuple[deadlock.Finding, int] | None = None
+        self._first_request = 0  # number of the first request during the current wait
+        self._suspected: tuple[deadlock.HangReport, int] | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Watch until the block ends; the others hear of it if it has ended well."""
+        """Run the watchdog thread; on success, publish that this rank has returned if the group ends with the block."""
         self._thread.start()
         try:
             yield
-            self._end()
+            self._stop()
             if self._owns_group:
-                with contextlib.suppress(dist.DistError, RuntimeError):  # a store that is gone needs to hear nothing
-                    self._board.post(self._place("returned", ()))
+                with contextlib.suppress(dist.DistError, RuntimeError):  # the store is lost
+                    self._exchange.publish_state(self._state("returned", ()))
         finally:
-            self._end()
+            self._stop()
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         self._is_over.set()
-        self._thread.join(_ENDS_WITHIN_S)
+        self._thread.join(_JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        pause_s = LOOK_EVERY_S
+        pause_s = _CHECK_INTERVAL_S
         while not self._is_over.wait(pause_s):
             try:
-                pause_s = BUSY_EVERY_S if self._look() else LOOK_EVERY_S
-            except (dist.DistError, RuntimeError):  # the store is gone, and nobody is left to talk to
+                pause_s = _FAST_CHECK_INTERVAL_S if self._check() else _CHECK_INTERVAL_S
+            except (dist.DistError, RuntimeError):  # the store is lost
                 return
 
-    def _look(self) -> bool:
-        """One look; whether the next one should follow soon."""
+    def _check(self) -> bool:
+        """Check the main thread and answer a request for states; return whether to check again soon."""
         frame = sys._current_frames().get(self._main)
         if frame is None:
             return False
-        stood_s = self._stood_s(frame)
-        waits = stood_s >= SUSPECT_S and (
+        idle_s = self._idle_s(frame)
+        is_waiting = idle_s >= _SUSPECT_AFTER_S and (
             stack_frames.is_in_distributed(stack_frames.stack_of(frame)) or self._recorder.has_pending()
         )
-        need = self.need
-        if need is not None:
-            need.look(self._board)
-        question = self._board.ask() if waits else self._board.question()
-        if not waits:
-            self._suspected, self._lines, self._first_asked = None, 0, question + 1
-            self._board.leave()
-        if question == self._answered:
-            return stood_s >= SUSPECT_S or need is not None
-        self._answered = question
-        place = self._place("waits" if waits else "runs", stack_frames.stack_of(frame), since_s=stood_s)
-        self._board.post(place)
-        if self._board.rank == 0:  # it speaks for all: its output is what the user sees
-            self._say(self._board.news())
-        if waits:
-            self._act(place)
-        return True
-
-    def _stood_s(self, frame: FrameType) -> float:
-        """For how long the main thread has stood at one place without computing."""
-        stands, is_idle = (id(frame), frame.f_lasti, self._recorder.progress()), self._clock.is_idle()
-        if stands != self._stands or not (is_idle or self._is_spinning):
-            self._stands, self._since = stands, time.monotonic()
-        return time.monotonic() - self._since
-
-    def _act(self, mine: Place) -> None:
-        """What a rank that waits does: end by the verdict, or be the one that finds it."""
-        verdict = self._board.verdict()
-        if verdict is not None:
-            self._end_by(verdict)
-        if not self._board.becomes_judge():
-            return
-        places = self._board.places()
-        finding = deadlock.find(places)
-        if finding is None:
-            self._suspected = None
-            self._be_patient(mine, places)
-        elif self._suspected is None or self._suspected[0] != finding:
-            self._suspected = (finding, self._answered)
-        elif finding.is_confirmed(places, since=self._suspected[1]):
-            self._board.decide(finding)
-            self._end_by(finding)
-
-    def _be_patient(self, mine: Place, places: list[Place]) -> None:
-        places = _answering(places, self._first_asked)
-        engines = {call.engine for call in mine.pending()}
-        if engines - {"gloo"} and mine.since_s >= self._timeout_s - SUSPECT_S:
-            # NCCL would end this process without a word.
-            self._end_by(self._overdue(places, said="nothing has come"))
-        if mine.since_s >= deadlock.line_due_s(self._lines):
-            self._lines += 1
-            self._board.announce(deadlock.waiting_line(places, world_size=self._board.world_size))
-
-    def _overdue(self, places: list[Place], *, said: str) -> deadlock.Finding:
-        return deadlock.overdue(places, self._timeout_s, world_size=self._board.world_size, said=said)
-
-    def _end_by(self, finding: deadlock.Finding) -> None:
-        frame = sys._current_frames().get(self._main)
-        if frame is not None and self._stood_s(frame) >= SUSPECT_S and not self._is_over.is_set():
-            self._on_proof(_as_error(finding).with_traceback(stack_frames.traceback_of(stack_frames.stack_of(frame))))
-
-    @staticmethod
-    def _say(line: str) -> None:
+        store_wait = self.store_wait
+        if store_wait is not None:
+            store_wait.check(self._exchange)
+        request = self._exchange.request_states() if is_waiting else self._exchange.last_request()
+        if not is_waiting:
+            self._suspected, self._lines, self._first_request = None, 0, request + 1
+            self._exchange.resign_leader()
+        if request == self._answered:
+            return idle_s >= _SUSPECT_AFTER_S or store_wait is not None
+        self._answered = request
+        state = self._state("waiting" if is_waiting else "running", stack_frames.stack_of(frame), idle_s=idle_s)
+        self._exchange.publish_state(state)
+        line = self._exchange.new_line() if self._exchange.rank == 0 else ""  # the user sees rank 0's output
         if line:
             _log.warning("%s", line)
+        if is_waiting:
+            self._resolve(state)
+        return True
 
-    def _place(self, state: State, stack: stack_frames.Stack, *, since_s: float = 0.0, failed: bool = False) -> Place:
-        """Where this rank is.
+    def _idle_s(self, frame: FrameType) -> float:
+        """Return the time in s that the main thread has been at one position without computing."""
+        position, is_idle = (id(frame), frame.f_lasti, self._recorder.progress()), self._cpu_clock.is_idle()
+        if position != self._position or not (is_idle or self._is_spinning):
+            self._position, self._position_since = position, time.monotonic()
+        return time.monotonic() - self._position_since
+
+    def _resolve(self, own: RankState) -> None:
+        """End this waiting rank if a report is published; as the leader, look for a deadlock and publish its report."""
+        published = self._exchange.report()
+        if published is not None:
+            self._end_with(published)
+        if not self._exchange.try_become_leader():
+            return
+        states = self._exchange.states()
+        report = deadlock.find_deadlock(states)
+        if report is None:
+            self._suspected = None
+            self._keep_waiting(own, states)
+        elif self._suspected is None or self._suspected[0] != report:
+            self._suspected = (report, self._answered)
+        elif report.is_confirmed(states, since=self._suspected[1]):
+            self._exchange.publish_report(report)
+            self._end_with(report)
+
+    def _keep_waiting(self, own: RankState, states: list[RankState]) -> None:
+        states = _answering(states, self._first_request)
+        libraries = {call.library for call in own.pending()}
+        if libraries - {"gloo"} and own.idle_s >= self._timeout_s - _SUSPECT_AFTER_S:
+            # At the timeout, NCCL would abort this process without an exception.
+            self._end_with(self._timeout_report(states, reason="nothing was received"))
+        if own.idle_s >= deadlock.line_due_s(self._lines):
+            self._lines += 1
+            self._exchange.publish_line(deadlock.waiting_line(states, world_size=self._exchange.world_size))
+
+    def _timeout_report(self, states: list[RankState], *, reason: str) -> deadlock.HangReport:
+        return deadlock.timeout_report(states, self._timeout_s, world_size=self._exchange.world_size, reason=reason)
+
+    def _end_with(self, report: deadlock.HangReport) -> None:
+        frame = sys._current_frames().get(self._main)
+        if frame is not None and self._idle_s(frame) >= _SUSPECT_AFTER_S and not self._is_over.is_set():
+            self._on_hang(_as_error(report).with_traceback(stack_frames.traceback_of(stack_frames.stack_of(frame))))
+
+    def _state(
+        self, status: Status, stack: stack_frames.Stack, *, idle_s: float = 0.0, failed: bool = False
+    ) -> RankState:
+        """Return the state of this rank.
 
         Args:
-            state: as judged by the caller.
-            stack: of the main thread; empty: the block has ended.
-            since_s: for how long it has been there.
-            failed: whether the last collective has just failed, and is none that has ended.
+            status: status of this rank.
+            stack: stack of the main thread; empty if the block has ended.
+            idle_s: time in s that the main thread has been at this position.
+            failed: whether torch has just raised an error in the last collective, which then counts as pending.
         """
-        calls = self._recorder.calls(self._stands, at_once=state != "runs" or failed)
-        waits = state == "waits"
-        if waits:
+        is_waiting = status == "waiting"
+        calls = self._recorder.collectives(self._position, fresh=status != "running" or failed)
+        if is_waiting:
             calls = tuple(stack_frames.with_root(calls, stack, failed=failed))
-        return Place(
-            rank=self._board.rank,
-            state=state,
-            at=stack_frames.site(stack),
-            doing=stack_frames.doing(stack),
-            stack=stack_frames.lines(stack),
-            calls=calls,
-            groups=tuple((name, ranks) for name, ranks in members().items() if any(c.group == name for c in calls)),
-            awaits=stack_frames.awaits(stack) if waits else (),
-            is_alone=waits
+        groups = {call.group for call in calls}
+        return RankState(
+            rank=self._exchange.rank,
+            status=status,
+            location=stack_frames.call_site(stack),
+            operation=stack_frames.operation(stack),
+            stack=stack_frames.user_lines(stack),
+            collectives=calls,
+            groups=tuple((name, ranks) for name, ranks in group_ranks().items() if name in groups),
+            peers=stack_frames.peers(stack) if is_waiting else (),
+            is_blocked=is_waiting
             and not failed
             and stack_frames.is_blocking(stack)
-            and not stack_frames.has_others(self._main),
-            since_s=round(since_s, 1),
-            answer=self._answered,
+            and not stack_frames.has_other_active_threads(self._main),
+            idle_s=round(idle_s, 1),
+            request_id=self._answered,
         )
 
-    # --- in the main thread, where torch has raised ---
-
-    def diagnosed(self, error: BaseException, *, is_late: bool) -> deadlock.Finding | None:
-        """What the places of all ranks say of an error that torch has raised here; None: nothing."""
-        self._end()
+    def diagnose(self, error: BaseException, *, is_timeout: bool) -> deadlock.HangReport | None:
+        """Return the report that explains a torch error in the main thread, or None if the states do not explain it."""
+        self._stop()
         try:
-            return self._diagnosed(error, is_late=is_late)
-        except (dist.DistError, RuntimeError):  # the store is gone, too
+            return self._diagnose(error, is_timeout=is_timeout)
+        except (dist.DistError, RuntimeError):  # the store is also lost
             return None
 
-    def _diagnosed(self, error: BaseException, *, is_late: bool) -> deadlock.Finding | None:
-        self._answered, end = self._board.ask(), time.monotonic() + _ANSWERS_WITHIN_S
-        mine = self._place("waits", stack_frames.raised_in(error), failed=True)
-        self._board.post(mine)
+    def _diagnose(self, error: BaseException, *, is_timeout: bool) -> deadlock.HangReport | None:
+        self._answered, end = self._exchange.request_states(), time.monotonic() + _ANSWER_TIMEOUT_S
+        own = self._state("waiting", stack_frames.stack_of_error(error), failed=True)
+        self._exchange.publish_state(own)
         while True:
-            places = self._board.places()
-            current = _answering(places, mine.answer)
-            finding = self._board.verdict() or deadlock.find(current)
-            if finding is not None:
-                self._board.decide(finding)
-                return finding
-            if time.monotonic() > end or len(current) == self._board.world_size:
-                said = str(error).partition("\n")[0]
-                return self._overdue(current, said=said) if is_late else None
+            states = _answering(self._exchange.states(), own.request_id)
+            report = self._exchange.report() or deadlock.find_deadlock(states)
+            if report is not None:
+                self._exchange.publish_report(report)
+                return report
+            if time.monotonic() > end or len(states) == self._exchange.world_size:
+                reason = str(error).partition("\n")[0]
+                return self._timeout_report(states, reason=reason) if is_timeout else None
             time.sleep(0.05)
 
 
-def _answering(places: Sequence[Place], question: int) -> list[Place]:
-    """The places of ranks that have answered a question or a later one; who has returned need not."""
-    return [each for each in places if each.state == "returned" or each.answer >= question]
+def _answering(states: Sequence[RankState], request: int) -> list[RankState]:
+    """Return the states of ranks that have returned, or have answered `request` or a later request."""
+    return [each for each in states if each.status == "returned" or each.request_id >= request]
 
 
-def _as_error(finding: deadlock.Finding) -> SyncError:
-    return SyncError(finding.what, why=finding.why, fix=finding.fix)
+def _as_error(report: deadlock.HangReport) -> SyncError:
+    return SyncError(report.what, why=report.why, fix=report.fix)
 
 
 def _end_program(error: SyncError) -> None:
-    """End a program that torchrun or srun has started, as an exception that nobody catches would."""
+    """Print the error and exit as after an uncaught exception; for programs that torchrun or srun started."""
     traceback.print_exception(error)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""One model in a block: its engine, what watches over it, what happens when its parameters change."""
+"""Runs one model of a parallel_model block: builds its engine and checks, and rebuilds them if parameters change."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch
 from torch import nn
 
 from parallelize.errors import SyncError
-from parallelize.inplace.backward_after_block import Latecomers
+from parallelize.inplace.backward_after_block import BackwardAfterBlock
 from parallelize.inplace.forward_routing import Route
-from parallelize.inplace.gradient_averaging_guard import Guard
-from parallelize.inplace.local_gradients_after_block import claim, leave_behind
-from parallelize.inplace.model_consistency import agree, verifying
+from parallelize.inplace.gradient_averaging_guard import GradientAveragingGuard
+from parallelize.inplace.local_gradients import claim_gradients, refuse_steps_after_block
+from parallelize.inplace.model_consistency import require_same_model, verify_every
 from parallelize.inplace.model_structure import Structure
-from parallelize.inplace.unmanaged_parameters import watching_strangers
+from parallelize.inplace.unmanaged_parameters import refuse_unmanaged_parameters
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.rank_consistency import Moments
-from parallelize.runtime.startup_summary import StartLine
+from parallelize.runtime.rank_consistency import SyncPoints
+from parallelize.runtime.startup_summary import StartupSummary
 
 __all__ = ["Block"]
 
 
 class Block:
-    """One model that runs in parallel.
+    """One model of a parallel_model block, with its engine and its checks.
 
     Args:
         inner: the module that calls the user's forward.
-        run: this process's part of the run.
-        build: makes the engine; called again if the user unfreezes or replaces parameters.
-        on_rebuilt: called after another engine has taken over.
-        start_line: told of the engine; said at the first forward that records gradients.
+        run: runtime of this process: config, world and device.
+        build: builds the engine; called again if the user unfreezes or replaces parameters.
+        on_rebuilt: called after each rebuild of the engine.
+        startup_summary: summary to add the engine to; logged at the first forward with grad mode on.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class Block:
         run: Runtime,
         build: Callable[[Inner], Engine],
         on_rebuilt: Callable[[], None] = lambda: None,
-        start_line: StartLine,
+        startup_summary: StartupSummary,
     ) -> None:
         self._inner = inner
         self._run = run
-        self._build = build
+        self._build_engine = build
         self._on_rebuilt = on_rebuilt
-        self._start_line, self._has_begun = start_line, False
+        self._startup_summary, self._has_logged_summary = startup_summary, False
         self._engine: Engine
         self._structure: Structure
-        self._guard: Guard | None = None
-        self._latecomers = Latecomers(inner.model)
-        self._watch = contextlib.ExitStack()
-        self._steps = Moments()
+        self._guard: GradientAveragingGuard | None = None
+        self._backward_after_block = BackwardAfterBlock(inner.model)
+        self._checks = contextlib.ExitStack()
+        self._forwards = SyncPoints()
 
     @property
     def model(self) -> nn.Module:
@@ -64,102 +64,103 @@ class Block:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """From the plain model to the parallel one and back."""
+        """Route calls of the model to its engine inside the context, and restore the plain model at its end."""
         self._start()
-        device = None if self._engine.spreads_inputs or self._run.device.type == "cpu" else self._run.device
-        route = Route(self._inner, director=self, device=device, refuses_copies=self._engine.refuses_copies)
-        route.lay()
+        device = None if self._engine.moves_inputs or self._run.device.type == "cpu" else self._run.device
+        route = Route(self._inner, handler=self, device=device, copy_refusal=self._engine.copy_refusal)
+        route.install()
         failed = True
         try:
             yield
             failed = False
         finally:
-            route.lift()
-            self._latecomers.close()
-            leave_behind([] if self._guard is None else self._guard.left())
+            route.uninstall()
+            self._backward_after_block.close()
+            refuse_steps_after_block([] if self._guard is None else self._guard.local_gradients())
             self._stop(failed=failed)
 
-    def enter(self) -> nn.Module:
-        """What runs a forward that records gradients; another engine if the model's parameters are others by now."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._start_line.say()
+    def before_forward(self) -> nn.Module:
+        """Return the module for a forward with grad mode on; rebuild the engine first if parameters have changed."""
+        if not self._has_logged_summary:
+            self._has_logged_summary = True
+            self._startup_summary.log_once()
         if self._guard is None:
             if not self._engine.is_rebuildable and not self._structure.is_current():
                 self._refuse_change()
             return self._engine.module
         if not self._structure.is_current():
             if not any(parameter.requires_grad for parameter in self.model.parameters()):
-                # A discriminator, frozen while its generator is trained: gradients pass through it and stop nowhere.
+                # E.g. a discriminator frozen during the generator's step: no gradient accumulates in it.
                 return self._engine.local
-            self._refuse_functional()
+            self._refuse_functional_call()
             self._rebuild()
-        # Before the collectives of a step: a rank with fewer batches than the others would leave them waiting later.
-        self._steps.reach()
+        # Before the step's collectives, in which ranks would wait for a rank that has fewer batches.
+        self._forwards.reach()
         self._guard.before_forward()
         return self._engine.module
 
-    def leave(self, module: nn.Module, output: Any) -> None:
-        """That `module` has run a forward."""
+    def after_forward(self, module: nn.Module, output: Any) -> None:
+        """Begin to track gradients after a forward that `module` ran; no-op if that was the local module."""
         if self._guard is not None and module is self._engine.module:
             self._guard.after_forward()
-            self._latecomers.expect(output)
+            self._backward_after_block.register_hooks(output)
 
-    def local(self) -> nn.Module:
-        """What runs a forward that records no gradients."""
+    def local_module(self) -> nn.Module:
+        """Return the module for a forward with grad mode off."""
         return self._engine.local
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward sends no gradients."""
-        paused = contextlib.nullcontext() if self._guard is None else self._guard.paused()
-        with paused, self._engine.no_sync():
+        """Accumulate gradients without averaging them while the context lasts."""
+        guard_no_sync = contextlib.nullcontext() if self._guard is None else self._guard.no_sync()
+        with guard_no_sync, self._engine.no_sync():
             yield
 
     def _start(self) -> None:
         if self._run.world.world_size > 1:
-            agree(self.model)
-        self._engine = self._build(self._inner)
-        self._start_line.joined(self.model, self._engine)
-        self._structure = Structure(self.model, has_own_parameters=self._engine.is_rebuildable)
-        if self._engine.averages:
-            guard = Guard(self._structure, engine=self._engine)
-            guard.inherit(claim(self.model) if self._guard is None else self._guard.left())
+            require_same_model(self.model)
+        self._engine = self._build_engine(self._inner)
+        self._startup_summary.add_model(self.model, self._engine)
+        self._structure = Structure(self.model, keeps_parameters=self._engine.is_rebuildable)
+        if self._engine.averages_gradients:
+            guard = GradientAveragingGuard(self._structure, engine=self._engine)
+            former = self._guard
+            guard.inherit(claim_gradients(self.model) if former is None else former.local_gradients())
             self._guard = guard
-            self._watch.enter_context(guard.watching())
+            self._checks.enter_context(guard.hooks_installed())
         is_sharded = self._run.config.backend.shards_gradients and self._run.world.world_size > 1
-        if self._engine.averages or is_sharded:
-            self._watch.enter_context(watching_strangers(self.model))
+        if self._engine.averages_gradients or is_sharded:
+            self._checks.enter_context(refuse_unmanaged_parameters(self.model))
         every = self._run.config.verify_every
         if every and self._run.world.world_size > 1:
-            self._watch.enter_context(verifying(self.model, every=every))
+            self._checks.enter_context(verify_every(self.model, every=every))
 
     def _stop(self, *, failed: bool) -> None:
-        self._watch.close()
+        self._checks.close()
         self._engine.close(failed=failed)
 
     def _rebuild(self) -> None:
-        known = {id(each) for each in self._structure.parameters.values()}
-        alike = tuple(each for each in self.model.parameters() if id(each) in known)
-        # An earlier forward may still wait for its backward. The next engine sends what all ranks hold, in place.
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(alike):
+        known_ids = {id(each) for each in self._structure.parameters.values()}
+        unchanged = tuple(each for each in self.model.parameters() if id(each) in known_ids)
+        # The new engine overwrites parameters with equal values: tensors saved by earlier forwards must stay valid.
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(unchanged):
             self._stop(failed=False)
             self.model.to(self._run.device)
             self._start()
         self._on_rebuilt()
 
-    def _refuse_functional(self) -> None:
+    def _refuse_functional_call(self) -> None:
         for name, each in self.model.named_parameters():
             if not isinstance(each, nn.Parameter):
                 raise SyncError(
-                    f"{name} of {type(self.model).__name__} is no parameter here: torch.func.functional_call",
-                    why="gradients are averaged where they arrive, in parameters; these tensors only pass them on",
-                    fix="put the functional call in a method of the model, and route that: methods=['adapted']",
+                    f"torch.func.functional_call has replaced {name} of {type(self.model).__name__} by a plain tensor",
+                    why="only gradients that accumulate in parameters are averaged over the ranks",
+                    fix="put the functional call in a method of the model, and name the method: methods=['adapted']",
                 )
 
     def _refuse_change(self) -> None:
         raise SyncError(
             f"{type(self.model).__name__} has changed: {'; '.join(self._structure.changes()[:3])}",
-            why=f"{self._run.config.backend.name} has laid out its parameters at the entry of the block",
+            why=f"{self._run.config.backend.name} has sharded or placed its parameters at the entry of the block",
             fix="change the model before the block, or leave the block and enter it again",
         )

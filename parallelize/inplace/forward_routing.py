@@ -1,10 +1,10 @@
-"""The way from a model's own `forward` through the engine that runs it in parallel.
+"""Routing of a model's `forward` to its engine, by methods that are set on the model instance.
 
-model(x)                            the user's call; her forward hooks fire here, once
-└── model.forward (the instance's)  Route.run
+model(x)                            the user's call; the user's forward hooks fire here, once
+└── model.forward (the instance's)  Route.call
     └── engine.module               DistributedDataParallel, DataParallel, ...
         └── Inner.forward           the precision's context
-            └── forward at entry    the user's code; a call of self.forward in it runs plainly
+            └── original forward    the user's code; a call of self.forward in it is not routed
 """
 
 from __future__ import annotations
@@ -26,174 +26,174 @@ from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import map_leaves
 
-__all__ = ["Director", "Route", "blocks_open", "in_blocks", "overlapping", "route_of"]
+__all__ = ["ForwardHandler", "Route", "count_routes", "overlapping_route", "route_of", "routed_parameter_ids"]
 
 _GETSTATE = "__getstate__"
 
-# Models belong to the process, not to a context or a thread: so does the knowledge of which are in a block.
-_open: weakref.WeakSet[Route] = weakref.WeakSet()
+# Global, because models belong to the process, not to a context or a thread.
+_installed_routes: weakref.WeakSet[Route] = weakref.WeakSet()
 
 
-class _Thread(threading.local):
-    """Whether this thread is inside the engine."""
+class _ThreadState(threading.local):
+    """Thread-local flag: whether this thread is running the engine's forward."""
 
-    inside = False
+    is_in_engine = False
 
 
-class Director(Protocol):
-    """Says at every forward what runs it."""
+class ForwardHandler(Protocol):
+    """Chooses the module that runs each routed forward."""
 
-    def enter(self) -> nn.Module:
-        """What runs a forward that records gradients."""
+    def before_forward(self) -> nn.Module:
+        """Return the module for a forward with grad mode on."""
 
-    def leave(self, module: nn.Module, output: Any) -> None:
-        """That `module` has run it, and what it has returned."""
+    def after_forward(self, module: nn.Module, output: Any) -> None:
+        """Handle the output of a forward that `module` ran with grad mode on."""
 
-    def local(self) -> nn.Module:
-        """What runs a forward that records none."""
+    def local_module(self) -> nn.Module:
+        """Return the module for a forward with grad mode off."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which backward sends no gradients."""
+        """Return a context in which backward accumulates gradients without averaging them."""
 
 
 class Route:
-    """One model's way through its engine, from `lay` to `lift`.
+    """Routes the calls of one model to its engine, from `install` to `uninstall`.
 
     Args:
-        inner: holds the model and its methods as they were found.
-        director: says what runs each forward.
-        device: where inputs are brought; None: the engine itself does that.
-        refuses_copies: why the model can neither be copied nor pickled; None: it can.
+        inner: holds the model and its original methods.
+        handler: chooses the module that runs each forward.
+        device: device to move inputs to; None: leave inputs where they are.
+        copy_refusal: why copying and pickling the model raise an error; None: both are allowed.
 
     Attributes:
         model: the user's model.
     """
 
     def __init__(
-        self, inner: Inner, *, director: Director, device: torch.device | None, refuses_copies: str | None = None
+        self, inner: Inner, *, handler: ForwardHandler, device: torch.device | None, copy_refusal: str | None = None
     ) -> None:
         self.inner = inner
         self.model = inner.model
-        self.director = director
-        self.refuses_copies = refuses_copies
+        self.handler = handler
+        self.copy_refusal = copy_refusal
         self._device = device
-        self._thread = _Thread()
-        self._hidden: dict[str, Any] = {}
-        self._laid: dict[str, Any] = {}
+        self._thread_state = _ThreadState()
+        self._shadowed: dict[str, Any] = {}
+        self._installed: dict[str, Any] = {}
 
-    def lay(self) -> None:
-        """Put the routed methods on the instance, where they win over those of its class."""
+    def install(self) -> None:
+        """Set the routed methods on the model instance, where they take precedence over the class's methods."""
         model = self.model
-        for method in self.inner.found:
-            self._laid[method] = types.MethodType(_routed(self, method), model)
-        self._laid[_GETSTATE] = types.MethodType(_plain_state(self), model)
-        self._hidden = {name: model.__dict__[name] for name in self._laid if name in model.__dict__}
-        # Past nn.Module.__setattr__: a class may have its own opinion about attributes.
-        model.__dict__.update(self._laid)
-        _open.add(self)
+        for method in self.inner.original_methods:
+            self._installed[method] = types.MethodType(_routed(self, method), model)
+        self._installed[_GETSTATE] = types.MethodType(_getstate_without_route(self), model)
+        self._shadowed = {name: model.__dict__[name] for name in self._installed if name in model.__dict__}
+        # Not by setattr: a class may override __setattr__.
+        model.__dict__.update(self._installed)
+        _installed_routes.add(self)
 
-    def lift(self) -> None:
-        """Take the routed methods off again; one that the user has replaced in the meantime stays."""
+    def uninstall(self) -> None:
+        """Restore the instance's attributes, except methods that the user has replaced in the meantime."""
         namespace = self.model.__dict__
-        for name, routed in self._laid.items():
+        for name, routed in self._installed.items():
             if namespace.get(name) is not routed:
                 continue
-            if name in self._hidden:
-                namespace[name] = self._hidden[name]
+            if name in self._shadowed:
+                namespace[name] = self._shadowed[name]
             else:
                 del namespace[name]
-        self._laid = {}
-        _open.discard(self)
+        self._installed = {}
+        _installed_routes.discard(self)
 
-    def run(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a routed method: through the engine; plainly in a copy, after the block, and inside another call."""
-        if model is not self.model or not self._laid or self._thread.inside:
-            return self.inner.bound(method, model)(*args, **kwargs)
+    def call(self, model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a routed method through the engine; on a copy, after the block or in a nested call, the original."""
+        if model is not self.model or not self._installed or self._thread_state.is_in_engine:
+            return self.inner.bind_method(method, model)(*args, **kwargs)
         is_recording = torch.is_grad_enabled()
-        module = self.director.enter() if is_recording else self.director.local()
+        module = self.handler.before_forward() if is_recording else self.handler.local_module()
         if self._device is not None:
             args, kwargs = map_leaves(self._to_device, (args, kwargs))
         if self.inner.method != method:
             self.inner.__dict__["method"] = method
-        self._thread.inside = True
+        self._thread_state.is_in_engine = True
         try:
             output = self.inner.session.route(module, *args, **kwargs)
         finally:
-            self._thread.inside = False
+            self._thread_state.is_in_engine = False
         if is_recording:
-            self.director.leave(module, output)
+            self.handler.after_forward(module, output)
         return output
 
     def _to_device(self, leaf: Any) -> Any:
-        movable = isinstance(leaf, (torch.Tensor, PackedSequence))
-        return leaf.to(self._device, non_blocking=True) if movable else leaf
+        is_movable = isinstance(leaf, (torch.Tensor, PackedSequence))
+        return leaf.to(self._device, non_blocking=True) if is_movable else leaf
 
-    def plain_attributes(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the model's dictionary as it would be without the route."""
-        kept = {name: value for name, value in state.items() if value is not self._laid.get(name)}
-        return {**kept, **self._hidden}
+    def attributes_without_route(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of `state`, the model's `__dict__`, with the attributes from before `install`."""
+        kept = {name: value for name, value in state.items() if value is not self._installed.get(name)}
+        return {**kept, **self._shadowed}
 
 
 def route_of(model: nn.Module) -> Route | None:
-    """The route that lies on a model, or None: it is not in a block, or it is a copy of one that is."""
+    """Return the route of a model; None if the model is in no block, or is a copy of one that is."""
     routed = getattr(model.__dict__.get("forward"), "__func__", None)
     route = getattr(routed, "route", None)
     return route if isinstance(route, Route) and route.model is model else None
 
 
-def blocks_open() -> int:
-    """How many models are in a block."""
-    return len(_open)
+def count_routes() -> int:
+    """Count the models that are in a block."""
+    return len(_installed_routes)
 
 
-def in_blocks() -> set[int]:
-    """The ids of the parameters of all models that are in a block."""
-    return {id(parameter) for route in tuple(_open) for parameter in route.model.parameters()}
+def routed_parameter_ids() -> set[int]:
+    """Return the ids of the parameters of all models that are in a block."""
+    return {id(parameter) for route in tuple(_installed_routes) for parameter in route.model.parameters()}
 
 
-def overlapping(model: nn.Module) -> Route | None:
-    """A route that lies on a model which shares a module or a parameter with this one, or None."""
+def overlapping_route(model: nn.Module) -> Route | None:
+    """Return the route of a model in a block that shares a module or parameter with `model`; None if none does."""
     parts = {id(part) for part in (*model.modules(), *model.parameters())}
-    for route in tuple(_open):
+    for route in tuple(_installed_routes):
         if any(id(part) in parts for part in (*route.model.modules(), *route.model.parameters())):
             return route
     return None
 
 
 def _routed(route: Route, method: str) -> Callable[..., Any]:
-    """The function that stands for a method during the block.
+    """Build the function that replaces a method during the block.
 
-    It bears the method's name: a bound method is pickled as (getattr, (model, name)), which loads without this package.
+    The function has the method's name: bound methods are pickled by name, so the pickle loads without this package.
     """
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return route.run(self, method, args, kwargs)
+        return route.call(self, method, args, kwargs)
 
-    found = route.inner.found[method]
+    found = route.inner.original_methods[method]
     functools.update_wrapper(forward, getattr(found, "__func__", found))
     forward.__name__ = method
     forward.__dict__["route"] = route
     if "torch._dynamo" in sys.modules:
-        # A compiled model breaks its graph here; what the user wrote is compiled inside the engine.
+        # torch.compile of the model breaks the graph here, and compiles the user's forward inside the engine.
         disable: Any = torch.compiler.disable
         forward = disable(forward, recursive=False)
     return forward
 
 
-def _plain_state(route: Route) -> Callable[[nn.Module], Any]:
-    """What copy and pickle ask an instance for; theirs is a plain model."""
+def _getstate_without_route(route: Route) -> Callable[[nn.Module], Any]:
+    """Build a `__getstate__` that leaves the route out of copies and pickles of the model."""
 
     def getstate(self: nn.Module) -> Any:
-        if route.refuses_copies is not None:
+        if route.copy_refusal is not None:
             raise ConfigError(
                 f"a copy or a pickle of {type(self).__name__} inside its parallel_model block",
-                why=route.refuses_copies,
+                why=route.copy_refusal,
                 fix="use parallelize.save inside the block, or copy the model after it",
             )
-        hidden = route._hidden.get(_GETSTATE)
+        shadowed = route._shadowed.get(_GETSTATE)
         kind: Any = type(self)
-        state = hidden() if hidden is not None else kind.__getstate__(self)
-        return route.plain_attributes(state) if isinstance(state, dict) else state
+        state = shadowed() if shadowed is not None else kind.__getstate__(self)
+        return route.attributes_without_route(state) if isinstance(state, dict) else state
 
     getstate.__name__ = _GETSTATE
     return getstate

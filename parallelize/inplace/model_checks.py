@@ -1,4 +1,4 @@
-"""Which models a block takes: what it cannot make parallel is refused before anything is touched."""
+"""Checks of the models that are passed to parallel_model, before any model is changed."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from parallelize.errors import ConfigError, did_you_mean
-from parallelize.inplace.forward_routing import overlapping, route_of
+from parallelize.inplace.forward_routing import overlapping_route, route_of
 
-__all__ = ["admit", "methods_of"]
+__all__ = ["check_models", "methods_of"]
 
 _WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
-def admit(models: Sequence[Any]) -> None:
-    """Make sure that every model can be in the block that is about to begin.
+def check_models(models: Sequence[Any]) -> None:
+    """Check that parallel_model supports every model.
 
     Raises:
-        ConfigError: nothing at all, no module, the same model twice, a model in a wrapper, one that is in another
-            block or shares parts with one that is, parameters without a size or without a value.
+        ConfigError: no model, another object than an nn.Module, the same model twice, a wrapped model, modules or
+            parameters that are also in another model or block, lazy parameters, meta or sharded tensors.
     """
     if not models:
-        raise ConfigError("parallel_model()", why="there is no model", fix="pass one, as in parallel_model(model)")
+        raise ConfigError("parallel_model()", why="no model was passed", fix="pass the model: parallel_model(model)")
     for model in models:
-        _admit_kind(model)
-        _admit_tensors(model)
-        _admit_once(model)
+        _check_type(model)
+        _check_tensors(model)
+        _check_not_in_block(model)
     owner: dict[int, str] = {}
     for position, model in enumerate(models):
         for name, part in (*model.named_parameters(), *((name or "the model", m) for name, m in model.named_modules())):
             if owner.setdefault(id(part), f"argument {position}") != f"argument {position}":
-                raise _shared(f"{name} of {type(model).__name__} is in two arguments of parallel_model")
+                raise _tied_error(f"{name} of {type(model).__name__} is in two arguments of parallel_model")
 
 
 def methods_of(models: Sequence[nn.Module], methods: Sequence[str]) -> list[dict[str, Callable[..., Any]]]:
-    """For each model "forward" and those of `methods` that it has, each as it is on the model now.
+    """Return, for each model, its current "forward" and those of `methods` that it has: name -> bound method.
 
     Raises:
-        ConfigError: a method that no model has.
+        ConfigError: no model has one of the methods.
     """
     for method in methods:
         if not any(callable(getattr(model, method, None)) for model in models):
@@ -58,58 +58,58 @@ def methods_of(models: Sequence[nn.Module], methods: Sequence[str]) -> list[dict
     ]
 
 
-def _admit_kind(model: Any) -> None:
+def _check_type(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"parallel_model({type(model).__name__})",
-            why="it runs torch.nn.Module objects",
+            why="models are torch.nn.Module objects",
             fix="pass the model; optimizers go to optimizers=, loaders to shard_loader",
         )
     if isinstance(model, _WRAPPERS):
         raise ConfigError(
             f"parallel_model({type(model).__name__}(...))",
-            why="the model is parallel already, by a wrapper of its own",
-            fix="pass the plain model, or bring the wrapper as wrap=lambda module, world: ...",
+            why="the model is already wrapped for parallel training",
+            fix="pass the plain model, or construct the wrapper in wrap=lambda module, world: ...",
         )
 
 
-def _admit_tensors(model: nn.Module) -> None:
+def _check_tensors(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(
                 f"{name} of {type(model).__name__} has no size yet",
-                why="a lazily initialised module makes its parameters at its first forward, on each rank another way",
+                why="a lazy module initializes its parameters at its first forward, differently on each rank",
                 fix="run one batch through the model before parallel_model: with torch.no_grad(): model(x)",
             )
         if hasattr(tensor, "full_tensor"):  # a DTensor, whose class takes half a second to import
             raise ConfigError(
-                f"{name} of {type(model).__name__} is in parts, one on each rank",
-                why="the model is divided already: by fully_shard, or by an fsdp block that did not restore it",
-                fix="make the model anew and load a checkpoint, or leave the dividing to backend='fsdp'",
+                f"{name} of {type(model).__name__} is sharded over the ranks",
+                why="fully_shard was applied to the model, or an fsdp block did not restore it",
+                fix="construct the model again and load a checkpoint, or let backend='fsdp' shard it",
             )
         if tensor.device == torch.device("meta"):
             raise ConfigError(
                 f"{name} of {type(model).__name__} is on the meta device",
-                why="it has a size and no value that could be trained or sent to other ranks",
-                fix="give the model values first: model.to_empty(device='cpu'), then initialise or load weights",
+                why="a meta tensor has a shape, but no values to train or to broadcast",
+                fix="give the model values first: model.to_empty(device='cpu'), then initialize or load weights",
             )
 
 
-def _admit_once(model: nn.Module) -> None:
+def _check_not_in_block(model: nn.Module) -> None:
     if route_of(model) is not None:
         raise ConfigError(
             f"parallel_model({type(model).__name__}) inside a parallel_model block of the same model",
-            why="it runs in parallel already",
+            why="the model already runs in parallel",
             fix="drop the inner block",
         )
-    other = overlapping(model)
+    other = overlapping_route(model)
     if other is not None:
-        raise _shared(f"{type(model).__name__} shares parts with {type(other.model).__name__}, which is in a block")
+        raise _tied_error(f"{type(model).__name__} shares parts with {type(other.model).__name__}, which is in a block")
 
 
-def _shared(what: str) -> ConfigError:
+def _tied_error(what: str) -> ConfigError:
     return ConfigError(
         what,
-        why="each model averages its own gradients: those of a shared part would be averaged twice",
-        fix="put the models into one nn.Module, pass that, and name its methods in methods=[...]",
+        why="each model averages its own gradients: gradients of shared parameters would be averaged twice",
+        fix="put the models into one nn.Module, pass that module, and name its methods in methods=[...]",
     )

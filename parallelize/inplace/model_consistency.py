@@ -1,4 +1,4 @@
-"""That every rank holds the same model: asked at the entry of a block, and of the trained values every few steps."""
+"""Checks that all ranks hold the same model: its structure at the entry of a block, its values every few steps."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from parallelize.errors import SyncError
 from parallelize.runtime.gradients import parameters_of
 
-__all__ = ["agree", "compare", "differing", "verifying"]
+__all__ = ["first_difference", "require_equal", "require_same_model", "verify_every"]
 
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def agree(model: nn.Module) -> None:
-    """Make sure that all ranks hold a model of the same parts; a collective of a few bytes where they do.
+def require_same_model(model: nn.Module) -> None:
+    """Check that a model has the same structure on all ranks; a collective, which gathers one hash per rank.
 
     Raises:
-        SyncError: the first part that differs in name, shape, type or in whether it is trained; on every rank.
+        SyncError: a parameter or buffer differs in name, shape, dtype or `requires_grad`; raised on every rank.
     """
-    mine = _parts(model)
-    digests = _gathered(hashlib.sha256(repr(mine).encode()).digest())
+    local = _signature(model)
+    digests = _all_gather_object(hashlib.sha256(repr(local).encode()).digest())
     if len(set(digests)) == 1:
         return
-    everyone = _gathered(mine)
+    signatures = _all_gather_object(local)
     rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    for first, other in itertools.zip_longest(everyone[0], everyone[rank]):
+    for first, other in itertools.zip_longest(signatures[0], signatures[rank]):
         if first != other:
             raise SyncError(
-                f"{type(model).__name__} on rank {rank} has {_described(other)} where rank 0 has {_described(first)}",
-                why="parallel training needs one model, made alike on every rank",
+                f"{type(model).__name__} on rank {rank} has {_describe(other)} where rank 0 has {_describe(first)}",
+                why="parallel training needs the same model on every rank",
                 fix="build the model from the same arguments on every rank; freeze the same parameters",
             )
 
 
 @contextlib.contextmanager
-def verifying(model: nn.Module, *, every: int) -> Iterator[None]:
-    """Compare the parameters of all ranks after every so many steps of an optimizer that holds one of them."""
+def verify_every(model: nn.Module, *, every: int) -> Iterator[None]:
+    """Check every `every` steps of the model's optimizers that its parameters are equal on all ranks."""
     steps = itertools.count(1)
 
     def after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -53,7 +53,7 @@ def verifying(model: nn.Module, *, every: int) -> Iterator[None]:
         if any(id(each) in known for each in parameters_of(optimizer)):
             step = next(steps)
             if step % every == 0:
-                compare(parameters, model_name=type(model).__name__, when=f"after {step} optimizer steps")
+                require_equal(parameters, model_name=type(model).__name__, when=f"after {step} optimizer steps")
 
     handle = register_optimizer_step_post_hook(after_step)
     try:
@@ -62,21 +62,21 @@ def verifying(model: nn.Module, *, every: int) -> Iterator[None]:
         handle.remove()
 
 
-def compare(tensors: Mapping[str, torch.Tensor], *, model_name: str, when: str) -> None:
-    """Make sure that tensors are bitwise equal on all ranks; a collective of 8 bytes per tensor.
+def require_equal(tensors: Mapping[str, torch.Tensor], *, model_name: str, when: str) -> None:
+    """Check that tensors are bitwise equal on all ranks; a collective of 8 bytes per tensor.
 
     Args:
         tensors: name -> tensor, in the same order on every rank.
-        model_name: the model, as the error calls it.
-        when: the moment, as the error calls it.
+        model_name: name of the model, for the error.
+        when: time of the comparison, for the error.
 
     Raises:
-        SyncError: the first tensor that differs; on every rank.
+        SyncError: a tensor differs; raised on every rank.
     """
-    found = differing(list(tensors.values()))
-    if found is None:
+    difference = first_difference(list(tensors.values()))
+    if difference is None:
         return
-    index, rank = found
+    index, rank = difference
     raise SyncError(
         f"{list(tensors)[index]} of {model_name} differs between rank 0 and rank {rank} {when}",
         why="ranks that step on different gradients train different models",
@@ -84,20 +84,20 @@ def compare(tensors: Mapping[str, torch.Tensor], *, model_name: str, when: str) 
     )
 
 
-def differing(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Which tensor is not bitwise equal on all ranks; a collective of 8 bytes per tensor.
+def first_difference(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Find the first tensor that is not bitwise equal on all ranks; a collective of 8 bytes per tensor.
 
     Args:
-        tensors: as many on every rank, on one device.
+        tensors: equally many on every rank, all on one device.
 
     Returns:
-        The index of the first that differs, and the first rank that has another one than rank 0; None: they are equal.
+        (index, rank): the first rank that differs from rank 0, and the first tensor that differs; None: all equal.
     """
     if not tensors:
         return None
-    mine = torch.stack([_checksum(tensor) for tensor in tensors])  # one number per tensor
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)
+    local = torch.stack([_checksum(tensor) for tensor in tensors])  # one number per tensor
+    rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, local)
     for rank, row in enumerate(rows):
         for index in (row != rows[0]).nonzero()[:1].flatten().tolist():
             return index, rank
@@ -105,14 +105,14 @@ def differing(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that changes with any bit of a tensor but for coincidences: the sum of its words."""
+    """Return a checksum of a tensor's bits: the sum of its elements as integers."""
     dense = tensor.detach().to_dense()
     plain = torch.view_as_real(dense) if dense.is_complex() else dense
     words = plain.contiguous().view(_AS_INTEGER[plain.element_size()])
     return words.sum(dtype=torch.int64)
 
 
-def _parts(model: nn.Module) -> list[tuple[str, str, tuple[int, ...], str]]:
+def _signature(model: nn.Module) -> list[tuple[str, str, tuple[int, ...], str]]:
     parameters = [
         (name, "trained" if each.requires_grad else "frozen", tuple(each.shape), str(each.dtype))
         for name, each in model.named_parameters()
@@ -121,14 +121,14 @@ def _parts(model: nn.Module) -> list[tuple[str, str, tuple[int, ...], str]]:
     return parameters + buffers
 
 
-def _described(part: tuple[str, str, tuple[int, ...], str] | None) -> str:
+def _describe(part: tuple[str, str, tuple[int, ...], str] | None) -> str:
     if part is None:
         return "nothing more"
     name, kind, shape, dtype = part
     return f"{name} ({kind}, {shape}, {dtype})"
 
 
-def _gathered(value: Any) -> list[Any]:
+def _all_gather_object(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

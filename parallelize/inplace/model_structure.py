@@ -1,4 +1,4 @@
-"""Which modules and parameters a model consists of, compared with a glance at every forward."""
+"""Snapshot of a model's modules and parameters, compared quickly at every forward to detect changes."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ __all__ = ["Structure"]
 
 
 class Structure:
-    """A model's modules, parameters and which of them are trained, as they were when this was made.
+    """Snapshot of a model's modules and parameters, and of which parameters are trained.
 
     Args:
         model: the model.
-        has_own_parameters: whether its parameters are the objects that the user has put there; else an engine puts
-            others in their places as it goes, and only the modules and the number of parameters are looked at.
+        keeps_parameters: whether the engine leaves the user's Parameter objects in place; if it replaces them, only
+            the modules and the number of parameters are compared.
     """
 
-    def __init__(self, model: nn.Module, *, has_own_parameters: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, keeps_parameters: bool = True) -> None:
         self.model = model
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.trained: dict[str, nn.Parameter] = {
             name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad
         }
         self._modules = dict(model.named_modules())
-        self._has_own_parameters = has_own_parameters
-        # The dictionaries themselves and what they hold: compared by identity, without calling any named_* generator.
+        self._keeps_parameters = keeps_parameters
+        # The `_parameters` and `_modules` dictionaries, compared by identity: faster than the named_* generators.
         parameters: list[dict[str, Any]] = [module._parameters for module in model.modules()]
         children: list[dict[str, Any]] = [module._modules for module in model.modules()]
-        self._held = [
-            (holder, tuple(holder.values()))
-            for holder in (*children, *(parameters if has_own_parameters else ()))
-            if holder
+        self._members = [
+            (dictionary, tuple(dictionary.values()))
+            for dictionary in (*children, *(parameters if keeps_parameters else ()))
+            if dictionary
         ]
-        self._sizes = [(holder, len(holder)) for holder in (*parameters, *children)]
-        self._each = tuple(self.parameters.values()) if has_own_parameters else ()
-        self._flags = [parameter.requires_grad for parameter in self._each]
+        self._sizes = [(dictionary, len(dictionary)) for dictionary in (*parameters, *children)]
+        self._compared = tuple(self.parameters.values()) if keeps_parameters else ()
+        self._requires_grad = [parameter.requires_grad for parameter in self._compared]
 
     def is_current(self) -> bool:
-        """Whether the model still consists of the same modules and parameters, the same of them trained."""
-        for holder, size in self._sizes:
-            if len(holder) != size:
+        """Return whether the model has the same modules and parameters, with the same `requires_grad`."""
+        for dictionary, size in self._sizes:
+            if len(dictionary) != size:
                 return False
-        for holder, values in self._held:
-            if not all(map(is_, holder.values(), values)):
+        for dictionary, values in self._members:
+            if not all(map(is_, dictionary.values(), values)):
                 return False
-        return [parameter.requires_grad for parameter in self._each] == self._flags
+        return [parameter.requires_grad for parameter in self._compared] == self._requires_grad
 
     def changes(self) -> list[str]:
-        """What is different now, a phrase each, by name."""
+        """Describe each module or parameter that was added, removed or replaced."""
         modules, parameters = dict(self.model.named_modules()), dict(self.model.named_parameters())
         found = [
             f"{name} is another module"

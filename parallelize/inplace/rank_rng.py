@@ -1,4 +1,4 @@
-"""A stream of random numbers for each rank, reproducible from the seed: same initial model, different augmentation."""
+"""Seeding of the global RNGs per rank: dropout and augmentation differ between ranks, reproducibly."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["split_streams"]
+__all__ = ["seed_per_rank"]
 
 
-def split_streams(*, seed: int, rank: int) -> None:
-    """Seed the generators of torch, random and (where it is imported) numpy anew, each rank differently.
+def seed_per_rank(*, seed: int, rank: int) -> None:
+    """Seed the global generators of torch, random and (if imported) numpy, differently on each rank.
 
-    The state they are in now takes part, so that a second block of the same run continues with other numbers.
+    The new seed also depends on torch's current RNG state, so that a second block of the run draws other numbers.
 
     Args:
-        seed: the run's.
-        rank: of this process among all.
+        seed: seed of the run.
+        rank: rank of this process in the world.
     """
     drawn = int(torch.randint(2**62, ()).item())
     digest = hashlib.blake2b(f"{seed}/{rank}/{drawn}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Parameters that an optimizer steps together with a model's, and that are in no block."""
+"""Check of unmanaged parameters: in no block, but in the optimizer of a model in a block, and so never averaged."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallelize.errors import SyncError
-from parallelize.inplace.forward_routing import blocks_open, in_blocks
-from parallelize.inplace.model_consistency import differing
+from parallelize.inplace.forward_routing import count_routes, routed_parameter_ids
+from parallelize.inplace.model_consistency import first_difference
 from parallelize.runtime.gradients import parameters_of
 
-__all__ = ["watching_strangers"]
+__all__ = ["refuse_unmanaged_parameters"]
 
 
 @contextlib.contextmanager
-def watching_strangers(model: nn.Module) -> Iterator[None]:
-    """Refuse, while this lasts, to step on a stranger's gradient that differs between ranks.
+def refuse_unmanaged_parameters(model: nn.Module) -> Iterator[None]:
+    """Refuse, while the context lasts, a step on an unmanaged parameter whose gradient differs between ranks.
 
-    A criterion with weights of its own, a temperature, a second model: nobody averages their gradients, so that each
-    rank would train another one. What the user has averaged is welcome.
+    Examples are the weights of a criterion, a temperature or a second model that is in no block. Their gradients are
+    not averaged, so the ranks would train different values. Gradients that the user has averaged are accepted.
 
     Args:
-        model: whose optimizers are looked at.
+        model: a model in a block; only optimizers that hold one of its parameters are checked.
     """
-    acquainted: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
+    checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
 
     def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         held = list(parameters_of(optimizer))
-        seen = [blocks_open(), *map(id, held)]
-        if acquainted.get(optimizer) == seen:
+        state = [count_routes(), *map(id, held)]
+        if checked.get(optimizer) == state:
             return
-        strangers = _strangers(held, model)
-        if any(each.grad is not None for each in strangers):
-            _compare(strangers, optimizer, model)
-        elif not strangers:
-            acquainted[optimizer] = seen
+        unmanaged = _unmanaged(held, model)
+        if any(each.grad is not None for each in unmanaged):
+            _require_equal_gradients(unmanaged, optimizer, model)
+        elif not unmanaged:
+            checked[optimizer] = state
 
     handle = register_optimizer_step_pre_hook(before_step)
     try:
@@ -49,32 +49,32 @@ def watching_strangers(model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _strangers(held: list[torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
-    """What is in no block, of parameters that an optimizer holds with some of the model's; none if it holds none."""
-    own = {id(each) for each in model.parameters()}
-    others = [each for each in held if id(each) not in own and _is_whole(each)]
+def _unmanaged(held: list[torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
+    """Return the `held` parameters that are in no block; an empty list if none of them belongs to the model."""
+    model_ids = {id(each) for each in model.parameters()}
+    others = [each for each in held if id(each) not in model_ids and _is_unsharded(each)]
     if len(others) == len(held):
         return []
-    known = in_blocks()
-    return [each for each in others if id(each) not in known]
+    routed_ids = routed_parameter_ids()
+    return [each for each in others if id(each) not in routed_ids]
 
 
-def _compare(strangers: list[torch.Tensor], optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def _require_equal_gradients(unmanaged: list[torch.Tensor], optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     device = next(model.parameters()).device
-    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in strangers]
-    found = differing([each.to(device) for each in gradients])
-    if found is None:
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in unmanaged]
+    difference = first_difference([each.to(device) for each in gradients])
+    if difference is None:
         return
-    index, rank = found
+    index, rank = difference
     raise SyncError(
-        f"{type(optimizer).__name__} holds a parameter of shape {tuple(strangers[index].shape)} that no model of a "
-        f"block has, and its gradient differs between rank 0 and rank {rank}",
-        why=f"only what is in a block is averaged, as {type(model).__name__} is: each rank would train another one",
-        fix="give its module to the block too, parallel_model(model, criterion), and call that; or average the "
-        "gradient by parallelize.all_reduce before the step",
+        f"{type(optimizer).__name__} holds a parameter of shape {tuple(unmanaged[index].shape)} that is in no model "
+        f"of a parallel_model block, and its gradient differs between rank 0 and rank {rank}",
+        why=f"only gradients of models in a block, such as {type(model).__name__}, are averaged over the ranks",
+        fix="pass its module to the block too, parallel_model(model, criterion), and call the module; or average the "
+        "gradient with parallelize.all_reduce before the step",
     )
 
 
-def _is_whole(parameter: torch.Tensor) -> bool:
-    # A part of a model that an fsdp block has divided is no stranger, though the model may be without it for a forward.
+def _is_unsharded(parameter: torch.Tensor) -> bool:
+    # A DTensor belongs to a model in an fsdp block, even while fully_shard registers a full parameter in its place.
     return not hasattr(parameter, "full_tensor")

@@ -1,4 +1,4 @@
-"""What the author of a launcher reads whose calls wait in a cluster's queue."""
+"""Base class of launchers that submit calls as jobs to a cluster's batch queue."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from parallelize.config.config import Config
 from parallelize.config.layout import Layout
 from parallelize.plugins.base import Launcher
 
-__all__ = ["Queue"]
+__all__ = ["BatchLauncher"]
 
 
-class Queue(Launcher):
-    """A launcher that hands calls to a queue, from a machine that is not the one they run on."""
+class BatchLauncher(Launcher):
+    """A launcher that submits calls to a batch queue; the jobs run on other machines."""
 
     queues: ClassVar[bool] = True
 
     @abc.abstractmethod
     def plan(self, config: Config) -> Layout:
-        """The processes that a request means on the cluster's nodes, none of which can be looked at yet.
+        """Return the layout of a job on the cluster's nodes, whose hardware is not known yet.
 
         Raises:
-            ConfigError: the request leaves open what the queue has to be asked for.
+            ConfigError: `config` lacks a number that the job needs, such as the GPUs per node.
         """
 
     @abc.abstractmethod
     def submit(self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]) -> list[Any]:
-        """Queue calls of one function under one layout; a job for each, in their order.
+        """Submit calls of one function with one layout; return one job per call, in the same order.
 
         Args:
             tasks: the calls, at least one.
-            at_most: how many may run at the same time; None: as many as there is room for.
-            environ: the caller's variables, which the jobs get.
+            at_most: how many jobs may run at the same time; None: no limit.
+            environ: environment variables of the caller, passed on to the jobs.
         """
 
     @abc.abstractmethod
     def write_script(self, task: Task, path: Path) -> None:
-        """Write the job script that a `submit` of the task would queue."""
+        """Write the job script that `submit` would submit for the task."""

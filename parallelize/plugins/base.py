@@ -1,7 +1,7 @@
-"""What the author of a backend, a launcher or a precision engine reads: the contract of each kind of plug-in.
+"""Base classes of plug-ins: `Backend`, `Launcher` and `Precision`, with the objects that they receive and return.
 
-A plug-in declares as data what it can do; `layout` checks every request against that data in one loop, and README's
-support table is printed from it. No code anywhere asks for a plug-in's name.
+A plug-in declares its capabilities as class attributes. The `config` package checks each request against them, and
+README's support table is generated from them. No code tests for a plug-in's name.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ LEVELS: tuple[Level, ...] = ("O0", "O1", "O2", "O3")
 
 @dataclass(frozen=True)
 class Amp:
-    """What mixed precision the user asked for.
+    """Mixed-precision options of a request.
 
     Args:
-        level: Apex's name for how much runs in half precision; None: the engine's own default (native O1, apex O2).
-        dtype: the half-precision type; None: bf16 where the device does it well, else fp16.
-        init_scale: first loss scale, fp16 only.
-        growth_factor: the scale is multiplied by this after `growth_interval` steps without inf or nan.
-        backoff_factor: the scale is multiplied by this after a step with inf or nan.
-        growth_interval: steps without inf or nan before the scale grows.
-        communication_dtype: type in which gradients travel between processes; None: that of the gradients.
+        level: optimization level as in Apex, "O0" to "O3"; None: the engine's default (native O1, apex O2).
+        dtype: half-precision dtype; None: bf16 if the device supports it without emulation, else fp16.
+        init_scale: initial loss scale, fp16 only.
+        growth_factor: multiplies the loss scale after `growth_interval` steps in a row without inf or nan.
+        backoff_factor: multiplies the loss scale after a step with inf or nan.
+        growth_interval: number of steps in a row without inf or nan before the loss scale grows.
+        communication_dtype: dtype in which gradients are sent between processes; None: the gradients' own dtype.
     """
 
     level: Level | None = None
@@ -61,9 +61,10 @@ class Amp:
 
 
 class Session:
-    """Mixed precision while one `parallel_model` block lasts; this one computes in the types that it finds.
+    """Mixed precision of one `parallel_model` block; this base class leaves dtypes unchanged.
 
-    A routed call passes through it twice, because autocast belongs to a thread and an engine may have several:
+    A routed call (a model call that runs through the engine) passes through the session twice, because autocast is
+    thread-local and an engine may run several threads:
 
         the user's thread       session.route(engine.module, ...)       (or engine.local)
                                     the engine: DistributedDataParallel, DataParallel, ...
@@ -71,172 +72,172 @@ class Session:
     """
 
     communication_dtype: torch.dtype | None = None
-    """Type in which gradients should travel between processes; None: that of the gradients."""
+    """Dtype in which gradients are sent between processes; None: their own dtype."""
     weights_dtype: torch.dtype | None = None
-    """Type in which a backend that hands modules their weights does so; None: their own."""
+    """Dtype of the weights in the forward, for a backend that casts weights itself; None: no cast."""
     fp32_modules: tuple[type[nn.Module], ...] = ()
-    """Classes of modules that get them in their own type all the same."""
+    """Module classes whose weights stay in fp32 under a backend that casts weights itself."""
 
     def bind(self, models: Sequence[nn.Module]) -> None:
-        """Learn the parameters of the block's models: once the engines are built, and again if the parameters change.
+        """Register the parameters of the block's models; called after engines are built or rebuilt.
 
         Args:
-            models: the user's own objects, not the engines' wrappers.
+            models: the user's model objects, not the engines' wrappers.
         """
 
     def route(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a routed forward or method as the user called it, on the user's thread, with gradients or without.
+        """Run a routed call through the engine, on the user's thread, with gradients enabled or disabled.
 
         Args:
-            call: the engine's module.
-            *args: the user's, as they are.
-            **kwargs: the user's, as they are.
+            call: `Engine.module` or `Engine.local`.
+            *args: the user's arguments, unchanged.
+            **kwargs: the user's arguments, unchanged.
         """
         return call(*args, **kwargs)
 
     def forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's forward, or a routed method, inside whatever the precision needs around it.
+        """Run the user's forward, or a routed method, in the session's precision.
 
-        It runs inside the module that a backend replicates: under DataParallel once per replica, each in a thread of
-        its own, so that state of a thread (autocast) must be entered here.
+        DataParallel calls this once per replica, each in its own thread: enter thread-local contexts (autocast) here.
 
         Args:
-            call: a method bound to the model, or to the replica of it that computes.
-            *args: the user's, on the replica's device.
-            **kwargs: the user's, on the replica's device.
+            call: a method bound to the model or to one of its replicas.
+            *args: the user's arguments, on the replica's device.
+            **kwargs: the user's arguments, on the replica's device.
         """
         return call(*args, **kwargs)
 
-    def forward_with_weights(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The same for a backend that hands modules their weights in `weights_dtype` itself."""
+    def forward_with_cast_weights(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run `call` like `forward`, for a backend that casts weights to `weights_dtype` itself."""
         return self.forward(call, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on with the same trajectory, as plain numbers; {} if nothing."""
+        """Return the state to store in a checkpoint, such as the loss scale, as plain numbers; {} by default."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the `state_dict` of a session of the same kind."""
+        """Restore the state that `state_dict` of a session of the same class has returned."""
 
 
 class Inner(nn.Module):
-    """The module that a backend makes parallel: it calls the user's own forward.
+    """Wrapper of the user's model that a backend runs in parallel; its forward calls the user's forward.
 
     Args:
-        model: the user's model, a child of this module.
-        found: for "forward" and every routed method, what `getattr(model, name)` was before the block.
-        session: the block's precision.
+        model: the user's model, which becomes a child of this module.
+        original_methods: name -> `getattr(model, name)` before the block, for "forward" and every routed method.
+        session: mixed precision of the block.
 
     Attributes:
-        method: which of them the next call means.
+        method: name of the method that the next call runs.
     """
 
-    def __init__(self, model: nn.Module, *, found: Mapping[str, Callable[..., Any]], session: Session) -> None:
+    def __init__(
+        self, model: nn.Module, *, original_methods: Mapping[str, Callable[..., Any]], session: Session
+    ) -> None:
         super().__init__()
         self.model = model
-        self.found = dict(found)
+        self.original_methods = dict(original_methods)
         self.session = session
         self.method = "forward"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method named by `method`."""
-        # Not self.model: nn.Module looks its children up in the slow way.
-        return self.session.forward(self.bound(self.method, self._modules["model"]), *args, **kwargs)
+        # Not self.model: nn.Module.__getattr__ is slow.
+        return self.session.forward(self.bind_method(self.method, self._modules["model"]), *args, **kwargs)
 
-    def with_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """The same, for a backend that hands modules their weights in the session's `weights_dtype` itself."""
-        call = self.bound(self.method, self._modules["model"])
-        return self.session.forward_with_weights(call, *args, **kwargs)
+    def call_with_cast_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method named by `method`, for a backend that casts weights to `session.weights_dtype` itself."""
+        call = self.bind_method(self.method, self._modules["model"])
+        return self.session.forward_with_cast_weights(call, *args, **kwargs)
 
-    def bound(self, method: str, model: Any) -> Callable[..., Any]:
-        """The method as it was before the block, bound to `model`: the user's, a replica or a copy of it."""
-        found = self.found[method]
+    def bind_method(self, method: str, model: Any) -> Callable[..., Any]:
+        """Return the original method, as before the block, bound to the user's model or to a replica or copy of it."""
+        original = self.original_methods[method]
         if "_is_replica" in model.__dict__ or model is not self._modules["model"]:
-            # DataParallel and copy.copy copy the instance's dictionary, and with it the block's routed methods.
-            for name in self.found:
+            # DataParallel and copy.copy have copied the routed methods, which the block has set on the instance.
+            for name in self.original_methods:
                 model.__dict__.pop(name, None)
-        return types.MethodType(found.__func__, model) if inspect.ismethod(found) else found
+        return types.MethodType(original.__func__, model) if inspect.ismethod(original) else original
 
     @property
     def is_replicable(self) -> bool:
-        """Whether every method can be bound to a replica: not so for a compiled forward on the instance."""
-        return all(inspect.ismethod(found) and found.__self__ is self.model for found in self.found.values())
+        """Whether every method can be bound to a replica; a compiled forward set on the instance cannot."""
+        originals = self.original_methods.values()
+        return all(inspect.ismethod(each) and each.__self__ is self.model for each in originals)
 
 
 class Engine(abc.ABC):
-    """One model, running in parallel: what a backend makes at the entry of a `parallel_model` block.
+    """Runs one model in parallel; a backend builds one engine per model when a `parallel_model` block is entered.
 
     Attributes:
-        module: what a routed call runs while gradients are recorded.
-        local: what it runs while they are not: it may use every device of this process, and talks to no other one,
-            so that one rank alone can evaluate.
-        spreads_inputs: whether the modules themselves bring inputs to their devices.
-        averages: whether ranks agree only as long as every gradient has gone through `module`, which averages it; the
-            block then refuses to step on any other gradient.
-        is_rebuildable: whether another engine may take over when parameters were unfrozen or replaced in the block.
-        refuses_copies: why the model can neither be copied nor pickled in the block; None: copies are plain models.
+        module: module that a routed call runs while gradients are enabled.
+        local: module that a routed call runs under `torch.no_grad()`. It may use every device of this process but calls
+            no collective, so that one rank alone can evaluate.
+        moves_inputs: whether `module` and `local` move their inputs to the right device themselves.
+        averages_gradients: whether a backward through `module` averages gradients over the ranks; if so, the block
+            refuses an optimizer step on a gradient that was not averaged.
+        is_rebuildable: whether a new engine may replace this one after parameters were unfrozen or replaced.
+        copy_refusal: reason why copying or pickling the model in the block raises; None: a copy is a plain model.
     """
 
     module: nn.Module
     local: nn.Module
-    spreads_inputs: bool = False
-    averages: bool = False
+    moves_inputs: bool = False
+    averages_gradients: bool = False
     is_rebuildable: bool = True
-    refuses_copies: str | None = None
+    copy_refusal: str | None = None
 
-    def is_reduced(self, *, in_backward: bool) -> bool:
-        """Whether the averaging that the last forward through `module` has announced is complete.
-
-        Asked only of an engine that `averages`.
+    def is_reduction_complete(self, *, in_backward: bool) -> bool:
+        """Return whether all gradients of the latest forward are averaged; called only if `averages_gradients`.
 
         Args:
-            in_backward: a backward, maybe one inside another, is about to return; else no backward runs.
+            in_backward: whether a backward, possibly a nested one, is running and about to return.
         """
         del in_backward
         return True
 
     def traffic(self) -> Traffic | None:
-        """What a step sends between processes; None: nothing, or nobody knows."""
+        """Return the communication volume of a step; None if a step sends nothing or the volume is unknown."""
         return None
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which backward accumulates gradients without sending them; nothing to do by default."""
+        """Return a context in which backward accumulates gradients without averaging; by default a null context."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod
     def close(self, *, failed: bool) -> None:
-        """Give everything back; with `failed` the block ended by an exception and no collective may run."""
+        """Undo every change to the model; without collectives if `failed`, that is, if the block has raised."""
 
 
 class LocalEngine(Engine):
-    """A model that no other process trains."""
+    """Engine of a model that is not synchronized between processes."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = self.local = module
 
     def close(self, *, failed: bool) -> None:
-        """Nothing was taken."""
+        """Do nothing: the model was not changed."""
 
 
 class Backend(abc.ABC):
-    """How a model is parallel. A frozen dataclass: its fields are the options of `backend=DDPBackend(...)`."""
+    """A way to run a model in parallel. Subclasses are frozen dataclasses, with the backend's options as fields."""
 
     name: ClassVar[str]
     process_per: ClassVar[Literal["device", "node"]]
-    """Whether each device gets a process of its own, or one process drives all devices of its node."""
+    """What one process drives: a single "device", or all devices of a "node"."""
     max_nodes: ClassVar[int | None] = None
-    """The most nodes it can span; None: any number."""
-    single_node_of: ClassVar[str | None] = None
-    """Name of the backend that takes over, with a warning, when more than `max_nodes` are asked for; None: refused."""
+    """Maximum number of nodes; None: no limit."""
+    multi_node_fallback: ClassVar[str | None] = None
+    """Name of the backend used instead, with a warning, on more than `max_nodes` nodes; None: refuse the request."""
     device_types: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
     amp: ClassVar[Mapping[str, frozenset[str]]] = {}
-    """Precision engine -> levels it can run under this backend; an engine that is not named here is refused."""
+    """Precision engine -> levels it supports under this backend; an engine that is not listed is refused."""
     places_model: ClassVar[bool] = False
-    """Whether it brings the model to its devices itself: one that no device holds is then never whole on one."""
+    """Whether the backend moves the model to devices itself, so that it may be larger than one device's memory."""
     shards_gradients: ClassVar[bool] = False
-    """Whether each rank holds only its part of a gradient: then all must agree before a step with inf is skipped."""
-    cannot_keep: ClassVar[Mapping[str, str]] = {}
-    """What the model in the block is not: property (a name of `contracts`' tests) -> the reason, as users read it."""
+    """Whether each rank holds only a shard of a gradient, so that ranks must agree to skip a step with inf or nan."""
+    limitations: ClassVar[Mapping[str, str]] = {}
+    """Property, tested in tests/contracts, that a model lacks under this backend -> reason, as shown to users."""
 
     @abc.abstractmethod
     def engine(
@@ -248,30 +249,30 @@ class Backend(abc.ABC):
         optimizers: Sequence[torch.optim.Optimizer] = (),
         restore: bool = True,
     ) -> Engine:
-        """Make `inner` parallel.
+        """Build the engine that runs a model in parallel.
 
         Args:
-            inner: calls the user's forward; its parameters are on `devices[0]` already, unless it `places_model`.
-            world: this process among the others; their process group is initialised.
-            devices: the devices this process drives; one unless `process_per` is "node".
-            optimizers: those the user named; a backend that replaces parameters points them to the new ones.
-            restore: whether `Engine.close` makes a model whole again whose weights were spread over the ranks.
+            inner: wrapper of the user's model; its parameters are on `devices[0]`, unless `places_model` is True.
+            world: rank and world size of this process; the process group is initialized.
+            devices: devices that this process drives; one unless `process_per` is "node".
+            optimizers: the user's optimizers; a backend that replaces parameters must also replace them in these.
+            restore: whether `Engine.close` replaces sharded parameters by full ones.
 
         Raises:
-            ConfigError: a model or options that this backend cannot run.
+            ConfigError: this backend cannot run the model, or not with these options.
         """
 
 
 class Precision(abc.ABC):
-    """In which types a model computes."""
+    """A mixed-precision engine, which chooses the dtypes that a model computes in."""
 
     name: ClassVar[str]
     dtypes: ClassVar[Mapping[str, frozenset[torch.dtype]]]
-    """Device type -> half-precision types it runs there; a device type that is not named here is refused."""
+    """Device type -> half-precision dtypes supported there; a device type that is not listed is refused."""
     default_level: ClassVar[Level]
 
     def describe(self, amp: Amp, *, device_type: str) -> str:
-        """What a request means on a kind of device, as one line for a person."""
+        """Return a one-line description of `amp` on a device type, for `explain` and the startup summary."""
         del device_type
         return f"{amp.level or self.default_level} ({self.name})"
 
@@ -285,33 +286,33 @@ class Precision(abc.ABC):
         world: World,
         sharded: bool = False,
     ) -> contextlib.AbstractContextManager[Session]:
-        """Mixed precision for a block: opened before the engines are built, closed after they are.
+        """Return the mixed-precision context of a block, which is entered before the engines are built.
 
-        Everything taken (patches, hooks, types of weights) is given back when the context ends, also by exception.
+        The context exits after the engines are closed. It then undoes its patches, hooks and casts of weights.
 
         Args:
-            amp: the request; what it leaves open is decided here, alike on every rank.
-            models: the user's own objects, already on `device`.
-            optimizers: those the user named; empty unless the engine needs them.
-            device: the first device this process drives.
-            world: this process among the others; their process group is initialised.
-            sharded: whether each rank holds only its part of a gradient, so that ranks must agree on inf and nan.
+            amp: the user's options; fields that are None are resolved here, identically on every rank.
+            models: the user's model objects, already on `device`.
+            optimizers: the user's optimizers; may be empty.
+            device: the first device that this process drives.
+            world: rank and world size of this process; the process group is initialized.
+            sharded: whether each rank holds only a shard of a gradient, so that ranks must agree on inf and nan.
 
         Raises:
-            ConfigError: a request or a model that this engine cannot run.
-            MissingDependencyError: the engine's package is not there.
+            ConfigError: this engine cannot run the model, or not with these options.
+            MissingDependencyError: the engine's package is not installed.
         """
         del amp, models, optimizers, device, world, sharded
         return contextlib.nullcontext(Session())
 
 
 class Launcher(abc.ABC):
-    """How processes start."""
+    """A way to start the processes of a call."""
 
     name: ClassVar[str]
     queues: ClassVar[bool] = False
-    """Whether a call is handed to a queue (Slurm), so that `submit` makes sense."""
+    """Whether the launcher can submit calls as jobs to a cluster's queue (Slurm)."""
 
     @abc.abstractmethod
     def launch(self, task: Any, *, node: Node | None, environ: Mapping[str, str]) -> Any:
-        """Run a `task.Task` in every process of its layout; its `task.Outcome`s in rank order."""
+        """Run a `call.task.Task` in every process of its layout and return the `Outcome`s in rank order."""

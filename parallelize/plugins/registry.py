@@ -1,4 +1,4 @@
-"""From a name to the plug-in in the file (or folder) of that name: the directory is the list."""
+"""Registry of plug-ins: finds built-in plug-ins by file name, and those of other distributions by entry point."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["Kind", "find", "get", "names"]
 
 Kind = Literal["backends", "launchers", "precision"]
 
-_CONTRACTS: dict[Kind, type] = {"backends": Backend, "launchers": Launcher, "precision": Precision}
+_BASE_CLASSES: dict[Kind, type] = {"backends": Backend, "launchers": Launcher, "precision": Precision}
 
-# A plug-in module says which class it offers under this name; a file of the folder without it is no plug-in.
-_OFFERED = "PLUGIN"
+# Module attribute that holds a plug-in's class; the registry ignores files without this attribute.
+_PLUGIN_ATTRIBUTE = "PLUGIN"
 
 
 def names(kind: Kind) -> tuple[str, ...]:
-    """Sorted names of every plug-in of a kind; this imports all of our own.
+    """Return the sorted names of all plug-ins of a kind; imports every built-in one.
 
     Args:
-        kind: the folder, and the entry point group `parallelize.<kind>` in which other distributions announce theirs.
+        kind: folder of built-in plug-ins; other distributions declare theirs in entry point group `parallelize.<kind>`.
     """
-    own = (name for name in _modules(kind) if _own(kind, name) is not None)
-    return tuple(sorted({*own, *_foreign(kind)}))
+    builtin = (name for name in _modules(kind) if _builtin(kind, name) is not None)
+    return tuple(sorted({*builtin, *_entry_points(kind)}))
 
 
 @overload
@@ -38,33 +38,33 @@ def get(kind: Literal["launchers"], name: str) -> type[Launcher]: ...
 @overload
 def get(kind: Literal["precision"], name: str) -> type[Precision]: ...
 def get(kind: Kind, name: str) -> type[Any]:
-    """The class that the plug-in of that name offers.
+    """Return the class of a plug-in by name; no other plug-in is imported.
 
-    Only that plug-in is imported: asking for "ddp" does not load fsdp. One of ours wins over another distribution's.
+    A built-in plug-in takes precedence over a plug-in of the same name from another distribution.
 
     Raises:
-        ConfigError: there is none of that name; or another distribution announces it, and it cannot be imported or is
-            no plug-in of this kind.
+        ConfigError: no plug-in has this name, or another distribution's plug-in of this name cannot be imported or has
+            the wrong base class.
     """
     found = find(kind, name)
     if found is None:
         raise ConfigError(
-            f"{name!r} among the {kind}", why="there is no plug-in of that name", fix=did_you_mean(name, names(kind))
+            f"plug-in {name!r} in {kind}", why="no plug-in has this name", fix=did_you_mean(name, names(kind))
         )
     return found
 
 
 def find(kind: Kind, name: str) -> type[Any] | None:
-    """As `get`, but None if there is no plug-in of that name."""
-    own = _own(kind, name)
-    if own is not None:
-        return own
-    point = _foreign(kind).get(name)
+    """Return the class of a plug-in, like `get`, but None instead of an error if no plug-in has this name."""
+    builtin = _builtin(kind, name)
+    if builtin is not None:
+        return builtin
+    point = _entry_points(kind).get(name)
     return None if point is None else _load(kind, point)
 
 
 def _modules(kind: Kind) -> dict[str, str]:
-    """Name -> the module that may offer a plug-in: a file, or `plugin.py` in a folder of files."""
+    """Return plug-in name -> module that may define it: a file of the folder, or `plugin.py` in a subfolder."""
     package = importlib.import_module(f"parallelize.{kind}")
     return {
         module.name: f"{package.__name__}.{module.name}{'.plugin' if module.ispkg else ''}"
@@ -72,31 +72,31 @@ def _modules(kind: Kind) -> dict[str, str]:
     }
 
 
-def _own(kind: Kind, name: str) -> type[Any] | None:
+def _builtin(kind: Kind, name: str) -> type[Any] | None:
     module = _modules(kind).get(name)
     if module is None or importlib.util.find_spec(module) is None:
         return None
-    return getattr(importlib.import_module(module), _OFFERED, None)
+    return getattr(importlib.import_module(module), _PLUGIN_ATTRIBUTE, None)
 
 
-def _foreign(kind: Kind) -> dict[str, EntryPoint]:
+def _entry_points(kind: Kind) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=f"parallelize.{kind}")}
 
 
 def _load(kind: Kind, point: EntryPoint) -> type[Any]:
-    contract = _CONTRACTS[kind]
+    base = _BASE_CLASSES[kind]
     try:
         loaded = point.load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"plug-in {point.name!r} ({point.value}) cannot be imported: {error}",
-            why=f"an installed distribution announces it as one of the {kind}",
+            why=f"an installed distribution declares it in the entry point group parallelize.{kind}",
             fix="update or remove that distribution",
         ) from error
-    if not (isinstance(loaded, type) and issubclass(loaded, contract)):
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise ConfigError(
             f"plug-in {point.name!r} ({point.value}) is {loaded!r}",
-            why=f"an entry point of parallelize.{kind} names a class derived from parallelize.{contract.__name__}",
-            fix="update or remove the distribution that announces it",
+            why=f"an entry point of parallelize.{kind} must be a subclass of {base.__module__}.{base.__name__}",
+            fix="update or remove the distribution that declares it",
         )
     return loaded

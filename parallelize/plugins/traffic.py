@@ -1,4 +1,4 @@
-"""What a training step sends between processes, counted before it is sent."""
+"""Communication volume of a training step, computed from tensor sizes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["Traffic"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What each process hands to collectives in one step.
+    """Bytes that each process passes to collectives in one step.
 
     Args:
-        gradient_bytes: gradients that are averaged.
-        how: what is done with them, as a phrase for a person.
-        gathered_bytes: parameters that are put together from their parts, as often as they are.
+        gradient_bytes: size of the gradients that are averaged.
+        operation: past participle for the startup summary: "all-reduced" in "1 MB of gradients all-reduced".
+        gathered_bytes: size of the all-gathered parameters, counted once per all-gather.
     """
 
     gradient_bytes: int
-    how: str = "all-reduced"
+    operation: str = "all-reduced"
     gathered_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Mixed precision by NVIDIA Apex, where an Apex that still has `amp` is installed."""
+"""Mixed precision by NVIDIA Apex, for installations that still have `apex.amp`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from typing_extensions import override
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, MissingDependencyError
 from parallelize.plugins.base import Amp, Precision, Session
-from parallelize.precision.apex_restore import Masters
+from parallelize.precision.apex_restore import ApexSnapshot
 from parallelize.precision.levels import describe, resolve
-from parallelize.precision.replace_attribute import replaced
+from parallelize.precision.replace_attribute import replace_attribute
+from parallelize.runtime.gradients import is_in_backward
 
 __all__ = ["PLUGIN", "ApexPrecision", "ApexSession"]
 
-_CLIPPINGS = ("clip_grad_norm_", "clip_grad_value_")
+_CLIPPING_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
 
 
 class ApexPrecision(Precision):
-    """Apex's `amp.initialize`, `amp.scale_loss` and `amp.master_params` under an unchanged loop.
+    """Apex's `amp.initialize`, `amp.scale_loss` and `amp.master_params` in an unchanged training loop.
 
-    Its rules are Apex's: the scale moves at each backward, and an inf leaves out the next step of every optimizer.
+    Apex's rules apply: each backward pass updates the loss scale, and inf skips the next step of every optimizer.
 
     Source: https://nvidia.github.io/apex/amp.html, https://nvidia.github.io/apex/advanced.html
     """
@@ -50,19 +51,19 @@ class ApexPrecision(Precision):
         world: World,
         sharded: bool = False,
     ) -> contextlib.AbstractContextManager[Session]:
-        """Mixed precision for a block, by Apex.
+        """Return the context of mixed precision by Apex for a block.
 
         Args:
-            amp: the request; its rules of growth are Apex's own (doubled after 2000 steps, halved after inf).
+            amp: the request; Apex ignores its scale options, and doubles the scale after 2000 steps, halves it on inf.
             models: the user's own objects, already on `device`.
-            optimizers: all that step in the block.
+            optimizers: every optimizer that steps in the block.
             device: the first device this process drives.
-            world: this process among the others.
-            sharded: no backend that shards gradients has Apex.
+            world: ranks and sizes of this process.
+            sharded: ignored, because no backend that shards gradients supports Apex.
 
         Raises:
-            MissingDependencyError: there is no Apex, or one without `amp`.
-            ConfigError: no optimizer was named.
+            MissingDependencyError: Apex is not installed, or has no `amp`.
+            ConfigError: no optimizer was passed.
         """
         del sharded
         library = _apex_amp()
@@ -70,34 +71,34 @@ class ApexPrecision(Precision):
             raise ConfigError(
                 "amp_engine='apex' without optimizers",
                 why="Apex changes the optimizers together with the models",
-                fix="name them: parallel_model(model, optimizers=optimizer); or use amp_engine='native'",
+                fix="pass them: parallel_model(model, optimizers=optimizer); or use amp_engine='native'",
             )
         amp = resolve(amp, self, device=device, world=world)
-        return _at_work(library, amp=amp, models=list(models), optimizers=list(optimizers))
+        return _apex_block(library, amp=amp, models=list(models), optimizers=list(optimizers))
 
 
 def _apex_amp() -> Any:
-    """Apex's `amp`; imported here, so that nobody else pays for it."""
+    """Import and return `apex.amp`; lazily, because few users have it."""
     try:
         apex = importlib.import_module("apex")
     except ImportError as exc:
-        raise _missing("apex cannot be imported", "amp_engine='apex' needs NVIDIA's Apex") from exc
+        raise _missing_apex("apex cannot be imported", "amp_engine='apex' needs NVIDIA's Apex") from exc
     if not hasattr(apex, "amp"):
-        place = getattr(apex, "__file__", None) or "?"
-        raise _missing(
-            f"this apex has no amp: {place}",
-            "NVIDIA removed apex.amp in 2025, and the package that pip finds under the name apex is an unrelated one",
+        path = getattr(apex, "__file__", None) or "?"
+        raise _missing_apex(
+            f"the installed apex has no amp: {path}",
+            "NVIDIA removed apex.amp in 2025, and PyPI's package of the name apex is unrelated",
         )
     return apex.amp
 
 
-def _missing(what: str, why: str) -> MissingDependencyError:
+def _missing_apex(what: str, why: str) -> MissingDependencyError:
     fix = "use amp_engine='native', which has the same levels; or build an Apex from before 2025 from its sources"
     return MissingDependencyError(what, why=why, fix=fix)
 
 
 class ApexSession(Session):
-    """Apex's own casts are in the models' forward already; what is left is its state.
+    """Session of a block: saves and loads Apex's state; the casts are in the forward methods that Apex patches.
 
     Args:
         library: the module apex.amp.
@@ -107,24 +108,24 @@ class ApexSession(Session):
         self._library = library
 
     def state_dict(self) -> dict[str, Any]:
-        """Apex's loss scalers."""
+        """Return the state of Apex's loss scalers."""
         state: dict[str, Any] = self._library.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict` of Apex's."""
+        """Load a state that `state_dict` returned."""
         if state:
             self._library.load_state_dict(dict(state))
 
 
 @contextlib.contextmanager
-def _at_work(
+def _apex_block(
     library: Any, *, amp: Amp, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
 ) -> Iterator[ApexSession]:
-    masters = Masters(models, optimizers)
+    snapshot = ApexSnapshot(models, optimizers)
     with contextlib.ExitStack() as stack:
         stack.callback(_deactivate, library)
-        stack.callback(masters.give_back)
+        stack.callback(snapshot.restore)
         library.initialize(
             models,
             optimizers,
@@ -132,22 +133,21 @@ def _at_work(
             loss_scale="dynamic" if amp.level in {"O1", "O2"} else 1.0,
             verbosity=0,
         )
-        stack.enter_context(
-            replaced(torch.autograd, "backward", _backward(torch.autograd.backward, library, optimizers))
-        )
+        backward = _scaled_backward(torch.autograd.backward, library, optimizers)
+        stack.enter_context(replace_attribute(torch.autograd, "backward", backward))
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-            for name in _CLIPPINGS:
-                stack.enter_context(replaced(owner, name, _clipping(getattr(owner, name), masters)))
+            for name in _CLIPPING_FUNCTIONS:
+                stack.enter_context(replace_attribute(owner, name, _master_clipping(getattr(owner, name), snapshot)))
         yield ApexSession(library)
 
 
-def _backward(
+def _scaled_backward(
     original: Callable[..., None], library: Any, optimizers: list[torch.optim.Optimizer]
 ) -> Callable[..., None]:
-    """torch.autograd.backward inside `scale_loss`; a reentrant checkpoint's own backward is inside it already."""
+    """Build a torch.autograd.backward that runs inside `scale_loss`, unless called inside another backward."""
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             original(tensors, *args, **kwargs)
             return
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -157,24 +157,24 @@ def _backward(
                 why="Apex scales one loss per backward",
                 fix="add the losses, call backward once for each, or use amp_engine='native'",
             )
-        with library.scale_loss(roots[0], optimizers) as scaled:
-            original(scaled, *args, **kwargs)
+        with library.scale_loss(roots[0], optimizers) as scaled_loss:
+            original(scaled_loss, *args, **kwargs)
 
     return backward
 
 
-def _clipping(original: Callable[..., Any], masters: Masters) -> Callable[..., Any]:
-    """A function of torch.nn.utils that clips the gradients the optimizers will use, as `amp.master_params` has it."""
+def _master_clipping(original: Callable[..., Any], snapshot: ApexSnapshot) -> Callable[..., Any]:
+    """Build a clipping function of torch.nn.utils that clips the gradients of the master parameters."""
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        given: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return original([masters.of(each) for each in given], *args, **kwargs)
+        tensors: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return original([snapshot.master_of(each) for each in tensors], *args, **kwargs)
 
     return clip
 
 
 def _deactivate(library: Any) -> None:
-    """Take Apex's patches off torch's functions (O1). Apex has no public way; its handle keeps what was there."""
+    """Remove Apex's patches of torch functions (O1); Apex has no public function for it."""
     state: Any = getattr(getattr(library, "_amp_state", None), "_amp_state", None)
     handle = getattr(state, "handle", None)
     if handle is not None:

@@ -1,64 +1,67 @@
-"""Models and optimizers as they were before another library changed them in place."""
+"""Snapshot of models and optimizers before Apex changes them in place, to restore them afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Masters"]
+from parallelize.precision.weight_casting import floating_point_tensors
+
+__all__ = ["ApexSnapshot"]
 
 _ABSENT = object()
 
-# What an optimizer has learnt in the block stays learnt.
-_KEPT = frozenset({"param_groups", "state", "defaults"})
+# Attributes of an optimizer that keep what training has changed, or are restored separately.
+_NOT_RESTORED = frozenset({"param_groups", "state", "defaults"})
 
 
-class Masters:
-    """Which parameter of an optimizer stands for which one of a model, by its place in the groups.
+class ApexSnapshot:
+    """Original dtypes, forwards and optimizer parameters, and the master parameter of each model parameter.
 
-    Apex casts a model to half and puts fp32 copies, the masters, where the optimizer had the model's parameters.
+    Apex casts a model to half and replaces the parameters in the optimizer by fp32 copies, the masters. A master is at
+    the same position in the parameter groups as its parameter was.
 
     Args:
-        models: before the library gets them.
-        optimizers: before the library gets them.
+        models: the models; not yet passed to `amp.initialize`.
+        optimizers: the optimizers; not yet passed to `amp.initialize`.
     """
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._models = tuple(models)
         self._optimizers = tuple(optimizers)
-        self._types = [{name: each.dtype for name, each in _tensors(model)} for model in models]
+        self._dtypes = [{name: each.dtype for name, each in floating_point_tensors(model)} for model in models]
         self._attributes = [dict(each.__dict__) for each in optimizers]
         self._forwards = [model.__dict__.get("forward", _ABSENT) for model in models]
-        self._places = {
-            id(each): (number, group, index)
-            for number, optimizer in enumerate(optimizers)
-            for group, options in enumerate(optimizer.param_groups)
+        self._positions = {
+            id(each): (optimizer_index, group_index, index)
+            for optimizer_index, optimizer in enumerate(optimizers)
+            for group_index, options in enumerate(optimizer.param_groups)
             for index, each in enumerate(options["params"])
         }
         self._originals = [[list(group["params"]) for group in each.param_groups] for each in optimizers]
 
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What the optimizer has in the place of a model's parameter; itself, if no optimizer has it."""
-        place = self._places.get(id(parameter))
-        if place is None:
+    def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the master of a model parameter, or the parameter itself if no optimizer holds it."""
+        position = self._positions.get(id(parameter))
+        if position is None:
             return parameter
-        number, group, index = place
-        master: torch.Tensor = self._optimizers[number].param_groups[group]["params"][index]
+        optimizer_index, group_index, index = position
+        master: torch.Tensor = self._optimizers[optimizer_index].param_groups[group_index]["params"][index]
         return master
 
     @torch.no_grad()
-    def give_back(self) -> None:
-        """Make models and optimizers what they were, with what they have learnt."""
-        for model, types in zip(self._models, self._types, strict=True):
-            for name, each in _tensors(model):
-                each.grad = None if each.dtype is not types.get(name, each.dtype) else each.grad
-                each.data = each.data.to(types.get(name, each.dtype))
-        for number, optimizer in enumerate(self._optimizers):
-            self._give_back_parameters(optimizer, self._originals[number])
-            _restore(optimizer.__dict__, self._attributes[number])
+    def restore(self) -> None:
+        """Undo Apex's changes of models and optimizers, but keep the trained values."""
+        for model, dtypes in zip(self._models, self._dtypes, strict=True):
+            for name, each in floating_point_tensors(model):
+                each.grad = None if each.dtype is not dtypes.get(name, each.dtype) else each.grad
+                each.data = each.data.to(dtypes.get(name, each.dtype))
+        for optimizer_index, optimizer in enumerate(self._optimizers):
+            self._restore_parameters(optimizer, self._originals[optimizer_index])
+            _restore_attributes(optimizer.__dict__, self._attributes[optimizer_index])
         for model, forward in zip(self._models, self._forwards, strict=True):
             if forward is _ABSENT:
                 model.__dict__.pop("forward", None)
@@ -66,7 +69,7 @@ class Masters:
                 model.__dict__["forward"] = forward
 
     @staticmethod
-    def _give_back_parameters(optimizer: torch.optim.Optimizer, originals: list[list[torch.Tensor]]) -> None:
+    def _restore_parameters(optimizer: torch.optim.Optimizer, originals: list[list[torch.Tensor]]) -> None:
         state: dict[Any, Any] = optimizer.state
         for group, parameters in zip(optimizer.param_groups, originals, strict=False):
             masters = group["params"][: len(parameters)]
@@ -77,13 +80,7 @@ class Masters:
             group["params"][: len(parameters)] = parameters
 
 
-def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     for name in attributes.keys() - before.keys():
         del attributes[name]
-    attributes.update({name: value for name, value in before.items() if name not in _KEPT})
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, each in (*model.named_parameters(), *model.named_buffers()):
-        if each.is_floating_point():
-            yield name, each
+    attributes.update({name: value for name, value in before.items() if name not in _NOT_RESTORED})

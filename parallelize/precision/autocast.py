@@ -1,4 +1,4 @@
-"""How long autocast lasts: from a routed forward, over the loss, until its backward starts."""
+"""Autocast that a forward enters, that stays on while the loss is computed, and that backward exits."""
 
 from __future__ import annotations
 
@@ -11,38 +11,41 @@ from torch import nn
 
 from parallelize.precision import torch_compile
 
-__all__ = ["Window"]
+__all__ = ["HeldAutocast"]
 
 
-class _Held(threading.local):
-    """The region that a window holds on one thread, and the state of the weights it has last seen there.
+class _ThreadState(threading.local):
+    """Autocast state of one thread.
 
-    It was left `inside` a compiled function if so: that one, returning, switches autocast on again, without a region.
+    Attributes:
+        context: the torch.autocast context that is held; None: no context is held.
+        weights_state: version counters of the weights when autocast was last entered.
+        exited_while_compiled: whether `exit` ran inside a compiled function, which enables autocast again on return.
     """
 
-    region: torch.autocast | None = None
-    seen: tuple[int, ...] = ()
-    left_inside: bool = False
+    context: torch.autocast | None = None
+    weights_state: tuple[int, ...] = ()
+    exited_while_compiled: bool = False
 
 
-class Window:
-    """Autocast that the block holds on a thread.
+class HeldAutocast:
+    """One autocast context per thread, held from a forward until its backward.
 
-        forward ─ opens ──── loss ──── backward: leaves    clipping, step    forward ─ opens ──── ...
+        forward ─ enter ──── loss ──── backward: exit      clipping, step    forward ─ enter ──── ...
                   [ autocast           ]                                               [ autocast
 
-    It is left completely, never suspended: autocast keeps the half-precision copies of weights that it makes until its
-    outermost region ends, so a region held over a step would go on with the weights of before the step. Where the
-    weights change in spite of an open window (a checkpoint is loaded, between two forwards), the copies are dropped.
+    Autocast caches half-precision copies of the weights until its outermost context ends. So the context is exited
+    before each step, not only disabled: the next forward must not use copies from before the step. If the weights
+    change while the context is held (a checkpoint is loaded between two forwards), the cache is cleared.
 
-    Autocast's regions must end in the order they began. A window never opens inside a region of the user's, and does
-    not end inside one that the user has begun since: it then waits for the next occasion.
+    Autocast contexts must be exited in reverse order. So `enter` does nothing inside an autocast context of the user,
+    and inside one that the user has entered later, `exit` only clears the cache; the next `exit` outside of it exits.
 
-    Autocast belongs to a thread: a thread opens and leaves what it holds itself.
+    Autocast state is thread-local: each thread enters and exits a separate context.
 
     Args:
-        device_type: torch's name for the kind of device.
-        dtype: the half-precision type; None: autocast stays as it is.
+        device_type: torch's device type, such as "cuda".
+        dtype: the half-precision type; None: do not change autocast.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype | None) -> None:
@@ -50,90 +53,90 @@ class Window:
         self._dtype = dtype
         self._models: tuple[nn.Module, ...] = ()
         self._weights: tuple[torch.Tensor, ...] = ()
-        self._held = _Held()
+        self._thread = _ThreadState()
 
-    def watch(self, models: Sequence[nn.Module]) -> None:
-        """Say whose weights autocast may copy."""
+    def set_models(self, models: Sequence[nn.Module]) -> None:
+        """Set the models whose weights autocast may cache."""
         self._models = tuple(models)
         weights = (weight for model in models for weight in model.parameters())
         self._weights = tuple(weight for weight in weights if not weight.is_inference())
 
-    def open(self) -> None:
-        """Enter autocast on this thread, unless it is inside one of the user's regions or the window is open."""
+    def enter(self) -> None:
+        """Enter autocast on this thread, unless a context is held already or the user has entered autocast."""
         if self._dtype is None:
             return
-        self._settle()
-        state = self._state_of_weights()
-        if self._held.region is not None:
-            if state != self._held.seen:
+        self._undo_dynamo_restore()
+        state = self._weights_state()
+        if self._thread.context is not None:
+            if state != self._thread.weights_state:
                 torch.clear_autocast_cache()
-        elif _depth() == 0:
-            self._held.region = torch.autocast(self._device_type, self._dtype)
-            self._held.region.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self._held.seen = state
+        elif _nesting_depth() == 0:
+            self._thread.context = torch.autocast(self._device_type, self._dtype)
+            self._thread.context.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self._thread.weights_state = state
 
-    def leave(self) -> None:
-        """Leave autocast on this thread, and let its copies of weights go."""
-        self._settle()
-        if self._held.region is None:
+    def exit(self) -> None:
+        """Exit autocast on this thread, and drop its cached copies of weights."""
+        self._undo_dynamo_restore()
+        if self._thread.context is None:
             return
-        if _depth() > 1:
+        if _nesting_depth() > 1:
             torch.clear_autocast_cache()
             return
-        region, self._held.region = self._held.region, None
-        region.__exit__(None, None, None)
-        self._held.left_inside = torch_compile.is_inside()
+        context, self._thread.context = self._thread.context, None
+        context.__exit__(None, None, None)
+        self._thread.exited_while_compiled = torch_compile.is_inside_compiled()
 
     @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Autocast off while this lasts, if it is the window's; on again after."""
-        with torch.autocast(self._device_type, enabled=False) if self._is_on_top() else contextlib.nullcontext():
+    def disabled(self) -> Iterator[None]:
+        """Disable autocast inside the context, if the held autocast context is the innermost on this thread."""
+        with torch.autocast(self._device_type, enabled=False) if self._is_innermost() else contextlib.nullcontext():
             yield
 
-    def around_forward(self) -> contextlib.AbstractContextManager[object]:
-        """Autocast for one forward, from the weights as they are, and no longer than it."""
-        if self._is_on_top():
+    def forward_only(self) -> contextlib.AbstractContextManager[object]:
+        """Return an autocast context for one forward that casts the current weights, not cached copies."""
+        if self._is_innermost():
             return torch.autocast(self._device_type, self._dtype, cache_enabled=False)
-        return self.covering()
+        return self.ensure_enabled()
 
-    def covering(self) -> contextlib.AbstractContextManager[object]:
-        """Autocast on this thread, whichever it is: nothing to do where it is on, or where the user switched it off."""
+    def ensure_enabled(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context with autocast enabled, for use on any thread; no-op where the user disabled autocast."""
         if self._dtype is None:
             return contextlib.nullcontext()
         if torch.is_autocast_enabled(self._device_type):
             if torch.get_autocast_dtype(self._device_type) is self._dtype:
                 return contextlib.nullcontext()
-        elif _depth() > 0:
+        elif _nesting_depth() > 0:
             return contextlib.nullcontext()
         return torch.autocast(self._device_type, self._dtype)
 
-    def inside_backward(self) -> contextlib.AbstractContextManager[object]:
-        """Autocast for a forward that backward runs again (activation checkpointing of a whole routed model).
+    def for_recomputation(self) -> contextlib.AbstractContextManager[object]:
+        """Return an autocast context for a routed forward that runs inside backward (activation checkpointing).
 
-        The checkpoint has put autocast back to what it was before that forward, when the window had yet to open.
+        torch's checkpoint restores the autocast state from before the original forward, so from before `enter`.
         """
         return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device_type, self._dtype)
 
-    def _settle(self) -> None:
-        """Switch off what a compiled function has switched on, returning, after the window was left in it."""
-        if self._held.left_inside and not torch_compile.is_inside():
-            self._held.left_inside = False
-            if _depth() == 0:
+    def _undo_dynamo_restore(self) -> None:
+        """Disable autocast if a compiled function, on return, enabled it again after `exit`."""
+        if self._thread.exited_while_compiled and not torch_compile.is_inside_compiled():
+            self._thread.exited_while_compiled = False
+            if _nesting_depth() == 0:
                 torch.set_autocast_enabled(self._device_type, False)  # noqa: FBT003  # torch's own signature
 
-    def _is_on_top(self) -> bool:
-        return self._held.region is not None and _depth() == 1
+    def _is_innermost(self) -> bool:
+        return self._thread.context is not None and _nesting_depth() == 1
 
-    def _state_of_weights(self) -> tuple[int, ...]:
-        """Changes when weights do, by their counters, and with the mode.
+    def _weights_state(self) -> tuple[int, ...]:
+        """Return version counters and training modes, which change when the weights change.
 
-        What is swapped in by `.data` no counter sees; but that is done to evaluate, between eval() and train().
+        Writing to `.data` changes no counter, but code that swaps weights this way (EMA) calls eval() and train() too.
         """
         return sum(weight._version for weight in self._weights), *(model.training for model in self._models)
 
 
-def _depth() -> int:
-    """How many autocast regions this thread is inside of."""
-    depth: int = torch.autocast_increment_nesting()
+def _nesting_depth() -> int:
+    """Return the number of autocast contexts that are entered on this thread."""
+    nesting: int = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
-    return depth - 1
+    return nesting - 1

@@ -1,4 +1,4 @@
-"""torch.autograd.backward as it is while a block lasts."""
+"""Replacements for torch.autograd.backward and torch.autograd.grad inside a block."""
 
 from __future__ import annotations
 
@@ -12,51 +12,52 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from parallelize.precision import torch_compile
-from parallelize.precision.autocast import Window
-from parallelize.precision.gradient_scaling import Scaling
+from parallelize.precision.autocast import HeldAutocast
+from parallelize.precision.gradient_scaling import GradientScaling
+from parallelize.runtime.gradients import is_in_backward
 
-__all__ = ["Backward", "Grad", "current_scaling"]
-
-
-class _Running(threading.local):
-    """Whether a call from the outside runs on this thread."""
-
-    now = False
+__all__ = ["PatchedBackward", "PatchedGrad", "active_scaling"]
 
 
-class Backward:
-    """Leaves autocast and scales, then calls what was there before.
+class _BackwardState(threading.local):
+    """Thread-local flag: whether a backward pass that the user called is running on this thread."""
 
-    `Tensor.backward` looks this function up each time it is called, so that one patch serves both. It is called again
-    from the inside: by a reentrant checkpoint, and by torch itself for subclasses of Tensor. Only the outermost call is
-    the user's; the others find gradients that are scaled already.
+    is_running = False
+
+
+class PatchedBackward:
+    """Replacement for torch.autograd.backward that first exits autocast and scales the loss.
+
+    `Tensor.backward` looks up torch.autograd.backward at each call, so this patch covers both. Reentrant checkpoints,
+    and torch for subclasses of Tensor, call it inside a running backward pass. These nested calls are passed on
+    unchanged, because their gradients are scaled already.
 
     Args:
-        original: what was there before.
-        window: the block's autocast.
-        scaling: the block's loss scaling, if it has one of its own.
-        around: what must be in force for the forwards that backward runs again.
+        original: the function that this one replaces.
+        autocast: the block's autocast.
+        scaling: the block's own loss scaling; None: the block has none.
+        recomputation: returns the context in which activation checkpoints rerun their forward during backward.
     """
 
     def __init__(
         self,
         original: Callable[..., None],
         *,
-        window: Window,
-        scaling: Scaling | None,
-        around: Callable[[], contextlib.AbstractContextManager[None]],
+        autocast: HeldAutocast,
+        scaling: GradientScaling | None,
+        recomputation: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._original = original
-        self._window = window
-        self._own = scaling
-        self._around = around
-        self._running = _Running()
+        self._autocast = autocast
+        self._own_scaling = scaling
+        self._recomputation = recomputation
+        self._thread = _BackwardState()
         functools.update_wrapper(self, original)
 
     @property
-    def scaling(self) -> Scaling | None:
-        """What scales a loss here: this block's scaling, or that of a block around it."""
-        return self._own or (self._original.scaling if isinstance(self._original, Backward) else None)
+    def scaling(self) -> GradientScaling | None:
+        """The loss scaling of this block, or else of an enclosing block; None: no loss scaling."""
+        return self._own_scaling or (self._original.scaling if isinstance(self._original, PatchedBackward) else None)
 
     def __call__(  # noqa: PLR0917  # torch's own signature
         self,
@@ -67,72 +68,74 @@ class Backward:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        """torch.autograd.backward."""
-        rest = {
+        """Run a backward pass, with the arguments of torch.autograd.backward."""
+        options = {
             "retain_graph": retain_graph,
             "create_graph": create_graph,
             "grad_variables": grad_variables,
             "inputs": inputs,
         }
-        if self._running.now or torch._C._current_graph_task_id() != -1:
-            self._original(tensors, grad_tensors, **rest)
+        if self._thread.is_running or is_in_backward():
+            self._original(tensors, grad_tensors, **options)
             return
-        self._window.leave()
-        self._running.now = True
+        self._autocast.exit()
+        self._thread.is_running = True
         try:
-            with torch_compile.paused(), self._around():
-                if self._own is None:
-                    self._original(tensors, grad_tensors, **rest)
+            with torch_compile.compilation_disabled(), self._recomputation():
+                if self._own_scaling is None:
+                    self._original(tensors, grad_tensors, **options)
                     return
                 roots = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
-                self._scaled(self._own, roots, grad_tensors, rest)
+                self._run_scaled(self._own_scaling, roots, grad_tensors, options)
         finally:
-            self._running.now = False
+            self._thread.is_running = False
 
-    def _scaled(self, scaling: Scaling, roots: tuple[Any, ...], gradients: Any, rest: Mapping[str, Any]) -> None:
-        # The deprecated name means the same; both at once is an error that torch has its own words for.
-        name = "grad_variables" if gradients is None and rest["grad_variables"] is not None else "grad_tensors"
-        given = rest["grad_variables"] if name == "grad_variables" else gradients
-        started = (given,) if isinstance(given, torch.Tensor) else tuple(given or [None] * len(roots))
-        for each in _inputs(rest["inputs"]):
+    def _run_scaled(
+        self, scaling: GradientScaling, roots: tuple[Any, ...], gradients: Any, options: Mapping[str, Any]
+    ) -> None:
+        # `grad_variables` is the deprecated name of `grad_tensors`; torch raises if both are passed.
+        name = "grad_variables" if gradients is None and options["grad_variables"] is not None else "grad_tensors"
+        initial = options["grad_variables"] if name == "grad_variables" else gradients
+        initial_gradients = (initial,) if isinstance(initial, torch.Tensor) else tuple(initial or [None] * len(roots))
+        for each in _input_tensors(options["inputs"]):
             if not each.is_leaf:
-                scaling.retain(each)
+                scaling.track_non_leaf(each)
 
-        def run(start: Sequence[torch.Tensor | None]) -> None:
-            self._original(roots, **{"grad_tensors": gradients, **rest, name: tuple(start)})
+        def run(scaled_gradients: Sequence[torch.Tensor | None]) -> None:
+            self._original(roots, **{"grad_tensors": gradients, **options, name: tuple(scaled_gradients)})
 
-        scaling.backward(roots, started, run)
+        scaling.backward(roots, initial_gradients, run)
 
 
-def _inputs(inputs: Any) -> list[torch.Tensor]:
-    """The tensors among backward's `inputs`: they get gradients even if they are no leaves."""
+def _input_tensors(inputs: Any) -> list[torch.Tensor]:
+    """Return the tensors in backward's `inputs` argument, which get gradients even if they are not leaves."""
     if inputs is None or isinstance(inputs, (torch.Tensor, GradientEdge)):
-        several = [inputs]
+        values = [inputs]
     else:
-        several = list(inputs.values() if isinstance(inputs, Mapping) else inputs)
-    return [each for each in several if isinstance(each, torch.Tensor)]
+        values = list(inputs.values() if isinstance(inputs, Mapping) else inputs)
+    return [each for each in values if isinstance(each, torch.Tensor)]
 
 
-class Grad:
-    """torch.autograd.grad outside of autocast, where gradients belong; it is on again for the loss that follows.
+class PatchedGrad:
+    """Replacement for torch.autograd.grad that disables autocast during the call, as in backward.
 
     Args:
-        original: what was there before.
-        window: the block's autocast.
+        original: the function that this one replaces.
+        autocast: the block's autocast.
     """
 
-    def __init__(self, original: Callable[..., Any], *, window: Window) -> None:
+    def __init__(self, original: Callable[..., Any], *, autocast: HeldAutocast) -> None:
         self._original = original
-        self._window = window
+        self._autocast = autocast
         functools.update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """torch.autograd.grad."""
-        with self._window.set_aside():
+        """Compute gradients, with the arguments of torch.autograd.grad."""
+        with self._autocast.disabled():
             return self._original(*args, **kwargs)
 
 
-def current_scaling() -> Scaling | None:
-    """The loss scaling of the block around this code, if there is one: the patch itself is where it is written."""
+def active_scaling() -> GradientScaling | None:
+    """Return the loss scaling of the innermost block that scales losses, or None; found in the patched backward."""
     backward = torch.autograd.backward
-    return backward.scaling if isinstance(backward, Backward) else None
+    return backward.scaling if isinstance(backward, PatchedBackward) else None

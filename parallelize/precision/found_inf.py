@@ -1,4 +1,4 @@
-"""When the loss scale moves, and whose step is left out."""
+"""Inf and nan checks: which optimizer steps are skipped, and when the loss scale is updated."""
 
 from __future__ import annotations
 
@@ -10,64 +10,66 @@ from typing import Any
 import torch
 
 from parallelize.precision.loss_scale import LossScale
-from parallelize.precision.unscale import worst
+from parallelize.precision.unscale import max_flag
 
-__all__ = ["Rounds"]
+__all__ = ["FoundInf"]
 
 
-class Rounds:
-    """A round is what happens from one move of the scale to the next: backwards, then the steps that follow them.
+class FoundInf:
+    """The found_inf flag of each optimizer, and the update of the scale once per iteration.
 
         backward, backward, step A, step B  |  backward, step A  |  backward ...
-                                         close                close
+                                       update               update
 
-    It closes at the first backward after a step, however many optimizers have stepped: like one `GradScaler.update()`.
+    The scale is updated by the first backward after a step, however many optimizers have stepped; this corresponds to
+    one call of `GradScaler.update()`.
 
-    Each optimizer is judged by its own gradients, as under GradScaler. They are checked right after backward, before
-    the user can clip inf to a number, and nobody has told us then which optimizer holds what. So leaves are checked in
-    groups that have the same optimizers as far as steps have shown; in the first round, when none have, one by one.
+    A step is skipped if the optimizer's own gradients have inf or nan, as under GradScaler. Gradients are checked right
+    after backward, before user code can clip inf to a finite number. At that time it is unknown which optimizers will
+    step a leaf. So leaves are checked in groups: each group is the leaves that the same optimizers have stepped so far.
+    Before the first update of the scale, each leaf is a separate group.
 
     Args:
-        scale: what is moved.
-        agree: makes a flag (0 or 1, without dimensions) the same on all ranks; None: it is so anyway.
+        scale: the loss scale to update.
+        all_reduce_flag: all-reduces a 0-dim flag (0 or 1) to its maximum, in place; None: ranks have equal flags.
     """
 
-    def __init__(self, scale: LossScale, *, agree: Callable[[torch.Tensor], None] | None = None) -> None:
+    def __init__(self, scale: LossScale, *, all_reduce_flag: Callable[[torch.Tensor], None] | None = None) -> None:
         self._scale = scale
-        self._agree = agree
-        # Bit n of a leaf's owners: the n-th optimizer that we have seen steps it. By id: tensors compare by value.
+        self._all_reduce_flag = all_reduce_flag
+        # id of a leaf (tensors compare by value) -> bit mask of the optimizers that have stepped it.
         self._owners: dict[int, int] = defaultdict(int)
         self._bits: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._optimizers = 0
+        self._num_optimizers = 0
         self._flags: dict[int, torch.Tensor] = {}
-        self._found: list[torch.Tensor] = []
-        self._has_closed = False
+        self._step_flags: list[torch.Tensor] = []
+        self._has_updated = False
 
-    def grouped(self, leaves: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-        """Leaves by the group in which they are checked for inf and nan."""
+    def group_leaves(self, leaves: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        """Return the groups in which leaves are checked for inf and nan: group key -> leaves."""
         groups: dict[int, list[torch.Tensor]] = defaultdict(list)
         for leaf in leaves:
             owners = self._owners.get(id(leaf), 0)
-            groups[owners if owners or self._has_closed else -id(leaf)].append(leaf)
+            groups[owners if owners or self._has_updated else -id(leaf)].append(leaf)
         return groups
 
-    def record(self, groups: Mapping[int, Iterable[torch.Tensor]], found: Mapping[int, torch.Tensor]) -> None:
-        """Keep what a backward has found; what earlier ones of the round found is in the gradients still."""
-        self._flags = {id(leaf): found[key] for key, leaves in groups.items() if key in found for leaf in leaves}
+    def record(self, groups: Mapping[int, Iterable[torch.Tensor]], flags: Mapping[int, torch.Tensor]) -> None:
+        """Store the flags of a backward pass, which include inf accumulated by earlier passes of the iteration."""
+        self._flags = {id(leaf): flags[key] for key, leaves in groups.items() if key in flags for leaf in leaves}
 
-    def has_judged(self, leaf: torch.Tensor) -> bool:
-        """Whether the last backward has scaled the gradient of a leaf."""
+    def has_checked(self, leaf: torch.Tensor) -> bool:
+        """Return whether the most recent scaled backward checked the gradient of `leaf`."""
         return id(leaf) in self._flags
 
-    def verdict(self, optimizer: torch.optim.Optimizer, leaves: Iterable[torch.Tensor]) -> torch.Tensor | None:
-        """1 if the step of an optimizer is to be left out, else 0; the same on all ranks.
+    def for_optimizer(self, optimizer: torch.optim.Optimizer, leaves: Iterable[torch.Tensor]) -> torch.Tensor | None:
+        """Return 1 if the step of `optimizer` must be skipped, else 0; equal on all ranks.
 
         Args:
-            optimizer: the one that is about to step.
+            optimizer: the optimizer that is about to step.
             leaves: its parameters.
 
         Returns:
-            fp32 without dimensions, on the scale's device; None if no scaled backward has led to these leaves.
+            0-dim fp32 tensor on the scale's device; None if no scaled backward has reached these leaves.
         """
         flags = {}
         bit = self._bit_of(optimizer)
@@ -76,31 +78,31 @@ class Rounds:
             flag = self._flags.get(id(leaf))
             if flag is not None:
                 flags[id(flag)] = flag
-        if not flags and self._agree is None:
+        if not flags and self._all_reduce_flag is None:
             return None
         device = self._scale.device
-        found = worst(flags.values(), device=device) if flags else torch.zeros((), device=device)
-        if self._agree is not None:
-            self._agree(found)
-        self._found.append(found)
-        return found
+        found_inf = max_flag(flags.values(), device=device) if flags else torch.zeros((), device=device)
+        if self._all_reduce_flag is not None:
+            self._all_reduce_flag(found_inf)
+        self._step_flags.append(found_inf)
+        return found_inf
 
-    def close(self) -> None:
-        """Move the scale if a step has been taken since it moved last."""
-        if not self._found:
+    def update_scale(self) -> None:
+        """Update the scale if an optimizer has stepped since the previous update."""
+        if not self._step_flags:
             return
-        self._scale.update(worst(self._found, device=self._scale.device))
-        self._found.clear()
-        self._has_closed = True
+        self._scale.update(max_flag(self._step_flags, device=self._scale.device))
+        self._step_flags.clear()
+        self._has_updated = True
 
     def forget(self, leaves: Iterable[Any]) -> None:
-        """Leaves are no longer the block's."""
+        """Remove leaves that are no longer parameters of the block."""
         for leaf in leaves:
             self._owners.pop(id(leaf), None)
             self._flags.pop(id(leaf), None)
 
     def _bit_of(self, optimizer: torch.optim.Optimizer) -> int:
         if optimizer not in self._bits:
-            self._bits[optimizer] = 1 << self._optimizers
-            self._optimizers += 1
+            self._bits[optimizer] = 1 << self._num_optimizers
+            self._num_optimizers += 1
         return self._bits[optimizer]

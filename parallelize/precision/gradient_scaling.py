@@ -1,4 +1,4 @@
-"""Loss scaling that the user's loop does not see: true gradients between backward and step."""
+"""Automatic loss scaling, without a GradScaler: `backward` scales and unscales, and `step` is skipped on inf."""
 
 from __future__ import annotations
 
@@ -12,203 +12,208 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize.precision import refusals
-from parallelize.precision.found_inf import Rounds
+from parallelize.precision.found_inf import FoundInf
 from parallelize.precision.loss_scale import LossScale
-from parallelize.precision.reachable_leaves import Reach, mark, reach
-from parallelize.precision.skipped_step import Skips
+from parallelize.precision.reachable_leaves import ReachableLeaves, find_reachable_leaves, mark_outputs
+from parallelize.precision.skipped_step import SkippedSteps
 from parallelize.precision.unscale import scale_, unscale_
-from parallelize.precision.unscaled_hooks import TrueGradients
-from parallelize.runtime.gradients import parameters_of
+from parallelize.precision.unscaled_hooks import UnscaledHooks
+from parallelize.runtime.gradients import is_in_backward, parameters_of
 
-__all__ = ["Roots", "Scaling"]
+__all__ = ["GradientScaling", "Roots"]
 
 Roots = Sequence[torch.Tensor | GradientEdge]
 Gradients = Sequence[torch.Tensor | None]
 
 
-class Scaling:
-    """Scales losses, unscales gradients and leaves out steps whose gradients hold inf or nan.
+class GradientScaling:
+    """Scales losses, unscales gradients and skips steps whose gradients have inf or nan.
 
         backward                                         step
-        ├ gradients already there   x scale              ├ optimizer that knows `found_inf`: tell it (nothing waits)
-        ├ torch's, started from the scale instead of 1   ├ inf or nan: a stand-in takes the step
-        └ all gradients             / scale, any inf?    └ else: as it is
+        ├ accumulated gradients     x scale              ├ optimizer that reads `found_inf`: set it (asynchronous)
+        ├ torch's backward, started from the scale       ├ inf or nan: a copy without parameters takes the step
+        └ all gradients             / scale, any inf?    └ else: unchanged
 
-    What lies in `.grad` outside of backward is the true gradient, so that clipping, logging and accumulation need no
-    word about a scale, and `autograd.grad` is not concerned at all. Multiplying back what is already there is exact
-    (by a power of two), so that several backwards accumulate in the scaled domain, as under GradScaler.
+    `.grad` is unscaled outside of backward, so clipping, logging and accumulation work as without a scale.
+    `autograd.grad` is never scaled. Backward passes add scaled gradients to each other, as under GradScaler: scaling
+    the accumulated gradients again before each pass is exact, because the scale is a power of two.
 
     Args:
         scale: the loss scale.
-        agree: makes a flag (0 or 1, without dimensions) the same on all ranks; None: it is so anyway.
+        all_reduce_flag: all-reduces a 0-dim flag (0 or 1) to its maximum, in place; None: ranks have equal flags.
     """
 
-    def __init__(self, scale: LossScale, *, agree: Callable[[torch.Tensor], None] | None = None) -> None:
+    def __init__(self, scale: LossScale, *, all_reduce_flag: Callable[[torch.Tensor], None] | None = None) -> None:
         self._scale = scale
-        self._rounds = Rounds(scale, agree=agree)
-        self._is_sharded = agree is not None
-        self._skips = Skips()
-        self._hooks = TrueGradients(scale)
+        self._found_inf = FoundInf(scale, all_reduce_flag=all_reduce_flag)
+        self._is_sharded = all_reduce_flag is not None
+        self._skipped_steps = SkippedSteps()
+        self._hooks = UnscaledHooks(scale)
         self._models: list[nn.Module] = []
         self._parameters: dict[int, nn.Parameter] = {}
-        self._retained: Any = WeakIdKeyDictionary()
-        self._trusts_marks: bool | None = None
+        self._non_leaves: Any = WeakIdKeyDictionary()
+        self._are_marks_complete: bool | None = None
 
-    def adopt(self, models: Sequence[nn.Module]) -> None:
-        """Count models as the block's own, with the parameters they have now.
+    def add_models(self, models: Sequence[nn.Module]) -> None:
+        """Add models of the block, with their current parameters.
 
         Raises:
-            ConfigError: a parameter in fp16.
+            ConfigError: a parameter is in fp16.
         """
         self._models += [model for model in models if not any(model is each for each in self._models)]
-        self._look_again()
+        self._update_parameters()
 
-    def release(self, models: Sequence[nn.Module]) -> None:
-        """Take back `adopt`."""
+    def remove_models(self, models: Sequence[nn.Module]) -> None:
+        """Remove models that `add_models` added."""
         self._models = [each for each in self._models if not any(each is model for model in models)]
-        self._look_again()
+        self._update_parameters()
 
-    def _look_again(self) -> None:
-        found: dict[int, nn.Parameter] = {}
+    def _update_parameters(self) -> None:
+        parameters: dict[int, nn.Parameter] = {}
         for model in self._models:
             for name, parameter in model.named_parameters():
                 if parameter.dtype is torch.float16:
                     raise refusals.half_parameter(name, parameter)
-                found[id(parameter)] = parameter
-        gone = [each for key, each in self._parameters.items() if key not in found]
-        self._rounds.forget(gone)
-        self._hooks.release(gone)
-        self._hooks.adopt(found.values())
-        self._parameters = found
-        self._trusts_marks = None
+                parameters[id(parameter)] = parameter
+        removed = [each for key, each in self._parameters.items() if key not in parameters]
+        self._found_inf.forget(removed)
+        self._hooks.unwrap(removed)
+        self._hooks.wrap_existing(parameters.values())
+        self._parameters = parameters
+        self._are_marks_complete = None
 
-    def hooked(self) -> contextlib.AbstractContextManager[None]:
-        """Show true gradients to the hooks that are registered while this lasts."""
-        return self._hooks.at_work()
+    def unscaled_hooks(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context; tensor hooks that are registered inside it get unscaled gradients."""
+        return self._hooks.patch_register_hook()
 
-    def retain(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that is no leaf among those that backward gives gradients to."""
-        self._retained[tensor] = None
+    def track_non_leaf(self, tensor: torch.Tensor) -> None:
+        """Register a non-leaf tensor whose `.grad` backward will set, so that its gradient is unscaled too."""
+        self._non_leaves[tensor] = None
 
-    def mark(self, outputs: Any, *, args: Any, kwargs: Any) -> None:
-        """Note what a routed forward has made of what."""
-        mark(outputs, args=args, kwargs=kwargs, owner=self)
+    def mark_forward(self, outputs: Any, *, args: Any, kwargs: Any) -> None:
+        """Store the inputs of a routed forward in the graph of its outputs."""
+        mark_outputs(outputs, args=args, kwargs=kwargs, owner=self)
 
     def backward(self, roots: Roots, gradients: Gradients, run: Callable[[Gradients], None]) -> None:
-        """A backward from the outside, scaled if it gets to the block's parameters.
+        """Run a backward pass of the user, with loss scaling if it reaches parameters of the block.
 
         Args:
-            roots: where it starts.
-            gradients: from what, one for each root; None: from 1.
-            run: torch's own backward, from the gradients it is given.
+            roots: the tensors to differentiate.
+            gradients: the initial gradient of each root; None: 1.
+            run: runs torch's backward pass from the initial gradients that are passed to it.
 
         Raises:
             ConfigError: a CUDA graph is being captured.
         """
-        reached = self._reach(roots)
-        if not reached.known:
+        reachable = self._reachable_leaves(roots)
+        if not reachable.has_known:
             run(gradients)
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise refusals.cuda_graph()
-        self._skips.give_up()
-        self._rounds.close()
-        leaves = [*self._parameters.values(), *reached.others, *self._retained.keys()]
+        self._skipped_steps.restore_all()
+        self._found_inf.update_scale()
+        leaves = [*self._parameters.values(), *reachable.others, *self._non_leaves.keys()]
         scale_(leaves, self._scale)
         try:
-            with self._hooks.passing():
-                run([self._start(root, gradient) for root, gradient in zip(roots, gradients, strict=True)])
+            with self._hooks.in_scaled_backward():
+                run([self._scaled_gradient(root, gradient) for root, gradient in zip(roots, gradients, strict=True)])
         finally:
-            groups = self._rounds.grouped(leaves)
-            self._rounds.record(groups, unscale_(groups, self._scale))
+            groups = self._found_inf.group_leaves(leaves)
+            self._found_inf.record(groups, unscale_(groups, self._scale))
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Judge a step that is about to be taken.
+        """Decide whether an optimizer step is skipped; called by a step pre-hook.
 
         Args:
-            optimizer: the one that steps.
-            args: of its `step`, itself the first.
-            kwargs: of its `step`.
+            optimizer: the optimizer that is about to step.
+            args: positional arguments of `step`; the first is the optimizer.
+            kwargs: keyword arguments of `step`.
 
         Returns:
-            Other arguments to step with; None: these.
+            New (args, kwargs) for the step; None: unchanged.
 
         Raises:
-            ConfigError: a step that loss scaling cannot judge.
+            ConfigError: a step that loss scaling does not support.
         """
         parameters = list(parameters_of(optimizer))
-        if not self._is_ours(optimizer, parameters):
+        if not self._is_managed(optimizer, parameters):
             return None
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             raise refusals.optimizer_in_backward(optimizer)
         if any(each is not None for each in (*args[1:2], kwargs.get("closure"))):
             raise refusals.closure(optimizer)
-        if self._skips.is_inside:
-            return (self._skips.begin(optimizer), *args[1:]), kwargs
-        found = self._rounds.verdict(optimizer, parameters)
-        if found is None:
+        if self._skipped_steps.is_skipping:
+            return (self._skipped_steps.skip(optimizer), *args[1:]), kwargs
+        found_inf = self._found_inf.for_optimizer(optimizer, parameters)
+        if found_inf is None:
             return None
-        if _judges_itself(optimizer):
-            optimizer.__dict__.update(grad_scale=None, found_inf=found)
-        elif found.item():
-            return (self._skips.begin(optimizer), *args[1:]), kwargs
+        if _reads_found_inf(optimizer):
+            optimizer.__dict__.update(grad_scale=None, found_inf=found_inf)
+        elif found_inf.item():
+            return (self._skipped_steps.skip(optimizer), *args[1:]), kwargs
         return None
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer back what `before_step` took or gave."""
-        self._skips.end(optimizer)
-        if _judges_itself(optimizer):
+        """Undo the changes of `before_step`; called by a step post-hook."""
+        self._skipped_steps.finish(optimizer)
+        if _reads_found_inf(optimizer):
             optimizer.__dict__.pop("grad_scale", None)
             optimizer.__dict__.pop("found_inf", None)
 
-    def close(self) -> None:
-        """End the round and whatever a step has left open."""
-        self._skips.give_up()
-        self._rounds.close()
+    def end_iteration(self) -> None:
+        """Update the scale, and restore the gradients of skipped steps that raised an exception."""
+        self._skipped_steps.restore_all()
+        self._found_inf.update_scale()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale's, once the round is closed."""
-        self.close()
+        """End the iteration, and return the scale's state."""
+        self.end_iteration()
         return self._scale.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        self.close()
+        """End the iteration, and load a state that `state_dict` has returned."""
+        self.end_iteration()
         self._scale.load_state_dict(state)
 
-    def _reach(self, roots: Roots) -> Reach:
-        """Where a backward gets to. The first one is looked at in full: does a leaf lie where marks let us not look?"""
-        short = reach(roots, known=self._parameters, owner=self)
-        # Sharded parameters are gathered for a forward: the leaves behind its mark are copies, and all are the model's.
-        if self._is_sharded or self._trusts_marks or not short.known:
-            return short
-        whole = reach(roots, known=self._parameters, owner=None)
-        if self._trusts_marks is None:
-            self._trusts_marks = len(whole.others) == len(short.others)
-        return whole
+    def _reachable_leaves(self, roots: Roots) -> ReachableLeaves:
+        """Return the leaves that a backward reaches.
 
-    def _start(self, root: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """What backward starts from: the scale for 1, and so many times any other gradient."""
+        The first search also walks the graph behind the marks of `mark_forward`, for leaves that no model registers.
+        """
+        marked = find_reachable_leaves(roots, known=self._parameters, owner=self)
+        # Under FSDP the leaves behind a mark are temporary all-gathered copies of the model's own parameters.
+        if self._is_sharded or self._are_marks_complete or not marked.has_known:
+            return marked
+        full = find_reachable_leaves(roots, known=self._parameters, owner=None)
+        if self._are_marks_complete is None:
+            self._are_marks_complete = len(full.others) == len(marked.others)
+        return full
+
+    def _scaled_gradient(self, root: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the initial gradient of a root times the scale."""
         if gradient is None:
-            gradient = _one_for(root)
+            gradient = _implicit_gradient(root)
         if gradient is None:
             return None
         return (gradient * self._scale.on(gradient.device)[0]).to(gradient.dtype)
 
-    def _is_ours(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
+    def _is_managed(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return whether an optimizer steps parameters of the block's models."""
         unknown = [each for each in parameters if id(each) not in self._parameters]
         if not unknown:
             return True
-        if not any(self._rounds.has_judged(each) for each in unknown) and len(unknown) == _count(optimizer):
-            # Nothing of the block's, and no loss of the block's has led there: an optimizer of its own.
+        is_scaled = any(self._found_inf.has_checked(each) for each in unknown)
+        if not is_scaled and len(unknown) == sum(len(group["params"]) for group in optimizer.param_groups):
+            # The optimizer has no parameter of the block, and no scaled backward has reached its parameters.
             return False
-        raise refusals.unknown_parameters(optimizer, list(_placed(optimizer, unknown)))
+        raise refusals.unknown_parameters(optimizer, list(_positions_of(optimizer, unknown)))
 
 
-def _one_for(root: torch.Tensor | GradientEdge) -> torch.Tensor | None:
-    """The gradient that torch starts from by itself; None where it refuses to, which it then says itself."""
+def _implicit_gradient(root: torch.Tensor | GradientEdge) -> torch.Tensor | None:
+    """Return the gradient 1 from which torch starts by default; None for a root for which torch raises an error."""
     if isinstance(root, GradientEdge):
         meta = root.node._input_metadata[root.output_nr]
         size = torch.Size(meta.shape)
@@ -218,19 +223,17 @@ def _one_for(root: torch.Tensor | GradientEdge) -> torch.Tensor | None:
     return torch.ones_like(root, memory_format=torch.preserve_format, requires_grad=False)
 
 
-def _judges_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's kernels read `found_inf`, so that the host need not wait for it: torch's fused ones."""
-    reads = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(reads) and all(group.get("fused") for group in optimizer.param_groups)
+def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's kernels read `found_inf` on the device, as torch's fused optimizers do."""
+    supports_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports_found_inf) and all(group.get("fused") for group in optimizer.param_groups)
 
 
-def _count(optimizer: torch.optim.Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _placed(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    wanted = {id(each) for each in parameters}
+def _positions_of(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    ids = {id(each) for each in parameters}
     for number, group in enumerate(optimizer.param_groups):
         for index, each in enumerate(group["params"]):
-            if id(each) in wanted:
+            if id(each) in ids:
                 yield f"param_groups[{number}]['params'][{index}]", each

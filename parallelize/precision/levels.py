@@ -1,4 +1,4 @@
-"""What each level of mixed precision means, as data."""
+"""The mixed-precision levels O0 to O3, as a table."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ __all__ = ["TABLE", "LevelRow", "describe", "markdown", "resolve", "row_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class LevelRow:
-    """One level; "half" is bf16 or fp16.
+    """Row of the table: one level; "half" means bf16 or fp16.
 
     Args:
-        level: its name.
-        autocast: whether matrix products and convolutions run in half, and what torch lists as delicate in fp32.
-        half_weights: whether a module computes with its weights in half.
-        half_batch_norm: whether that goes for batch norm too.
+        level: name of the level.
+        autocast: whether matrix products and convolutions run in half, and the operations on autocast's fp32 list in
+            fp32.
+        half_weights: whether modules compute with half-precision weights.
+        half_batch_norm: whether batch norm, too, computes with half-precision weights.
         master_weights: whether the optimizer updates fp32 weights.
-        scales_loss: whether fp16 gradients are kept from underflow by a dynamic loss scale; bf16 needs none.
+        scales_loss: whether fp16 uses dynamic loss scaling against underflow; bf16 never needs it.
     """
 
     level: Level
@@ -35,8 +36,8 @@ class LevelRow:
     scales_loss: bool
 
     def cells(self, dtype: str = "half") -> dict[str, str]:
-        """The row as text, by column."""
-        ops = f"{dtype}, delicate ones fp32" if self.autocast else "fp32"
+        """Return the row's texts: column name -> text."""
+        ops = f"{dtype}, numerically sensitive ones fp32" if self.autocast else "fp32"
         batch_norm = dtype if self.half_batch_norm else "fp32"
         return {
             "level": self.level,
@@ -44,11 +45,11 @@ class LevelRow:
             "operations": ops,
             "batch norm's weights": batch_norm,
             "weights updated": "fp32" if self.master_weights else dtype,
-            "loss scaling": _scaling(self, dtype),
+            "loss scaling": _loss_scaling_cell(self, dtype),
         }
 
 
-def _scaling(row: LevelRow, dtype: str) -> str:
+def _loss_scaling_cell(row: LevelRow, dtype: str) -> str:
     if not row.scales_loss or dtype == "bf16":
         return "none"
     return "dynamic" if dtype == "fp16" else "fp16 only"
@@ -56,40 +57,20 @@ def _scaling(row: LevelRow, dtype: str) -> str:
 
 # Rows and their meaning follow Apex's opt_levels (https://nvidia.github.io/apex/amp.html#opt-levels, and the classes
 # O0-O3 of apex/amp/frontend.py), with one difference, which README states too: in O2 and O3 Apex casts the inputs of
-# the model to half. Nothing is cast at the model's door here, so that integers stored as floats survive; autocast
-# casts at the operations that need it, and keeps its delicate ones (softmax, losses, layer norm) in fp32.
+# the model to half. Inputs are not cast here, so that integers stored as floats keep their values; autocast casts them
+# in the operations that run in half, and runs softmax, losses and layer norm in fp32.
 TABLE: dict[Level, LevelRow] = {
     "O0": LevelRow(
-        level="O0",
-        autocast=False,
-        half_weights=False,
-        half_batch_norm=False,
-        master_weights=True,
-        scales_loss=False,
+        level="O0", autocast=False, half_weights=False, half_batch_norm=False, master_weights=True, scales_loss=False
     ),
     "O1": LevelRow(
-        level="O1",
-        autocast=True,
-        half_weights=False,
-        half_batch_norm=False,
-        master_weights=True,
-        scales_loss=True,
+        level="O1", autocast=True, half_weights=False, half_batch_norm=False, master_weights=True, scales_loss=True
     ),
     "O2": LevelRow(
-        level="O2",
-        autocast=True,
-        half_weights=True,
-        half_batch_norm=False,
-        master_weights=True,
-        scales_loss=True,
+        level="O2", autocast=True, half_weights=True, half_batch_norm=False, master_weights=True, scales_loss=True
     ),
     "O3": LevelRow(
-        level="O3",
-        autocast=True,
-        half_weights=True,
-        half_batch_norm=True,
-        master_weights=False,
-        scales_loss=False,
+        level="O3", autocast=True, half_weights=True, half_batch_norm=True, master_weights=False, scales_loss=False
     ),
 }
 
@@ -97,71 +78,72 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def row_of(amp: Amp, precision: Precision | type[Precision]) -> LevelRow:
-    """The row a request chooses under an engine."""
+    """Return the row of the requested level, or of the engine's default level."""
     return TABLE[amp.level or precision.default_level]
 
 
 def markdown() -> str:
-    """The table as README prints it."""
+    """Return the table as README prints it."""
     rows = [TABLE[level].cells() for level in LEVELS]
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def describe(amp: Amp, precision: Precision | type[Precision], *, device_type: str) -> str:
-    """The row of the table that a request chooses on a kind of device, as one line.
+    """Describe the row that a request selects on a device type, in one line.
 
     Args:
         amp: the request.
         precision: the engine.
-        device_type: torch's name for the kind of device.
+        device_type: torch's device type, such as "cuda".
     """
     row = row_of(amp, precision)
-    dtype = _NAMES.get(amp.dtype or _widest(precision.dtypes.get(device_type, frozenset()), device_type), "half")
+    dtypes = precision.dtypes.get(device_type, frozenset())
+    dtype = _NAMES.get(amp.dtype or _preferred_dtype(dtypes, device_type), "half")
     cells = row.cells(dtype)
-    said = "; ".join(f"{column}: {text}" for column, text in cells.items() if column != "level")
+    columns = "; ".join(f"{column}: {text}" for column, text in cells.items() if column != "level")
     name = row.level if not row.autocast else f"{row.level} in {dtype}"
-    return f"{name} ({precision.name}): {said}"
+    return f"{name} ({precision.name}): {columns}"
 
 
 def resolve(amp: Amp, precision: Precision, *, device: torch.device, world: World) -> Amp:
-    """The request with nothing left open, the same on every rank.
+    """Return the request with level and dtype filled in, the same on every rank.
 
-    The type is bf16 where every rank's device does it well, else fp16; ranks ask each other only if the user named
-    none and there are several.
+    The dtype is bf16 if every rank's device supports it natively, else fp16. Several ranks with GPUs decide this by a
+    collective, unless the request has a dtype.
 
     Args:
         amp: the request.
-        precision: the engine that runs it.
+        precision: the engine of the request.
         device: the first device of this process.
-        world: this process among the others.
+        world: ranks and sizes of this process.
     """
     row = row_of(amp, precision)
-    known = precision.dtypes[device.type]
+    dtypes = precision.dtypes[device.type]
     dtype = amp.dtype
     if dtype is None:
-        dtype = _widest(known, device.type)
-        # Every rank must come here, also one that has no bf16: it is its answer that the others wait for.
-        if torch.bfloat16 in known and world.world_size > 1 and device.type != "cpu":
-            dtype = torch.bfloat16 if _all_ranks_have_it(device) else torch.float16
+        dtype = _preferred_dtype(dtypes, device.type)
+        # Every rank must call this all-reduce, even one whose device does not support bf16.
+        if torch.bfloat16 in dtypes and world.world_size > 1 and device.type != "cpu":
+            dtype = torch.bfloat16 if _all_ranks_support_bf16(device) else torch.float16
     return dataclasses.replace(amp, level=row.level, dtype=dtype)
 
 
-def _widest(known: frozenset[torch.dtype], device_type: str) -> torch.dtype:
-    """bf16, which has fp32's range, where an engine runs it and the device does it without emulation."""
-    if torch.bfloat16 not in known:
+def _preferred_dtype(dtypes: frozenset[torch.dtype], device_type: str) -> torch.dtype:
+    """Return bf16, which has the range of fp32, if the engine and the device support it, else fp16."""
+    if torch.bfloat16 not in dtypes:
         return torch.float16
-    return torch.float16 if device_type == "cuda" and not _has_bf16() else torch.bfloat16
+    return torch.float16 if device_type == "cuda" and not _supports_bf16() else torch.bfloat16
 
 
-def _has_bf16() -> bool:
-    # A machine without a GPU asks this only to explain what a request would mean on one.
+def _supports_bf16() -> bool:
+    # Without a GPU, this is called only to describe a request for GPUs.
     return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def _all_ranks_have_it(device: torch.device) -> bool:
-    having = torch.ones((), device=device)
-    if not _has_bf16():
-        having.zero_()
-    dist.all_reduce(having, dist.ReduceOp.MIN)
-    return bool(having.item())
+def _all_ranks_support_bf16(device: torch.device) -> bool:
+    supported = torch.ones((), device=device)
+    if not _supports_bf16():
+        supported.zero_()
+    dist.all_reduce(supported, dist.ReduceOp.MIN)
+    return bool(supported.item())

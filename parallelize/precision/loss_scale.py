@@ -1,4 +1,4 @@
-"""The loss scale: a number on the device that grows and shrinks by GradScaler's rules."""
+"""The loss scale: a number on the device, updated by the rules of torch.amp.GradScaler."""
 
 from __future__ import annotations
 
@@ -13,70 +13,70 @@ __all__ = ["LossScale"]
 
 
 class LossScale:
-    """What losses are multiplied by, so that gradients do not underflow in fp16.
+    """The factor that losses are multiplied by, so that fp16 gradients do not underflow.
 
-    It never leaves its device unless a checkpoint asks: neither reading, nor using, nor updating it waits for the GPU.
+    Only `state_dict` synchronizes with the GPU.
 
     Args:
-        amp: first scale and the rules of its growth.
-        device: where it lives.
+        amp: the initial scale and its growth and backoff options.
+        device: the device that holds the scale.
 
-    Source: torch.amp.GradScaler, whose `state_dict` this one reads and writes.
+    Source: torch.amp.GradScaler; the keys of `state_dict` are the same.
     """
 
     def __init__(self, amp: Amp, *, device: torch.device) -> None:
         self._scale = torch.full((), amp.init_scale, dtype=torch.float32, device=device)
-        self._tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._growth_factor = amp.growth_factor
         self._backoff_factor = amp.backoff_factor
         self._growth_interval = amp.growth_interval
-        self._copies: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._per_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def device(self) -> torch.device:
-        """Where it lives."""
+        """The device that holds the scale."""
         return self._scale.device
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scale and its reciprocal on a device, fp32 tensors without dimensions; as they are until `update`."""
-        if device not in self._copies:
-            # A copy to the CPU that nobody waits for may be read too early: there is no stream to order it.
+        """Return (scale, reciprocal) as 0-dim fp32 tensors on `device`; later updates do not change these tensors."""
+        if device not in self._per_device:
+            # Blocking for the CPU, where a non-blocking copy could be read before it completes.
             scale = self._scale.detach().clone().to(device, non_blocking=device.type != "cpu")
-            # By way of double, as GradScaler takes it: the reciprocal of an fp32 number rounds once only.
-            self._copies[device] = scale, scale.double().reciprocal().float()
-        return self._copies[device]
+            # In fp64, as GradScaler does, so that the reciprocal is rounded only once.
+            self._per_device[device] = scale, scale.double().reciprocal().float()
+        return self._per_device[device]
 
-    def update(self, found: torch.Tensor) -> None:
-        """Shrink the scale if `found` is not 0; grow it after enough calls with 0.
+    def update(self, found_inf: torch.Tensor) -> None:
+        """Shrink the scale if `found_inf` is not 0; grow it after `growth_interval` calls with 0.
 
         Args:
-            found: fp32 without dimensions, on `device`.
+            found_inf: 0-dim fp32 tensor on `device`.
         """
         torch._amp_update_scale_(
             self._scale,
-            self._tracker,
-            found,
+            self._growth_tracker,
+            found_inf,
             self._growth_factor,
             self._backoff_factor,
             self._growth_interval,
         )
-        self._copies.clear()
+        self._per_device.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's: plain numbers. Waits for the device."""
+        """Return the state under the keys of torch.amp.GradScaler, as plain numbers; synchronizes with the device."""
         return {
             "scale": self._scale.item(),
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
-            "_growth_tracker": int(self._tracker.item()),
+            "_growth_tracker": int(self._growth_tracker.item()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, of this class or of torch.amp.GradScaler."""
+        """Load a `state_dict` of this class or of torch.amp.GradScaler."""
         self._scale.fill_(state["scale"])
-        self._tracker.fill_(state["_growth_tracker"])
+        self._growth_tracker.fill_(state["_growth_tracker"])
         self._growth_factor = float(state["growth_factor"])
         self._backoff_factor = float(state["backoff_factor"])
         self._growth_interval = int(state["growth_interval"])
-        self._copies.clear()
+        self._per_device.clear()

@@ -1,4 +1,4 @@
-"""Mixed precision by torch.amp."""
+"""Mixed precision by torch.amp: the native engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["PLUGIN", "NativePrecision"]
 
 
 class NativePrecision(Precision):
-    """Autocast of torch.amp, loss scaling by GradScaler's rules."""
+    """Autocast of torch.amp, with loss scaling by the rules of torch.amp.GradScaler."""
 
     name = "native"
     dtypes: ClassVar[Mapping[str, frozenset[torch.dtype]]] = {
@@ -44,18 +44,18 @@ class NativePrecision(Precision):
         world: World,
         sharded: bool = False,
     ) -> contextlib.AbstractContextManager[Session]:
-        """Mixed precision for a block, as the level's row of the table says.
+        """Return the context of mixed precision for a block, with the settings of the level's row in `TABLE`.
 
         Args:
             amp: the request.
             models: the user's own objects, already on `device`.
-            optimizers: not needed: they are met when they step.
+            optimizers: ignored; a global step hook is called for every optimizer.
             device: the first device this process drives.
-            world: this process among the others.
-            sharded: whether ranks must agree on inf and nan.
+            world: ranks and sizes of this process.
+            sharded: whether ranks hold shards of gradients, so that flags of inf and nan are all-reduced.
 
         Raises:
-            ConfigError: loss scaling with a parameter in fp16.
+            ConfigError: a parameter is in fp16 under loss scaling.
         """
         del optimizers
         amp = resolve(amp, self, device=device, world=world)
@@ -64,19 +64,19 @@ class NativePrecision(Precision):
             return contextlib.nullcontext(Session())
         policy = Policy(
             device=device,
-            autocast=amp.dtype,
-            weights=amp.dtype if row.half_weights and row.master_weights else None,
-            gathers=sharded and world.world_size > 1,
-            storage=None if row.master_weights else amp.dtype,
-            scaling=amp if row.scales_loss and amp.dtype is torch.float16 else None,
-            agree=_agree if sharded else None,
+            autocast_dtype=amp.dtype,
+            weights_dtype=amp.dtype if row.half_weights and row.master_weights else None,
+            backend_casts_weights=sharded and world.world_size > 1,
+            storage_dtype=None if row.master_weights else amp.dtype,
+            loss_scaling=amp if row.scales_loss and amp.dtype is torch.float16 else None,
+            all_reduce_flag=_all_reduce_max if sharded else None,
             communication_dtype=amp.communication_dtype,
         )
         return mixed_precision(policy, models=models)
 
 
-def _agree(flag: torch.Tensor) -> None:
-    """The largest of all ranks' flags, on every rank, in place."""
+def _all_reduce_max(flag: torch.Tensor) -> None:
+    """All-reduce `flag` to the maximum over all ranks, in place."""
     dist.all_reduce(flag, dist.ReduceOp.MAX)
 
 

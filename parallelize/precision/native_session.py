@@ -1,4 +1,4 @@
-"""One block's mixed precision by torch.amp: what a forward, a backward and a step go through."""
+"""Mixed precision of one block by torch.amp: its session, patches and optimizer hooks."""
 
 from __future__ import annotations
 
@@ -13,190 +13,202 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from parallelize.plugins.base import Amp, Session
 from parallelize.precision import refusals, torch_compile
-from parallelize.precision.autocast import Window
-from parallelize.precision.backward_patch import Backward, Grad, current_scaling
-from parallelize.precision.gradient_scaling import Scaling
+from parallelize.precision.autocast import HeldAutocast
+from parallelize.precision.backward_patch import PatchedBackward, PatchedGrad, active_scaling
+from parallelize.precision.gradient_scaling import GradientScaling
 from parallelize.precision.loss_scale import LossScale
-from parallelize.precision.replace_attribute import replaced
-from parallelize.precision.weight_casting import HalfModels, HalfWeights, left_alone
+from parallelize.precision.replace_attribute import replace_attribute
+from parallelize.precision.weight_casting import HalfStorage, HalfWeightsInForward, exempt_modules
 from parallelize.runtime.containers import map_leaves
+from parallelize.runtime.gradients import is_in_backward
 
 __all__ = ["NativeSession", "Policy", "mixed_precision"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What one block does, every choice made.
+    """The resolved precision settings of one block.
 
     Args:
         device: the first device of this process.
-        autocast: the type of autocast; None: none.
-        weights: the type that modules compute with their weights in (O2); None: their own.
-        gathers: whether the backend casts weights as it gathers them, so that nobody else need.
-        storage: the type that models are kept in (O3); None: their own.
-        scaling: first loss scale and the rules of its growth; None: no scaling.
-        agree: makes a flag the same on all ranks; None: it is so anyway.
-        communication_dtype: the type in which gradients travel; None: their own.
+        autocast_dtype: the dtype of autocast; None: no autocast.
+        weights_dtype: the dtype that modules compute with their weights in (O2); None: unchanged.
+        backend_casts_weights: whether the backend casts weights when it all-gathers them.
+        storage_dtype: the dtype that models are stored in (O3); None: unchanged.
+        loss_scaling: the initial loss scale and its options; None: no loss scaling.
+        all_reduce_flag: all-reduces a 0-dim flag to its maximum, in place; None: ranks have equal flags.
+        communication_dtype: the dtype in which gradients are all-reduced; None: unchanged.
     """
 
     device: torch.device
-    autocast: torch.dtype | None = None
-    weights: torch.dtype | None = None
-    gathers: bool = False
-    storage: torch.dtype | None = None
-    scaling: Amp | None = None
-    agree: Callable[[torch.Tensor], None] | None = None
+    autocast_dtype: torch.dtype | None = None
+    weights_dtype: torch.dtype | None = None
+    backend_casts_weights: bool = False
+    storage_dtype: torch.dtype | None = None
+    loss_scaling: Amp | None = None
+    all_reduce_flag: Callable[[torch.Tensor], None] | None = None
     communication_dtype: torch.dtype | None = None
 
 
 class NativeSession(Session):
-    """The hooks of one block.
+    """Mixed precision of one block by torch.amp.
 
     Args:
-        policy: what they do.
-        window: autocast of this block.
-        scaling: loss scaling, of this block or of the one around it.
-        weights: half-precision weights of this block (O2).
+        policy: precision settings of the block.
+        autocast: autocast of this block.
+        scaling: loss scaling of this block or of an enclosing one; None: no loss scaling.
+        weights: casts of this block's weights (O2); None: no casts.
     """
 
-    def __init__(self, policy: Policy, *, window: Window, scaling: Scaling | None, weights: HalfWeights | None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        autocast: HeldAutocast,
+        scaling: GradientScaling | None,
+        weights: HalfWeightsInForward | None,
+    ) -> None:
         self.communication_dtype = policy.communication_dtype
-        self.weights_dtype = policy.weights
-        self.fp32_modules = left_alone(policy.device.type)
-        self._half = policy.autocast
-        self._window = window
+        self.weights_dtype = policy.weights_dtype
+        self.fp32_modules = exempt_modules(policy.device.type)
+        self._half_dtype = policy.autocast_dtype
+        self._autocast = autocast
         self._scaling = scaling
         self._weights = weights
 
     def bind(self, models: Sequence[nn.Module]) -> None:
-        """Learn the parameters of the models."""
-        self._window.watch(models)
+        """Register the parameters of the models."""
+        self._autocast.set_models(models)
         if self._scaling is not None:
-            self._scaling.adopt(models)
+            self._scaling.add_models(models)
         if self._weights is not None:
             for model in models:
-                self._weights.adopt(model)
+                self._weights.add_model(model)
 
     def route(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Open autocast for a forward and its loss; without gradients, for the forward alone.
+        """Run a forward, and leave autocast on for the loss; with grad mode off, enter it for the forward only.
 
         Args:
             call: the engine's module.
-            *args: the user's.
-            **kwargs: the user's.
+            *args: the user's arguments.
+            **kwargs: the user's arguments.
 
         Returns:
-            What `call` returns, in half precision as it comes: autocast is still on, and casts what needs it. Without
-            gradients there is no backward to leave autocast at, and in a compiled function autocast cannot outlast the
-            function: there it is left at once, and what is in half comes back in fp32. A loss or a metric then computes
-            as precisely as it would have inside, and numpy knows the type.
+            The outputs of `call`, unchanged if autocast stays on. With grad mode off no backward follows that could
+            exit autocast, and inside a compiled function autocast cannot be held beyond the function. In both cases
+            half-precision outputs are cast to fp32, because the loss or metric is computed without autocast, and numpy
+            has no bf16.
         """
-        if torch._C._current_graph_task_id() != -1:
-            with self._window.inside_backward():
+        if is_in_backward():
+            with self._autocast.for_recomputation():
                 return call(*args, **kwargs)
-        if torch_compile.is_inside() or not torch.is_grad_enabled():
-            with self._window.around_forward():
+        if torch_compile.is_inside_compiled() or not torch.is_grad_enabled():
+            with self._autocast.forward_only():
                 outputs = call(*args, **kwargs)
-                with torch_compile.paused():
-                    outputs = map_leaves(self._widened, outputs)
+                with torch_compile.compilation_disabled():
+                    outputs = map_leaves(self._to_fp32, outputs)
         else:
-            outputs = self._covered(call, args, kwargs)
+            outputs = self._run_and_hold_autocast(call, args, kwargs)
         if self._scaling is not None and torch.is_grad_enabled():
-            with torch_compile.paused():
-                self._scaling.mark(outputs, args=args, kwargs=kwargs)
+            with torch_compile.compilation_disabled():
+                self._scaling.mark_forward(outputs, args=args, kwargs=kwargs)
         return outputs
 
-    def _covered(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Autocast from here to the backward; but not beyond a forward that fails."""
-        self._window.open()
+    def _run_and_hold_autocast(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward, and leave autocast on until backward; exit it at once if the forward raises."""
+        self._autocast.enter()
         try:
-            with self._window.covering():
+            with self._autocast.ensure_enabled():
                 return call(*args, **kwargs)
         except BaseException:
-            self._window.leave()
+            self._autocast.exit()
             raise
 
     def forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's forward under autocast on whichever thread this is.
+        """Run the user's forward under autocast, on any thread.
 
         Args:
             call: the user's forward.
-            *args: on the replica's device.
-            **kwargs: on the replica's device.
+            *args: the user's arguments, on the replica's device.
+            **kwargs: the user's arguments, on the replica's device.
         """
         if self._weights is None:
-            return self.forward_with_weights(call, *args, **kwargs)
-        with self._window.covering(), self._weights.covering(getattr(call, "__self__", None)):
+            return self.forward_with_cast_weights(call, *args, **kwargs)
+        with self._autocast.ensure_enabled(), self._weights.cast_for_forward(getattr(call, "__self__", None)):
             return call(*args, **kwargs)
 
-    def forward_with_weights(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's forward under autocast; its weights are in half precision already."""
-        with self._window.covering():
+    def forward_with_cast_weights(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's forward under autocast, without casting weights."""
+        with self._autocast.ensure_enabled():
             return call(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's state; {} without scaling."""
+        """Return the state of the loss scale; {} without loss scaling."""
         return {} if self._scaling is None else self._scaling.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`; one that was saved without scaling says nothing about it."""
+        """Load the state of the loss scale; an empty state, saved without loss scaling, changes nothing."""
         if self._scaling is not None and state:
             self._scaling.load_state_dict(state)
 
-    def _widened(self, value: Any) -> Any:
-        return value.float() if isinstance(value, torch.Tensor) and value.dtype is self._half else value
+    def _to_fp32(self, value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype is self._half_dtype else value
 
 
 @contextlib.contextmanager
 def mixed_precision(policy: Policy, *, models: Sequence[nn.Module]) -> Iterator[NativeSession]:
-    """Run a block by a policy: every patch and hook is there while it lasts, and gone after.
+    """Run a block with mixed precision; its patches and hooks are removed when the context ends.
 
-    A block inside one that scales its losses shares the scale: a loss that goes through both is scaled once.
+    A block inside another one that scales losses uses the outer block's scale, so that a loss through models of both
+    is scaled only once.
 
     Args:
-        policy: what to do.
-        models: the user's models; `NativeSession.bind` tells when their parameters are others.
+        policy: the settings of the block.
+        models: the user's models; `NativeSession.bind` updates them when their parameters change.
 
     Raises:
-        ConfigError: loss scaling with a parameter in fp16.
+        ConfigError: a parameter is in fp16 under loss scaling.
     """
-    torch_compile.keep_out()
-    window = Window(policy.device.type, policy.autocast)
-    scaling, is_own = current_scaling(), False
-    if scaling is None and policy.scaling is not None:
-        scaling, is_own = Scaling(LossScale(policy.scaling, device=policy.device), agree=policy.agree), True
+    torch_compile.exclude_package()
+    autocast = HeldAutocast(policy.device.type, policy.autocast_dtype)
+    scaling, own_scaling = active_scaling(), None
+    if scaling is None and policy.loss_scaling is not None:
+        scale = LossScale(policy.loss_scaling, device=policy.device)
+        scaling = own_scaling = GradientScaling(scale, all_reduce_flag=policy.all_reduce_flag)
     weights = None
-    if policy.weights is not None and not policy.gathers:
-        weights = HalfWeights(policy.weights, exempt=left_alone(policy.device.type))
-    stored = None if policy.storage is None else HalfModels(policy.storage, models=models)
-    session = NativeSession(policy, window=window, scaling=scaling, weights=weights)
+    if policy.weights_dtype is not None and not policy.backend_casts_weights:
+        weights = HalfWeightsInForward(policy.weights_dtype, exempt=exempt_modules(policy.device.type))
+    storage = None if policy.storage_dtype is None else HalfStorage(policy.storage_dtype, models=models)
+    session = NativeSession(policy, autocast=autocast, scaling=scaling, weights=weights)
     with contextlib.ExitStack() as stack:
         if scaling is not None:
-            stack.callback(scaling.release, models)
-        if stored is not None:
-            stack.enter_context(stored.at_work())
+            stack.callback(scaling.remove_models, models)
+        if storage is not None:
+            stack.enter_context(storage.cast_models())
         session.bind(models)
-        backward = Backward(
+        backward = PatchedBackward(
             torch.autograd.backward,
-            window=window,
-            scaling=scaling if is_own else None,
-            around=contextlib.nullcontext if weights is None else weights.recomputing,
+            autocast=autocast,
+            scaling=own_scaling,
+            recomputation=contextlib.nullcontext if weights is None else weights.cast_in_backward,
         )
-        stack.enter_context(_patched(window, backward, scaling if is_own else None, stored))
+        stack.enter_context(_patches(autocast, backward, own_scaling, storage))
         yield session
 
 
 @contextlib.contextmanager
-def _patched(window: Window, backward: Backward, scaling: Scaling | None, stored: HalfModels | None) -> Iterator[None]:
-    """Everything of torch's that a block changes."""
+def _patches(
+    autocast: HeldAutocast, backward: PatchedBackward, scaling: GradientScaling | None, storage: HalfStorage | None
+) -> Iterator[None]:
+    """Patch torch and register the optimizer hooks of a block."""
 
     def before_step(
         optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        with torch_compile.paused():
-            window.leave()
-            if stored is not None:
-                stored.sees(optimizer)
+        with torch_compile.compilation_disabled():
+            autocast.exit()
+            if storage is not None:
+                storage.cast_state_once(optimizer)
             return None if scaling is None else scaling.before_step(optimizer, args, kwargs)
 
     def after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -204,32 +216,36 @@ def _patched(window: Window, backward: Backward, scaling: Scaling | None, stored
             scaling.after_step(optimizer)
 
     with contextlib.ExitStack() as stack:
-        stack.callback(window.leave)
-        stack.enter_context(replaced(torch.autograd, "backward", backward))
-        stack.enter_context(replaced(torch.autograd, "grad", Grad(torch.autograd.grad, window=window)))
+        stack.callback(autocast.exit)
+        stack.enter_context(replace_attribute(torch.autograd, "backward", backward))
+        grad = PatchedGrad(torch.autograd.grad, autocast=autocast)
+        stack.enter_context(replace_attribute(torch.autograd, "grad", grad))
         stack.callback(register_optimizer_step_pre_hook(before_step).remove)
         stack.callback(register_optimizer_step_post_hook(after_step).remove)
         if scaling is not None:
-            stack.callback(scaling.close)
-            stack.enter_context(_watched(scaling))
-            stack.enter_context(scaling.hooked())
+            stack.callback(scaling.end_iteration)
+            stack.enter_context(_scaling_patches(scaling))
+            stack.enter_context(scaling.unscaled_hooks())
         yield
 
 
 @contextlib.contextmanager
-def _watched(scaling: Scaling) -> Iterator[None]:
-    """What scaling has to know of, or cannot bear: gradients kept for tensors that are no leaves, another scaler."""
+def _scaling_patches(scaling: GradientScaling) -> Iterator[None]:
+    """Patch `Tensor.retain_grad` so that its gradients are unscaled too, and make `GradScaler.scale` raise an error."""
     retain_grad, scale = torch.Tensor.retain_grad, torch.amp.GradScaler.scale
 
-    def retained(tensor: torch.Tensor) -> None:
+    def patched_retain_grad(tensor: torch.Tensor) -> None:
         retain_grad(tensor)
         if tensor.requires_grad and not tensor.is_leaf:
-            scaling.retain(tensor)
+            scaling.track_non_leaf(tensor)
 
-    def refused(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+    def patched_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         if scaler.is_enabled():
             raise refusals.own_scaler()
         return scale(scaler, outputs)
 
-    with replaced(torch.Tensor, "retain_grad", retained), replaced(torch.amp.GradScaler, "scale", refused):
+    with (
+        replace_attribute(torch.Tensor, "retain_grad", patched_retain_grad),
+        replace_attribute(torch.amp.GradScaler, "scale", patched_scale),
+    ):
         yield

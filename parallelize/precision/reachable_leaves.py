@@ -1,4 +1,4 @@
-"""Which leaves a backward will give gradients to, beside the parameters that are known anyway."""
+"""Search of the autograd graph for the leaves that a backward gives gradients to."""
 
 from __future__ import annotations
 
@@ -11,81 +11,83 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallelize.runtime.containers import leaves
 
-__all__ = ["Reach", "mark", "reach"]
+__all__ = ["ReachableLeaves", "find_reachable_leaves", "mark_outputs"]
 
-_KEY = "parallelize: inputs"
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+_METADATA_KEY = "parallelize: inputs"
+_TYPES_WITHOUT_TENSORS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
-class Reach:
-    """What a backward gets to.
+class ReachableLeaves:
+    """The leaves that a backward reaches.
 
     Args:
-        known: whether a parameter of the block's models is among it.
-        others: every other leaf.
+        has_known: whether a parameter of the block's models is among them.
+        others: all other leaves.
     """
 
-    known: bool
+    has_known: bool
     others: tuple[torch.Tensor, ...]
 
 
-def mark(outputs: Any, *, args: Any, kwargs: Any, owner: object) -> None:
-    """Write on the outputs of a routed forward what went into it, so that `reach` can step over the model's graph.
+def mark_outputs(outputs: Any, *, args: Any, kwargs: Any, owner: object) -> None:
+    """Store the inputs of a routed forward in the graph nodes of its outputs, so that searches skip the model's graph.
 
         leaf x ── ops ──┐                      ┌── ops ── loss
                         args ─[ the model ]─ outputs
                           └───── mark ─────────┘
 
-    Nodes of the graph hold the mark themselves: it goes when the graph goes, and holds nothing that the graph does not.
+    A mark in the metadata of a node lives as long as the graph, and references only nodes of the graph.
 
     Args:
-        outputs: what the forward returned.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        owner: only a `reach` for the same owner trusts the mark.
+        outputs: the value that the forward returned.
+        args: positional arguments of the forward.
+        kwargs: keyword arguments of the forward.
+        owner: key of the mark: only searches with the same owner use the mark.
     """
-    given = [*leaves(args), *leaves(kwargs)]
-    if any(not isinstance(value, (torch.Tensor, *_PLAIN)) for value in given):
-        # An object that we cannot look into may hold a tensor with a history of its own.
+    values = [*leaves(args), *leaves(kwargs)]
+    if any(not isinstance(value, (torch.Tensor, *_TYPES_WITHOUT_TENSORS)) for value in values):
+        # Any other object may hold a tensor with a graph that the mark would hide.
         return
-    tensors = [value for value in given if isinstance(value, torch.Tensor)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     inputs = {get_gradient_edge(value).node for value in tensors if value.requires_grad}
     for value in leaves(outputs):
         node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
         if node is not None and node not in inputs:
-            node.metadata[_KEY] = (owner, inputs)
+            node.metadata[_METADATA_KEY] = (owner, inputs)
 
 
-def reach(roots: Iterable[torch.Tensor | GradientEdge], *, known: Container[int], owner: object) -> Reach:
-    """Walk the graph under the roots of a backward, as far as it is not marked.
+def find_reachable_leaves(
+    roots: Iterable[torch.Tensor | GradientEdge], *, known: Container[int], owner: object
+) -> ReachableLeaves:
+    """Return the leaves in the graph of `roots`, except leaves behind a mark.
 
     Args:
-        roots: as torch.autograd.backward takes them.
+        roots: the `tensors` argument of torch.autograd.backward.
         known: ids of the parameters of the block's models.
-        owner: whose marks to trust.
+        owner: only marks with this owner are used; None: no marks.
     """
     pending: list[Any] = [_node_of(root) for root in roots]
     seen: set[Any] = set()
     others = []
-    touches = False
+    has_known = False
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        marked = node.metadata.get(_KEY)
+        marked = node.metadata.get(_METADATA_KEY)
         if marked is not None and marked[0] is owner:
-            touches = True
+            has_known = True
             pending.extend(marked[1])
         elif node.next_functions:
-            pending.extend(following for following, _ in node.next_functions)
+            pending.extend(next_node for next_node, _ in node.next_functions)
         elif isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
             if id(leaf) in known:
-                touches = True
+                has_known = True
             else:
                 others.append(leaf)
-    return Reach(touches, tuple(others))
+    return ReachableLeaves(has_known, tuple(others))
 
 
 def _node_of(root: torch.Tensor | GradientEdge) -> Any:

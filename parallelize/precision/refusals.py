@@ -1,4 +1,4 @@
-"""What cannot be done under loss scaling: each refusal with its reason and its fix."""
+"""Errors for operations that loss scaling does not support."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ _BF16 = "amp='bf16', which needs no loss scaling"
 
 
 def closure(optimizer: torch.optim.Optimizer) -> ConfigError:
-    """`step(closure)`."""
+    """Build the error for `step(closure)`."""
     return ConfigError(
         f"{type(optimizer).__name__}.step(closure) under loss scaling",
-        why="the step calls backward itself, several times, and only it would know whether a gradient was inf",
+        why="the step calls backward several times, and uses the gradients before they can be checked for inf",
         fix=f"call backward before step(), or use {_BF16}",
     )
 
 
 def optimizer_in_backward(optimizer: torch.optim.Optimizer) -> ConfigError:
-    """A step taken by a hook while backward runs."""
+    """Build the error for a step that a hook takes inside backward."""
     return ConfigError(
         f"{type(optimizer).__name__}.step() inside backward, under loss scaling",
-        why="gradients are true, and known to be finite, only when backward has ended",
+        why="gradients are unscaled and checked for inf only when backward has ended",
         fix=f"call step() after backward(), or use {_BF16}",
     )
 
 
 def unknown_parameters(optimizer: torch.optim.Optimizer, unknown: Sequence[tuple[str, torch.Tensor]]) -> ConfigError:
-    """An optimizer with parameters of no model of the block.
+    """Build the error for an optimizer with parameters that no model of the block has.
 
     Args:
-        optimizer: the user's.
-        unknown: where each lies in the optimizer, and the parameter.
+        optimizer: the user's optimizer.
+        unknown: such parameters, as (position in the optimizer, parameter).
     """
     place, first = unknown[0]
     return ConfigError(
         f"{type(optimizer).__name__} holds {len(unknown)} parameter(s) that no model of the block has: "
         f"{place} of shape {tuple(first.shape)}",
-        why="nobody makes their gradients equal on all ranks, and the loss scale covers the block's models only",
-        fix="give their module to the block too: parallel_model(model, criterion); or step them with an own optimizer, "
-        "from a loss of their own",
+        why="their gradients are not averaged over the ranks, and the loss scale covers the block's models only",
+        fix="pass their module to the block too: parallel_model(model, criterion); or train them by a separate loss "
+        "and optimizer",
     )
 
 
 def own_scaler() -> ConfigError:
-    """The user's own GradScaler."""
+    """Build the error for a torch.amp.GradScaler of the user."""
     return ConfigError(
         "a torch.amp.GradScaler of your own with amp='fp16'",
-        why="backward scales the loss already, so it would be scaled twice",
+        why="backward scales the loss already: it would be scaled twice",
         fix="delete the scaler: call loss.backward() and optimizer.step(); or drop amp= and keep your own autocast",
     )
 
 
 def cuda_graph() -> ConfigError:
-    """Capture of a CUDA graph."""
+    """Build the error for a backward while a CUDA graph is captured."""
     return ConfigError(
         "a CUDA graph is being captured under loss scaling",
-        why="whether a step is left out is decided anew each time, and a graph replays one decision",
+        why="each iteration decides anew whether to skip the step, and a graph replays one decision",
         fix=f"capture outside of the block, or use {_BF16}",
     )
 
 
 def half_parameter(name: str, parameter: nn.Parameter) -> ConfigError:
-    """A parameter that is in fp16 before the block begins."""
+    """Build the error for a parameter that is in fp16 before the block begins."""
     return ConfigError(
         f"parameter {name!r} is in {parameter.dtype} already",
-        why="gradients have the type of their parameter, and divided by the loss scale they underflow in fp16",
-        fix="give the model in fp32, without .half(): amp='O2' computes with weights in half, amp='O3' keeps them so",
+        why="its gradient has the same dtype, and unscaled gradients underflow in fp16",
+        fix="pass the model in fp32, without .half(): amp='O2' computes with weights in half, amp='O3' stores them so",
     )

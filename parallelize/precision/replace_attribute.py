@@ -1,4 +1,4 @@
-"""An attribute of somebody else's module or class, replaced while a block lasts."""
+"""Temporary replacement of an attribute of a module or class: a monkey patch with its removal."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["replaced"]
+__all__ = ["replace_attribute"]
 
 
 @contextlib.contextmanager
-def replaced(owner: object, name: str, value: Any) -> Iterator[None]:
-    """Make `owner.name` be `value`; what was there comes back at the end, be it the owner's own or inherited.
+def replace_attribute(owner: object, name: str, value: Any) -> Iterator[None]:
+    """Replace `owner.name` by `value` inside the context, and restore the original attribute at its end.
 
-    Somebody who has replaced `value` in the meantime keeps it: taking that away would break what is not ours.
+    If other code has patched the attribute meanwhile, that patch stays, because it may wrap and call `value`.
     """
     is_inherited = name not in vars(owner)
     original = getattr(owner, name)

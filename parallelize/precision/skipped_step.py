@@ -1,4 +1,4 @@
-"""A step of an optimizer that runs and changes nothing."""
+"""Skipping of optimizer steps after inf or nan: the step still runs, but on a copy without parameters."""
 
 from __future__ import annotations
 
@@ -8,55 +8,54 @@ import torch
 
 from parallelize.runtime.gradients import parameters_of
 
-__all__ = ["Skips", "stand_in"]
+__all__ = ["SkippedSteps", "without_parameters"]
 
 
-class Skips:
-    """Steps that are being left out, with what has to come back after each.
+class SkippedSteps:
+    """The steps that are being skipped, with the gradients to restore after each step.
 
-    torch has a hook before a step, and none that could prevent it. The hook may exchange the arguments, and the first
-    of them is the optimizer: a stand-in without parameters takes the step instead. Whoever counts steps (schedulers
-    do) has seen one; the optimizer's state is untouched, whatever its step counts or keeps.
+    A step pre-hook cannot cancel the step, but it can replace the step's first argument, the optimizer, by a copy
+    without parameters. Schedulers still count the step, and the state of the optimizer is unchanged.
 
-    Gradients are hidden for as long, for optimizers with a list of parameters of their own.
+    During the step `.grad` is None, because some optimizers keep a separate list of parameters.
     """
 
     def __init__(self) -> None:
         self._hidden: list[tuple[torch.optim.Optimizer, list[tuple[torch.Tensor, torch.Tensor]]]] = []
 
     @property
-    def is_inside(self) -> bool:
-        """Whether a step is being left out now: then so are the steps it takes inside (optimizers that wrap others)."""
+    def is_skipping(self) -> bool:
+        """Whether a step is being skipped; steps inside it (by optimizers that wrap others) are skipped too."""
         return bool(self._hidden)
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Hide the gradients of an optimizer; returns who takes the step instead of it."""
-        held = [(each, each.grad) for each in parameters_of(optimizer) if each.grad is not None]
-        for parameter, _ in held:
+    def skip(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Set the gradients of an optimizer to None, and return the copy of the optimizer that steps instead."""
+        gradients = [(each, each.grad) for each in parameters_of(optimizer) if each.grad is not None]
+        for parameter, _ in gradients:
             parameter.grad = None
-        self._hidden.append((optimizer, held))
-        return stand_in(optimizer)
+        self._hidden.append((optimizer, gradients))
+        return without_parameters(optimizer)
 
-    def end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients back if the step of this optimizer was left out."""
+    def finish(self, optimizer: torch.optim.Optimizer) -> None:
+        """Restore the gradients if the step of this optimizer was skipped."""
         if self._hidden and self._hidden[-1][0] is optimizer:
-            self._bring_back(self._hidden.pop()[1])
+            self._restore(self._hidden.pop()[1])
 
-    def give_up(self) -> None:
-        """Bring everything back: a step has ended by an exception, and nobody came to `end` it."""
+    def restore_all(self) -> None:
+        """Restore the gradients of every skipped step for which `finish` was not called, because the step raised."""
         while self._hidden:
-            self._bring_back(self._hidden.pop()[1])
+            self._restore(self._hidden.pop()[1])
 
     @staticmethod
-    def _bring_back(held: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for parameter, gradient in held:
+    def _restore(gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
-def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A twin of an optimizer that has its class, its attributes and its options, and neither parameters nor state."""
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
-    twin.state = defaultdict(dict)
-    return twin
+def without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer with its class, attributes and options, but no parameters and no state."""
+    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    copied.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    copied.state = defaultdict(dict)
+    return copied

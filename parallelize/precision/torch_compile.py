@@ -1,4 +1,4 @@
-"""torch.compile keeps out of this package: it compiles the user's model, not what runs around it."""
+"""Exclusion of this package from torch.compile: the user's model is compiled, the code around it is not."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Any
 
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 
-__all__ = ["is_inside", "keep_out", "paused"]
+__all__ = ["compilation_disabled", "exclude_package", "is_inside_compiled"]
 
 
 @functools.cache
-def keep_out() -> None:
-    """Have dynamo run this package's frames as they are, from now on.
+def exclude_package() -> None:
+    """Make dynamo skip every frame of this package, from now on.
 
-    Between a compiled call and the user's forward lie hooks of ours that open autocast and hold it. A graph that
-    contained them would put it back to where the graph found it.
+    This package enters autocast between a compiled call and the user's forward. If that code were part of a graph,
+    dynamo would restore the autocast state at the end of the graph.
     """
-    # Not at the top: it takes a second. Whoever trains pays it anyway, for the first optimizer that is made.
+    # Imported lazily, because the import takes a second; constructing the first optimizer imports it anyway.
     import torch._dynamo
 
     trace_rules: Any = torch._dynamo.trace_rules
     trace_rules.add(__name__.partition(".")[0])
 
 
-def is_inside() -> bool:
-    """Whether this code was called, somewhere up the stack, by a compiled function.
+def is_inside_compiled() -> bool:
+    """Return whether a compiled function is on the call stack.
 
-    When that function returns, dynamo puts autocast back to what it was when it was called, whatever regions have
-    begun or ended in it.
+    When that function returns, dynamo restores the autocast state from its start, even if contexts were entered or
+    exited inside.
     """
     return callable(get_eval_frame_callback())
 
 
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Compile nothing while this lasts: not what we call of other modules either."""
-    if not is_inside():
+def compilation_disabled() -> Iterator[None]:
+    """Disable torch.compile inside the context, also for code of other modules that is called there."""
+    if not is_inside_compiled():
         yield
         return
     callback = set_eval_frame(None)

@@ -1,67 +1,67 @@
-"""Gradients in bulk: into the scaled domain and back, with a check for inf and nan on the way."""
+"""Scaling and unscaling of gradients by foreach kernels, with the check for inf and nan."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from parallelize.precision.loss_scale import LossScale
 
-__all__ = ["scale_", "unscale_", "worst"]
+__all__ = ["max_flag", "scale_", "unscale_"]
 
 K = TypeVar("K", bound=Hashable)
 
 
 def scale_(leaves: Iterable[torch.Tensor], scale: LossScale) -> None:
-    """Multiply the gradients that lie in `leaves` by the loss scale, in place: exact, by a power of two."""
-    for (device, _), gradients in _in_bulk(leaves, scale, inverse=False).items():
+    """Multiply the gradients of `leaves` by the loss scale, in place; exact while the scale is a power of two."""
+    for (device, _), gradients in _foreach_groups(leaves, scale, inverse=False).items():
         with torch.no_grad():
             torch._foreach_mul_(gradients, scale.on(device)[0])
 
 
 def unscale_(groups: Mapping[K, Sequence[torch.Tensor]], scale: LossScale) -> dict[K, torch.Tensor]:
-    """Divide the gradients that lie in leaves by the loss scale, in place, and look for inf and nan.
+    """Divide the gradients of leaves by the loss scale, in place, and check them for inf and nan.
 
     Args:
-        groups: leaf tensors; those without a gradient are passed over.
-        scale: by which they were multiplied.
+        groups: leaf tensors by group; leaves without a gradient are ignored.
+        scale: loss scale by which the gradients were multiplied.
 
     Returns:
-        For each group that has gradients an fp32 tensor without dimensions on the scale's device: 1 if any of them is
-        inf or nan, else 0. Nothing waits for it.
+        For each group with gradients, a 0-dim fp32 tensor on the scale's device: 1 if a gradient has inf or nan, else
+        0. The device is not synchronized.
     """
-    found = {}
+    flags_by_group = {}
     for key, leaves in groups.items():
         flags: dict[torch.device, torch.Tensor] = {}
-        for (device, _), gradients in _in_bulk(leaves, scale, inverse=True).items():
+        for (device, _), gradients in _foreach_groups(leaves, scale, inverse=True).items():
             flag = flags.setdefault(device, torch.zeros((), device=device))
             with torch.no_grad():
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, scale.on(device)[1])
         if flags:
-            found[key] = worst(flags.values(), device=scale.device)
-    return found
+            flags_by_group[key] = max_flag(flags.values(), device=scale.device)
+    return flags_by_group
 
 
-def worst(flags: Iterable[torch.Tensor], *, device: torch.device) -> torch.Tensor:
-    """The largest of tensors without dimensions (at least one), on a device; never one of them itself.
+def max_flag(flags: Iterable[torch.Tensor], *, device: torch.device) -> torch.Tensor:
+    """Return the maximum of 0-dim tensors (at least one) on `device`, as a new tensor.
 
-    Not their sum: fused optimizers compare the flag with exactly 1.
+    The maximum instead of the sum, because fused optimizers compare the flag with exactly 1.
     """
     return torch.stack([flag.to(device, non_blocking=device.type != "cpu") for flag in flags]).amax()
 
 
-def _in_bulk(
+def _foreach_groups(
     leaves: Iterable[torch.Tensor], scale: LossScale, *, inverse: bool
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """The values of all gradients by device and type: what a multi-tensor kernel takes at once.
+    """Return the gradients of `leaves` grouped by device and dtype, as foreach kernels require.
 
-    A gradient with a history (create_graph=True) is no such value: others may have saved it, and its own derivative
-    must know of the factor. It is multiplied here, out of place, and a copy stands for it that the kernel may change.
+    A gradient with a graph (create_graph=True) must not be changed in place: autograd may have saved it, and has to
+    differentiate the factor too. It is multiplied out of place here, and the kernel gets a copy.
     """
-    bulk: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for leaf in leaves:
         gradient = leaf.grad
         if gradient is None:
@@ -72,11 +72,6 @@ def _in_bulk(
             gradient = gradient.detach().clone()
         if gradient.is_sparse:
             gradient = gradient._values()
-        bulk[gradient.device, gradient.dtype].append(gradient if type(gradient) is torch.Tensor else _local(gradient))
-    return bulk
-
-
-def _local(gradient: Any) -> torch.Tensor:
-    """The part that this rank has of a sharded gradient, a DTensor; ranks agree on what they found before the step."""
-    part: torch.Tensor = getattr(gradient, "_local_tensor", gradient)
-    return part
+        gradient = getattr(gradient, "_local_tensor", gradient)  # the local shard of a DTensor
+        groups[gradient.device, gradient.dtype].append(gradient)
+    return groups

@@ -1,4 +1,4 @@
-"""Gradient hooks of the user's, which are to see true gradients while scaled ones pass."""
+"""Tensor hooks of the user, called with unscaled gradients during a scaled backward."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 import torch
 
 from parallelize.precision.loss_scale import LossScale
-from parallelize.precision.replace_attribute import replaced
+from parallelize.precision.replace_attribute import replace_attribute
 
-__all__ = ["TrueGradients"]
+__all__ = ["UnscaledHooks"]
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
-class TrueGradients:
-    """Stands around hooks on tensors: a hook that clips at 1 clips at 1, whatever the loss scale.
+class UnscaledHooks:
+    """Wraps tensor hooks, which then get unscaled gradients: a hook that clips at 1 does so at any loss scale.
 
-    Such hooks are how recurrent nets clip inside backward, and how gradients are looked at. Under a hand-written
-    GradScaler they see scaled gradients, and clip at 1 / scale.
+    Recurrent networks clip in such hooks, and users inspect gradients in them. Under a GradScaler called by the user,
+    tensor hooks get scaled gradients, and clip at 1 / scale.
 
-    Hooks on modules and on nodes of the graph, those that run after a gradient was accumulated, and custom autograd
-    functions see scaled gradients here too.
+    Hooks on modules and graph nodes, post-accumulate-grad hooks and custom autograd functions are not wrapped: they
+    get scaled gradients.
 
     Args:
         scale: the loss scale.
@@ -31,71 +31,72 @@ class TrueGradients:
 
     def __init__(self, scale: LossScale) -> None:
         self._scale = scale
-        self._is_scaled = False
+        self._is_in_scaled_backward = False
 
     @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        """Scaled gradients pass while this lasts."""
-        self._is_scaled = True
+    def in_scaled_backward(self) -> Iterator[None]:
+        """Mark the duration of a scaled backward pass: wrapped hooks called inside get unscaled gradients."""
+        self._is_in_scaled_backward = True
         try:
             yield
         finally:
-            self._is_scaled = False
+            self._is_in_scaled_backward = False
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Stand around every hook that is registered while this lasts."""
+    def patch_register_hook(self) -> Iterator[None]:
+        """Wrap every hook that is registered inside the context."""
         original: Any = torch.Tensor.register_hook
 
         def register_hook(tensor: torch.Tensor, hook: Hook) -> Any:
-            return original(tensor, self._around(hook))
+            return original(tensor, self._wrapped(hook))
 
-        with replaced(torch.Tensor, "register_hook", register_hook):
+        with replace_attribute(torch.Tensor, "register_hook", register_hook):
             yield
 
-    def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Stand around the hooks that parameters have already."""
-        for hooks in _hooks_of(parameters):
-            hooks.update({key: self._around(hook) for key, hook in hooks.items()})
+    def wrap_existing(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Wrap the hooks that were registered on parameters before the block."""
+        for hooks in _backward_hooks_of(parameters):
+            hooks.update({key: self._wrapped(hook) for key, hook in hooks.items()})
 
-    def release(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Step aside: every hook of the parameters is the user's own again."""
-        for hooks in _hooks_of(parameters):
-            own = {key: hook.hook for key, hook in hooks.items() if isinstance(hook, _Around) and hook.of is self}
-            hooks.update(own)
+    def unwrap(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Replace the wrapped hooks of parameters with the original hooks."""
+        for hooks in _backward_hooks_of(parameters):
+            wrapped = {key: hook for key, hook in hooks.items() if isinstance(hook, _UnscaledHook)}
+            originals = {key: hook.hook for key, hook in wrapped.items() if hook.owner is self}
+            hooks.update(originals)
 
-    def _around(self, hook: Hook) -> Hook:
-        return hook if isinstance(hook, _Around) or _is_of_torch(hook) else _Around(hook, of=self)
+    def _wrapped(self, hook: Hook) -> Hook:
+        return hook if isinstance(hook, _UnscaledHook) or _is_torch_hook(hook) else _UnscaledHook(hook, owner=self)
 
-    def show(self, hook: Hook, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Call a hook with the true gradient; what it returns goes on scaled."""
-        if not self._is_scaled:
+    def call_unscaled(self, hook: Hook, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Call a hook with the unscaled gradient, and scale the gradient that it returns."""
+        if not self._is_in_scaled_backward:
             return hook(gradient)
         scale, inverse = self._scale.on(gradient.device)
-        # In fp32: what is large enough for fp16 while scaled may be too small without.
+        # In fp32: an unscaled gradient may underflow in fp16.
         result = hook(gradient.to(torch.promote_types(gradient.dtype, torch.float32)) * inverse)
         return None if result is None else (result * scale).to(gradient.dtype)
 
 
-class _Around:
-    """A hook of the user's, with us around it."""
+class _UnscaledHook:
+    """A hook of the user, called through `UnscaledHooks.call_unscaled`."""
 
-    def __init__(self, hook: Hook, *, of: TrueGradients) -> None:
+    def __init__(self, hook: Hook, *, owner: UnscaledHooks) -> None:
         self.hook = hook
-        self.of = of
+        self.owner = owner
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return self.of.show(self.hook, gradient)
+        return self.owner.call_unscaled(self.hook, gradient)
 
 
-def _hooks_of(parameters: Iterable[torch.Tensor]) -> Iterator[dict[int, Any]]:
+def _backward_hooks_of(parameters: Iterable[torch.Tensor]) -> Iterator[dict[int, Any]]:
     for parameter in parameters:
         hooks: dict[int, Any] | None = getattr(parameter, "_backward_hooks", None)
         if hooks:
             yield hooks
 
 
-def _is_of_torch(hook: Any) -> bool:
-    """An engine's own hook, which only waits for its moment: fully_shard has them on what a forward returns."""
+def _is_torch_hook(hook: Any) -> bool:
+    """Return whether a hook is torch's own, as fully_shard's on forward outputs, which ignore gradient values."""
     module = getattr(getattr(hook, "__func__", hook), "__module__", None) or ""
     return module.startswith("torch.")

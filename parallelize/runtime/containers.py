@@ -1,4 +1,4 @@
-"""What lies inside the nested containers that batches and results come in."""
+"""Iteration and mapping over the leaves of nested containers, such as batches, model outputs and results."""
 
 from __future__ import annotations
 
@@ -11,78 +11,78 @@ __all__ = ["leaves", "map_leaves"]
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything in `value` that is no container, in a fixed order; `value` itself if it is none.
+    """Yield the leaves of `value` in a fixed order; a value that is not a container is its own leaf.
 
-    Containers are mappings, lists, tuples (named ones too) and instances of dataclasses; a tuple with a method `to`, as
-    PackedSequence is, is a thing of its own.
+    Containers are mappings, lists, tuples (named tuples too) and dataclass instances. A tuple with a method `to`, such
+    as PackedSequence, is a leaf.
     """
-    if _moves_as_one(value):
+    if _is_tensor_like(value):
         yield value
         return
     if isinstance(value, Mapping):
-        inner = list(value.values())
+        items = list(value.values())
     elif isinstance(value, (list, tuple)):
-        inner = list(value)
+        items = list(value)
     elif _is_dataclass(value):
-        inner = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
     else:
         yield value
         return
-    for each in inner:
-        yield from leaves(each)
+    for item in items:
+        yield from leaves(item)
 
 
 def map_leaves(
     change: Callable[[Any], Any], value: Any, *, is_leaf: Callable[[Any], bool] = lambda _value: False
 ) -> Any:
-    """The same containers, of the same types, around `change` of every leaf; `value` is left as it is.
+    """Return a copy of `value` with `change` applied to every leaf; containers keep their types.
 
     Args:
-        change: makes another leaf of one.
-        value: what `leaves` takes.
-        is_leaf: whether a container should be left closed, and changed itself.
+        change: function from a leaf to its new value.
+        value: nested containers, as in `leaves`.
+        is_leaf: returns whether a container is treated as a leaf.
     """
-    if is_leaf(value) or _moves_as_one(value):
+    if is_leaf(value) or _is_tensor_like(value):
         return change(value)
     if isinstance(value, Mapping):
-        inner = {key: map_leaves(change, each, is_leaf=is_leaf) for key, each in value.items()}
-        return _like_mapping(value, inner)
+        items = {key: map_leaves(change, item, is_leaf=is_leaf) for key, item in value.items()}
+        return _like_mapping(value, items)
     if isinstance(value, (list, tuple)):
-        return _like_sequence(value, [map_leaves(change, each, is_leaf=is_leaf) for each in value])
+        return _like_sequence(value, [map_leaves(change, item, is_leaf=is_leaf) for item in value])
     if _is_dataclass(value):
-        # Neither __init__ nor __post_init__ runs again, and a frozen one is no obstacle: it is a copy, not yet shared.
+        # Copying avoids a second __init__ and __post_init__; object.__setattr__ also works on frozen dataclasses.
         changed = copy.copy(value)
         for field in dataclasses.fields(value):
-            inside = map_leaves(change, getattr(value, field.name), is_leaf=is_leaf)
-            object.__setattr__(changed, field.name, inside)
+            item = map_leaves(change, getattr(value, field.name), is_leaf=is_leaf)
+            object.__setattr__(changed, field.name, item)
         return changed
     return change(value)
 
 
-def _like_sequence(value: list[Any] | tuple[Any, ...], inner: list[Any]) -> Any:
+def _like_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
     kind: Any = type(value)
     if isinstance(value, tuple):
-        return kind(*inner) if hasattr(value, "_fields") else kind(inner)
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
     if kind is list:
-        return inner
+        return items
     changed = copy.copy(value)
-    changed[:] = inner
+    changed[:] = items
     return changed
 
 
-def _like_mapping(value: Mapping[Any, Any], inner: dict[Any, Any]) -> Any:
+def _like_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(value) is dict:
-        return inner
+        return items
     if isinstance(value, MutableMapping):
-        # A copy keeps what the type knows beyond its items: a default factory, an order, attributes.
+        # Copying keeps state other than the items: a default factory, an order, attributes.
         changed = copy.copy(value)
-        for key, each in inner.items():  # one by one: outputs of Hugging Face's models refuse update
-            changed[key] = each
+        for key, item in items.items():  # one by one: model outputs of Hugging Face do not support update
+            changed[key] = item
         return changed
-    return type(value)(inner)  # type: ignore[call-arg]  # a mapping that cannot change is made from a dict, as in types
+    return type(value)(items)  # type: ignore[call-arg]  # immutable mappings, such as MappingProxyType, take a dict
 
 
-def _moves_as_one(value: Any) -> bool:
+def _is_tensor_like(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "to")
 
 

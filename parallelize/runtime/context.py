@@ -1,4 +1,4 @@
-"""This process's World, Config and devices while a run lasts, in the one contextvar."""
+"""The active run of this process (its World, Config and devices), held in one context variable."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from parallelize.cluster.devices import probe
 from parallelize.cluster.world import World, detect
 from parallelize.config.config import Config
-from parallelize.config.layout import Layout, lay_out
-from parallelize.hang_detection.watchdog import Watch
+from parallelize.config.layout import Layout, compute_layout
+from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.process_group import process_group
 
 __all__ = [
@@ -23,10 +23,10 @@ __all__ = [
     "active",
     "current",
     "current_world",
+    "deactivated",
     "device",
     "is_main",
     "local_rank",
-    "outside",
     "rank",
     "world_size",
 ]
@@ -34,33 +34,33 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Runtime:
-    """One process of a run.
+    """State of one process in a run.
 
     Args:
-        world: this process among the others.
-        layout: the request, and what every local rank drives.
-        told: names of what the user was told already, and is told once in a run.
-        watch: finds out for whom this process waits, while it is one of several.
+        world: rank and world size.
+        layout: the config, and the devices of every local rank.
+        flags: names of once-per-run actions that have been done, such as "startup summary logged".
+        watchdog: detects hangs if the run has several processes.
     """
 
     world: World
     layout: Layout
-    told: set[str] = field(default_factory=set, compare=False, repr=False)
-    watch: Watch = field(default_factory=Watch, compare=False, repr=False)
+    flags: set[str] = field(default_factory=set, compare=False, repr=False)
+    watchdog: Watchdog = field(default_factory=Watchdog, compare=False, repr=False)
 
     @property
     def config(self) -> Config:
-        """The request."""
+        """The config of the run."""
         return self.layout.config
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The devices this process drives."""
+        """The devices of this process."""
         return self.layout.devices[self.world.local_rank]
 
     @property
     def device(self) -> torch.device:
-        """The device on which this process's model and batches are."""
+        """The device of this process's model and batches."""
         return self.devices[0]
 
 
@@ -68,45 +68,46 @@ _active: ContextVar[Runtime | None] = ContextVar("parallelize_runtime", default=
 
 
 def active() -> Runtime | None:
-    """The run this code is part of, or None outside of one."""
+    """Return the active run, or None outside of a run."""
     return _active.get()
 
 
 def current() -> Runtime:
-    """The run this code is part of; outside of one, what a launcher's variables say, else a world of one.
+    """Return the active run; outside of a run, build one from a launcher's variables, else one of a single process.
 
     Raises:
-        ConfigError: a launcher's variables contradict themselves, or PARALLELIZE_<OPTION> variables do.
+        ConfigError: launcher or PARALLELIZE_<OPTION> variables are invalid or contradict each other.
     """
     runtime = _active.get()
     if runtime is not None:
         return runtime
     world = current_world()
-    return Runtime(world, lay_out(Config.parse().merged(os.environ), probe(), world))
+    return Runtime(world, compute_layout(Config.parse().merged(os.environ), probe(), world))
 
 
 def current_world() -> World:
-    """Who this process is; nothing about devices is asked, so that a rank can be told where a device cannot."""
+    """Return the World of this process without probing devices, so that it also works without usable devices."""
     runtime = _active.get()
     return runtime.world if runtime is not None else detect(os.environ) or World()
 
 
 @contextlib.contextmanager
 def activate(runtime: Runtime) -> Iterator[Runtime]:
-    """Make this process part of a run: contextvar, current device, process group; all given back at the end."""
+    """Activate a run in a block: set the context variable and current device, open the process group; then undo all."""
     token = _active.set(runtime)
     try:
-        with _on_device(runtime.device), process_group(runtime.world, runtime.layout, runtime.watch, told=runtime.told):
+        group = process_group(runtime.world, runtime.layout, runtime.watchdog, flags=runtime.flags)
+        with _on_device(runtime.device), group:
             yield runtime
     finally:
         _active.reset(token)
 
 
 @contextlib.contextmanager
-def outside() -> Iterator[None]:
-    """Let a block see the run around it as a program sees the launcher that has placed it: by its variables alone.
+def deactivated() -> Iterator[None]:
+    """Hide the active run in a block: `current` then uses only the launcher's variables.
 
-    The process group stays. A decorated function that is called in the block joins the run with options of its own.
+    The process group stays initialized. A @distributed function called in the block joins the run with its own options.
     """
     token = _active.set(None)
     try:
@@ -129,25 +130,25 @@ def _on_device(device: torch.device) -> Iterator[None]:
 
 
 def rank() -> int:
-    """Number of this process among all, from 0; 0 in a script that nobody launched."""
+    """Return the rank of this process, from 0; 0 in a script that no launcher started."""
     return current_world().rank
 
 
 def world_size() -> int:
-    """Processes in all; 1 in a script that nobody launched."""
+    """Return the number of processes of the run; 1 in a script that no launcher started."""
     return current_world().world_size
 
 
 def local_rank() -> int:
-    """Number of this process on its node, from 0."""
+    """Return the rank of this process on its node, from 0."""
     return current_world().local_rank
 
 
 def device() -> torch.device:
-    """The device on which this process's model and batches are."""
+    """Return the device of this process's model and batches."""
     return current().device
 
 
 def is_main() -> bool:
-    """Whether this process is rank 0: the one that should write files."""
+    """Whether this process is rank 0, the one that should write files."""
     return current_world().is_main

@@ -1,6 +1,7 @@
-"""Tensors on their way between processes: in types that arrive, gradients on the way back.
+"""Differentiable all-reduce, all-gather and broadcast over the default process group, for tensors of any dtype.
 
-For backward: L is the sum of the losses of all processes, x and y a process's own value and result, W the world size.
+Notation: x and y are this process's input and output, L is the sum of the losses of all processes, W is the world size
+and S a shape.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from torch import Tensor
 
 from parallelize.runtime import context
 
-__all__ = ["OPS", "REDUCED_AS", "SENT_AS_THEY_ARE", "gather", "reduce", "send"]
+__all__ = ["NATIVE_DTYPES", "REDUCE_DTYPES", "REDUCE_OPS", "all_gather", "all_reduce", "broadcast"]
 
-OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+REDUCE_OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-# Type -> the one that it is reduced in: where no process group knows the type itself, and where partial sums outgrow
-# it although the mean fits. Narrowed again, sums of integers wrap around as they do in torch.
-REDUCED_AS = {
+# dtype -> dtype of the reduction; they differ if process groups do not support the dtype, or if partial sums could
+# overflow although the mean fits. Integer sums are cast back to the dtype and wrap around as in torch.
+REDUCE_DTYPES = {
     torch.bool: torch.uint8,
     torch.uint8: torch.uint8,
     torch.int8: torch.int8,
@@ -37,34 +38,34 @@ REDUCED_AS = {
     torch.complex128: torch.complex128,
 }
 
-# What every process group sends as it is; the rest goes as bytes.
-SENT_AS_THEY_ARE = frozenset({*REDUCED_AS.values(), torch.bool, torch.float16, torch.bfloat16, torch.complex32})
+# dtypes that every process group can send; others are sent as bytes.
+NATIVE_DTYPES = frozenset({*REDUCE_DTYPES.values(), torch.bool, torch.float16, torch.bfloat16, torch.complex32})
 
 
-def reduce(x: Tensor, op: str) -> Tensor:
-    """One tensor from those of all processes, element by element; not a number where any of them has none.
+def all_reduce(x: Tensor, op: str) -> Tensor:
+    """Reduce a tensor element-wise over all processes; an element is NaN if it is NaN on any process.
 
     Args:
-        x: S, of a type in `REDUCED_AS`.
-        op: a key of `OPS`.
+        x: tensor of shape S, of a dtype in `REDUCE_DTYPES`.
+        op: a key of `REDUCE_OPS`.
     """
-    # Types that are missing there can only come as gradients, of values that were gathered or sent.
-    wide = REDUCED_AS.get(x.dtype, torch.float32)
-    return _apply(_Reduction, x.to(_carrier(x.device), wide), op).to(x.device, x.dtype)
+    # Gradients of gathered and broadcast tensors may have dtypes that are not in REDUCE_DTYPES.
+    wide = REDUCE_DTYPES.get(x.dtype, torch.float32)
+    return _apply(_AllReduce, x.to(_communication_device(x.device), wide), op).to(x.device, x.dtype)
 
 
-def gather(x: Tensor) -> Tensor:
-    """The tensors of all processes in rank order: S -> (W, *S)."""
-    return _apply(_Gathering, x.to(_carrier(x.device))).to(x.device)
+def all_gather(x: Tensor) -> Tensor:
+    """Stack the tensors of all processes in rank order: S -> (W, *S)."""
+    return _apply(_AllGather, x.to(_communication_device(x.device))).to(x.device)
 
 
-def send(x: Tensor, src: int) -> Tensor:
-    """The tensor of rank `src`."""
-    return _apply(_Sending, x.to(_carrier(x.device)), src).to(x.device)
+def broadcast(x: Tensor, src: int) -> Tensor:
+    """Return the tensor of rank `src` on every process."""
+    return _apply(_Broadcast, x.to(_communication_device(x.device)), src).to(x.device)
 
 
-def _carrier(device: torch.device) -> torch.device:
-    """The device itself if this run's processes can talk from there, else one from which they can."""
+def _communication_device(device: torch.device) -> torch.device:
+    """Return `device` if the process group has a backend for its type, else the device of this run."""
     types = [each.type for each in dist.distributed_c10d._get_default_group()._device_types]
     return device if device.type in types else context.current().device
 
@@ -75,24 +76,24 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 
 def _values(x: Tensor) -> Tensor:
-    """A contiguous copy without history, in which no conjugate and no negation is pending."""
+    """Return a contiguous detached copy with lazy conjugation and negation resolved."""
     return x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _sendable(values: Tensor) -> Tensor:
-    """The same memory in a type that is sent."""
-    return values if values.dtype in SENT_AS_THEY_ARE else values.reshape(-1).view(torch.uint8)
+    """Return the values unchanged, or a view of their bytes if process groups do not support the dtype."""
+    return values if values.dtype in NATIVE_DTYPES else values.reshape(-1).view(torch.uint8)
 
 
-class _Reduction(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: str) -> Tensor:
         y = _values(x)
-        dist.all_reduce(y, OPS[op])
+        dist.all_reduce(y, REDUCE_OPS[op])
         if op == "mean":
             y /= dist.get_world_size()
         if op in ("max", "min") and x.is_floating_point():
-            # Compared with a number, it is larger, smaller or lost: as ranks, or elements, happen to be ordered.
+            # The result of max and min for NaN depends on the process group and on the order of ranks.
             has_nan = x.detach().isnan().to(torch.uint8)
             dist.all_reduce(has_nan, dist.ReduceOp.MAX)
             y.masked_fill_(has_nan.bool(), torch.nan)
@@ -103,27 +104,27 @@ class _Reduction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if ctx.op in ("mean", "sum"):
-            return reduce(grad, ctx.op), None
-        # dL/dx goes to who holds the extremum; those who tie share it.
+            return all_reduce(grad, ctx.op), None
+        # dL/dy flows to the process that has the extremum; in a tie it is split evenly.
         x, y = ctx.saved_tensors
-        holds = (x == y).to(grad.dtype)
-        return reduce(grad, "sum") * holds / reduce(holds, "sum"), None
+        is_extremum = (x == y).to(grad.dtype)
+        return all_reduce(grad, "sum") * is_extremum / all_reduce(is_extremum, "sum"), None
 
 
-class _Gathering(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:  # S -> (W, *S)
-        mine = _sendable(_values(x))
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
+        sent = _sendable(_values(x))
+        gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, sent)
         return torch.stack(gathered).flatten().view(x.dtype).view(len(gathered), *x.shape)
 
     @staticmethod
     def backward(_ctx: Any, grad: Tensor) -> Tensor:  # (W, *S) -> S
-        return reduce(grad, "sum")[dist.get_rank()]
+        return all_reduce(grad, "sum")[dist.get_rank()]
 
 
-class _Sending(torch.autograd.Function):
+class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, src: int) -> Tensor:
         y = _values(x)
@@ -133,5 +134,5 @@ class _Sending(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = reduce(grad, "sum")
+        total = all_reduce(grad, "sum")
         return total if dist.get_rank() == ctx.src else torch.zeros_like(total), None

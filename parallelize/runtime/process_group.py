@@ -1,4 +1,4 @@
-"""The process group of a run: made, watched, and left by all ranks together."""
+"""Lifetime of a run's default process group: initialization, hang detection, destruction."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallelize.cluster.network import gloo_interface, reachable
+from parallelize.cluster.network import gloo_interface, resolvable_address
 from parallelize.cluster.store import serve_store
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
-from parallelize.hang_detection.unsynced_training import noticing_apart
-from parallelize.hang_detection.watchdog import Watch
+from parallelize.hang_detection.unsynced_training import warn_if_unsynced
+from parallelize.hang_detection.watchdog import Watchdog
 
-__all__ = ["new_group", "process_group"]
+__all__ = ["default_store", "new_group", "process_group"]
 
 
 @contextlib.contextmanager
-def process_group(world: World, layout: Layout, watchdog: Watch, *, told: set[str]) -> Iterator[None]:
-    """Open the default process group of a run; one that the user's code has already made is used as it is.
+def process_group(world: World, layout: Layout, watchdog: Watchdog, *, flags: set[str]) -> Iterator[None]:
+    """Initialize the default process group of a run, or use the one that the user's code has initialized.
 
     Args:
-        world: this process among the others.
-        layout: the request: its timeout, its `init_connection`, the backend of the group.
-        watchdog: watches this process while it is one of several.
-        told: names of what the user was told already in this run.
+        world: rank and world size.
+        layout: provides the timeout, `init_connection` and the group's backend.
+        watchdog: detects hangs if the group has several processes.
+        flags: `Runtime.flags` of the run.
     """
     timeout = layout.config.timeout
     if dist.is_initialized():
-        with _watched(watchdog, timeout, told=told, since_ns=None):
+        with _with_watchdog(watchdog, timeout, flags=flags, since_ns=None):
             yield
         return
     config, since_ns = layout.config, time.time_ns()
@@ -46,10 +46,10 @@ def process_group(world: World, layout: Layout, watchdog: Watch, *, told: set[st
         config.init_connection(world)
     else:
         world = _reachable(world)
-        # Stale keys of an earlier group would be taken for this one's: each gets a name of its own. Every rank makes
-        # its groups in the same order, so that all count alike.
-        store = dist.PrefixStore(f"parallelize/{next(_groups)}", _store(world, timeout))
-        with _gloo_interface(world), _own_excepthook(world):
+        # Each group has its own prefix, so that it does not read the keys of an earlier group. All ranks make their
+        # groups in the same order, so their counters agree.
+        store = dist.PrefixStore(f"parallelize/{next(_group_ids)}", _store(world, timeout))
+        with _gloo_interface(world), _kept_excepthook(world):
             dist.init_process_group(
                 layout.process_group_backend,
                 store=store,
@@ -59,18 +59,18 @@ def process_group(world: World, layout: Layout, watchdog: Watch, *, told: set[st
             )
         _wait_for_all(store, world.world_size)
     try:
-        with _watched(watchdog, timeout, told=told, since_ns=since_ns):
+        with _with_watchdog(watchdog, timeout, flags=flags, since_ns=since_ns):
             yield
         if store is not None:
-            _leave_together(store, world.world_size)
+            _wait_before_closing(store, world.world_size)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def _own_excepthook(world: World) -> Iterator[None]:
-    """Torch puts "[rank0]: " before each line of a traceback, once more for every group, and for good."""
+def _kept_excepthook(world: World) -> Iterator[None]:
+    """Restore sys.excepthook in a world of one: torch's hook adds one "[rank0]: " per group before every line."""
     before = sys.excepthook
     yield
     if world.world_size == 1:
@@ -78,66 +78,71 @@ def _own_excepthook(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watched(watchdog: Watch, timeout: timedelta, *, told: set[str], since_ns: int | None) -> Iterator[None]:
-    """Run the watchdog of this process while it is one of several.
+def _with_watchdog(watchdog: Watchdog, timeout: timedelta, *, flags: set[str], since_ns: int | None) -> Iterator[None]:
+    """Run the watchdog in the block if the process group has several processes.
 
     Args:
-        watchdog: the watchdog.
-        timeout: of a collective.
-        told: names of what the user was told already in this run.
-        since_ns: when its group was made (time.time_ns); None: it was there before, and stays.
+        watchdog: the watchdog of this process.
+        timeout: timeout of a collective.
+        flags: `Runtime.flags` of the run.
+        since_ns: time when the run initialized the group (time.time_ns); None: it is the user's and outlives the run.
     """
     if dist.get_world_size() == 1:
         yield
         return
-    # Every rank enters its runs in the same order, so that all count alike.
-    store = dist.PrefixStore(f"parallelize/watch/{next(_watches)}", dist.distributed_c10d._get_default_store())
-    with watchdog.over(store, timeout=timeout, since_ns=since_ns), noticing_apart(told):
+    # All ranks enter their runs in the same order, so their counters agree.
+    store = dist.PrefixStore(f"parallelize/watch/{next(_watch_ids)}", default_store())
+    with watchdog.watch(store, timeout=timeout, since_ns=since_ns), warn_if_unsynced(flags):
         yield
 
 
-_groups = itertools.count()
-_watches = itertools.count()
-_LEAVE_WITHIN_S = 1.0
+_group_ids = itertools.count()
+_watch_ids = itertools.count()
+_CLOSE_WAIT_S = 1.0
 
 
 def _wait_for_all(store: dist.Store, world_size: int) -> None:
-    """Return when every rank is connected: one that is done by then looks dead to a peer that still connects."""
+    """Wait until every rank is connected: a rank that ended earlier looks dead to a peer that is still connecting."""
     if store.add("connected", 1) == world_size:
         store.set("all connected", "1")
     store.wait(["all connected"])
 
 
-def _leave_together(store: dist.Store, world_size: int) -> None:
-    """Wait a moment for ranks that are about to be done, too.
+def _wait_before_closing(store: dist.Store, world_size: int) -> None:
+    """Wait up to 1 s for the other ranks before closing the connections.
 
-    A socket that is closed with something unread in it takes back what its peer has yet to read: the last collective
-    of a rank would fail because another was quicker. A rank that is still busy after that moment has read all there
-    was; if it waits for this one, it must see that this one has gone.
+    Closing a socket with unread data sends RST, which discards data that the peer has not read: the last collective of
+    a slower rank would fail. The wait is short because a rank that is busy for longer has already read its data, and
+    because a rank that waits for this one in a later collective must see the closed connection.
     """
     if store.add("leaving", 1) == world_size:
         store.set("all leaving", "1")
-    end = time.monotonic() + _LEAVE_WITHIN_S
+    end = time.monotonic() + _CLOSE_WAIT_S
     while not store.check(["all leaving"]) and time.monotonic() < end:
         time.sleep(0.005)
 
 
+def default_store() -> dist.Store:
+    """Return the store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def new_group(world: World) -> Any:
-    """Make another process group of all ranks, over the network interface of the default one; a collective."""
+    """Create another process group of all ranks on the default group's network interface; all ranks must call this."""
     with _gloo_interface(_reachable(world)):
         return dist.new_group()
 
 
 def _reachable(world: World) -> World:
-    """The same world, rank 0's address such that other nodes need no names to find it."""
+    """Return the world with rank 0's address replaced by one that other nodes can connect to without DNS."""
     if world.num_nodes == 1:
         return world
-    return dataclasses.replace(world, master_addr=reachable(world.master_addr))
+    return dataclasses.replace(world, master_addr=resolvable_address(world.master_addr))
 
 
 @contextlib.contextmanager
 def _gloo_interface(world: World) -> Iterator[None]:
-    """Tell gloo, which reads its variable when a group is made, by which interface the other nodes are reached."""
+    """Set GLOO_SOCKET_IFNAME, which gloo reads when a group is made, to the interface that reaches the other nodes."""
     name = "GLOO_SOCKET_IFNAME"
     interface = None if world.num_nodes == 1 or name in os.environ else gloo_interface(world.master_addr)
     if interface is None:
@@ -152,7 +157,7 @@ def _gloo_interface(world: World) -> Iterator[None]:
 
 @functools.cache
 def _store(world: World, timeout: timedelta) -> dist.Store:
-    """The store where the ranks meet; kept, because a served port that is closed and opened again loses callers."""
+    """Return the rendezvous store; cached, because clients may fail while the server closes and reopens its port."""
     if world.world_size == 1:
         return dist.HashStore()
     if world.is_main and not world.has_store:

@@ -1,7 +1,7 @@
-"""What all processes should be doing alike, compared at a moment that they all reach.
+"""Consistency checks across ranks: texts such as "iterates epoch 3" are compared at sync points that all ranks reach.
 
-Announcing and comparing never waits for anybody: the first process to come to the moment leaves its text in the store
-of the process group, those that come later compare theirs with it.
+No rank blocks: the first rank at a sync point writes its text to the process group's store, and the other ranks
+compare their texts with it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from parallelize.errors import SyncError
+from parallelize.runtime.process_group import default_store
 
-__all__ = ["Announcement", "Moments", "announce", "compare"]
+__all__ = ["ConsistencyCheck", "SyncPoints", "register_check", "run_checks"]
 
 
 @dataclass(frozen=True, eq=False)
-class Announcement:
-    """What a process is doing, for as long as whoever does it keeps this.
+class ConsistencyCheck:
+    """A text that must be equal on all ranks; it is checked only while a reference to this object exists.
 
     Args:
-        topic: which announcements belong together: the same on all processes.
-        text: what it does.
-        fix: what to do where others do something else.
+        topic: a key that is the same on all ranks; texts with the same topic are compared.
+        text: what this rank is doing, such as "iterates epoch 3".
+        fix: the `fix` of the SyncError if texts differ.
     """
 
     topic: str
@@ -32,59 +33,59 @@ class Announcement:
     fix: str
 
 
-_open: weakref.WeakSet[Announcement] = weakref.WeakSet()
+_pending: weakref.WeakSet[ConsistencyCheck] = weakref.WeakSet()
 
 
-def announce(topic: str, text: str, *, fix: str) -> Announcement:
-    """Have a text compared at the next moment that all processes reach, if what is returned is still kept then."""
-    announcement = Announcement(topic, text, fix)
-    _open.add(announcement)
-    return announcement
+def register_check(topic: str, text: str, *, fix: str) -> ConsistencyCheck:
+    """Register a check for the next sync point; it is dropped when the returned object is deleted."""
+    check = ConsistencyCheck(topic, text, fix)
+    _pending.add(check)
+    return check
 
 
-def compare(moment: str) -> None:
-    """Compare what is announced, each announcement once.
+def run_checks(sync_point: str) -> None:
+    """Run the registered checks and unregister them.
 
     Args:
-        moment: a name that all processes use once, for the same moment.
+        sync_point: a name that every rank passes once, at the same place in the program.
 
     Raises:
-        SyncError: an earlier process announced something else.
+        SyncError: the first rank at this sync point has a different text.
     """
-    if not _open:
+    if not _pending:
         return
-    waiting = list(_open)
-    _open.clear()
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    checks = list(_pending)
+    _pending.clear()
+    store = default_store() if dist.is_initialized() else None
     if store is None:
         return
     rank = dist.get_rank()
-    for each in waiting:
-        mine = f"rank {rank} {each.text}"
-        first = store.compare_set(f"parallelize/{moment}/{each.topic}", "", mine).decode()
-        if first.partition(" ")[2].partition(" ")[2] != each.text:
+    for check in checks:
+        this_rank = f"rank {rank} {check.text}"
+        first_rank = store.compare_set(f"parallelize/{sync_point}/{check.topic}", "", this_rank).decode()
+        if first_rank.partition(" ")[2].partition(" ")[2] != check.text:
             raise SyncError(
-                f"{mine}, where {first}",
-                why="processes that do not step alike wait for each other forever, or train on the same data",
-                fix=each.fix,
+                f"{this_rank}, where {first_rank}",
+                why="ranks that differ here wait for each other forever, or train on the same data",
+                fix=check.fix,
             )
 
 
-class Moments:
-    """Moments that all processes reach in the same order, as the forwards of a model that they train together.
+class SyncPoints:
+    """A series of sync points that all ranks reach in the same order, such as the forward passes of a parallel model.
 
-    Every process has to make as many of these, in the same order.
+    Every rank must create the same number of SyncPoints objects, in the same order.
     """
 
     def __init__(self) -> None:
-        self._name = next(_ordinals)
+        self._name = next(_series_ids)
         self._reached = itertools.count()
 
     def reach(self) -> None:
-        """Compare what is announced; where nothing is, a fraction of a microsecond."""
+        """Run the registered checks; takes a fraction of a microsecond if none is registered."""
         number = next(self._reached)
-        if _open:
-            compare(f"{self._name}/{number}")
+        if _pending:
+            run_checks(f"{self._name}/{number}")
 
 
-_ordinals = itertools.count()
+_series_ids = itertools.count()

@@ -1,6 +1,6 @@
-"""The one road into a worker: from a freshly started process to the user's function, and back to the caller.
+"""Entry point of a worker process: sets up the process, runs the user's function and writes the Outcome.
 
-launcher ──(Orders)──> run ── environment, signals, __main__ ──> perform ── runtime, seed ──> train(...)
+launcher ─(WorkerSetup)─> run ── environment, signals, __main__ ──> perform ── runtime, seed ──> train(...)
 caller  <──(Outcome file)── written before anything is torn down ─────────────────────────────────┘
 """
 
@@ -24,125 +24,125 @@ from typing import Any, NoReturn
 import torch
 
 from parallelize.call import main_module
-from parallelize.call.log_settings import Logs
+from parallelize.call.log_settings import LogSettings
 from parallelize.call.module_sync import modules_in
 from parallelize.call.task import Outcome, Task
-from parallelize.call.torch_settings import Settings
-from parallelize.cluster.slurm_allocation import STOP_FILE
+from parallelize.call.torch_settings import TorchSettings
+from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import World, detect
 from parallelize.config.layout import Layout
 from parallelize.errors import LaunchError
 from parallelize.runtime.context import Runtime, activate
-from parallelize.worker.shutdown import Ending, flush, hear_interrupts, on_request, tell_of_threads
+from parallelize.worker.shutdown import WorkerShutdown, exit_on_signal, flush, report_leftover_threads, unblock_sigint
 
-__all__ = ["Orders", "entered", "outcome_path", "refuse_while_reading", "run", "seed_everything", "task_path"]
+__all__ = ["WorkerSetup", "active_run", "outcome_path", "refuse_during_task_load", "run", "task_path"]
 
-_reading: ContextVar[bool] = ContextVar("parallelize_reading", default=False)
+_is_loading_task: ContextVar[bool] = ContextVar("parallelize_is_loading_task", default=False)
 
-_KEPT = "TORCHELASTIC_"  # variables of the agent that started this process
+_AGENT_PREFIX = "TORCHELASTIC_"  # variables set by torch elastic's agent, which started this process
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What a launcher tells each process it starts.
+class WorkerSetup:
+    """Settings that a launcher passes to each worker process.
 
     Args:
-        folder: private folder of this run; holds the task, gets the outcomes.
-        environ: the caller's variables at the call, with what the launcher changed.
-        launcher_pid: when this process is gone, the worker has nobody left to work for.
-        start_method: how this process starts others by default, those of a DataLoader for one.
-        logs: what the caller sees of a log on her console.
-        settings: what the caller has set in torch.
+        folder: private folder of this run, with the task file; workers write their outcome files there.
+        environ: the caller's environment variables, with the launcher's changes.
+        launcher_pid: process id of the launcher; the worker ends when the launcher ends.
+        start_method: default multiprocessing start method in the worker, such as for DataLoader workers.
+        logs: the caller's console logging settings.
+        settings: the caller's torch settings.
     """
 
     folder: str
     environ: Mapping[str, str]
     launcher_pid: int
     start_method: str
-    logs: Logs
-    settings: Settings
+    logs: LogSettings
+    settings: TorchSettings
 
 
 def task_path(folder: Path) -> Path:
-    """Where a run keeps its task."""
+    """Return the path of the task file in a run's folder."""
     return folder / "task"
 
 
 def outcome_path(folder: Path, rank: int, attempt: int) -> Path:
-    """Where a rank leaves its outcome; every restart of the group has its own."""
+    """Return the path of a rank's outcome file; `attempt` counts the restarts of the workers."""
     return folder / f"outcome.{rank}.{attempt}"
 
 
-def run(orders: Orders) -> None:
-    """A worker's life: called in a fresh process in which the agent has set torchrun's variables.
+def run(setup: WorkerSetup) -> None:
+    """Run the task in a new worker process, in which torch elastic's agent has set torchrun's variables.
 
-    Leaves an Outcome in the run's folder: before the process group is taken down, which peers take for a failure.
+    The Outcome is written before the process group is destroyed, because destroying it breaks other ranks' collectives.
     """
     world = detect(os.environ)
     assert world is not None
-    folder = Path(orders.folder)
+    folder = Path(setup.folder)
     path = outcome_path(folder, world.rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
-    os.setsid()  # a group of its own: what this process starts can be ended with it
-    ending = Ending(world, path, launcher_pid=orders.launcher_pid)
+    os.setsid()  # a new process group, so that all processes started from here can be killed together
+    shutdown = WorkerShutdown(world, path, launcher_pid=setup.launcher_pid)
     try:
-        _settle(orders, world)
-        ending.watch()
-        task = _read(task_path(folder))
-        main_module.fill(task.function)
-        main_module.share()
-        _perform(task, world, path, ending, settings=orders.settings)
-        tell_of_threads(world.rank)
-    except BaseException as error:  # noqa: BLE001 - whatever ends a rank is its outcome
-        ending.fail(error)
+        _set_up_process(setup, world)
+        shutdown.follow_launcher()
+        task = _load_task(task_path(folder))
+        main_module.populate(task.function)
+        main_module.pickle_main_by_value()
+        _perform(task, world, path, shutdown, settings=setup.settings)
+        report_leftover_threads(world.rank)
+    except BaseException as error:  # noqa: BLE001 - any exception that ends a rank is its outcome
+        shutdown.fail(error)
 
 
-def _read(path: Path) -> Task:
-    token = _reading.set(True)
+def _load_task(path: Path) -> Task:
+    token = _is_loading_task.set(True)
     try:
         return Task.read(path, device=_default_device())
     finally:
-        _reading.reset(token)
+        _is_loading_task.reset(token)
 
 
-def refuse_while_reading(name: str) -> None:
-    """Make no call from the top level of a module that a worker imports to read its task.
+def refuse_during_task_load(name: str) -> None:
+    """Raise LaunchError for a distributed call at the top level of a module that a worker imports to load its task.
 
     Args:
-        name: of the function that is called.
+        name: name of the called function.
 
     Raises:
-        LaunchError: this is such a call.
+        LaunchError: this process is a worker that is loading its task.
     """
-    if _reading.get():
+    if _is_loading_task.get():
         raise LaunchError(
-            f"{name} is called by a module while a worker imports it",
-            why="a module's top level runs in every worker that needs something of it, and would make the call in each",
+            f"{name} is called at the top level of a module that a worker imports",
+            why="the top level of a module runs in every worker that imports it, so each worker would make the call",
             fix="put the call into a function, or below if __name__ == '__main__':",
         )
 
 
-def _perform(task: Task, world: World, path: Path, ending: Ending, *, settings: Settings) -> None:
+def _perform(task: Task, world: World, path: Path, shutdown: WorkerShutdown, *, settings: TorchSettings) -> None:
     modules = modules_in(task.args, task.kwargs) if world.is_main and task.layout.config.update_modules else []
-    with entered(task.layout.masked(), world) as runtime:
-        runtime.watch.on_proof = ending.at_once
-        settings.settle_device()
+    with active_run(task.layout.renumbered(), world) as runtime:
+        runtime.watchdog.on_hang = shutdown.terminate
+        settings.apply_default_device()
         try:
-            value = _value(task)
+            value = _call(task)
             if runtime.device.type != "cpu":
-                torch.accelerator.synchronize()  # a kernel that failed says so here
-            wanted = value if world.is_main or task.all_ranks else None
-            Outcome.returned(world, wanted, modules).write(path)
+                torch.accelerator.synchronize()  # raises errors of asynchronous kernels
+            returned = value if world.is_main or task.all_ranks else None
+            Outcome.returned(world, returned, modules).write(path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        except BaseException as error:  # noqa: BLE001 - before the process group is taken down
-            ending.fail(runtime.watch.explained(error))
+        except BaseException as error:  # noqa: BLE001 - before the process group is destroyed
+            shutdown.fail(runtime.watchdog.explain(error))
     flush()
 
 
-def _value(task: Task) -> Any:
-    # Only now: before, a signal may find this process waiting for peers inside compiled code, where no handler runs.
-    signal.signal(signal.SIGTERM, on_request)
+def _call(task: Task) -> Any:
+    # Not earlier: while the process group connects, the main thread runs C++ code, which delays Python's handlers.
+    signal.signal(signal.SIGTERM, exit_on_signal)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, on_request)
+        signal.signal(signal.SIGINT, exit_on_signal)
     try:
         return task.function(*task.args, **task.kwargs)
     except SystemExit as error:
@@ -152,62 +152,62 @@ def _value(task: Task) -> Any:
 
 
 @contextlib.contextmanager
-def entered(layout: Layout, world: World) -> Iterator[Runtime]:
-    """This process as one of a run: its Runtime active, its random generators seeded if the request says so."""
+def active_run(layout: Layout, world: World) -> Iterator[Runtime]:
+    """Activate the Runtime of this process, and seed the global random generators if the config has a seed."""
     with activate(Runtime(world, layout)) as runtime:
         if layout.config.seed is not None:
-            seed_everything(layout.config.seed)
+            _seed_generators(layout.config.seed)
         yield runtime
 
 
-def seed_everything(seed: int) -> None:
-    """Set every generator that user code draws from: random, NumPy where it is loaded, torch on all devices."""
+def _seed_generators(seed: int) -> None:
+    """Seed the global generators: Python's random, torch on all devices, and NumPy's if it is imported."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
 
 
-def _settle(orders: Orders, world: World) -> None:
-    """Make a process of the fork server look like a child of the caller."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith(_KEPT)}
+def _set_up_process(setup: WorkerSetup, world: World) -> None:
+    """Set up a process that the fork server has forked, as if the caller had started it."""
+    agent = {name: value for name, value in os.environ.items() if name.startswith(_AGENT_PREFIX)}
     os.environ.clear()
-    os.environ.update({**orders.environ, **kept, **world.env()})
-    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": inner levels follow
-    if threads.isdigit() and int(threads) > 0:  # libraries that are loaded have read the fork server's value
+    os.environ.update({**setup.environ, **agent, **world.env()})
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": the first is the outer level
+    if threads.isdigit() and int(threads) > 0:  # loaded libraries have read the fork server's value
         torch.set_num_threads(int(threads))
-    _settle_signals()
-    multiprocessing.set_start_method(orders.start_method, force=True)
-    _draw_afresh()
-    _settle_output(world)
-    orders.logs.settle()
-    orders.settings.settle()
+    _set_up_signals()
+    multiprocessing.set_start_method(setup.start_method, force=True)
+    _reseed()
+    _set_up_output(world)
+    setup.logs.apply()
+    setup.settings.apply()
 
 
-def _settle_signals() -> None:
-    """Hear again what was blocked while this process started.
+def _set_up_signals() -> None:
+    """Unblock the signals that were blocked while this process started.
 
-    Where a file tells a run to stop, the signals that ask a job for it tell this process nothing.
+    SIGUSR1 and SIGUSR2 are ignored if a stop file is used instead: the cluster may send them to this process, too.
     """
     if not hasattr(signal, "pthread_sigmask"):
         return
-    asking = {signal.SIGUSR1, signal.SIGUSR2}
-    if STOP_FILE in os.environ:
-        for number in asking:
+    stop_signals = {signal.SIGUSR1, signal.SIGUSR2}
+    if STOP_FILE_VARIABLE in os.environ:
+        for number in stop_signals:
             signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, asking)
-    hear_interrupts()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)
+    unblock_sigint()
 
 
-def _draw_afresh() -> None:
-    """Forks of one server would all draw the same numbers, in every rank of every call."""
+def _reseed() -> None:
+    """Reseed the generators from the operating system, because processes of a fork server start with equal states."""
     torch.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
 
-def _settle_output(world: World) -> None:
-    # Unbuffered: nothing that was printed is lost with a worker that is killed. The caller reads UTF-8.
+def _set_up_output(world: World) -> None:
+    # Unbuffered, so that no output is lost when a worker is killed. The caller decodes UTF-8.
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(io.FileIO(number, "wb", closefd=False), "utf-8", "backslashreplace", write_through=True)
         for number in (1, 2)
@@ -215,20 +215,20 @@ def _settle_output(world: World) -> None:
     faulthandler.enable()
     sys.breakpointhook = _refuse_breakpoint
     if not world.is_main:
-        # Once is enough: rank 0 shows the same ones. Filters stay, so that -W error still raises on every rank.
+        # Rank 0 shows the same warnings. Warning filters are kept: -W error still raises on every rank.
         warnings.showwarning = lambda *_args, **_kwargs: None
 
 
 def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise LaunchError(
         "breakpoint() in a worker process",
-        why="several processes cannot share one keyboard: the debugger would wait for input that never comes",
+        why="several processes cannot share one keyboard: the debugger would wait for input forever",
         fix="run in one process, where it works: PARALLELIZE_PROCESSES=1 (or PARALLELIZE_GPUS=1) before the command",
     )
 
 
 def _default_device() -> torch.device:
-    """Where tensors of the arguments go that were on an accelerator: the device of this local rank."""
+    """Return the device of this local rank, on which argument tensors from an accelerator are loaded."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")

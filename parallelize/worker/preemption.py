@@ -1,4 +1,4 @@
-"""should_stop(): whether the machine has asked for an end soon, and all processes of the run know."""
+"""Preemption: should_stop(), and the signal handlers for it in a Slurm job that the user has submitted."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parallelize.cluster.slurm_allocation import STOP_FILE, allocated
+from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE, current_allocation
 from parallelize.collectives import all_reduce
 from parallelize.runtime.context import is_main
 
-__all__ = ["heeding", "should_stop"]
+__all__ = ["handle_stop_signals", "should_stop"]
 
 
 def should_stop() -> bool:
-    """Whether the job's time is nearly over, or it is about to be preempted: save, and return.
+    """Return whether the job will soon reach its time limit or be preempted; if so, save a checkpoint and return.
 
-    A collective: every process calls it at the same place of its loop, and all get the same answer, so that all save
-    the same step. Outside of a cluster's job it is always false.
+    A collective: every process must call `should_stop` at the same place in its loop. All processes get the same
+    result, so that all save the same step. Outside of a cluster job, the result is always False.
 
-    In a job of the Slurm launcher a function that returns after it was told so has not ended: the job is requeued, and
-    the function called again, with SLURM_RESTART_COUNT one higher.
+    If the result was True in a job of the Slurm launcher, the job is requeued when the function returns. The function
+    is then called again, with SLURM_RESTART_COUNT increased by 1.
     """
-    name = os.environ.get(STOP_FILE)
-    is_told = name is not None and Path(name).exists()
-    if all_reduce(float(is_told), "max") == 0.0:
+    name = os.environ.get(STOP_FILE_VARIABLE)
+    is_requested = name is not None and Path(name).exists()
+    if all_reduce(float(is_requested), "max") == 0.0:
         return False
     if name is not None and is_main():
-        Path(name + ".heeded").touch()
+        Path(name + ".acknowledged").touch()
     return True
 
 
 @contextlib.contextmanager
-def heeding() -> Iterator[None]:
-    """While a call of a user's own Slurm job lasts, USR1 and USR2 (`sbatch --signal`) say that it should stop.
+def handle_stop_signals() -> Iterator[None]:
+    """Make should_stop() return True after SIGUSR1 or SIGUSR2 (`sbatch --signal`) in a job that the user has submitted.
 
-    The handler leaves a file and nothing else: workers that this process has started find it too. Handlers of the
-    user's own stay; outside of Slurm, and in a job of the Slurm launcher, nothing is touched.
+    The handler only creates a file; should_stop() checks for it, also in the workers of this process. The user's own
+    handlers are kept. Outside of Slurm, and in a job of the Slurm launcher, no handler is installed.
     """
     is_main_thread = threading.current_thread() is threading.main_thread()
-    if allocated(os.environ) is None or STOP_FILE in os.environ or not is_main_thread:
+    if current_allocation(os.environ) is None or STOP_FILE_VARIABLE in os.environ or not is_main_thread:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="parallelize-") as folder:
-        told = Path(folder) / "stop"
+        stop_file = Path(folder) / "stop"
 
-        def tell(*_: Any) -> None:
-            told.touch()
+        def request_stop(*_: Any) -> None:
+            stop_file.touch()
 
-        mine = [each for each in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(each) is signal.SIG_DFL]
-        os.environ[STOP_FILE] = str(told)
+        unhandled = [each for each in (signal.SIGUSR1, signal.SIGUSR2) if signal.getsignal(each) is signal.SIG_DFL]
+        os.environ[STOP_FILE_VARIABLE] = str(stop_file)
         try:
-            for number in mine:
-                signal.signal(number, tell)
+            for number in unhandled:
+                signal.signal(number, request_stop)
             yield
         finally:
-            for number in mine:
+            for number in unhandled:
                 signal.signal(number, signal.SIG_DFL)
-            del os.environ[STOP_FILE]
+            del os.environ[STOP_FILE_VARIABLE]

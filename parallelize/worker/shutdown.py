@@ -1,4 +1,4 @@
-"""How a worker ends: by an error of its own, at somebody's word, or because nobody is left to work for."""
+"""Shutdown of a worker process: after an error, a stop signal, a detected hang, or the end of its launcher."""
 
 from __future__ import annotations
 
@@ -17,117 +17,117 @@ from typing import NoReturn
 from parallelize.call.task import Outcome
 from parallelize.cluster.world import World
 
-__all__ = ["Ending", "flush", "hear_interrupts", "on_request", "tell_of_threads"]
+__all__ = ["WorkerShutdown", "exit_on_signal", "flush", "report_leftover_threads", "unblock_sigint"]
 
-_FINALLY_WITHIN_S = 5.0
-_THREADS_WITHIN_S = 3.0
+_FINALLY_TIMEOUT_S = 5.0
+_THREADS_TIMEOUT_S = 3.0
 
 
-class Ending:
-    """The end of one worker, whoever brings it about.
+class WorkerShutdown:
+    """Ends a worker process: after an error, which it writes as its Outcome, or when the launcher ends.
 
     Args:
-        world: this process among the others.
-        path: of its outcome, in the run's folder.
-        launcher_pid: when this process is gone, the worker has nobody left to work for, and nobody reads the folder.
+        world: rank and world size of the worker.
+        path: path of the outcome file, in the run's folder.
+        launcher_pid: process id of the launcher; when the launcher ends, the worker removes the run's folder and ends.
     """
 
     def __init__(self, world: World, path: Path, *, launcher_pid: int) -> None:
         self._world = world
         self._path = path
-        self._parent = os.getppid()
-        self._launcher: int | None = None
-        self._begun = threading.Lock()  # never released
+        self._parent_pid = os.getppid()
+        self._launcher_fd: int | None = None
+        self._terminate_lock = threading.Lock()  # acquired by the first error, never released
         if hasattr(os, "pidfd_open"):
             try:
-                self._launcher = os.pidfd_open(launcher_pid)
+                self._launcher_fd = os.pidfd_open(launcher_pid)
             except ProcessLookupError:
                 os._exit(1)
 
-    def watch(self) -> None:
-        """End with the launcher, however it ends; a fork server's children are nobody's otherwise."""
-        threading.Thread(target=self._follow, name="parallelize-launcher-watch", daemon=True).start()
+    def follow_launcher(self) -> None:
+        """Start a thread that ends this worker when the launcher ends; a fork server's child would outlive it."""
+        threading.Thread(target=self._wait_for_launcher, name="parallelize-launcher-watch", daemon=True).start()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End this rank and all it started at once: peers that are gone cannot help to take a process group down."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that being stopped does not take the place of the cause
-        self.at_once(error)
+        """Terminate after a main-thread error, without destroying the process group, which may wait for dead ranks."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a SIGTERM must not replace the error as the cause
+        self.terminate(error)
 
-    def at_once(self, error: BaseException) -> NoReturn:
-        """As `fail`, from whatever thread; the first error stands."""
-        self._begun.acquire()
+    def terminate(self, error: BaseException) -> NoReturn:
+        """Write an error as this rank's Outcome and kill this worker's processes; any thread may call this."""
+        self._terminate_lock.acquire()
         try:
             Outcome.raised(self._world, error).write(self._path)
-        except Exception:  # noqa: BLE001 - a full disk: the caller shows the last lines of a rank that left no outcome
+        except Exception:  # noqa: BLE001 - a full disk: the caller shows the last output of a rank without an outcome
             with contextlib.suppress(OSError, ValueError):
                 traceback.print_exception(error)
         finally:
-            # The signal of a parent's death comes a moment before the death.
-            if self._is_alone(wait_s=0.2 if isinstance(error, KeyboardInterrupt) else 0.0):
+            # If the launcher dies, its workers get SIGINT (PR_SET_PDEATHSIG) a moment before the launcher is gone.
+            if self._is_launcher_gone(wait_s=0.2 if isinstance(error, KeyboardInterrupt) else 0.0):
                 self._remove_folder()
             flush()
             os.killpg(0, signal.SIGKILL)
         os._exit(1)  # never reached
 
-    def _follow(self) -> None:
-        while not self._is_alone(wait_s=None if self._launcher is not None else 1.0):
+    def _wait_for_launcher(self) -> None:
+        while not self._is_launcher_gone(wait_s=None if self._launcher_fd is not None else 1.0):
             pass
         self._remove_folder()
         os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(_FINALLY_WITHIN_S)
+        threading.Event().wait(_FINALLY_TIMEOUT_S)
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
-    def _is_alone(self, *, wait_s: float | None) -> bool:
-        """Whether the launcher is gone, after waiting for that; None: until it is."""
-        if self._launcher is None:
+    def _is_launcher_gone(self, *, wait_s: float | None) -> bool:
+        """Wait up to `wait_s` seconds (None: no limit) for the launcher to end; return whether it has ended."""
+        if self._launcher_fd is None:
             threading.Event().wait(wait_s)
-            return os.getppid() != self._parent
+            return os.getppid() != self._parent_pid
         poll = select.poll()
-        poll.register(self._launcher, select.POLLIN)
+        poll.register(self._launcher_fd, select.POLLIN)
         return bool(poll.poll(None if wait_s is None else wait_s * 1000))
 
     def _remove_folder(self) -> None:
         shutil.rmtree(self._path.parent, ignore_errors=True)
 
 
-def tell_of_threads(rank: int) -> None:
-    """Say, from a thread of its own, for what Python waits when it should have ended: a caller may not know why."""
-    threading.Thread(target=_tell_of_threads, args=[rank], name="parallelize-end", daemon=True).start()
+def report_leftover_threads(rank: int) -> None:
+    """Start a thread that prints which non-daemon threads keep this process alive after the function has returned."""
+    threading.Thread(target=_report_leftover_threads, args=[rank], name="parallelize-end", daemon=True).start()
 
 
-def _tell_of_threads(rank: int) -> None:
-    threading.main_thread().join()  # from here on only threads hold the process
-    threading.Event().wait(_THREADS_WITHIN_S)
-    left = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
-    if not left:
+def _report_leftover_threads(rank: int) -> None:
+    threading.main_thread().join()  # from here on only threads keep the process alive
+    threading.Event().wait(_THREADS_TIMEOUT_S)
+    names = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+    if not names:
         return
     with contextlib.suppress(OSError, ValueError):  # as in `flush`
         sys.stderr.write(
-            f"parallelize: rank {rank} has returned, and its process waits for threads that the function has left: "
-            f"{', '.join(left)}. The call returns when they end: join them, or start them with daemon=True\n"
+            f"parallelize: rank {rank} has returned, but its process waits for threads that the function started: "
+            f"{', '.join(names)}. The call returns when they end: join them, or start them with daemon=True\n"
         )
 
 
-def on_request(number: int, _frame: FrameType | None) -> None:
-    """A worker's handler of SIGTERM and SIGINT: `finally` blocks run, and are not interrupted by a second signal.
+def exit_on_signal(number: int, _frame: FrameType | None) -> None:
+    """Handle SIGTERM or SIGINT in a worker: raise, so that `finally` blocks run, and ignore further signals.
 
-    Two come when the launcher dies: ours, and the SIGINT that a process started by torch gets with its parent's death.
+    When the launcher dies, two signals arrive: SIGTERM from `WorkerShutdown`, and SIGINT from torch's PR_SET_PDEATHSIG.
     """
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
 
 
-def hear_interrupts() -> None:
-    """Unblock SIGINT; one that came meanwhile was meant for the caller, who ends what it started."""
+def unblock_sigint() -> None:
+    """Unblock SIGINT and discard a pending SIGINT, because the caller handles Ctrl-C and ends its workers itself."""
     if hasattr(signal, "pthread_sigmask"):
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which also forgets a pending one
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # discards a pending SIGINT
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, handler)
 
 
 def flush() -> None:
-    """Write what was printed, if anybody still reads it."""
+    """Flush stdout and stderr."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the reader may be gone
+        with contextlib.suppress(OSError, ValueError):  # the other end of the pipe may be closed
             stream.flush()

@@ -1,4 +1,4 @@
-"""Models of many shapes, and pipelines over them whose cut is given instead of measured."""
+"""Models of many shapes, and pipelines over them with given split points instead of measured ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ResNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """Skip connections that cross every stage."""
+    """Skip connections over all stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tied embedding, positions from the shape, a loss inside if there are targets."""
+    """Tied embedding, positions from the input's shape, loss inside forward if there are targets."""
 
     def __init__(self, *, dropout: float = 0.0, tied: bool = True) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Lstm(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each sample goes through one expert; some get none."""
+    """Each sample uses one expert; some experts get no samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Experts(nn.Module):
 
 
 class EarlyExit(nn.Module):
-    """How far a micro-batch goes depends on its values."""
+    """The number of layers depends on the micro-batch's values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class EarlyExit(nn.Module):
 
 
 class Reused(nn.Module):
-    """One layer called again and again, and a parameter of the model itself."""
+    """One layer called several times, and a parameter of the model itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Reused(nn.Module):
 
 @dataclass
 class Towers:
-    """What a model takes or returns."""
+    """Inputs of a model, as a dataclass."""
 
     left: Tensor
     right: Tensor
@@ -191,7 +191,7 @@ class TwoTowers(nn.Module):
 
 
 class Doubled(torch.autograd.Function):
-    """An operation that no function mode sees."""
+    """An autograd function, which no function mode intercepts."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -215,14 +215,14 @@ class CustomFunction(nn.Module):
 
 
 class Triple(nn.Module):
-    """Keeps nothing for backward, so that its input may be changed in place."""
+    """Saves nothing for backward, so that its input may be changed in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 3.0
 
 
 class InPlace(nn.Module):
-    """Over three stages: h is made in the first, changed in place in the second, used in the third."""
+    """Over three stages: h is computed in the first, changed in place in the second, used in the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,11 +240,11 @@ class Case:
     """A model with a batch.
 
     Args:
-        make: the model.
-        inputs: arguments and keyword arguments for so many samples.
+        make: creates the model.
+        inputs: returns arguments and keyword arguments for a number of samples.
         batch_dim: of inputs and outputs.
-        is_exact: whether a micro-batch computes what the whole batch does; batch norm does not, and neither does a
-            branch that depends on a mean over samples.
+        is_exact: whether micro-batches compute the same as the full batch: not with batch norm, nor with a branch that
+            depends on a mean over samples.
     """
 
     make: Callable[[], nn.Module]
@@ -322,8 +322,8 @@ def batch_of(case: Case, samples: int = 8, *, seed: int = 1) -> tuple[tuple[Any,
     return case.inputs(samples)
 
 
-def events_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """Names of the submodules without submodules, as a forward calls them."""
+def call_order(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """Return the names of the submodules without submodules, in the order in which forward calls them."""
     called: list[str] = []
     handles = [
         module.register_forward_pre_hook(lambda _m, _a, name=name: called.append(name))  # type: ignore[misc]  # a default binds the name
@@ -349,8 +349,8 @@ def plan_for(
     device: str = "cpu",
     **more: Any,
 ) -> Plan:
-    """A plan with stages of equally many submodules: nothing is measured."""
-    events = events_of(model, *inputs)
+    """Build a plan with the same number of submodules in every stage, without profiling."""
+    events = call_order(model, *inputs)
     bounds = tuple(len(events) * stage // stages for stage in range(stages + 1))
     values: dict[str, Any] = {
         "model": type(model).__name__,
@@ -366,17 +366,17 @@ def plan_for(
 
 
 @contextlib.contextmanager
-def divided(
+def pipelined(
     model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], *, batch_dim: int = 0, **options: Any
 ) -> Iterator[Any]:
-    """The model, in a block whose plan is `plan_for`."""
+    """Run the block with the plan of `plan_for`."""
     plan = plan_for(model, inputs, output_dims=((0, batch_dim),), **options)
     with parallel_model(model, backend=BalancedBackend(devices=plan.devices, plan=plan, batch_dim=batch_dim)) as same:
         yield same
 
 
 def loss_of(output: Any) -> Tensor:
-    """A number that depends on every value of every output in another way."""
+    """Return a scalar that weights every value of every output differently."""
     generator = torch.Generator().manual_seed(0)
     total = torch.zeros(())
     for leaf in leaves(output):

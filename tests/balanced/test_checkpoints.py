@@ -1,4 +1,4 @@
-"""torch's checkpoint, called by the user inside a model that is divided."""
+"""torch.utils.checkpoint, called by the user inside a pipelined model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from balanced.models import assert_equal_gradients, divided, loss_of, seeded
+from balanced.models import assert_equal_gradients, loss_of, pipelined, seeded
 from torch import Tensor, nn
-from torch.utils import checkpoint as torchs
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from parallelize import parallel_model, plan
@@ -22,7 +22,7 @@ INPUTS: tuple[Any, dict[str, Any]] = ((torch.randn(8, 8, dtype=torch.double),), 
 
 
 class Chain(nn.Module):
-    """Four blocks with dropout, of which each subclass recomputes in another way."""
+    """Four blocks with dropout; each subclass checkpoints them differently."""
 
     def __init__(self, dropout: float = 0.4) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Reentrant(Chain):
 
 
 class Functions(Chain):
-    """Regions that begin with an operation, and with random numbers of their own."""
+    """Regions that begin with an operation instead of a module, and draw random numbers."""
 
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -77,7 +77,7 @@ class Nested(Chain):
 
 
 def assert_true_gradient(model: Any, x: Tensor) -> None:
-    """The gradient of each weight, along a direction of chance, is the difference quotient of the loss."""
+    """Compare each weight's gradient along a random direction with the loss's difference quotient."""
 
     def loss() -> Tensor:
         torch.manual_seed(3)
@@ -100,33 +100,33 @@ def assert_true_gradient(model: Any, x: Tensor) -> None:
         torch.testing.assert_close((found[0] - found[1]) / (2 * step), slope, rtol=1e-4, atol=1e-5, msg=name)
 
 
-# What looks for the submodules that are called wants no gradients.
+# `call_order` runs forward without gradients.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("kind", [Modules, Reentrant, Functions, Rows, Nested])
 def test_random_numbers_are_drawn_again(kind: type[Chain], microbatches: int, recompute: bool) -> None:
-    """A region has the same dropout masks in backward as in forward, wherever it begins and whatever is around it."""
+    """Recomputation uses forward's dropout masks, wherever a region begins and whatever surrounds it."""
     model = seeded(kind)
     options: dict[str, Any] = {"microbatches": microbatches, "recompute": recompute, "draws": True}
-    with divided(model, INPUTS, stages=3, **options):
+    with pipelined(model, INPUTS, stages=3, **options):
         assert_true_gradient(model, INPUTS[0][0])
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_region_inside_what_is_recomputed(recompute: bool) -> None:
-    """A module that recomputes a part of itself may be recomputed as a whole."""
+    """A module that contains a checkpoint may be recomputed as a unit."""
     model = seeded(Modules)
     outer = nn.Sequential(nn.Linear(8, 8).double(), model)
     plan: dict[str, Any] = {"events": ("0", "1"), "bounds": (0, 1, 2), "recompute": recompute, "draws": True}
-    with divided(outer, INPUTS, **plan):
+    with pipelined(outer, INPUTS, **plan):
         assert_true_gradient(outer, INPUTS[0][0])
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_a_region_at_the_input(is_reentrant: bool, recompute: bool) -> None:
-    """A batch and a parameter that go into a region directly have the gradients of the plain model."""
+    """A batch and a parameter that are passed to a region directly get the gradients of the plain model."""
 
     class First(Chain):
         def forward(self, x: Tensor) -> Any:
@@ -136,7 +136,7 @@ def test_a_region_at_the_input(is_reentrant: bool, recompute: bool) -> None:
     model = seeded(lambda: First(0.0))
     plain = copy.deepcopy(model)
     x, same = (INPUTS[0][0].clone().requires_grad_() for _ in range(2))
-    with divided(model, INPUTS, recompute=recompute):
+    with pipelined(model, INPUTS, recompute=recompute):
         loss_of(model(x)).backward()
     loss_of(plain(same)).backward()
     torch.testing.assert_close(x.grad, same.grad)
@@ -146,7 +146,7 @@ def test_a_region_at_the_input(is_reentrant: bool, recompute: bool) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_planning_with_a_region_at_the_input(is_reentrant: bool, recompute: bool) -> None:
-    """A batch that wants a gradient may go into the first region, before any module has run."""
+    """A batch that requires grad may be passed to a region before any module has run."""
 
     class First(Chain):
         def forward(self, x: Tensor) -> Any:
@@ -163,7 +163,7 @@ def test_planning_with_a_region_at_the_input(is_reentrant: bool, recompute: bool
 
 @pytest.mark.parametrize("kind", [Modules, Reentrant, Functions, Rows, Nested])
 def test_planning_with_checkpoints(kind: type[Chain]) -> None:
-    """Measuring leaves no gradient behind; `backward` and `torch.autograd.grad` are those of finite differences."""
+    """Planning leaves no gradients; `backward` and `torch.autograd.grad` equal finite differences."""
     model = seeded(kind)
     x = INPUTS[0][0]
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)):
@@ -178,8 +178,8 @@ def test_planning_with_checkpoints(kind: type[Chain]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-def test_a_reentrant_region_without_an_input_that_wants_a_gradient() -> None:
-    """As ever it gives no gradients, and says so."""
+def test_a_reentrant_region_without_an_input_that_requires_grad() -> None:
+    """As in torch, it gives no gradients and warns."""
 
     class First(Chain):
         def forward(self, x: Tensor) -> Any:
@@ -187,7 +187,7 @@ def test_a_reentrant_region_without_an_input_that_wants_a_gradient() -> None:
 
     model = seeded(lambda: First(0.0))
     plain = copy.deepcopy(model)
-    for each, block in ((model, divided(model, INPUTS)), (plain, contextlib.nullcontext())):
+    for each, block in ((model, pipelined(model, INPUTS)), (plain, contextlib.nullcontext())):
         with block:
             with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
                 output = each(*INPUTS[0])
@@ -197,7 +197,7 @@ def test_a_reentrant_region_without_an_input_that_wants_a_gradient() -> None:
 
 
 def test_a_context_of_the_user_is_entered_both_times() -> None:
-    """What `context_fn` returns surrounds a region in forward and in backward, once in each micro-batch."""
+    """The contexts of `context_fn` are entered in forward and in backward, once per micro-batch."""
     entered: list[str] = []
 
     class Noting:
@@ -212,18 +212,18 @@ def test_a_context_of_the_user_is_entered_both_times() -> None:
 
     class Watched(Chain):
         def body(self, x: Tensor) -> Any:
-            contexts = lambda: (Noting("ahead"), Noting("again"))  # noqa: E731  # as one writes it
+            contexts = lambda: (Noting("ahead"), Noting("again"))  # noqa: E731  # the usual form
             return checkpoint(self.blocks, x, use_reentrant=False, context_fn=contexts)
 
     model = seeded(Watched)
-    with divided(model, INPUTS, microbatches=2, draws=True):
+    with pipelined(model, INPUTS, microbatches=2, draws=True):
         entered.clear()
         loss_of(model(*INPUTS[0])).backward()
     assert sorted(entered) == sorted(["ahead", "ahead ends", "again", "again ends"] * 2)
 
 
 def test_an_exception_inside_a_region() -> None:
-    """It reaches the caller as it is, and the next step goes through all stages."""
+    """It reaches the caller unchanged, and the next step runs through all stages."""
 
     class Fragile(Modules):
         def body(self, x: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def test_an_exception_inside_a_region() -> None:
     model = seeded(lambda: Fragile(0.0))
     plain = copy.deepcopy(model)
     x = INPUTS[0][0]
-    with divided(model, INPUTS):
+    with pipelined(model, INPUTS):
         with pytest.raises(ValueError, match="a bad sample"):
             model(x * 1e6)
         loss_of(model(x)).backward()
@@ -246,24 +246,24 @@ def test_an_exception_inside_a_region() -> None:
 
 
 def test_regions_leave_no_cycle_behind() -> None:
-    """What a forward with regions keeps goes with its output, used for a backward or not, with the collector off."""
+    """A forward's tensors are freed with its output, with or without backward, without the garbage collector."""
     model = seeded(Modules)
-    with divided(model, INPUTS, draws=True):
+    with pipelined(model, INPUTS, draws=True):
         gc.collect()
         gc.disable()
         try:
             for is_used in (True, False):
                 output = model(*INPUTS[0])
-                record = weakref.ref(output.grad_fn.record)
+                pipeline_backward = weakref.ref(output.grad_fn.pipeline_backward)
                 if is_used:
                     loss_of(output).backward()
                 del output
-                assert record() is None
+                assert pipeline_backward() is None
         finally:
             gc.enable()
 
 
-class Whole(Chain):
+class OneRegion(Chain):
     """One region, which begins with an operation."""
 
     def forward(self, x: Tensor) -> Any:
@@ -271,9 +271,9 @@ class Whole(Chain):
 
 
 @pytest.mark.parametrize("microbatches", [1, 4, "auto"])
-def test_a_model_in_one_region_is_not_divided(microbatches: Any) -> None:
-    """Said as such, whatever was asked for, and it trains as it did."""
-    model = seeded(lambda: Whole(0.0))
+def test_a_model_in_one_region_is_not_split(microbatches: Any) -> None:
+    """The plan says so for any microbatches=, and the model trains like the plain one."""
+    model = seeded(lambda: OneRegion(0.0))
     plain = copy.deepcopy(model)
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=microbatches)):
         loss_of(model(*INPUTS[0])).backward()
@@ -282,13 +282,13 @@ def test_a_model_in_one_region_is_not_divided(microbatches: Any) -> None:
     assert_equal_gradients(model, plain)
 
 
-def test_torchs_own_checkpoint_is_given_back() -> None:
-    """After the block, and outside of forwards inside it, checkpoints are torch's."""
-    before = torchs._checkpoint_without_reentrant_generator
+def test_torchs_checkpoint_is_restored() -> None:
+    """After the block, and outside of forwards inside it, checkpoint is torch's."""
+    before = torch_checkpoint._checkpoint_without_reentrant_generator
     model = seeded(Modules)
-    with divided(model, INPUTS, draws=True):
+    with pipelined(model, INPUTS, draws=True):
         linear = nn.Linear(8, 8)
         x = torch.randn(2, 8)
         checkpoint(nn.Sequential(linear, nn.Dropout(0.5)), x, use_reentrant=False).sum().backward()
         assert linear.weight.grad is not None
-    assert torchs._checkpoint_without_reentrant_generator is before
+    assert torch_checkpoint._checkpoint_without_reentrant_generator is before

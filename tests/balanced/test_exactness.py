@@ -1,4 +1,4 @@
-"""A divided model computes what the undivided one does on the same micro-batches."""
+"""A pipelined model computes the same as the plain one on the same micro-batches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from balanced.models import (
     Gpt,
     assert_equal_gradients,
     batch_of,
-    divided,
     gradients,
     loss_of,
+    pipelined,
     seeded,
     tensors,
     tokens,
@@ -24,12 +24,12 @@ from parallelize import parallel_model
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.runtime.containers import map_leaves
 
-# Tied and reused weights are summed in another order, and so are some convolutions over copies of their inputs.
-SUMMED_OTHERWISE = {"gpt, tied", "gpt, loss inside", "reused layer", "cnn", "unet", "transformer, sequence first"}
+# Tied and reused weights are summed in another order, and some convolutions on copied inputs too.
+REORDERED_SUMS = {"gpt, tied", "gpt, loss inside", "reused layer", "cnn", "unet", "transformer, sequence first"}
 
 
 def run(model: Any, inputs: Any, **options: Any) -> Any:
-    with divided(model, inputs, **options) as same:
+    with pipelined(model, inputs, **options) as same:
         assert same is model
         output = model(*inputs[0], **inputs[1])
         loss_of(output).backward()
@@ -38,7 +38,7 @@ def run(model: Any, inputs: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_micro_batches_over_stages_equal_micro_batches_on_one(name: str) -> None:
-    """Outputs, gradients and buffers over two stages are bit for bit those of one stage."""
+    """Outputs, gradients and buffers of two stages are bitwise equal to those of one stage."""
     case = CASES[name]
     inputs, model = batch_of(case), seeded(case.make)
     alone = copy.deepcopy(model)
@@ -47,15 +47,15 @@ def test_micro_batches_over_stages_equal_micro_batches_on_one(name: str) -> None
     assert type(output) is type(expected)
     for got, want in zip(tensors(output), tensors(expected), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-    rounding = 1e-5 if name in SUMMED_OTHERWISE else 0.0
+    rounding = 1e-5 if name in REORDERED_SUMS else 0.0
     assert_equal_gradients(model, alone, rtol=rounding, atol=rounding)
     for key, value in model.state_dict().items():
         assert torch.equal(value, alone.state_dict()[key]), key
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_exact])
-def test_micro_batches_equal_the_whole_batch(name: str) -> None:
-    """Outputs and gradients are those of the plain model on the whole batch, but for rounding."""
+def test_micro_batches_equal_the_full_batch(name: str) -> None:
+    """Outputs and gradients equal the plain model's on the full batch, up to rounding."""
     case = CASES[name]
     inputs, model = batch_of(case), seeded(case.make)
     plain = copy.deepcopy(model)
@@ -70,7 +70,7 @@ def test_micro_batches_equal_the_whole_batch(name: str) -> None:
 @pytest.mark.parametrize("stages", [1, 3, 4])
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_any_number_of_stages_and_micro_batches(stages: int, microbatches: int) -> None:
-    """Tied weights on any number of stages, in any number of micro-batches, have the gradients of the plain model."""
+    """Tied weights get the gradients of the plain model, for any number of stages and micro-batches."""
     inputs, model = batch_of(CASES["gpt, tied"]), seeded(Gpt)
     plain = copy.deepcopy(model)
     run(model, inputs, stages=stages, microbatches=microbatches)
@@ -79,7 +79,7 @@ def test_any_number_of_stages_and_micro_batches(stages: int, microbatches: int) 
 
 
 def test_a_change_in_place_reaches_every_stage() -> None:
-    """A tensor of the first stage that the second changes in place has its new values and history in the third."""
+    """The third stage sees values and history of a tensor of the first that the second has changed in place."""
     case = CASES["in place"]
     inputs, model = batch_of(case), seeded(case.make)
     plain = copy.deepcopy(model)
@@ -90,10 +90,10 @@ def test_a_change_in_place_reaches_every_stage() -> None:
 
 @pytest.mark.parametrize("samples", [7, 5, 2, 1])
 def test_any_size_of_batch(samples: int) -> None:
-    """Batches that do not divide into micro-batches, or are smaller, give the gradients of the plain model."""
+    """Batches that are smaller, or not a multiple of the micro-batches, give the plain model's gradients."""
     model = seeded(Gpt)
     plain = copy.deepcopy(model)
-    with divided(model, batch_of(CASES["gpt, tied"])):
+    with pipelined(model, batch_of(CASES["gpt, tied"])):
         tokens_ = tokens(samples)[0][0]
         logits, loss = model(tokens_, tokens_)
         assert logits.shape == (samples, 8, 11)
@@ -102,8 +102,8 @@ def test_any_size_of_batch(samples: int) -> None:
     assert_equal_gradients(model, plain)
 
 
-def test_an_input_that_wants_a_gradient_gets_it() -> None:
-    """The gradient of the inputs is that of the plain model, for cut ones and for those every micro-batch sees."""
+def test_an_input_that_requires_grad() -> None:
+    """Inputs get the plain model's gradients, both split ones and those that every micro-batch shares."""
     torch.manual_seed(0)
 
     class Scaled(torch.nn.Module):
@@ -117,7 +117,7 @@ def test_an_input_that_wants_a_gradient_gets_it() -> None:
     model = Scaled()
     plain = copy.deepcopy(model)
     x, scale = torch.randn(7, 8, requires_grad=True), torch.tensor(0.7, requires_grad=True)
-    with divided(model, ((x.detach(),), {"scale": scale.detach()})):
+    with pipelined(model, ((x.detach(),), {"scale": scale.detach()})):
         got = torch.autograd.grad(loss_of(model(x, scale=scale)), [x, scale, *model.parameters()])
     want = torch.autograd.grad(loss_of(plain(x, scale=scale)), [x, scale, *plain.parameters()])
     for one, other in zip(got, want, strict=True):
@@ -125,7 +125,7 @@ def test_an_input_that_wants_a_gradient_gets_it() -> None:
 
 
 def test_twenty_steps_follow_the_plain_model() -> None:
-    """AdamW with accumulation and clipping, its optimizer made before the block, ends at the plain model's weights."""
+    """AdamW with accumulation and clipping, made before the block, ends with the plain model's weights."""
     model = seeded(Gpt)
     plain = copy.deepcopy(model)
     batches = [tokens(8)[0][0] for _ in range(20)]
@@ -139,7 +139,7 @@ def test_twenty_steps_follow_the_plain_model() -> None:
             optimizer.zero_grad()
 
     before = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
-    with divided(model, ((batches[0],), {}), microbatches=2):
+    with pipelined(model, ((batches[0],), {}), microbatches=2):
         train(model, before)
     train(plain, torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-3))
     for got, want in zip(model.parameters(), plain.parameters(), strict=True):
@@ -147,7 +147,7 @@ def test_twenty_steps_follow_the_plain_model() -> None:
 
 
 def test_frozen_parts_stay_without_gradient() -> None:
-    """Where only the head is trained, nothing else gets a gradient, and the head's is the plain model's."""
+    """If only the head is trained, only the head gets a gradient, equal to the plain model's."""
     model = seeded(lambda: Gpt(tied=False))
     model.requires_grad_(requires_grad=False)
     model.head.requires_grad_()
@@ -160,7 +160,7 @@ def test_frozen_parts_stay_without_gradient() -> None:
 
 
 def test_a_hugging_face_model_built_from_a_config() -> None:
-    """A Llama with its ModelOutput, positions and mask made inside has the plain model's loss and gradients."""
+    """A Llama with ModelOutput, positions and mask computed inside has the plain model's loss and gradients."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16,
@@ -174,7 +174,7 @@ def test_a_hugging_face_model_built_from_a_config() -> None:
     model = seeded(lambda: transformers.LlamaForCausalLM(config))
     plain = copy.deepcopy(model)
     batch = {"input_ids": tokens(8)[0][0], "labels": tokens(8)[0][0]}
-    with divided(model, ((), batch)):
+    with pipelined(model, ((), batch)):
         output = model(**batch)
         output.loss.backward()
     expected = plain(**batch)
@@ -184,12 +184,12 @@ def test_a_hugging_face_model_built_from_a_config() -> None:
     assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_inputs_are_left_alone() -> None:
+def test_inputs_are_not_modified() -> None:
     """The caller's batch has the same tensors, values and attributes after a forward."""
     case = CASES["two towers"]
     (towers,), kwargs = batch_of(case)
     kept = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, towers)
-    with divided(seeded(case.make), ((towers,), kwargs)) as model:
+    with pipelined(seeded(case.make), ((towers,), kwargs)) as model:
         loss_of(model(towers, **kwargs)).backward()
     assert torch.equal(towers.left, kept.left)
     assert towers.left.grad is None
@@ -198,8 +198,8 @@ def test_inputs_are_left_alone() -> None:
 
 @pytest.mark.parametrize("is_planned", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_text_is_generated_as_ever(is_planned: bool, microbatches: int) -> None:
-    """generate(), which passes a cache from call to call, gives the plain model's text, before training and after."""
+def test_generate_gives_the_plain_models_text(is_planned: bool, microbatches: int) -> None:
+    """generate(), which passes a cache between calls, gives the plain model's text before and after training."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         n_embd=32, n_layer=3, n_head=2, vocab_size=60, n_positions=64, initializer_range=0.3, pad_token_id=0

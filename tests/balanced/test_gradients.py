@@ -1,4 +1,4 @@
-"""Gradients that cross the border of a divided model elsewhere than at its arguments and results."""
+"""Gradients that enter or leave a pipelined model elsewhere than through its arguments and results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from balanced.models import assert_equal_gradients, divided, loss_of, rows, seeded
+from balanced.models import assert_equal_gradients, loss_of, pipelined, rows, seeded
 from torch import Tensor, nn
 
 from parallelize import ConfigError, parallel_model
@@ -31,35 +31,35 @@ class Chain(nn.Module):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("hooked", ["a", "b", "c"])
 @pytest.mark.parametrize("loss", [lambda y, z: z.square().mean(), lambda y, z: y.mean() + z.square().mean()])
-def test_a_loss_on_what_a_hook_has_caught(
+def test_a_loss_on_a_tensor_captured_by_a_hook(
     loss: Callable[[Tensor, Tensor], Tensor], hooked: str, recompute: bool
 ) -> None:
-    """It is refused, alone and beside the loss on the output, instead of leaving the model without its gradients."""
+    """A loss on it, alone or added to the loss on the output, is refused instead of losing the model's gradients."""
     model = seeded(Chain)
-    caught: dict[str, Tensor] = {}
-    model.get_submodule(hooked).register_forward_hook(lambda _m, _a, output: caught.update(z=output))
-    with divided(model, INPUTS, recompute=recompute):
+    captured: dict[str, Tensor] = {}
+    model.get_submodule(hooked).register_forward_hook(lambda _m, _a, output: captured.update(z=output))
+    with pipelined(model, INPUTS, recompute=recompute):
         y = model(X)
         with pytest.raises(ConfigError, match="a loss on a tensor from inside a model"):
-            loss(y, caught["z"]).backward()
+            loss(y, captured["z"]).backward()
 
 
-def test_what_a_hook_has_caught_may_be_looked_at() -> None:
-    """Hooks that read activations, and change them by what they return, leave the gradients as they are."""
+def test_hooks_may_read_and_replace_activations() -> None:
+    """Hooks that read activations, or return others, leave the gradients equal to the plain model's."""
     model = seeded(Chain)
     norms: list[float] = []
     model.b.register_forward_hook(lambda _m, _a, output: norms.append(output.detach().norm().item()))
     model.b.register_forward_pre_hook(lambda _m, args: (args[0] * 2,))
     plain = copy.deepcopy(model)
-    with divided(model, INPUTS):
+    with pipelined(model, INPUTS):
         loss_of(model(X)).backward()
     loss_of(plain(X)).backward()
     assert_equal_gradients(model, plain)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_loss_on_what_forward_has_put_elsewhere(recompute: bool) -> None:
-    """A list outside of the model that forward fills holds tensors whose gradients are refused too."""
+def test_a_loss_on_a_tensor_stored_by_forward(recompute: bool) -> None:
+    """Gradients of tensors that forward stores in a list outside of the model are refused too."""
     kept: list[Tensor] = []
 
     class Keeping(Chain):
@@ -68,7 +68,7 @@ def test_a_loss_on_what_forward_has_put_elsewhere(recompute: bool) -> None:
             return self.c(kept[-1])
 
     model = seeded(Keeping)
-    with divided(model, INPUTS, recompute=recompute):
+    with pipelined(model, INPUTS, recompute=recompute):
         model(X)
         with pytest.raises(ConfigError, match="a loss on a tensor from inside a model"):
             kept[-1].mean().backward()
@@ -82,15 +82,15 @@ class Conditioned(Chain):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_tensor_of_the_users_that_is_no_argument(recompute: bool) -> None:
-    """What the user has computed and put on the model has its gradient, as a whole, in its own graph."""
+def test_a_users_tensor_that_is_no_argument(recompute: bool) -> None:
+    """A tensor that the user has computed and stored on the model gets its full gradient."""
     model = seeded(Conditioned)
     plain = copy.deepcopy(model)
     source, other = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
     plain.context = other * 3
     loss_of(plain(X)).backward()
     model.context = torch.zeros(8)
-    with divided(model, INPUTS, recompute=recompute):
+    with pipelined(model, INPUTS, recompute=recompute):
         model.context = source * 3
         loss_of(model(X)).backward()
     torch.testing.assert_close(source.grad, other.grad)
@@ -102,20 +102,20 @@ def computed(model: nn.Module, scale: Tensor) -> dict[str, Tensor]:
 
 
 def test_weights_that_are_computed_for_one_call() -> None:
-    """`torch.func.functional_call` differentiates through the pipeline into what the weights were computed from."""
+    """`torch.func.functional_call` differentiates to the tensors that the weights were computed from."""
     model = seeded(Chain)
     scales = [torch.tensor(0.7, requires_grad=True) for _ in range(2)]
-    with divided(model, INPUTS):
+    with pipelined(model, INPUTS):
         loss_of(torch.func.functional_call(model, computed(model, scales[0]), (X,))).backward()
     loss_of(torch.func.functional_call(model, computed(model, scales[1]), (X,))).backward()
     torch.testing.assert_close(scales[0].grad, scales[1].grad, rtol=1e-4, atol=1e-5)
 
 
 def test_weights_of_one_call_that_are_gone_in_backward() -> None:
-    """Recomputing would take the weights that the model has by then: it is refused."""
+    """Recomputation would use the weights that the model has in backward, so it is refused."""
     model = seeded(Chain)
     scale = torch.tensor(0.7, requires_grad=True)
-    with divided(model, INPUTS, recompute=True):
+    with pipelined(model, INPUTS, recompute=True):
         output = torch.func.functional_call(model, computed(model, scale), (X,))
         with pytest.raises(ConfigError, match=r"uses a parameter of .* that forward has not used"):
             loss_of(output).backward()
@@ -125,15 +125,15 @@ def scripted(x: Tensor) -> Tensor:
     return torch.relu(x) * 2.0 + x
 
 
-def test_operations_that_nobody_sees() -> None:
-    """What a scripted function computes belongs to the segment that has called it."""
+def test_scripted_functions() -> None:
+    """Tensors that a scripted function computes belong to the segment that has called it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        unseen = torch.jit.script(scripted)
+        scripted_function = torch.jit.script(scripted)
 
     class Scripted(Chain):
         def forward(self, x: Tensor) -> Any:
-            return self.c(unseen(self.b(unseen(self.a(x)))))
+            return self.c(scripted_function(self.b(scripted_function(self.a(x)))))
 
     model = seeded(Scripted)
     plain = copy.deepcopy(model)
@@ -160,7 +160,7 @@ class Forces(Chain):
 
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_a_gradient_inside_forward(is_backward: bool) -> None:
-    """It would end where the stage begins: it is refused, while planning too."""
+    """It would end at the start of the stage, so it is refused, also while planning."""
     model = seeded(Forces)
     model.is_backward = is_backward
     with (
@@ -170,8 +170,8 @@ def test_a_gradient_inside_forward(is_backward: bool) -> None:
         model(X)
 
 
-def test_a_gradient_inside_one_operation_of_forward() -> None:
-    """What a submodule differentiates by a tensor of its own is right, for the loss behind it too."""
+def test_a_gradient_inside_one_submodule() -> None:
+    """A submodule that differentiates by its own tensor gets the right gradient, and so does a loss on its output."""
 
     class Slope(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class Returning(Chain):
 
 
 def test_an_output_that_is_a_view_of_a_parameter() -> None:
-    """Whole batches have its gradient; from several micro-batches it cannot be joined, and the error says so."""
+    """Without micro-batches it gets its gradient; several micro-batches cannot be joined: the error names it."""
     model = seeded(Returning)
     plain = copy.deepcopy(model)
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=1)):
@@ -209,8 +209,8 @@ def test_an_output_that_is_a_view_of_a_parameter() -> None:
         model(X)
 
 
-def test_a_leaf_that_forward_makes_want_a_gradient() -> None:
-    """Behind frozen layers, what `requires_grad_` has made of an activation is differentiable on later stages too."""
+def test_an_activation_made_to_require_grad() -> None:
+    """Behind frozen layers, an activation after `requires_grad_` is differentiable on later stages too."""
 
     class Adapted(Chain):
         def forward(self, x: Tensor) -> Any:
@@ -220,7 +220,7 @@ def test_a_leaf_that_forward_makes_want_a_gradient() -> None:
     model = seeded(Adapted)
     model.a.requires_grad_(requires_grad=False)
     plain = copy.deepcopy(model)
-    with divided(model, INPUTS, stages=3):
+    with pipelined(model, INPUTS, stages=3):
         loss_of(model(X)).backward()
     loss_of(plain(X)).backward()
     assert_equal_gradients(model, plain)

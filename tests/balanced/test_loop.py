@@ -1,4 +1,4 @@
-"""A whole loop: loader, mixed precision, checkpoint, evaluation, under a decorator."""
+"""A complete training loop: loader, checkpoint and backend="balanced" under a decorator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, loader: Any) -> None:
 
 
 def test_a_loop_with_loader_and_checkpoint(tmp_path: Path) -> None:
-    """Decorated, with shard_loader, saved and loaded on the way, a divided model ends at the plain loop's weights."""
+    """With shard_loader, save and load, a pipelined model ends with the plain loop's weights."""
     plain = seeded(Gpt)
     loader = DataLoader(TensorDataset(TOKENS), batch_size=8)
     optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
@@ -35,7 +35,7 @@ def test_a_loop_with_loader_and_checkpoint(tmp_path: Path) -> None:
         train(plain, optimizer, loader)
 
     @distributed(backend=BACKEND, processes=1)
-    def divided() -> dict[str, torch.Tensor]:
+    def pipelined() -> dict[str, torch.Tensor]:
         model = seeded(Gpt)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         with parallel_model(model):
@@ -48,7 +48,7 @@ def test_a_loop_with_loader_and_checkpoint(tmp_path: Path) -> None:
             train(model, optimizer, shard_loader(loader))
         return copy.deepcopy(model.state_dict())
 
-    for name, value in divided().items():
+    for name, value in pipelined().items():
         torch.testing.assert_close(
             value, plain.state_dict()[name], rtol=1e-3, atol=1e-4, msg=lambda t, n=name: f"{n}: {t}"
         )

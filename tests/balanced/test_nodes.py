@@ -1,4 +1,4 @@
-"""A pipeline on each of two nodes: gradients are averaged over them."""
+"""One pipeline on each of two nodes: gradients are averaged over them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from balanced.models import Gpt, loss_of, seeded
 
 from parallelize.cluster.world import World
 
-# Each process is a node of its own, as torchrun would place it there.
+# Each process is a separate node, as under torchrun.
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -72,17 +72,17 @@ def run_nodes(folder: Path) -> list[dict[str, Any]]:
             subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
     try:
-        said = [process.communicate(timeout=50)[0] for process in running]
+        outputs = [process.communicate(timeout=50)[0] for process in running]
     finally:
         for process in running:
             process.kill()
             process.wait()
-    assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+    assert [process.returncode for process in running] == [0, 0], "\n".join(outputs)
     return [torch.load(folder / f"{node}.pt") for node in range(2)]
 
 
 def test_two_nodes_train_one_model(tmp_path: Path) -> None:
-    """Accumulated over a no_sync and averaged over two pipelines, gradients are one process's; rank 0's plan holds."""
+    """Accumulated under no_sync and averaged over two pipelines, gradients equal one process's; all use one plan."""
     ranks = run_nodes(tmp_path)
     torch.manual_seed(1)
     x = torch.randint(11, (8, 8))

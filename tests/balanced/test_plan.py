@@ -1,4 +1,4 @@
-"""Plans: measured, drawn, kept, and the answer that there is nothing to gain."""
+"""Plans: profiling, printing, saving, reuse, and models that are not worth splitting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from balanced.models import CASES, Gpt, batch_of, divided, loss_of, plan_for, rows, seeded
+from balanced.models import CASES, Gpt, batch_of, loss_of, pipelined, plan_for, rows, seeded
 from torch import nn
 
 from parallelize import parallel_model
@@ -21,7 +21,7 @@ X = INPUTS[0][0]
 
 
 class Sleeping(torch.autograd.Function):
-    """Takes time in proportion to the samples, and lets other threads work meanwhile, as a GPU does."""
+    """Takes time in proportion to the samples, and lets other threads run meanwhile, as a GPU does."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -53,8 +53,8 @@ def overlaps(intervals: list[tuple[float, float]]) -> bool:
     return any(a is not b and a[0] < b[1] and b[0] < a[1] for a in intervals for b in intervals)
 
 
-def test_the_slowest_submodule_gets_a_device_of_its_own() -> None:
-    """Stages are chosen by measured time, not by parameters: three fast layers against one that takes as long."""
+def test_the_slowest_submodule_gets_its_own_device() -> None:
+    """Stages are chosen by measured time, not by parameters: three fast layers balance one slow layer."""
     model = nn.Sequential(*(Slow(seconds) for seconds in (0.001, 0.001, 0.001, 0.003)))
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)):
         loss_of(model(torch.randn(8, 4))).backward()
@@ -64,31 +64,33 @@ def test_the_slowest_submodule_gets_a_device_of_its_own() -> None:
 
 
 def test_stages_work_at_the_same_time() -> None:
-    """Forwards of different stages overlap in time, and the step is faster than undivided by what that must give."""
+    """Forwards of different stages overlap, and the step is faster than without a pipeline."""
     log: list[tuple[str, float, float]] = []
     model = nn.Sequential(*(Slow(0.002, log) for _ in range(4)))
     x = torch.randn(8, 4)
     began = time.perf_counter()
     loss_of(model(x)).backward()
-    undivided = time.perf_counter() - began
+    unsplit_s = time.perf_counter() - began
     assert not overlaps([interval for _, *interval in log])
-    with divided(model, rows_of_four(8), events=("0", "1", "2", "3"), bounds=(0, 1, 2, 3, 4), stages=4, microbatches=8):
+    with pipelined(
+        model, rows_of_four(8), events=("0", "1", "2", "3"), bounds=(0, 1, 2, 3, 4), stages=4, microbatches=8
+    ):
         model(x)
         log.clear()
         began = time.perf_counter()
         loss_of(model(x)).backward()
-        took = time.perf_counter() - began
+        split_s = time.perf_counter() - began
     assert overlaps([interval for _, *interval in log])
-    # The pipeline's ideal is 2.9 times; a machine that is busy with other things still sees this much.
-    assert took < undivided / 1.3
+    # The ideal speedup is 2.9; a busy machine still reaches this.
+    assert split_s < unsplit_s / 1.3
 
 
 def rows_of_four(samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (torch.randn(samples, 4),), {}
 
 
-def test_auto_divides_what_gains() -> None:
-    """Where stages can overlap, micro-batches and devices are chosen, and the gain was measured."""
+def test_auto_splits_if_it_is_faster() -> None:
+    """If stages can overlap, the number of micro-batches and devices is chosen, and the speedup was measured."""
     model = nn.Sequential(*(Slow(0.003) for _ in range(4)))
     x = torch.randn(16, 4)
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"))):
@@ -100,8 +102,8 @@ def test_auto_divides_what_gains() -> None:
     assert found.speedup > 1.03
 
 
-def test_no_gain_is_said_and_leaves_the_model_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """A tiny model is not divided: a warning says why, and forward runs in the caller's thread as ever."""
+def test_no_speedup_warns_and_leaves_the_model_unsplit(caplog: pytest.LogCaptureFixture) -> None:
+    """A tiny model is not split: a warning gives the reason, and forward runs in the caller's thread."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     inputs = rows(8)
     with caplog.at_level(logging.WARNING), parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"))):
@@ -113,16 +115,16 @@ def test_no_gain_is_said_and_leaves_the_model_alone(caplog: pytest.LogCaptureFix
     assert "backend='ddp'" in str(plan(model))
 
 
-def test_one_device_is_said_to_be_one() -> None:
-    """And no time of a division that cannot be is held against it."""
+def test_one_device_is_the_reason_given() -> None:
+    """The plan names the single device as the reason, not a predicted time."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     with parallel_model(model, backend=BalancedBackend(devices=("cpu",))):
         loss_of(model(rows(8)[0][0])).backward()
-    assert plan(model).why == "no gain: there is one device; consider backend='ddp'"
+    assert plan(model).why == "no gain: only one device; consider backend='ddp'"
 
 
-def test_a_model_without_submodules_is_left_alone() -> None:
-    """A single layer cannot be divided, and runs."""
+def test_a_model_without_submodules_is_left_unsplit() -> None:
+    """A single layer cannot be split, and runs."""
     model = nn.Linear(8, 3)
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"))):
         assert model(torch.randn(4, 8)).shape == (4, 3)
@@ -130,7 +132,7 @@ def test_a_model_without_submodules_is_left_alone() -> None:
 
 
 def test_planning_leaves_no_trace() -> None:
-    """Buffers, generator, modes, gradients and hooks' counts after planning are those before it."""
+    """Planning restores buffers, RNG state and modes, and leaves no gradients."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
     model[1].eval()
     x = torch.randn(8, 8)
@@ -153,8 +155,8 @@ def test_planning_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_memory_limits_move_the_cut_and_ask_for_recomputing() -> None:
-    """Limits of unlike size give the larger device more; limits below the activations recompute them."""
+def test_memory_limits_move_the_split_point_and_enable_recomputation() -> None:
+    """The device with the larger limit gets more; limits below the activations enable recomputation."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)) for _ in range(6)))
     x = torch.randn(256, 8)
 
@@ -171,11 +173,11 @@ def test_memory_limits_move_the_cut_and_ask_for_recomputing() -> None:
     tight = planned(int(total * 0.45))
     assert tight.recompute
     assert max(tight.memory_bytes) <= total * 0.45
-    assert "without recomputing, no division fits" in tight.why
+    assert "without recomputing, no split fits" in tight.why
 
 
-def test_a_plan_is_kept_and_passed_back(tmp_path: Path) -> None:
-    """Saved, loaded and passed to the backend, a plan is used as it is; the same cut gives the same gradients."""
+def test_a_plan_can_be_saved_and_reused(tmp_path: Path) -> None:
+    """A saved and loaded plan is used unchanged; the same split points give the same gradients."""
     model = seeded(Gpt)
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)):
         loss_of(model(X)).backward()
@@ -190,8 +192,8 @@ def test_a_plan_is_kept_and_passed_back(tmp_path: Path) -> None:
     torch.testing.assert_close(model.tokens.weight.grad, first)
 
 
-def test_a_plan_is_drawn() -> None:
-    """Printing it shows the stages with bars, the gain beside the ideal, and why."""
+def test_a_plan_can_be_printed() -> None:
+    """The text shows the stages with bars, the speedup beside the ideal one, and the reason."""
     drawn = plan_for(
         seeded(Gpt),
         INPUTS,
@@ -211,7 +213,7 @@ def test_a_plan_is_drawn() -> None:
 
 
 def test_plans_of_equal_models_fit_each_other() -> None:
-    """A plan made for one object is good for another of the same class and sizes, as after a restart."""
+    """A plan fits another model of the same class and sizes, as after a restart."""
     made = plan_for(seeded(Gpt), INPUTS)
     model = Gpt()
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), plan=made)):
@@ -228,7 +230,7 @@ class Droppy(nn.Module):
 
 
 def assert_masks_of_backward_are_those_of_forward(model: Any) -> None:
-    """The gradient of b, which is linear in what dropout has left, tells which masks backward has used."""
+    """Check by the gradient of b, which is linear in dropout's output, which masks backward has used."""
     x = torch.randn(8, 8)
     kept: list[torch.Tensor] = []
     for _ in range(2):
@@ -246,7 +248,7 @@ def assert_masks_of_backward_are_those_of_forward(model: Any) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_validation_pass_may_come_first(recompute: bool) -> None:
-    """A plan whose first batch was evaluated learns of dropout when training begins: seeds and recomputing hold."""
+    """After a first batch in evaluation mode, dropout is detected in training: seeds and recomputation are right."""
     model = seeded(Droppy).eval()
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4, recompute=recompute)):
         with torch.no_grad():
@@ -258,8 +260,8 @@ def test_a_validation_pass_may_come_first(recompute: bool) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_plan_made_without_dropout_serves_a_model_with_it(recompute: bool) -> None:
-    """The first batch by a given plan shows whether numbers are drawn, and is run again if so."""
+def test_a_plan_made_without_dropout_works_for_a_model_with_it(recompute: bool) -> None:
+    """The first batch with a given plan shows whether numbers are drawn, and is run again if so."""
     backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=4, recompute=recompute)
     with parallel_model(seeded(lambda: Droppy(0.0)), backend=backend) as before:
         before(torch.randn(8, 8))

@@ -1,4 +1,4 @@
-"""What cannot be divided exactly is refused by name."""
+"""Models and calls that cannot run exactly in a pipeline are refused with a specific error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from balanced.models import CASES, Gpt, batch_of, divided, loss_of, plan_for, rows, seeded, tokens
+from balanced.models import CASES, Gpt, batch_of, loss_of, pipelined, plan_for, rows, seeded, tokens
 from torch import nn
 
 from parallelize import ConfigError, parallel_model
@@ -33,9 +33,9 @@ def call(model: nn.Module, *args: Any, backend: BalancedBackend = TWO, **kwargs:
 
 
 def test_a_second_backward() -> None:
-    """Another backward through the same forward names the way out, with retain_graph and without."""
+    """A second backward through one forward is refused, with and without retain_graph; the error names the fix."""
     model = seeded(Gpt)
-    with divided(model, INPUTS):
+    with pipelined(model, INPUTS):
         for retain in (True, False):
             output = model(X)
             output.sum().backward(retain_graph=retain)
@@ -44,14 +44,14 @@ def test_a_second_backward() -> None:
 
 
 def test_double_backward() -> None:
-    """create_graph=True is refused instead of giving second derivatives without the model's part."""
+    """create_graph=True is refused: second derivatives would lack the model's part."""
     model = seeded(Gpt)
-    with divided(model, INPUTS), pytest.raises(ConfigError, match="create_graph=True"):
+    with pipelined(model, INPUTS), pytest.raises(ConfigError, match="create_graph=True"):
         torch.autograd.grad(loss_of(model(X)), list(model.parameters()), create_graph=True)
 
 
 def test_an_activation_stored_on_the_model() -> None:
-    """A forward that leaves a tensor on a module is refused by the attribute's name; whole batches run."""
+    """A forward that stores a tensor on a module is refused, naming the attribute; without micro-batches it runs."""
 
     class Storing(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_an_activation_stored_on_the_model() -> None:
 
 
 def test_a_buffer_that_forward_changes() -> None:
-    """Statistics of the model's own, unlike batch norm's, are refused by the buffer's name."""
+    """The model's own running statistics, unlike batch norm's, are refused, naming the buffer."""
 
     class Counting(Chain):
         def __init__(self) -> None:
@@ -81,7 +81,7 @@ def test_a_buffer_that_forward_changes() -> None:
 
 
 def test_state_that_only_training_leaves() -> None:
-    """A first batch in evaluation mode does not hide what forward leaves on the model in training."""
+    """A first batch in evaluation mode does not hide state that forward leaves on the model in training."""
 
     class Storing(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,8 +102,8 @@ def test_state_that_only_training_leaves() -> None:
         assert model(x).shape == (8, 8)
 
 
-def test_a_cache_that_settles_is_no_state() -> None:
-    """What the first forward makes and later ones only read is no obstacle."""
+def test_a_cache_filled_once_is_allowed() -> None:
+    """A cache that the first forward creates and later ones only read is allowed."""
 
     class Cached(Chain):
         table: torch.Tensor | None = None
@@ -116,8 +116,8 @@ def test_a_cache_that_settles_is_no_state() -> None:
     assert call(Cached(), torch.randn(8, 8)).shape == (8, 8)
 
 
-def test_samples_that_see_each_other() -> None:
-    """A model that normalises over the batch is refused, with the output's position and the difference."""
+def test_samples_that_depend_on_each_other() -> None:
+    """A model that normalizes over the batch is refused, with the output's position and the difference."""
 
     class Mixing(Chain):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +129,7 @@ def test_samples_that_see_each_other() -> None:
 
 
 def test_an_argument_as_long_as_the_batch_that_is_not_per_sample() -> None:
-    """A table with as many rows as there are samples would be cut by mistake: the difference is seen."""
+    """A table with as many rows as samples would be split by mistake: the wrong output is detected."""
 
     class Tabled(Chain):
         def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_an_argument_as_long_as_the_batch_that_is_not_per_sample() -> None:
 
 
 def test_samples_in_a_list() -> None:
-    """Their tensors are cut as any others are: what fails then, and not as a whole, is said to come from cutting."""
+    """Their tensors are split like others: a failure that the full batch does not have is explained by the split."""
 
     class Detecting(nn.Module):
         def __init__(self) -> None:
@@ -151,15 +151,15 @@ def test_samples_in_a_list() -> None:
             return self.b(self.a(torch.stack(images)))
 
     images = [torch.randn(3, 8, 8) for _ in range(8)]
-    cut = r"cut were arguments 0\.0 \(3-D\) along dimension 0, .* and 4 more"
-    with pytest.raises(ConfigError, match=rf"forward fails on a part of the batch \(RuntimeError\)(.|\n)*{cut}"):
+    split = r"split arguments: 0\.0 \(3-D\) along dimension 0, .* and 4 more"
+    with pytest.raises(ConfigError, match=rf"forward fails on a part of the batch \(RuntimeError\)(.|\n)*{split}"):
         call(Detecting(), images)
     with pytest.raises(RuntimeError, match="expected input"):
         call(Detecting(), [torch.randn(5, 8, 8) for _ in range(8)])
 
 
 def test_an_output_without_a_batch_dimension() -> None:
-    """A tensor that differs between micro-batches and has no dimension for samples has no whole."""
+    """A tensor that differs between micro-batches and has no batch dimension cannot be joined."""
 
     class Summing(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_an_output_without_a_batch_dimension() -> None:
 
 
 def test_outputs_of_different_structure() -> None:
-    """Micro-batches that return more or fewer values cannot be joined."""
+    """Micro-batches that return different numbers of values cannot be joined."""
 
     class Moody(Chain):
         def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -179,12 +179,12 @@ def test_outputs_of_different_structure() -> None:
 
     model = Moody()
     x = torch.cat([torch.ones(4, 8), -torch.ones(4, 8)])
-    with divided(model, rows(8)), pytest.raises(ConfigError, match="micro-batches return 1 and 2 values"):
+    with pipelined(model, rows(8)), pytest.raises(ConfigError, match="micro-batches return 1 and 2 values"):
         model(x)
 
 
 def test_a_view_changed_in_place_on_another_stage() -> None:
-    """A change that reaches only a copy of a view is refused where its base is used."""
+    """If a change reaches only a copy of a view, using its base is refused."""
 
     class Viewing(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ def test_a_view_changed_in_place_on_another_stage() -> None:
 
     inputs = rows(8)
     with (
-        divided(Viewing(), inputs, stages=3) as model,
+        pipelined(Viewing(), inputs, stages=3) as model,
         pytest.raises(ConfigError, match=r"a tensor of \(2, 8\) shares memory"),
     ):
         model(*inputs[0])
@@ -204,7 +204,7 @@ def test_a_view_changed_in_place_on_another_stage() -> None:
 
 def test_no_batch() -> None:
     """Inputs without a tensor of enough dimensions are refused."""
-    with divided(seeded(Gpt), INPUTS) as model, pytest.raises(ConfigError, match="no argument of the model"):
+    with pipelined(seeded(Gpt), INPUTS) as model, pytest.raises(ConfigError, match="no argument of the model"):
         model(torch.tensor(3))
 
 
@@ -232,8 +232,8 @@ class Remembering(Chain):
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
-def test_an_object_that_forward_writes_to(is_planned: bool) -> None:
-    """In training it is refused by name, planning leaves it alone; without gradients its batch is run whole."""
+def test_an_object_that_forward_modifies(is_planned: bool) -> None:
+    """In training it is refused by name, and planning does not modify it; without gradients its batch is not split."""
     model, x = Remembering(), torch.randn(8, 8)
     plain = copy.deepcopy(model)
     with parallel_model(model, backend=TWO):
@@ -254,7 +254,7 @@ def test_an_object_that_forward_writes_to(is_planned: bool) -> None:
 
 
 def test_an_object_with_tensors_of_the_samples() -> None:
-    """One that holds a tensor as long as the batch cannot be cut; one that is only read is shared."""
+    """An object that holds a tensor as long as the batch is refused; one that is only read is shared."""
     x = torch.randn(8, 8)
     samples = Memory(mask=torch.ones(8, 8))
     with parallel_model(Remembering(), backend=TWO) as model:
@@ -265,7 +265,7 @@ def test_an_object_with_tensors_of_the_samples() -> None:
 
 
 def test_an_object_among_the_outputs() -> None:
-    """Each micro-batch has another one: what it is for the whole batch nobody knows."""
+    """Objects that differ between micro-batches cannot be joined."""
 
     class Returning(Chain):
         def forward(self, x: torch.Tensor) -> Any:
@@ -277,7 +277,7 @@ def test_an_object_among_the_outputs() -> None:
 
 @pytest.mark.parametrize("kind", ["DataParallel", "SyncBatchNorm", "RecursiveScriptModule"])
 def test_modules_that_are_parallel_or_scripted_themselves(kind: str) -> None:
-    """They are refused at the entry of the block, by name and kind."""
+    """They are refused at the start of the block, by name and class."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     if kind == "DataParallel":
         model[1] = nn.DataParallel(model[1])
@@ -291,7 +291,7 @@ def test_modules_that_are_parallel_or_scripted_themselves(kind: str) -> None:
 
 
 def test_compiled_models() -> None:
-    """A compiled model, and a compiled part of one, are refused."""
+    """A compiled module inside the model is refused."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].compile(backend="eager")
     with pytest.raises(ConfigError, match="1 is compiled"), parallel_model(model, backend=TWO):
@@ -299,14 +299,14 @@ def test_compiled_models() -> None:
 
 
 def test_batch_norm_over_one_value() -> None:
-    """A micro-batch of one sample in front of a batch norm says which options there are."""
+    """Batch norm on a micro-batch of one sample is refused, naming the options."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    with divided(model, rows(8), microbatches=8), pytest.raises(ConfigError, match=r"batch_norm='full'"):
+    with pipelined(model, rows(8), microbatches=8), pytest.raises(ConfigError, match=r"batch_norm='full'"):
         model(torch.randn(8, 8))
 
 
-def test_python_randomness_is_warned_of() -> None:
-    """Micro-batches that draw from `random` do so in an order of chance: a warning says so."""
+def test_python_rng_is_warned_of() -> None:
+    """Micro-batches draw from `random` in random order, so a warning is given."""
 
     class Dropping(Chain):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -317,10 +317,10 @@ def test_python_randomness_is_warned_of() -> None:
 
 
 def test_a_model_that_fits_nowhere() -> None:
-    """Caps below the parameters, and below the whole, name the smallest that would do; it does."""
+    """Limits below the parameters, and below the activations, report the smallest sufficient limit."""
     model = seeded(Gpt)
     cap = 40_000
-    for known in ("even without activations, its best division needs", "why: its best division needs"):
+    for known in ("even without activations, the best split needs", "why: the best split needs"):
         with pytest.raises(ConfigError, match=known) as caught:
             call(model, X, backend=BalancedBackend(devices=("cpu", "cpu"), memory=cap, microbatches=8))
         cap = int(str(caught.value).split("(")[1].split(" bytes")[0]) + 1
@@ -328,8 +328,8 @@ def test_a_model_that_fits_nowhere() -> None:
     assert call(model, X, backend=enough).shape == (8, 8, 11)
 
 
-def test_options_without_a_meaning() -> None:
-    """Every fault of the backend's options is in one error."""
+def test_invalid_options() -> None:
+    """All invalid options of the backend are in one error."""
     wrong: dict[str, Any] = {
         "microbatches": 0,
         "recompute": "never",
@@ -349,7 +349,7 @@ def test_limits_for_another_number_of_devices() -> None:
 
 
 def test_a_plan_for_another_model_or_other_devices() -> None:
-    """A plan is checked against the model and the devices before it is used."""
+    """A plan is checked against the model and the devices before use."""
     made = plan_for(seeded(Gpt), INPUTS)
     other = BalancedBackend(devices=("cpu", "cpu"), plan=made)
     with pytest.raises(ConfigError, match=r"plan= is for Gpt \w+, and this is Chain"):
@@ -360,7 +360,7 @@ def test_a_plan_for_another_model_or_other_devices() -> None:
 
 
 def test_options_that_contradict_a_plan() -> None:
-    """Whoever passes a plan and asks for something else is told so at once, of all options; "auto" asks for nothing."""
+    """All options that contradict a given plan are in one error; "auto" contradicts none."""
     made = plan_for(seeded(Gpt), INPUTS, memory_bytes=(2000.0, 1000.0))
     with pytest.raises(ConfigError) as caught:
         BalancedBackend(plan=made, microbatches=8, recompute=True, batch_norm="full", devices=("cpu",))
@@ -383,16 +383,16 @@ def test_a_file_that_is_no_plan(tmp_path: Any) -> None:
     path = tmp_path / "plan.json"
     for text in ("no plan", "[]", "{}", '{"format": 1, "model": "Gpt"}'):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=r"plan\.json holds no plan"):
+        with pytest.raises(ConfigError, match=r"plan\.json is not a plan"):
             Plan.load(path)
 
 
 def test_a_model_without_a_plan() -> None:
-    """plan() of a model that has not run says when there is one."""
+    """plan() of a model that has not run explains how to get a plan."""
     with pytest.raises(ConfigError, match="run one batch first"):
         plan(seeded(Gpt))
 
 
 def test_tokens_of_one_sample() -> None:
-    """A first batch of one sample is planned too."""
+    """A first batch of one sample can be planned."""
     assert call(seeded(Gpt), tokens(1)[0][0]).shape == (1, 8, 11)

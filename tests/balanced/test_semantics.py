@@ -1,4 +1,4 @@
-"""What users rely on besides numbers: hooks, modes, randomness, errors, memory, copies."""
+"""Semantics that users rely on besides numbers: hooks, modes, RNG, errors, memory, copies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from balanced.models import (
     ResNet,
     assert_equal_gradients,
     batch_of,
-    divided,
     gradients,
     images,
     loss_of,
+    pipelined,
     plan_for,
     rows,
     seeded,
@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from parallelize import parallel_model
-from parallelize.backends.balanced.microbatch_run import active
+from parallelize.backends.balanced.microbatch_run import active_run
 from parallelize.backends.balanced.plan import plan
 from parallelize.backends.balanced.plugin import BalancedBackend
 
@@ -40,8 +40,8 @@ INPUTS = batch_of(CASES["gpt, tied"])
 X = INPUTS[0][0]
 
 
-def test_hooks_fire_once_with_the_whole_gradient() -> None:
-    """Tensor hooks and post-accumulate hooks of every parameter, tied ones too, fire once per backward."""
+def test_hooks_run_once_with_the_full_gradient() -> None:
+    """Tensor hooks and post-accumulate hooks of every parameter, also tied ones, run once per backward."""
     model = seeded(Gpt)
     fired: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -51,19 +51,19 @@ def test_hooks_fire_once_with_the_whole_gradient() -> None:
         )
     calls: list[int] = []
     model.register_forward_hook(lambda *_: calls.append(1))
-    with divided(model, INPUTS):
+    with pipelined(model, INPUTS):
         loss_of(model(X)).backward()
     assert set(fired.values()) == {1}
     assert len(fired) == 2 * len(list(model.parameters()))
-    # Once when the test looks for the submodules that are called, once here.
+    # Once in `call_order`, once here.
     assert len(calls) == 2
 
 
-def test_autograd_grad_leaves_grad_alone() -> None:
-    """torch.autograd.grad returns the plain model's gradients, also of a few parameters, and fills no .grad."""
+def test_autograd_grad_does_not_modify_grad() -> None:
+    """torch.autograd.grad returns the plain model's gradients, also for some parameters, and sets no .grad."""
     model = seeded(Gpt)
     plain = copy.deepcopy(model)
-    with divided(model, INPUTS):
+    with pipelined(model, INPUTS):
         got = torch.autograd.grad(loss_of(model(X)), list(model.parameters()))
         few = torch.autograd.grad(loss_of(model(X)), [model.norm.weight])
     want = torch.autograd.grad(loss_of(plain(X)), list(plain.parameters()))
@@ -74,20 +74,20 @@ def test_autograd_grad_leaves_grad_alone() -> None:
 
 
 def test_two_forwards_and_one_backward() -> None:
-    """The gradients of a sum of two forwards are added up."""
+    """The gradients of a sum of two forwards are added."""
     model = seeded(Gpt)
     plain = copy.deepcopy(model)
-    with divided(model, INPUTS):
+    with pipelined(model, INPUTS):
         (loss_of(model(X)) + 0.3 * loss_of(model(X.flip(0)))).backward()
     (loss_of(plain(X)) + 0.3 * loss_of(plain(X.flip(0)))).backward()
     assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_no_grad_inference_and_evaluation() -> None:
-    """Outputs without gradients are the plain model's, in every mode that records none."""
+    """Outputs equal the plain model's in no_grad and inference mode, and require no grad."""
     model = seeded(lambda: Gpt(dropout=0.5)).eval()
     plain = copy.deepcopy(model)
-    with divided(model, INPUTS):
+    with pipelined(model, INPUTS):
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 output = model(X)
@@ -96,11 +96,11 @@ def test_no_grad_inference_and_evaluation() -> None:
         assert model(X).requires_grad
 
 
-def test_dropout_depends_on_the_seed_alone() -> None:
-    """Runs with one seed are bit for bit alike however threads are timed; another seed, and each sample, differ."""
+def test_dropout_depends_on_the_seed_only() -> None:
+    """Runs with one seed are bitwise equal for any thread timing; another seed, and each sample, differ."""
     model = seeded(lambda: Gpt(dropout=0.5))
     first = model.blocks[0].mlp[0]
-    with divided(model, INPUTS, draws=True):
+    with pipelined(model, INPUTS, draws=True):
         found = []
         for delay in (0.0, 0.002, 0.0, 0.004):
             handle = first.register_forward_pre_hook(lambda *_, d=delay: time.sleep(d))
@@ -121,7 +121,7 @@ def test_dropout_depends_on_the_seed_alone() -> None:
 
 
 def test_random_operators_without_a_generator_argument_are_seeded_too() -> None:
-    """torch.rand, rand_like and randn inside forward depend on the seed, and leave the global generator alone."""
+    """torch.rand, rand_like and randn inside forward depend on the seed, and do not change the global RNG state."""
 
     class Noisy(nn.Module):
         def __init__(self) -> None:
@@ -133,7 +133,7 @@ def test_random_operators_without_a_generator_argument_are_seeded_too() -> None:
             return self.b(x) + torch.randn(x.shape, device=x.device)
 
     model = Noisy()
-    with divided(model, rows(8), draws=True):
+    with pipelined(model, rows(8), draws=True):
         x = torch.randn(8, 8)
         found, after = [], []
         for _ in range(3):
@@ -144,8 +144,8 @@ def test_random_operators_without_a_generator_argument_are_seeded_too() -> None:
     assert after[0] == after[1] == after[2]
 
 
-def test_recomputing_changes_nothing() -> None:
-    """Gradients with recomputed activations are bit for bit those without, dropout and batch norm included."""
+def test_recomputation_changes_nothing() -> None:
+    """Gradients with recomputed activations are bitwise equal, with dropout and batch norm."""
 
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -160,7 +160,7 @@ def test_recomputing_changes_nothing() -> None:
     other = copy.deepcopy(model)
     inputs = rows(8)
     for each, recompute in ((model, False), (other, True)):
-        with divided(each, inputs, draws=True, recompute=recompute):
+        with pipelined(each, inputs, draws=True, recompute=recompute):
             torch.manual_seed(0)
             loss_of(each(*inputs[0])).backward()
         assert "forward" not in each.body[0].__dict__
@@ -169,8 +169,8 @@ def test_recomputing_changes_nothing() -> None:
         assert torch.equal(value, other.state_dict()[name]), name
 
 
-def test_recomputing_keeps_less() -> None:
-    """Between forward and backward, what autograd keeps of the atoms are their inputs."""
+def test_recomputation_saves_less() -> None:
+    """Between forward and backward, autograd saves only the units' inputs."""
 
     def kept(*, recompute: bool) -> int:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8)) for _ in range(4)))
@@ -181,7 +181,7 @@ def test_recomputing_keeps_less() -> None:
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with divided(model, rows(8), **plan), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with pipelined(model, rows(8), **plan), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = model(torch.randn(64, 8))
         own = {each.untyped_storage().data_ptr() for each in model.parameters()}
         del output
@@ -191,13 +191,13 @@ def test_recomputing_keeps_less() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_batch_norm_tracks_the_whole_batch(momentum: float | None) -> None:
-    """Running statistics of the first batch norm are the plain model's, uneven batch or not; a step counts once."""
+def test_batch_norm_tracks_the_full_batch(momentum: float | None) -> None:
+    """The first batch norm's running statistics equal the plain model's, for uneven batches too; a step counts once."""
     model = seeded(ResNet)
     model.norm.momentum = momentum
     plain = copy.deepcopy(model)
     x = images(11)[0][0]
-    with divided(model, images(8)):
+    with pipelined(model, images(8)):
         for batch in (x, x[:8] + 1.0):
             model(batch)
             plain(batch)
@@ -207,7 +207,7 @@ def test_batch_norm_tracks_the_whole_batch(momentum: float | None) -> None:
 
 
 def test_full_batch_norm_is_the_plain_model() -> None:
-    """batch_norm="full" runs each batch whole: outputs, gradients and statistics are the plain model's."""
+    """With batch_norm="full", outputs, gradients and statistics are the plain model's."""
     model = seeded(ResNet)
     plain = copy.deepcopy(model)
     x = images(8)[0][0]
@@ -221,11 +221,11 @@ def test_full_batch_norm_is_the_plain_model() -> None:
     torch.testing.assert_close(model.layers[2].norm2.running_var, plain.layers[2].norm2.running_var)
 
 
-def test_autocast_of_the_caller_reaches_every_stage() -> None:
-    """Under torch.autocast outputs are bfloat16 and those of the plain model in micro-batches, gradients float32."""
+def test_autocast_of_the_caller_applies_on_every_stage() -> None:
+    """Under torch.autocast outputs are bfloat16 and equal the plain model's on micro-batches, gradients are float32."""
     model = seeded(Gpt)
     plain = copy.deepcopy(model)
-    with divided(model, INPUTS), torch.autocast("cpu", torch.bfloat16):
+    with pipelined(model, INPUTS), torch.autocast("cpu", torch.bfloat16):
         output = model(X)
         expected = torch.cat([plain(part) for part in X.chunk(4)])
         loss = F.cross_entropy(output.float().flatten(0, 1), X.flatten())
@@ -236,7 +236,7 @@ def test_autocast_of_the_caller_reaches_every_stage() -> None:
 
 
 class Seen(nn.Linear):
-    """Tells which type its weight has, as a forward finds it and as an operation gets it."""
+    """Records the dtype of its weight, as forward reads it and as an operation receives it."""
 
     found: ClassVar[set[tuple[torch.dtype, torch.dtype]]] = set()
 
@@ -247,7 +247,7 @@ class Seen(nn.Linear):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_half_weights_over_full_ones(recompute: bool) -> None:
-    """O2: modules compute with half weights, batch norm aside; gradients are those of undivided micro-batches."""
+    """O2: modules except batch norm compute with half weights; gradients equal those of micro-batches on one device."""
     model = seeded(lambda: nn.Sequential(Seen(8, 8), nn.BatchNorm1d(8), nn.ReLU(), Seen(8, 8), nn.Linear(8, 3)))
     plain, x = copy.deepcopy(model), torch.randn(8, 8)
     plan = plan_for(model, ((x,), {}), recompute=recompute)
@@ -264,7 +264,7 @@ def test_half_weights_over_full_ones(recompute: bool) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_mixed_precision_of_the_block(level: str) -> None:
-    """amp= computes in bfloat16 on all stages, and a step changes the weights as it does on one stage."""
+    """amp= computes in bfloat16 on all stages, and a step gives the same weights as on one stage."""
     weights = []
     for stages in (1, 2):
         model = seeded(lambda: Gpt(tied=False))
@@ -299,13 +299,13 @@ class Fragile(nn.Module):
 
 
 def test_an_exception_in_a_stage_reaches_the_caller() -> None:
-    """Forward's and backward's errors arrive as they are, nothing hangs, the next step has the right gradients."""
+    """Errors of forward and backward are raised unchanged, nothing hangs, the next step has the right gradients."""
     model = seeded(Fragile)
     plain = copy.deepcopy(model)
     x = torch.randn(8, 8)
     bad = x.clone()
     bad[5, 0] = 99
-    with divided(model, rows(8)):
+    with pipelined(model, rows(8)):
         with pytest.raises(ValueError, match="a bad sample"):
             model(bad)
         model.fails_backward = True
@@ -318,11 +318,11 @@ def test_an_exception_in_a_stage_reaches_the_caller() -> None:
     assert_equal_gradients(model, plain)
 
 
-def test_an_interrupt_leaves_no_micro_batch_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the caller waits ends all micro-batches before it goes on, and the next step works."""
+def test_an_interrupt_ends_all_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the caller waits ends all micro-batches before it is raised, and the next step works."""
     model = seeded(Fragile)
     inside: list[int] = []
-    with divided(model, rows(8)):
+    with pipelined(model, rows(8)):
         handle = model.a.register_forward_hook(lambda *_: inside.append(threading.get_ident()))
         wait, interrupted = concurrent.futures.wait, []
 
@@ -343,30 +343,30 @@ def test_an_interrupt_leaves_no_micro_batch_behind(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_step_leaves_no_cycle_behind() -> None:
-    """What a forward keeps goes with its output, used for a backward or not, with the collector off."""
+    """A forward's tensors are freed with its output, with or without backward, without the garbage collector."""
     model = seeded(Gpt)
-    with divided(model, INPUTS, recompute=True):
+    with pipelined(model, INPUTS, recompute=True):
         gc.collect()
         gc.disable()
         try:
             for is_used in (True, False):
                 output = model(X)
-                record = weakref.ref(output.grad_fn.record)
-                activation = weakref.ref(output.grad_fn.record.tapes[0].segments[0].exports[0][0])
+                pipeline_backward = weakref.ref(output.grad_fn.pipeline_backward)
+                activation = weakref.ref(output.grad_fn.pipeline_backward.runs[0].segments[0].exports[0][0])
                 if is_used:
                     loss_of(output).backward()
                 del output
-                assert record() is None
+                assert pipeline_backward() is None
                 assert activation() is None
         finally:
             gc.enable()
 
 
 def test_an_output_may_be_changed_in_place() -> None:
-    """The user's loop may scale or mask what the model returns, with one micro-batch too."""
+    """The user's loop may scale or mask the model's output, also with one micro-batch."""
     model = seeded(Gpt)
     plain = copy.deepcopy(model)
-    with divided(model, INPUTS):
+    with pipelined(model, INPUTS):
         for x in (X, X[:1]):
             output = model(x)
             output.mul_(2.0)
@@ -376,14 +376,14 @@ def test_an_output_may_be_changed_in_place() -> None:
     assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_the_model_is_the_users_own() -> None:
-    """Same object and state_dict keys inside; deep copies and pickles made inside are plain models; nothing stays."""
+def test_the_model_object_stays_unchanged() -> None:
+    """Same object and state_dict keys inside; copies and pickles made inside are plain models; no attribute remains."""
     model = seeded(Gpt)
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     keys, parameters = list(model.state_dict()), list(model.parameters())
     hooks = len(nn.modules.module._global_forward_pre_hooks)
     threads = threading.active_count()
-    with divided(model, INPUTS) as same:
+    with pipelined(model, INPUTS) as same:
         loss_of(model(X)).backward()
         copied = copy.deepcopy(model)
         loaded = pickle.loads(pickle.dumps(model))
@@ -402,13 +402,13 @@ def test_the_model_is_the_users_own() -> None:
 def test_buffers_carry_no_mark() -> None:
     """A buffer that forward changes in place is saved as a plain tensor."""
     model = seeded(ResNet)
-    with divided(model, images(8)):
+    with pipelined(model, images(8)):
         model(images(8)[0][0])
     assert all(buffer.__dict__ == {} for buffer in model.buffers())
 
 
-def test_state_of_a_thread_is_the_callers() -> None:
-    """Modes, contexts and defaults that torch keeps per thread are the caller's inside every micro-batch."""
+def test_thread_local_state_is_the_callers() -> None:
+    """Thread-local modes, contexts and defaults of torch are the caller's inside every micro-batch."""
     seen: list[Any] = []
 
     def state() -> tuple[Any, ...]:
@@ -429,12 +429,12 @@ def test_state_of_a_thread_is_the_callers() -> None:
             self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if active() is not None:
+            if active_run() is not None:
                 seen.append(state())
             return self.b(self.a(x))
 
     x = torch.randn(8, 8)
-    with divided(Looking(), rows(8)) as model:
+    with pipelined(Looking(), rows(8)) as model:
         for context in (
             torch.no_grad(),
             torch.inference_mode(),
@@ -449,8 +449,8 @@ def test_state_of_a_thread_is_the_callers() -> None:
             assert seen == [expected] * 4
 
 
-def test_two_divided_models_in_one_loop() -> None:
-    """A generator and a discriminator, each divided, are trained through each other as plain ones are."""
+def test_two_pipelined_models_in_one_loop() -> None:
+    """A generator and a discriminator, both pipelined, are trained through each other like plain ones."""
     models = [nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))) for _ in range(2)]
     plain = copy.deepcopy(models)
     backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=4)
@@ -465,7 +465,7 @@ def test_two_divided_models_in_one_loop() -> None:
 
 
 def test_a_first_batch_in_inference_mode() -> None:
-    """Planning on a batch that records no gradients prepares for training too."""
+    """Planning on a batch without gradients prepares for training too."""
     model = seeded(Gpt)
     plain = copy.deepcopy(model)
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)):
@@ -476,8 +476,8 @@ def test_a_first_batch_in_inference_mode() -> None:
     assert_equal_gradients(model, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_a_module_that_calls_itself_runs_plainly() -> None:
-    """A forward that calls the model once more stays inside its micro-batch."""
+def test_a_model_that_calls_itself() -> None:
+    """A forward that calls the model again stays inside its micro-batch."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -491,17 +491,17 @@ def test_a_module_that_calls_itself_runs_plainly() -> None:
     model = seeded(Twice)
     plain = copy.deepcopy(model)
     inputs = rows(8)
-    with divided(model, inputs):
+    with pipelined(model, inputs):
         loss_of(model(*inputs[0])).backward()
     loss_of(plain(*inputs[0])).backward()
     assert_equal_gradients(model, plain)
 
 
 def test_tokens_of_another_length() -> None:
-    """Batches of other shapes than the first go through the same stages."""
+    """Batches of other shapes than the first run through the same stages."""
     model = seeded(Gpt)
     plain = copy.deepcopy(model)
-    with divided(model, INPUTS):
+    with pipelined(model, INPUTS):
         for length in (3, 8, 5):
             x = tokens(6)[0][0][:, :length]
             torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
@@ -520,7 +520,7 @@ class Attending(nn.Module):
 
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_a_later_batch_may_be_as_long_as_an_argument_that_is_not_per_sample(is_loaded: bool) -> None:
-    """A bias over 4 tokens is not cut for a batch of 4: an earlier batch, or the plan's, was of another length."""
+    """A bias over 4 tokens is not split for a batch of 4, after a batch of another length or with a loaded plan."""
     model = seeded(Attending)
     plain = copy.deepcopy(model)
     backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=4)
@@ -557,7 +557,7 @@ class Transposing(nn.Module):
 
 
 def test_outputs_may_differ_between_training_and_evaluation() -> None:
-    """With labels and without, in training and evaluation, outputs of another structure are joined as they come."""
+    """Outputs of another structure, with or without labels, in training or evaluation, are joined."""
     labelled, transposing = seeded(Labelled), seeded(Transposing)
     x, labels = torch.randn(8, 8), torch.randint(5, (8,))
     backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=4)
@@ -570,10 +570,10 @@ def test_outputs_may_differ_between_training_and_evaluation() -> None:
 
 
 def test_a_last_batch_with_batch_norm_may_be_small() -> None:
-    """A batch smaller than planned is cut into fewer parts, of two samples at least, where batch norm trains."""
+    """With training batch norm, a batch smaller than planned is split into fewer parts, of at least two samples."""
     model = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
     inputs = rows(16)
-    with divided(model, inputs, samples=16) as same:
+    with pipelined(model, inputs, samples=16) as same:
         same(*inputs[0])
         norm = copy.deepcopy(model[1])
         x = torch.randn(5, 8)
@@ -591,8 +591,8 @@ class Pairing(nn.Module):
         return F.mse_loss(one, other)
 
 
-def test_one_micro_batch_is_the_whole_batch_while_planning_too() -> None:
-    """A model that needs its whole batch sees no part of one under microbatches=1, nor batch norm under "full"."""
+def test_one_micro_batch_is_the_full_batch_while_planning_too() -> None:
+    """With microbatches=1 or batch_norm="full", planning never runs the model on a part of a batch."""
     model, x = seeded(Pairing), torch.randn(8, 8)
     with parallel_model(copy.deepcopy(model), backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=1)) as same:
         torch.testing.assert_close(same(x), model(x))

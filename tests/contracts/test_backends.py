@@ -1,4 +1,4 @@
-"""What every backend keeps of the user's model, and what it declares that it cannot."""
+"""Contract tests of every backend: properties that the model keeps, apart from the declared `limitations`."""
 
 from __future__ import annotations
 
@@ -18,44 +18,45 @@ from parallelize import ConfigError, SyncError, distributed, no_sync, parallel_m
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
-from parallelize.config.layout import lay_out
+from parallelize.config.layout import compute_layout
 from parallelize.plugins import registry
 from parallelize.plugins.base import Backend
 from parallelize.runtime import context
 from parallelize.runtime.context import Runtime
 
 BACKENDS = registry.names("backends")
-SEVERAL = [name for name in BACKENDS if registry.find("backends", name).max_nodes is None]
+MULTI_NODE = [name for name in BACKENDS if registry.find("backends", name).max_nodes is None]
 
 
 def backend_of(name: str) -> Backend:
-    """The backend as its contract is tested; fsdp gathers state dictionaries only where it is asked to."""
-    kind = registry.find("backends", name)
-    return kind(full_state_dict=True, roll_call_s=1.0) if "state_dict" in kind.cannot_keep else kind()
+    """Return the backend with options for these tests: fsdp gathers full state dicts only on request."""
+    backend_class = registry.find("backends", name)
+    needs_options = "state_dict" in backend_class.limitations
+    return backend_class(full_state_dict=True, roll_call_s=1.0) if needs_options else backend_class()
 
 
 @contextlib.contextmanager
-def nodes_of_one_process(backend: Backend) -> Iterator[None]:
-    """The processes of a run, each taken for a node of its own: a world for backends of one process per node."""
+def one_process_per_node(backend: Backend) -> Iterator[None]:
+    """For a backend of one process per node, treat each process of the run as a separate node."""
     size = dist.get_world_size()
     if backend.process_per == "device":
         yield
         return
     world = World(rank=rank(), node_rank=rank(), world_size=size)
-    layout = lay_out(Config.parse(backend=backend, num_nodes=size), Hardware(), world)
+    layout = compute_layout(Config.parse(backend=backend, num_nodes=size), Hardware(), world)
     with context.activate(Runtime(world, layout)):
         yield
 
 
 def in_world(name: str) -> Callable[[Callable[[Backend], Any]], list[Any]]:
-    """Runs a function of the backend in as many processes as it can be spread over on the CPU; values by rank."""
-    processes = 2 if name in SEVERAL else 1
+    """Return a runner that calls a function with the backend in 2 CPU processes if possible; values by rank."""
+    processes = 2 if name in MULTI_NODE else 1
 
     def run(function: Callable[[Backend], Any]) -> list[Any]:
         @distributed(processes=processes)
         def call() -> Any:
             backend = backend_of(name)
-            with nodes_of_one_process(backend):
+            with one_process_per_node(backend):
                 return function(backend)
 
         return call.all_ranks()
@@ -68,15 +69,15 @@ def seeded(make: Callable[[], nn.Module]) -> Any:
     return make()
 
 
-def shares(animal: Any, *, size: int, step: int) -> list[tuple[torch.Tensor, ...]]:
-    """The batches of all ranks at a step; joined, the batch of one process."""
+def shards(entry: Any, *, size: int, step: int) -> list[tuple[torch.Tensor, ...]]:
+    """Return the batches of all ranks at a step; concatenated, they are the batch of one process."""
     torch.manual_seed(100 + step)
-    columns = [column.chunk(size) for column in animal.batch(4 * size)]
+    columns = [column.chunk(size) for column in entry.batch(4 * size)]
     return list(zip(*columns, strict=True))
 
 
-def shape_of(model: nn.Module) -> Any:
-    """Everything that a block could have left behind: classes, attributes, hooks, identities."""
+def structure_of(model: nn.Module) -> Any:
+    """Return all that a block could change in a model: classes, attributes, hooks, parameter identities."""
     return [
         (
             name,
@@ -88,50 +89,50 @@ def shape_of(model: nn.Module) -> Any:
     ]
 
 
-@pytest.mark.parametrize("animal", [name for name in ZOO if ZOO[name].is_exact])
+@pytest.mark.parametrize("model_name", [name for name in ZOO if ZOO[name].is_exact])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_it_trains_what_one_process_trains_on_the_whole_batch(name: str, animal: str) -> None:
-    """Losses and weights after some steps, to the rounding of another order of sums."""
+def test_training_equals_one_process_on_the_full_batch(name: str, model_name: str) -> None:
+    """Losses and weights after some steps equal those of one process, up to rounding of sums."""
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> list[torch.Tensor]:
         losses = []
         for batch in batches:
             optimizer.zero_grad()
-            loss = ZOO[animal].loss(model(*batch))
+            loss = ZOO[model_name].loss(model(*batch))
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
         return losses
 
-    def spread(backend: Backend) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        model = seeded(ZOO[animal].make)
+    def train_in_parallel(backend: Backend) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        model = seeded(ZOO[model_name].make)
         size = dist.get_world_size()
-        batches = [shares(ZOO[animal], size=size, step=step)[rank()] for step in range(3)]
+        batches = [shards(ZOO[model_name], size=size, step=step)[rank()] for step in range(3)]
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         with parallel_model(model, backend=backend, optimizers=optimizer):
             losses = train(model, optimizer, batches)
         return losses, model.state_dict()
 
-    ranks = in_world(name)(spread)
-    alone = seeded(ZOO[animal].make)
+    ranks = in_world(name)(train_in_parallel)
+    reference = seeded(ZOO[model_name].make)
     joined = [
-        tuple(torch.cat(column) for column in zip(*shares(ZOO[animal], size=len(ranks), step=step), strict=True))
+        tuple(torch.cat(column) for column in zip(*shards(ZOO[model_name], size=len(ranks), step=step), strict=True))
         for step in range(3)
     ]
-    losses = train(alone, torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9), joined)
+    losses = train(reference, torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9), joined)
     torch.testing.assert_close(sum(torch.stack(each) for each, _ in ranks) / len(ranks), torch.stack(losses))
     for _, weights in ranks:
-        torch.testing.assert_close(weights, dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights, dict(reference.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_the_block_gives_everything_back(name: str) -> None:
-    """Classes, attributes, hooks and Parameter objects are after the block what they were before."""
+def test_the_block_restores_the_model(name: str) -> None:
+    """Classes, attributes, hooks and Parameter objects are the same after the block as before it."""
 
     def enter_and_leave(backend: Backend) -> None:
         for make in (ZOO["transformer"].make, Mlp):
             model = make()
-            before = shape_of(model)
+            before = structure_of(model)
             with parallel_model(model, backend=backend, methods="loss" if make is Mlp else ()) as same:
                 assert same is model
                 assert isinstance(model, make)
@@ -139,19 +140,19 @@ def test_the_block_gives_everything_back(name: str) -> None:
                 ZOO["transformer" if make is not Mlp else "mlp"].loss(
                     model(*ZOO["transformer" if make is not Mlp else "mlp"].batch(4))
                 ).backward()
-            assert shape_of(model) == before
+            assert structure_of(model) == before
             assert all(parameter.numel() for parameter in model.parameters())
 
     in_world(name)(enter_and_leave)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_an_exception_leaves_no_trace_and_waits_for_nobody(name: str) -> None:
-    """A rank that leaves by an exception issues no collective: the next one is the barrier that the other waits at."""
+def test_an_exception_restores_the_model_without_collectives(name: str) -> None:
+    """A rank that raises calls no collective, so its next barrier matches the other rank's."""
 
     def fail(backend: Backend) -> None:
         model = Mlp()
-        before = shape_of(model)
+        before = structure_of(model)
 
         def run() -> None:
             model(torch.ones(2, 6)).mean().backward()
@@ -163,11 +164,11 @@ def test_an_exception_leaves_no_trace_and_waits_for_nobody(name: str) -> None:
             run()
         if rank() == 0 and dist.get_world_size() > 1:
             dist.barrier()
-        if "parameters" in backend.cannot_keep:
-            with pytest.raises(SyncError, match="in parts, one on each rank"):
+        if "parameters" in backend.limitations:
+            with pytest.raises(SyncError, match="is sharded over the ranks"):
                 model(torch.ones(2, 6))
         else:
-            assert shape_of(model) == before
+            assert structure_of(model) == before
             model(torch.ones(2, 6))
 
     in_world(name)(fail)
@@ -175,11 +176,11 @@ def test_an_exception_leaves_no_trace_and_waits_for_nobody(name: str) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_copies_are_plain_models_or_refused(name: str) -> None:
-    """deepcopy, copy and pickle give a model without a trace of the block, or say why they cannot."""
+    """deepcopy, copy and pickle give a plain model, or an error with the reason."""
 
     def copies(backend: Backend) -> None:
         model = Mlp()
-        refused = "copies" in backend.cannot_keep and dist.get_world_size() > 1
+        refused = "copies" in backend.limitations and dist.get_world_size() > 1
         with parallel_model(model, backend=backend):
             for make_copy in (copy.deepcopy, copy.copy, lambda each: pickle.loads(pickle.dumps(each))):
                 if refused:
@@ -196,7 +197,7 @@ def test_copies_are_plain_models_or_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_one_rank_evaluates_alone_or_is_refused(name: str) -> None:
-    """Forward under no_grad and inference_mode waits for no other rank, or says that it must not be alone."""
+    """Forward under no_grad and inference_mode waits for no other rank, or raises SyncError."""
 
     def evaluate(backend: Backend) -> None:
         model = ZOO["mlp"].make()
@@ -205,7 +206,7 @@ def test_one_rank_evaluates_alone_or_is_refused(name: str) -> None:
             if rank() == 0:
                 for context in (torch.no_grad, torch.inference_mode):
                     with context():
-                        if "one-rank forward" in backend.cannot_keep:
+                        if "one-rank forward" in backend.limitations:
                             with pytest.raises(SyncError, match="1 of 2 ranks run a forward without gradients"):
                                 model(torch.ones(2, 6))
                         else:
@@ -216,8 +217,8 @@ def test_one_rank_evaluates_alone_or_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_state_dictionaries_have_the_models_own_keys(name: str) -> None:
-    """Inside the block: the plain model's keys and whole tensors; what one backend saves every other loads."""
+def test_state_dicts_have_the_models_keys(name: str) -> None:
+    """A state dict in the block has the plain model's keys and full tensors, and can be loaded back."""
 
     def save(backend: Backend) -> dict[str, torch.Tensor]:
         model = seeded(ZOO["transformer"].make)
@@ -228,17 +229,17 @@ def test_state_dictionaries_have_the_models_own_keys(name: str) -> None:
             assert torch.equal(value, inside[key] + 1), key
         return inside
 
-    alone = seeded(ZOO["transformer"].make).state_dict()
+    reference = seeded(ZOO["transformer"].make).state_dict()
     for saved in in_world(name)(save):
-        assert list(saved) == list(alone)
+        assert list(saved) == list(reference)
         for key, value in saved.items():
             assert type(value) is torch.Tensor
-            assert torch.equal(value, alone[key])
+            assert torch.equal(value, reference[key])
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_accumulated_gradients_are_those_of_the_joint_batch(name: str) -> None:
-    """no_sync for all but the last micro-batch gives the gradients of all of them at once."""
+def test_accumulated_gradients_are_those_of_the_full_batch(name: str) -> None:
+    """no_sync for all but the last micro-batch gives the gradients of the concatenated batch."""
 
     def accumulate(backend: Backend) -> dict[str, torch.Tensor]:
         model = seeded(Mlp)
@@ -246,25 +247,25 @@ def test_accumulated_gradients_are_those_of_the_joint_batch(name: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
         with parallel_model(model, backend=backend, optimizers=optimizer):
             for step in range(3):
-                (x,) = shares(ZOO["mlp"], size=size, step=step)[rank()]
+                (x,) = shards(ZOO["mlp"], size=size, step=step)[rank()]
                 with no_sync(model) if step < 2 else contextlib.nullcontext():
                     (ZOO["mlp"].loss(model(x)) / 3).backward()
             optimizer.step()
         return model.state_dict()
 
     ranks = in_world(name)(accumulate)
-    alone = seeded(Mlp)
+    reference = seeded(Mlp)
     for step in range(3):
-        for (x,) in shares(ZOO["mlp"], size=len(ranks), step=step):
-            (ZOO["mlp"].loss(alone(x)) / 3 / len(ranks)).backward()
-    torch.optim.SGD(alone.parameters(), 1.0).step()
+        for (x,) in shards(ZOO["mlp"], size=len(ranks), step=step):
+            (ZOO["mlp"].loss(reference(x)) / 3 / len(ranks)).backward()
+    torch.optim.SGD(reference.parameters(), 1.0).step()
     for weights in ranks:
-        torch.testing.assert_close(weights, dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights, dict(reference.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_submodule_called_past_the_model_is_right_or_refused(name: str) -> None:
-    """model.encoder(x): SyncError with the name where ranks would drift apart, right where there is one process."""
+def test_a_submodule_that_bypasses_forward_is_refused(name: str) -> None:
+    """A step after model.encoder(x) raises SyncError with the name, except in a single process."""
 
     def bypass(backend: Backend) -> None:
         model = Mlp()
@@ -286,11 +287,11 @@ def test_a_submodule_called_past_the_model_is_right_or_refused(name: str) -> Non
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_routed_methods_train_as_forward_does(name: str) -> None:
-    """methods=["loss"]: the same weights as calling forward and computing the loss outside."""
+    """methods=["loss"] trains the same weights as a call of forward with the loss outside."""
 
     def train(backend: Backend) -> dict[str, torch.Tensor]:
         model = seeded(Mlp)
-        (x,) = shares(ZOO["mlp"], size=dist.get_world_size(), step=0)[rank()]
+        (x,) = shards(ZOO["mlp"], size=dist.get_world_size(), step=0)[rank()]
         with parallel_model(model, backend=backend, methods=["loss"]):
             optimizer = torch.optim.SGD(model.parameters(), 1.0)
             model.loss(x).backward()
@@ -298,18 +299,18 @@ def test_routed_methods_train_as_forward_does(name: str) -> None:
         return model.state_dict()
 
     ranks = in_world(name)(train)
-    alone = seeded(Mlp)
-    for (x,) in shares(ZOO["mlp"], size=len(ranks), step=0):
-        (alone.loss(x) / len(ranks)).backward()
-    torch.optim.SGD(alone.parameters(), 1.0).step()
+    reference = seeded(Mlp)
+    for (x,) in shards(ZOO["mlp"], size=len(ranks), step=0):
+        (reference.loss(x) / len(ranks)).backward()
+    torch.optim.SGD(reference.parameters(), 1.0).step()
     for weights in ranks:
-        torch.testing.assert_close(weights, dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights, dict(reference.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_it_cannot_keep_is_said(name: str) -> None:
-    """Every declaration names a property that these tests know, and gives its reason."""
+def test_limitations_are_known(name: str) -> None:
+    """Every declared limitation is a property of these tests, with a reason."""
     known = {"parameters", "block classes", "copies", "one-rank forward", "state_dict"}
-    declared = registry.find("backends", name).cannot_keep
+    declared = registry.find("backends", name).limitations
     assert declared.keys() <= known
     assert all(declared.values())

@@ -1,4 +1,4 @@
-"""Mixed precision on a real device: fp16 with loss scaling, each level, replicas, ranks that share a GPU."""
+"""Mixed precision on a GPU: fp16 with loss scaling, each level, replicas, two ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def batches(shape, device="cuda"):
 
 @pytest.fixture(autouse=True)
 def repeatable():
-    """The same kernels in the same order, so that two loops can be compared to the last bit."""
+    """Deterministic kernels, so that two loops can be compared bit for bit."""
     before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     yield
@@ -71,7 +71,7 @@ def repeatable():
 
 
 def by_hand(model, shape, *, dtype, fused):
-    """torch's own recipe: autocast over forward and loss, GradScaler around the rest."""
+    """Train by torch's recipe: autocast over forward and loss, GradScaler for the rest."""
     model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is HALF, init_scale=2.0**24, growth_interval=4)
@@ -115,7 +115,7 @@ def amp_of(dtype, level="O1"):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("net", NETS)
 def test_o1_is_the_hand_written_loop(net, dtype, fused):
-    """Losses and weights to the last bit, through skipped first steps (the scale starts too high) and growth."""
+    """Losses and weights are equal, bit for bit, with skipped first steps (the scale starts too high) and growth."""
     make, shape = NETS[net]
     hand, ours = make(), make()
     expected = by_hand(hand, shape, dtype=dtype, fused=fused)
@@ -129,7 +129,7 @@ def test_o1_is_the_hand_written_loop(net, dtype, fused):
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])
 @pytest.mark.parametrize("net", NETS)
 def test_the_other_levels_train(net, level):
-    """Near the full-precision trajectory, weights in fp32 after."""
+    """Losses are near those of fp32, and weights are fp32 after."""
     make, shape = NETS[net]
     full, ours = make().cuda(), make()
     expected = unchanged(full, shape, torch.optim.SGD(full.parameters(), lr=0.05))
@@ -140,7 +140,7 @@ def test_the_other_levels_train(net, level):
 
 
 def test_no_step_waits_for_the_device():
-    """With a fused optimizer a whole scaled step is asynchronous: scaling, checks, skipping, the scale's moves."""
+    """With a fused optimizer a scaled step never synchronises: scaling, checks, skipping and updates of the scale."""
     model = ConvNet()
     data = list(batches((3, 8, 8)))
     with block(model, amp_of(HALF)):
@@ -157,7 +157,7 @@ def test_no_step_waits_for_the_device():
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_inf_on_one_rank_is_left_out_on_both():
+def test_inf_on_one_rank_skips_the_step_on_both():
     """Two ranks on one GPU over gloo, fp16, inf planted on rank 1: weights stay equal and finite."""
 
     @distributed(gpus=[0, 0], process_group_backend="gloo", amp="fp16")
@@ -187,8 +187,8 @@ def test_inf_on_one_rank_is_left_out_on_both():
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_replicas_compute_in_the_type(level, dtype):
-    """DataParallel over the same GPU twice: in each replica's thread autocast is on, in the type that was asked for."""
+def test_replicas_compute_in_the_dtype(level, dtype):
+    """DataParallel over the same GPU twice: autocast is on in the thread of each replica, in the requested dtype."""
     from parallelize.plugins.base import Amp
 
     seen = []
@@ -208,7 +208,7 @@ def test_replicas_compute_in_the_type(level, dtype):
 
 
 def test_a_captured_graph_is_refused():
-    """A graph would replay one decision about inf for ever."""
+    """A graph would replay one decision about inf forever."""
     model = ConvNet()
     x, _ = next(batches((3, 8, 8)))
     with block(model, "fp16"):
@@ -233,7 +233,7 @@ def has_apex_amp():
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("net", NETS)
 def test_apex_is_apex_by_hand(net, level):
-    """Each level: losses and weights of a loop with amp.initialize, amp.scale_loss and amp.master_params."""
+    """Each level: losses equal those of a loop with amp.initialize, amp.scale_loss and amp.master_params."""
     if not has_apex_amp():
         pytest.skip("no Apex with amp is importable")
     from apex import amp

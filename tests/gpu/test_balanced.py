@@ -1,4 +1,4 @@
-"""Pipelines with a GPU in them: every copy between devices, and the rule that no GPU node of autograd waits."""
+"""Pipelines on GPUs: every copy between devices, and no autograd node on a GPU that waits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from balanced.models import (
     Gpt,
     assert_equal_gradients,
     batch_of,
-    divided,
     gradients,
     loss_of,
+    pipelined,
     plan_for,
     seeded,
     tensors,
@@ -39,7 +39,7 @@ def to_gpu(value: Any) -> Any:
     "name", ["cnn", "resnet", "unet", "gpt, tied", "gpt, loss inside", "lstm", "experts", "in place"]
 )
 def test_outputs_and_gradients_are_those_of_one_stage(name: str, devices: tuple[str, str]) -> None:
-    """Over a GPU twice, and over CPU and GPU, outputs and gradients are those of one stage but for rounding."""
+    """On one GPU twice, and on CPU and GPU, outputs and gradients equal one stage's up to rounding."""
     case = CASES[name]
     inputs, model = to_gpu(batch_of(case)), seeded(case.make).cuda()
     alone = copy.deepcopy(model)
@@ -60,7 +60,7 @@ def test_outputs_and_gradients_are_those_of_one_stage(name: str, devices: tuple[
 
 @pytest.mark.parametrize("devices", PAIRS, ids="+".join)
 def test_a_loop_with_an_optimizer_made_before(devices: tuple[str, str]) -> None:
-    """Measured and divided, a model with AdamW state from before the block goes on training where its parts are."""
+    """A profiled and split model, with AdamW state from before the block, trains on the devices of its stages."""
     model = seeded(Gpt).cuda()
     x = torch.randint(11, (8, 8), device="cuda:0")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -78,13 +78,13 @@ def test_a_loop_with_an_optimizer_made_before(devices: tuple[str, str]) -> None:
     assert state == {torch.device("cuda:0")}
 
 
-def test_dropout_on_a_gpu_depends_on_the_seed_alone() -> None:
-    """Masks drawn on a GPU are bit for bit alike with one seed, and recomputed ones are those of the forward."""
+def test_dropout_on_a_gpu_depends_on_the_seed_only() -> None:
+    """Masks drawn on a GPU are bitwise equal with one seed, and recomputed ones equal forward's."""
     inputs = to_gpu(batch_of(CASES["gpt, tied"]))
     found = []
     for recompute in (False, True, True):
         model = seeded(lambda: Gpt(dropout=0.5)).cuda()
-        with divided(model, inputs, device="cuda:0", draws=True, recompute=recompute):
+        with pipelined(model, inputs, device="cuda:0", draws=True, recompute=recompute):
             torch.manual_seed(0)
             output = model(*inputs[0])
             loss_of(output).backward()
@@ -94,12 +94,12 @@ def test_dropout_on_a_gpu_depends_on_the_seed_alone() -> None:
         torch.testing.assert_close(gradient, found[0][1])
 
 
-def test_a_side_stream_is_the_pipelines_too() -> None:
-    """Called on a stream of the user's, every stage computes there: outputs are right without a synchronisation."""
+def test_a_side_stream_is_used_by_the_pipeline() -> None:
+    """Called on the user's stream, every stage computes there: outputs are right without a synchronization."""
     inputs = to_gpu(batch_of(CASES["gpt, tied"]))
     model = seeded(Gpt).cuda()
     expected = model(*inputs[0])
-    with divided(model, inputs, device="cuda:0"), torch.cuda.stream(torch.cuda.Stream()):
+    with pipelined(model, inputs, device="cuda:0"), torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         output = model(*inputs[0]) * 1.0
         torch.cuda.current_stream().synchronize()
@@ -108,7 +108,7 @@ def test_a_side_stream_is_the_pipelines_too() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_mixed_precision_with_loss_scaling(dtype: str) -> None:
-    """A divided model trains in half precision under an unchanged loop, loss scaling included."""
+    """A pipelined model trains in half precision with an unchanged loop, with loss scaling."""
     model = seeded(Gpt).cuda()
     x = torch.randint(11, (8, 8), device="cuda:0")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -125,7 +125,7 @@ def test_mixed_precision_with_loss_scaling(dtype: str) -> None:
 
 
 def test_memory_of_a_gpu_is_a_limit() -> None:
-    """Without a limit of the user's, the plan keeps each stage within the GPU's free memory."""
+    """Without memory=, the plan keeps each stage within the GPU's free memory."""
     model = seeded(Gpt).cuda()
     free, _ = torch.cuda.mem_get_info(0)
     with parallel_model(model, backend=BalancedBackend(devices=("cuda:0", "cuda:0"), microbatches=2)):

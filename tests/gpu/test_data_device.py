@@ -1,4 +1,4 @@
-"""Batches copied ahead on a real device: beside its work, never read too early, never overwritten too soon."""
+"""Prefetching to a real device: copies overlap with its work, and no memory is read or reused too early."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from parallelize import device, distributed, shard_loader
-from parallelize.data.device_prefetch import on_device
+from parallelize.data.device_prefetch import move_batches
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ MEGABYTE = 2**20
 
 
 class Numbered(Dataset):
-    """Batches of a size, each full of its number."""
+    """Batches of a given size, each filled with its number."""
 
     def __init__(self, length, size_bytes):
         self.length, self.size = length, size_bytes // 4
@@ -36,13 +36,13 @@ def loader(length, size_bytes, workers=0):
 
 
 def busy(milliseconds):
-    """Keep the current stream at work, without the host waiting."""
+    """Keep the current stream busy, without blocking the host."""
     torch.cuda._sleep(int(milliseconds * 1e6))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_arrive_on_the_device_in_order(workers):
-    """Whatever a step does in the meantime, each batch holds what the dataset gave."""
+    """While steps run, each batch has the dataset's values."""
     for number, batch in enumerate(shard_loader(loader(12, 8 * MEGABYTE, workers))):
         assert batch.device == device()
         busy(1)
@@ -50,15 +50,15 @@ def test_batches_arrive_on_the_device_in_order(workers):
 
 
 def test_containers_and_objects_arrive():
-    """Nested ones, and those that move themselves."""
+    """Nested containers, and objects with their own `to`."""
     batches = [{"x": (torch.ones(3), "text"), "packed": pack_sequence([torch.ones(2)])}]
-    (batch,) = on_device(iter(batches), torch.device("cuda", 0), prefetch=2)
+    (batch,) = move_batches(iter(batches), torch.device("cuda", 0), prefetch=2)
     assert batch["x"][0].device.type == batch["packed"].data.device.type == "cuda"
     assert batch["x"][1] == "text"
 
 
 def test_a_step_reads_no_batch_before_its_copy():
-    """The host runs ahead of a busy device: sums taken without waiting are those of the right batches."""
+    """While the host runs ahead of a busy device, the sums are those of the right batches."""
     sums = []
     for batch in shard_loader(loader(20, 16 * MEGABYTE)):
         busy(2)
@@ -68,7 +68,7 @@ def test_a_step_reads_no_batch_before_its_copy():
 
 
 def test_memory_is_not_reused_before_it_was_read():
-    """Each batch is poisoned by the step after it was used: no later batch is touched, and no earlier read sees it."""
+    """Each batch is filled with NaN after its use: neither later batches nor earlier reads see it."""
     sums = []
     for batch in shard_loader(loader(20, 16 * MEGABYTE)):
         busy(2)
@@ -80,7 +80,7 @@ def test_memory_is_not_reused_before_it_was_read():
 
 
 def test_a_broken_loop_leaves_its_memory_clean():
-    """What was copied ahead and never used does not overwrite what takes its memory."""
+    """Unused prefetched copies do not overwrite tensors that reuse their memory."""
     for _ in range(5):
         batches = iter(shard_loader(loader(8, 64 * MEGABYTE)))
         next(batches)
@@ -90,8 +90,8 @@ def test_a_broken_loop_leaves_its_memory_clean():
         assert other.count_nonzero().item() == 0
 
 
-def test_copies_run_beside_the_work():
-    """By the device's own clock: steps that take as long as their copies take no longer together than alone."""
+def test_copies_overlap_with_the_work():
+    """Copying overlaps with steps that take as long, measured with CUDA events."""
     size = 256 * MEGABYTE
     batches = [torch.ones(size // 4).pin_memory() for _ in range(2)] * 6
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -107,33 +107,33 @@ def test_copies_run_beside_the_work():
     def serial():
         for batch in batches:
             batch.to("cuda", non_blocking=True)
-            busy(copying)
+            busy(copy_ms)
 
     def overlapped():
-        for _ in on_device(iter(batches), torch.device("cuda", 0), prefetch=2):
-            busy(copying)
+        for _ in move_batches(iter(batches), torch.device("cuda", 0), prefetch=2):
+            busy(copy_ms)
 
-    copying = 0
+    copy_ms = 0
     serial()
-    copying = timed(serial) / len(batches)
+    copy_ms = timed(serial) / len(batches)
     assert timed(overlapped) < 0.8 * timed(serial)
 
 
 def test_memory_stays_bounded():
-    """A host that runs far ahead of the device holds no more batches there than are ahead and in use."""
+    """While the host runs far ahead, the device holds only prefetched batches and those in use."""
     size = 32 * MEGABYTE
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    for batch in on_device(iter([torch.ones(size // 4).pin_memory()] * 40), torch.device("cuda", 0), prefetch=2):
+    for batch in move_batches(iter([torch.ones(size // 4).pin_memory()] * 40), torch.device("cuda", 0), prefetch=2):
         busy(2)
         batch.sum()
     assert torch.cuda.max_memory_allocated() - before <= 5 * size
 
 
 def test_another_stream_may_use_a_batch():
-    """A loop on a stream of the user's own sees the right values, too."""
+    """A loop on another CUDA stream sees the right values, too."""
     stream, sums = torch.cuda.Stream(), []
     with torch.cuda.stream(stream):
         for batch in shard_loader(loader(10, 16 * MEGABYTE)):
@@ -144,11 +144,11 @@ def test_another_stream_may_use_a_batch():
 
 
 def test_to_device_can_be_turned_off():
-    """Then batches stay where the loader made them."""
+    """With to_device=False, batches stay on the CPU."""
     assert next(iter(shard_loader(loader(2, MEGABYTE), to_device=False))).device.type == "cpu"
 
 
-def test_every_rank_gets_its_own_share_on_its_device():
+def test_every_rank_gets_its_shard_on_its_device():
     """Two ranks on one GPU over gloo."""
 
     @distributed(gpus=[0, 0], process_group_backend="gloo")

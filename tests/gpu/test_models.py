@@ -1,4 +1,4 @@
-"""Backends on a GPU: two ranks on one device over gloo, and DataParallel over [0, 0]."""
+"""Backends on a GPU: two ranks share one device over gloo, and DataParallel over devices [0, 0]."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from parallelize import (
     no_sync,
     parallel_model,
     rank,
-    runtime,
 )
 from parallelize.cluster.devices import probe
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout
 from parallelize.plugins.base import Backend
+from parallelize.runtime import context
 from parallelize.runtime.context import Runtime
 
 pytestmark = [
@@ -38,14 +38,14 @@ TWICE = (torch.device("cuda", 0), torch.device("cuda", 0))
 
 
 def on_one_gpu(backend: Backend, **options: Any) -> Any:
-    """Two ranks on the first GPU."""
+    """Decorate a function to run on two ranks, both on the first GPU."""
     return distributed(backend=backend, gpus=[0, 0], process_group_backend="gloo", **options)
 
 
 def twice_in_one_process(backend: Backend, *, world: World) -> Any:
-    """A run in which this process drives the first GPU as if it were two."""
+    """Activate a run in which this process drives the first GPU as if it were two."""
     config = Config.parse(backend=backend, gpus=[0, 0], process_group_backend="gloo", num_nodes=world.num_nodes)
-    return runtime.activate(Runtime(world, Layout(config, world.num_nodes, (TWICE,))))
+    return context.activate(Runtime(world, Layout(config, world.num_nodes, (TWICE,))))
 
 
 def seeded(make: Any) -> Any:
@@ -53,23 +53,23 @@ def seeded(make: Any) -> Any:
     return make()
 
 
-def share(animal: str, *, step: int, parts: int, part: int) -> tuple[torch.Tensor, ...]:
+def batch_chunk(animal: str, *, step: int, chunks: int, index: int) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(100 + step)
-    return tuple(column.chunk(parts)[part] for column in ZOO[animal].batch(8))
+    return tuple(column.chunk(chunks)[index] for column in ZOO[animal].batch(8))
 
 
-def train(model: nn.Module, animal: str, *, parts: int, part: int, device: str = "cuda") -> dict[str, torch.Tensor]:
+def train(model: nn.Module, animal: str, *, chunks: int, index: int, device: str = "cuda") -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(3):
         optimizer.zero_grad()
-        batch = (column.to(device) for column in share(animal, step=step, parts=parts, part=part))
+        batch = (column.to(device) for column in batch_chunk(animal, step=step, chunks=chunks, index=index))
         ZOO[animal].loss(model(*batch)).backward()
         optimizer.step()
     return {name: value.detach().cpu() for name, value in model.state_dict().items()}
 
 
-def alone(animal: str) -> dict[str, torch.Tensor]:
-    return train(seeded(ZOO[animal].make).cuda(), animal, parts=1, part=0)
+def train_alone(animal: str) -> dict[str, torch.Tensor]:
+    return train(seeded(ZOO[animal].make).cuda(), animal, chunks=1, index=0)
 
 
 def assert_close(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -79,7 +79,7 @@ def assert_close(weights: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 @pytest.mark.parametrize("animal", [name for name in ZOO if ZOO[name].is_exact])
 @pytest.mark.parametrize("backend", [DDPBackend(), FSDPBackend()], ids=["ddp", "fsdp"])
 def test_two_ranks_train_what_one_trains(backend: Backend, animal: str) -> None:
-    """Weights after some steps on half of each batch per rank are those of one process on all of it."""
+    """Two ranks, each with half of every batch, train the weights of one process with the full batches."""
 
     @on_one_gpu(backend)
     def run() -> dict[str, torch.Tensor]:
@@ -89,24 +89,24 @@ def test_two_ranks_train_what_one_trains(backend: Backend, animal: str) -> None:
             optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
             for step in range(3):
                 optimizer.zero_grad()
-                # From the CPU: inputs come to the device by themselves.
-                ZOO[animal].loss(model(*share(animal, step=step, parts=2, part=rank()))).backward()
+                # Inputs on the CPU: the block moves them to the device.
+                ZOO[animal].loss(model(*batch_chunk(animal, step=step, chunks=2, index=rank()))).backward()
                 optimizer.step()
         return {name: value.cpu() for name, value in model.state_dict().items()}
 
     for weights in run.all_ranks():
-        assert_close(weights, alone(animal))
+        assert_close(weights, train_alone(animal))
 
 
 @pytest.mark.parametrize("animal", [name for name in ZOO if ZOO[name].is_exact])
 def test_dp_trains_what_one_device_trains(animal: str) -> None:
-    """DataParallel over [0, 0], outputs of every container."""
+    """DataParallel over [0, 0] trains the weights of one device, with outputs in any container."""
     from parallelize import DPBackend
 
     model = seeded(ZOO[animal].make)
     with twice_in_one_process(DPBackend(), world=World()), parallel_model(model):
-        weights = train(model, animal, parts=1, part=0)
-    assert_close(weights, alone(animal))
+        weights = train(model, animal, chunks=1, index=0)
+    assert_close(weights, train_alone(animal))
 
 
 def test_dp_splits_a_batch_evenly() -> None:
@@ -138,10 +138,9 @@ def test_dp_splits_a_batch_evenly() -> None:
 
 
 def test_ddp2_sees_the_batch_of_its_node() -> None:
-    """A loss that compares samples sees all of the node's; gradients are averaged over two nodes of two devices.
+    """A contrastive loss compares all 4 samples of a node, on two devices; gradients are averaged over two nodes.
 
-    Noise-contrastive estimation: every sample is told from the others of its batch, and a node's 4 are one batch, not
-    two of 2 as they would be under ddp.
+    Under ddp, noise-contrastive estimation would compare each sample with the 2 of its device only.
     """
 
     def nce(encoded: torch.Tensor) -> torch.Tensor:
@@ -157,7 +156,7 @@ def test_ddp2_sees_the_batch_of_its_node() -> None:
         with twice_in_one_process(DDP2Backend(), world=world), parallel_model(model):
             for step in range(3):
                 optimizer.zero_grad()
-                encoded = model(share("mlp", step=step, parts=2, part=rank())[0])
+                encoded = model(batch_chunk("mlp", step=step, chunks=2, index=rank())[0])
                 assert len(encoded) == 4
                 loss = nce(encoded)
                 loss.backward()
@@ -171,7 +170,7 @@ def test_ddp2_sees_the_batch_of_its_node() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(3):
         optimizer.zero_grad()
-        losses = [nce(model(share("mlp", step=step, parts=2, part=node)[0].cuda())) for node in range(2)]
+        losses = [nce(model(batch_chunk("mlp", step=step, chunks=2, index=node)[0].cuda())) for node in range(2)]
         (sum(losses) / 2).backward()
         optimizer.step()
         assert [each[0][step] for each in ranks] == pytest.approx([loss.item() for loss in losses], rel=1e-4)
@@ -180,23 +179,23 @@ def test_ddp2_sees_the_batch_of_its_node() -> None:
 
 
 def test_sync_batchnorm_sees_all_ranks() -> None:
-    """Two ranks with half a batch each normalise as one with all of it; classes are back after the block."""
+    """Two ranks with half a batch each normalise over the full batch; module classes are restored."""
 
     @on_one_gpu(DDPBackend(sync_batchnorm=True))
     def run() -> dict[str, torch.Tensor]:
         model = seeded(ZOO["convnet"].make)
         with parallel_model(model):
-            weights = train(model, "convnet", parts=2, part=rank())
+            weights = train(model, "convnet", chunks=2, index=rank())
         assert type(model.encoder[1]) is nn.BatchNorm2d
         assert "process_group" not in vars(model.encoder[1])
         return weights
 
     for weights in run.all_ranks():
-        assert_close(weights, alone("convnet"))
+        assert_close(weights, train_alone("convnet"))
 
 
 def test_offloaded_parameters_train() -> None:
-    """fsdp with parameters in the CPU's memory, accumulation included."""
+    """fsdp trains with parameters in CPU memory, also with gradient accumulation."""
 
     @on_one_gpu(FSDPBackend(cpu_offload=True))
     def run() -> bool:
@@ -214,7 +213,7 @@ def test_offloaded_parameters_train() -> None:
 
 
 def test_a_legacy_script_uses_the_gpu_it_sees() -> None:
-    """One GPU, no launcher: the model moves, its inputs follow, the device is as before after."""
+    """On one GPU without a launcher, model and inputs are moved; the current device is restored after the block."""
     model = Mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = torch.cuda.current_device()

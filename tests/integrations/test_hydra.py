@@ -38,7 +38,7 @@ PROGRAM = """
             model(torch.ones(1) * (1 + rank())).backward()
             optimizer.step()
         if rank() == 0:
-            torch.save(model.state_dict(), "model.pt")  # in the folder that Hydra has made for this run
+            torch.save(model.state_dict(), "model.pt")  # in the folder that Hydra made for this run
         return model.weight.item(), os.getcwd()
 
 
@@ -52,8 +52,8 @@ PROGRAM = """
 """
 
 
-def test_configuration_and_working_directory_arrive(run_script, tmp_path: Path) -> None:
-    """Overrides of the command line reach the workers, which write where Hydra has gone."""
+def test_configuration_and_working_directory_reach_the_workers(run_script, tmp_path: Path) -> None:
+    """Command-line overrides reach the workers, which write to Hydra's working directory."""
     folder = tmp_path / "run of hydra"
     done = run_script(PROGRAM, args=("lr=0.2", f"hydra.run.dir={folder}", "hydra.job.chdir=True"))
     weight, processes, is_same = done.stdout.splitlines()[-1].split()  # Hydra logs to the same stream
@@ -62,8 +62,8 @@ def test_configuration_and_working_directory_arrive(run_script, tmp_path: Path) 
     assert (folder / "model.pt").exists()
 
 
-def test_a_sweep_calls_it_again(run_script, tmp_path: Path) -> None:
-    """Each job of a multirun is a call of its own, in another number of processes and another folder."""
+def test_a_sweep_calls_the_function_per_job(run_script, tmp_path: Path) -> None:
+    """Each job of a multirun is a separate call, with its own number of processes and folder."""
     options = ("--multirun", "processes=1,2", "lr=0.4", f"hydra.sweep.dir={tmp_path}/sweep", "hydra.job.chdir=True")
     lines = [line.split() for line in run_script(PROGRAM, args=options).stdout.splitlines() if line.endswith("True")]
     assert [processes for _, processes, _ in lines] == ["1", "2"]

@@ -1,4 +1,4 @@
-"""Rank 0 alone writes to TensorBoard, what all ranks have computed."""
+"""Rank 0 writes values that are reduced over all ranks to TensorBoard."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def train(folder: str) -> list[float]:
 
 
 def test_one_file_with_the_mean_of_all_ranks(tmp_path: Path) -> None:
-    """The folder holds one event file, whose curve is that of the losses of both processes."""
-    (own, mean), (others, _) = train.all_ranks(str(tmp_path))
+    """The folder has one event file, with the mean loss of both processes."""
+    (loss_0, mean), (loss_1, _) = train.all_ranks(str(tmp_path))
     (file,) = tmp_path.iterdir()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of protobuf and NumPy, in tensorboard's own files
@@ -47,5 +47,5 @@ def test_one_file_with_the_mean_of_all_ranks(tmp_path: Path) -> None:
         events = EventAccumulator(str(file)).Reload().Scalars("loss")
     assert [event.step for event in events] == [0, 1, 2]
     assert events[-1].value == pytest.approx(mean)
-    assert mean == pytest.approx((own + others) / 2)
-    assert own != pytest.approx(others)
+    assert mean == pytest.approx((loss_0 + loss_1) / 2)
+    assert loss_0 != pytest.approx(loss_1)

@@ -1,4 +1,4 @@
-"""A metric of torchmetrics adds up over the processes by itself."""
+"""torchmetrics synchronizes its metrics over the processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not i
 SAMPLES = 13  # 4 and 3 batches of 2 in two processes
 
 
-def made(kind: str):
+def make_metric(kind: str):
     metrics = torchmetrics.classification
     return {
         "accuracy": lambda: metrics.MulticlassAccuracy(num_classes=3, average="micro"),
-        "AUROC": metrics.BinaryAUROC,  # keeps all it was given: lists that differ in length
+        "AUROC": metrics.BinaryAUROC,  # keeps all inputs: lists of different lengths
     }[kind]()
 
 
@@ -30,7 +30,7 @@ def data(kind: str) -> TensorDataset:
 
 @distributed(processes=2)
 def evaluate(kind: str, tail: str) -> tuple[float, int]:
-    metric, seen = made(kind), 0
+    metric, seen = make_metric(kind), 0
     for predicted, target in shard_loader(DataLoader(data(kind), batch_size=2), tail=tail):
         metric.update(predicted, target)
         seen += len(target)
@@ -39,8 +39,8 @@ def evaluate(kind: str, tail: str) -> tuple[float, int]:
 
 @pytest.mark.parametrize("kind", ["accuracy", "AUROC"])
 def test_every_rank_has_the_value_of_all_data(kind: str) -> None:
-    """With tail="exact" each sample counts once, though one process has more of them."""
-    metric = made(kind)
+    """With tail="exact" each sample counts once, although one process has more samples."""
+    metric = make_metric(kind)
     metric.update(*data(kind).tensors)
     ranks = evaluate.all_ranks(kind, "exact")
     assert [seen for _, seen in ranks] == [7, 6]
@@ -48,9 +48,9 @@ def test_every_rank_has_the_value_of_all_data(kind: str) -> None:
 
 
 def test_padding_would_count_a_sample_twice() -> None:
-    """What tail="exact" is for: the default for training reads one sample of 13 again."""
-    metric = made("accuracy")
+    """With the default tail="pad", one of 13 samples is repeated."""
+    metric = make_metric("accuracy")
     metric.update(*data("accuracy").tensors)
-    (value, seen), (_, others) = evaluate.all_ranks("accuracy", "pad")
-    assert seen + others == SAMPLES + 1
+    (value, seen_0), (_, seen_1) = evaluate.all_ranks("accuracy", "pad")
+    assert seen_0 + seen_1 == SAMPLES + 1
     assert value != pytest.approx(metric.compute().item())

@@ -1,4 +1,4 @@
-"""Rank 0 alone logs to Weights & Biases, offline; not in the extra `integrations`: it is 100 MB."""
+"""Rank 0 logs to Weights & Biases, offline. Not in the extra `integrations`, because wandb is 100 MB."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def train(folder: str) -> tuple[float, float | None]:
 
 
 def test_one_run_with_the_mean_of_all_ranks(tmp_path: Path) -> None:
-    """Offline there is one run, which ends with the mean loss; its service ends with the workers."""
-    (mean, logged), (its_mean, its_logged) = train.all_ranks(str(tmp_path))
-    assert mean == its_mean == pytest.approx(logged)
-    assert its_logged is None
+    """One offline run ends with the mean loss; its service process ends with the workers."""
+    (mean_0, logged_0), (mean_1, logged_1) = train.all_ranks(str(tmp_path))
+    assert mean_0 == mean_1 == pytest.approx(logged_0)
+    assert logged_1 is None
     runs = list((tmp_path / "wandb").glob("offline-run-*"))
     assert len(runs) == 1
     assert [path.suffix for path in runs[0].glob("*.wandb")] == [".wandb"]

@@ -1,4 +1,4 @@
-"""What a user gets from `pip install`: a wheel that works away from the repository it was built from."""
+"""The built wheel: installs and works outside of the repository."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TRAIN = """
 
 @dataclass(frozen=True)
 class Built:
-    """What the build made, and an environment that has it."""
+    """The built wheels, and an environment in which one is installed."""
 
     wheel: Path
     wheel_of_sdist: Path
@@ -66,10 +66,10 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The wheel, one built from the sdist, and an environment in which the first is installed.
+    """Build a wheel from the tree and one from the sdist, and install the first into a new environment.
 
-    torch and the other dependencies take gigabytes: the environment sees those of this one, by a .pth file, behind its
-    own packages. What their paths bring along besides (editable installs come by .pth files, too) does not count.
+    The environment finds torch and other dependencies in this one's site-packages through a .pth file, after its own
+    packages. The .pth files in there, such as those of editable installs, are not processed.
     """
     folder = tmp_path_factory.mktemp("built")
     for name, kinds in {"tree": ["--wheel"], "sdist": []}.items():
@@ -93,9 +93,9 @@ def contents(wheel: Path) -> dict[str, bytes]:
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_the_wheel(built: Built, tmp_path: Path) -> None:
-    """It has the package and no test, is typed, is what the sdist builds, and trains where the repository is not."""
+    """The wheel has no tests, is typed, equals the one from the sdist, and trains outside of the repository."""
     files = contents(built.wheel)
-    own = {name for name in files if not name.startswith(f"parallelize-{parallelize.__version__}.dist-info/")}
+    package = {name for name in files if not name.startswith(f"parallelize-{parallelize.__version__}.dist-info/")}
     tracked = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "parallelize"],
         cwd=ROOT,
@@ -103,8 +103,8 @@ def test_the_wheel(built: Built, tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert own == {name for name in tracked.stdout.split() if (ROOT / name).exists()}
-    assert "parallelize/py.typed" in own
+    assert package == {name for name in tracked.stdout.split() if (ROOT / name).exists()}
+    assert "parallelize/py.typed" in package
     assert files == contents(built.wheel_of_sdist)
 
     metadata = email.message_from_bytes(files[f"parallelize-{parallelize.__version__}.dist-info/METADATA"])

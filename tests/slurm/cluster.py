@@ -1,10 +1,10 @@
-"""A real Slurm on one machine: a controller, and two nodes with addresses, names and daemons of their own.
+"""A real Slurm cluster on one machine: a controller, and two nodes with their own addresses, names and daemons.
 
     controller (this machine's namespace) ── bridge 10.77.x.1 ──┬── n1 10.77.x.11 slurmd
                                                                 └── n2 10.77.x.12 slurmd
 
-Nothing outside one private folder is written: configuration, keys, sockets, state and logs are all in it. The nodes'
-names resolve nowhere, as on many clusters.
+Configuration, keys, sockets, state and logs are in one private folder. The nodes' names do not resolve, as on many
+clusters.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 
 __all__ = ["ADDRESSES", "Cluster", "missing", "running", "wait_for"]
 
-_TAG = os.getpid() % 10000  # two runs of the tests on one machine do not meet
+_TAG = os.getpid() % 10000  # separates two test runs on one machine
 _NETWORK = f"10.77.{_TAG % 250}"
 ADDRESSES = {"n1": f"{_NETWORK}.11", "n2": f"{_NETWORK}.12"}
-_GATE = f"{_NETWORK}.1"
+_GATEWAY = f"{_NETWORK}.1"
 _BRIDGE = f"plzbr{_TAG}"
 _TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter", "unshare")
 
@@ -71,7 +71,7 @@ PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 Preem
 
 
 def missing() -> str | None:
-    """What this machine lacks for a cluster of its own; None: nothing."""
+    """Return what this machine lacks to run a cluster; None: nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux to make network namespaces"
     for tool in _TOOLS:
@@ -89,10 +89,10 @@ def _path() -> str:
 
 
 def wait_for(fact: Callable[[], object], timeout_s: float, what: str | Callable[[], str]) -> None:
-    """Look until `fact` holds."""
+    """Poll until `fact` is true."""
     end = time.monotonic() + timeout_s
     while not fact():
-        assert time.monotonic() < end, f"waited {timeout_s:g} s in vain: {what if isinstance(what, str) else what()}"
+        assert time.monotonic() < end, f"not within {timeout_s:g} s: {what if isinstance(what, str) else what()}"
         time.sleep(0.1)
 
 
@@ -101,20 +101,20 @@ class Cluster:
     """A running cluster.
 
     Args:
-        folder: everything it has.
+        folder: its configuration, state and logs.
     """
 
     folder: Path
 
     @property
     def environ(self) -> dict[str, str]:
-        """The variables that make Slurm's commands talk to it."""
+        """The variables with which Slurm's commands use this cluster."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": _path()}
 
     def run(
         self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout_s: float = 50.0
     ) -> subprocess.CompletedProcess[str]:
-        """A command on the login node."""
+        """Run a command on the login node."""
         return subprocess.run(
             command,
             env={**os.environ, **self.environ, **(env or {})},
@@ -127,20 +127,20 @@ class Cluster:
         )
 
     def sbatch(self, *arguments: str, timeout_s: float = 55.0, **options: Any) -> str:
-        """A job script, until its job has ended: the job's state. `sbatch --wait` looks only every 2, 4, 8, ... s."""
+        """Submit a job script, wait for its end, return its state. `sbatch --wait` polls only every 2, 4, 8, ... s."""
         submitted = self.run("sbatch", "--parsable", *arguments, **options)
         job = submitted.stdout.strip()
         assert job.isdigit(), submitted.stderr
 
         def state() -> str:
-            told = self.run("scontrol", "show", "job", job).stdout.partition("JobState=")[2]
-            return told.split()[0] if told else ""
+            shown = self.run("scontrol", "show", "job", job).stdout.partition("JobState=")[2]
+            return shown.split()[0] if shown else ""
 
         wait_for(lambda: state() not in _UNFINISHED, timeout_s, lambda: f"job {job} is {state()}\n{self.logs()}")
         return state()
 
     def cancel_all(self) -> None:
-        """End every job, and wait until nothing of any is left."""
+        """Cancel every job, and wait until all are gone."""
         jobs = self.run("squeue", "-h", "-o", "%A").stdout.split()
         if jobs:
             self.run("scancel", "--signal=KILL", "--full", *jobs)
@@ -148,32 +148,32 @@ class Cluster:
         wait_for(lambda: not self.run("squeue", "-h").stdout.strip(), 30, lambda: self.run("squeue").stdout)
 
     def logs(self) -> str:
-        """The daemons' last words, for a test that fails."""
+        """Return the end of the daemons' logs, for a failing test."""
         texts = [f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log"))]
         return "\n".join(texts)
 
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[Cluster]:
-    """A cluster that is ready for jobs; gone at the end, whatever happened."""
+    """Start a cluster and wait until it is ready for jobs; remove it at the end."""
     cluster = Cluster(folder)
-    with contextlib.ExitStack() as taken:
-        _network(taken)
+    with contextlib.ExitStack() as stack:
+        _create_network(stack)
         _write_configuration(folder)
-        _daemon(taken, cluster, "munge", _munged(folder))
+        _daemon(stack, cluster, "munge", _munged(folder))
         _run("munge", "-S", str(folder / "munge.socket"), "-n")
-        _daemon(taken, cluster, "slurmctld", ["slurmctld", "-D"])
+        _daemon(stack, cluster, "slurmctld", ["slurmctld", "-D"])
         for name in ADDRESSES:
             inside = f"hostname {name}; exec slurmd -D -N {name}"
             # Not `ip netns exec`: it remounts /sys, and slurmd then finds no cgroup.
             namespace = f"--net=/var/run/netns/{_namespace(name)}"
-            _daemon(taken, cluster, f"slurmd.{name}", ["nsenter", namespace, "unshare", "--uts", "sh", "-c", inside])
+            _daemon(stack, cluster, f"slurmd.{name}", ["nsenter", namespace, "unshare", "--uts", "sh", "-c", inside])
         wait_for(
             lambda: cluster.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T").stdout.split() == ["idle"] * 2,
             30,
             lambda: cluster.run("sinfo", "-N").stdout + cluster.logs(),
         )
-        taken.callback(cluster.cancel_all)
+        stack.callback(cluster.cancel_all)
         yield cluster
 
 
@@ -181,17 +181,17 @@ def _namespace(name: str) -> str:
     return f"plz{_TAG}-{name}"
 
 
-def _network(taken: contextlib.ExitStack) -> None:
-    taken.callback(_unmade, "ip", "link", "del", _BRIDGE)
-    _unmade("ip", "link", "del", _BRIDGE)  # of a run that was killed
+def _create_network(stack: contextlib.ExitStack) -> None:
+    stack.callback(_run_unchecked, "ip", "link", "del", _BRIDGE)
+    _run_unchecked("ip", "link", "del", _BRIDGE)  # of a run that was killed
     _run("ip", "link", "add", _BRIDGE, "type", "bridge")
-    _run("ip", "addr", "add", f"{_GATE}/24", "dev", _BRIDGE)
+    _run("ip", "addr", "add", f"{_GATEWAY}/24", "dev", _BRIDGE)
     _run("ip", "link", "set", _BRIDGE, "up")
     for name, address in ADDRESSES.items():
         namespace = _namespace(name)
-        _unmade("ip", "netns", "del", namespace)
+        _run_unchecked("ip", "netns", "del", namespace)
         _run("ip", "netns", "add", namespace)
-        taken.callback(_unmade, "ip", "netns", "del", namespace)
+        stack.callback(_run_unchecked, "ip", "netns", "del", namespace)
         _run("ip", "link", "add", f"plz{_TAG}{name}", "type", "veth", "peer", "name", "e0", "netns", namespace)
         _run("ip", "link", "set", f"plz{_TAG}{name}", "master", _BRIDGE, "up")
         for command in (f"addr add {address}/24 dev e0", "link set e0 up", "link set lo up"):
@@ -201,7 +201,7 @@ def _network(taken: contextlib.ExitStack) -> None:
 def _write_configuration(folder: Path) -> None:
     (folder / "state").mkdir()
     host = os.uname().nodename
-    text = _CONF.format(folder=folder, host=host, gate=_GATE, port=_free_port(), **ADDRESSES)
+    text = _CONF.format(folder=folder, host=host, gate=_GATEWAY, port=_free_port(), **ADDRESSES)
     (folder / "slurm.conf").write_text(text)
     for gpu in ("gpu0", "gpu1"):
         (folder / gpu).touch()
@@ -213,7 +213,7 @@ def _write_configuration(folder: Path) -> None:
 
 
 def _free_port() -> int:
-    # The controller listens on all interfaces of this machine, where another may have Slurm's own port.
+    # The controller listens on all interfaces, and Slurm's default port may be in use.
     with socket.socket() as free:
         free.bind(("", 0))
         return int(free.getsockname()[1])
@@ -224,18 +224,18 @@ def _munged(folder: Path) -> list[str]:
     return ["munged", "--foreground", "--force", *(f"--{option}={folder / name}" for option, name in files.items())]
 
 
-def _daemon(taken: contextlib.ExitStack, cluster: Cluster, name: str, command: list[str]) -> None:
-    """Start a daemon in the foreground, so that it is our child and ends with us."""
+def _daemon(stack: contextlib.ExitStack, cluster: Cluster, name: str, command: list[str]) -> None:
+    """Start a daemon in the foreground: it is a child process and ends with the test run."""
     with (cluster.folder / f"{name}.output.log").open("wb") as output:
-        # Root's environment alone: daemons give theirs to jobs.
+        # Root's environment only: jobs inherit that of the daemons.
         environ = {**cluster.environ, "HOME": "/root", "LANG": "C.UTF-8"}
         process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    taken.callback(_ended, process)
+    stack.callback(_terminate, process)
     if name == "munge":
         wait_for((cluster.folder / "munge.socket").exists, 10, cluster.logs)
 
 
-def _ended(process: subprocess.Popen[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(10)
@@ -248,5 +248,5 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-def _unmade(*command: str) -> None:
+def _run_unchecked(*command: str) -> None:
     subprocess.run(command, check=False, capture_output=True)

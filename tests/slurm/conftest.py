@@ -1,4 +1,4 @@
-"""One cluster for all tests here, without jobs before and after each."""
+"""One Slurm cluster for all tests in this folder; each test starts and ends without jobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cluster import Cluster, missing, running
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Cluster]:
-    """The cluster, running."""
+    """The running cluster, shared by all tests."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
@@ -32,7 +32,7 @@ def lab() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(lab: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """The cluster, to which Slurm's commands of this process talk too; jobs of the test are gone afterwards."""
+    """The cluster, set as that of this process's Slurm commands; the test's jobs are cancelled at the end."""
     for name, value in {**lab.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
         monkeypatch.setenv(name, value)
     yield lab

@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "10_slurm"
 
 @pytest.fixture
 def folder(cluster: Cluster, tmp_path: Path) -> Path:
-    """A copy of the example, where it may leave its jobs."""
+    """A copy of the example, for its job folders."""
     return Path(shutil.copytree(EXAMPLE, tmp_path / "example"))
 
 
@@ -33,14 +33,14 @@ def accuracy(text: str, errors: str = "") -> float:
 
 
 def test_the_single_device_script(cluster: Cluster, folder: Path) -> None:
-    """As it was before: no launcher, no job."""
+    """It runs without a launcher and without a job."""
     done = cluster.run(sys.executable, "single.py", cwd=folder)
     assert accuracy(done.stdout, done.stderr) >= 0.93
 
 
 @pytest.mark.soak
 def test_the_job_script(cluster: Cluster, folder: Path) -> None:
-    """Two nodes x two tasks, on CPUs by the environment alone."""
+    """It runs two nodes x two tasks on CPUs, requested by the environment only."""
     environ = {**python_first(cluster), "PARALLELIZE_PROCESSES": "2"}
     state = cluster.sbatch("multi.sbatch", cwd=folder, env=environ)
     (log,) = folder.glob("digits-*.log")
@@ -50,7 +50,7 @@ def test_the_job_script(cluster: Cluster, folder: Path) -> None:
 
 @pytest.mark.soak
 def test_the_submitted_call(cluster: Cluster, folder: Path) -> None:
-    """The same without a job script: the value is printed on the login node."""
+    """Without a job script, the value is printed on the login node."""
     environ = {**python_first(cluster), "PARALLELIZE_PROCESSES": "2"}
     done = cluster.run("python", "submit.py", cwd=folder, env=environ, timeout_s=120)
     assert accuracy(done.stdout, done.stderr) >= 0.93
@@ -58,7 +58,7 @@ def test_the_submitted_call(cluster: Cluster, folder: Path) -> None:
 
 @pytest.mark.soak
 def test_the_search(cluster: Cluster, folder: Path) -> None:
-    """Four rows, one array; the best is printed last."""
+    """Four calls run as one array; the best accuracy is printed last."""
     environ = {**python_first(cluster), "PARALLELIZE_PROCESSES": "1"}
     done = cluster.run("python", "search.py", cwd=folder, env=environ, timeout_s=140)
     assert len(re.findall(r"^\d\.\d{3}  \{", done.stdout, re.MULTILINE)) == 4, done.stderr

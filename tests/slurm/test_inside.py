@@ -1,11 +1,11 @@
-"""Inside jobs of a real cluster whose host names lead nowhere: srun, sbatch, salloc, a shell, torchrun."""
+"""Calls inside jobs of a real cluster whose host names do not resolve: srun, sbatch, salloc, a shell, torchrun."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +49,16 @@ def train():
     return [model.weight.flatten().tolist(), model.bias.tolist()]
 
 try:
-    said = {"train": train, "where": where}[sys.argv[2]]()
+    result = {"train": train, "where": where}[sys.argv[2]]()
 except Exception as error:
-    said = [type(error).__name__, str(error)]
-print(json.dumps(said), flush=True)
+    result = [type(error).__name__, str(error)]
+print(json.dumps(result), flush=True)
 """
-
-Says = Callable[..., list[Any]]
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> str:
-    """A user's script: its options, and what it should do."""
+    """A user's script; its arguments are the options and the function to call."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return str(path)
@@ -71,15 +69,15 @@ def command(script: str, what: str = "where", **options: Any) -> list[str]:
 
 
 def values(done: subprocess.CompletedProcess[str]) -> list[Any]:
-    """What every process has printed."""
+    """Return the JSON lines that the processes printed."""
     lines = [line.removeprefix("^@") for line in done.stdout.splitlines()]  # a terminal's echo
     found = [json.loads(line) for line in lines if line.startswith("[")]
     assert found, done.stderr
     return found
 
 
-def alone() -> Sequence[Sequence[float]]:
-    """The same training in one process, on whole batches."""
+def train_in_one_process() -> Sequence[Sequence[float]]:
+    """Run the same training in this process, with the full batches."""
     torch.manual_seed(0)
     model, x = torch.nn.Linear(3, 1), torch.linspace(-1, 1, 48).reshape(16, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -93,23 +91,23 @@ def alone() -> Sequence[Sequence[float]]:
 
 
 def test_one_task_per_process_trains_like_one_process(cluster: Cluster, script: str) -> None:
-    """Two nodes x two tasks join one world; their weights are those of a single process, to 1e-5."""
+    """Two nodes x two tasks join one world; their weights equal those of a single process to 1e-5."""
     done = cluster.run("srun", "-N2", "--ntasks-per-node=2", *command(script, "train"), timeout_s=100)
     each = values(done)
     assert len(each) == 4
-    expected = [number for part in alone() for number in part]
+    expected = [number for part in train_in_one_process() for number in part]
     for weights, bias in each:
         torch.testing.assert_close(torch.tensor([*weights, *bias]), torch.tensor(expected), rtol=0, atol=1e-5)
 
 
 def test_one_task_per_node_starts_the_nodes_processes(cluster: Cluster, script: str) -> None:
-    """Each of two tasks stands for its node, and starts two processes there."""
+    """Each of two tasks starts two processes on its node."""
     done = cluster.run("srun", "-N2", "--ntasks-per-node=1", *command(script, processes=2), timeout_s=100)
     assert values(done) == [[6.0, 4, 2, "n1"]] * 2
 
 
-def test_ranks_dealt_in_turn(cluster: Cluster, script: str) -> None:
-    """Under salloc, `srun -m cyclic` puts rank 1 on the second node: everybody finds its place."""
+def test_cyclic_task_distribution(cluster: Cluster, script: str) -> None:
+    """Under salloc, `srun -m cyclic` puts rank 1 on the second node, and all ranks join one world."""
     inside = ["srun", "-m", "cyclic", "--ntasks-per-node=2", *command(script)]
     done = cluster.run("salloc", "-N2", "--ntasks-per-node=2", *inside, timeout_s=100)
     assert [value[:2] for value in values(done)] == [[6.0, 4]] * 4
@@ -117,7 +115,7 @@ def test_ranks_dealt_in_turn(cluster: Cluster, script: str) -> None:
 
 @pytest.mark.soak
 def test_a_job_script(cluster: Cluster, script: str, tmp_path: Path) -> None:
-    """In one job of two nodes: no srun, `--ntasks` alone, another request than the tasks, torchrun on one node."""
+    """One job of two nodes runs without srun, with `--ntasks` only, with a wrong num_nodes, and with torchrun."""
     quoted = " ".join(f"'{part}'" for part in command(script))
     alone_on_node = " ".join(f"'{part}'" for part in command(script, processes=2, num_nodes=1))
     too_many = " ".join(f"'{part}'" for part in command(script, processes=1, num_nodes=3))
@@ -136,9 +134,9 @@ def test_a_job_script(cluster: Cluster, script: str, tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text("\n".join(lines))
     state = cluster.sbatch(f"--output={tmp_path}/log", str(tmp_path / "job.sh"))
     text = (tmp_path / "log").read_text()
-    said = [json.loads(line) for line in text.splitlines() if line.startswith(('["', "[1.0"))]
-    assert len(said) == 7, text
-    refused, local, first, second, mismatch, *launched = said
+    result = [json.loads(line) for line in text.splitlines() if line.startswith(('["', "[1.0"))]
+    assert len(result) == 7, text
+    refused, local, first, second, mismatch, *launched = result
     assert state == "COMPLETED"
     assert refused[0] == "ConfigError"
     assert "srun python train.py" in refused[1]
@@ -150,7 +148,7 @@ def test_a_job_script(cluster: Cluster, script: str, tmp_path: Path) -> None:
 
 
 def test_a_shell_on_a_compute_node(cluster: Cluster, script: str) -> None:
-    """`srun --pty` on a node of its own: a call starts its processes there, like anywhere else."""
+    """With `srun --pty` on a compute node, a call starts its processes there."""
     inside = " ".join(f"'{part}'" for part in ["srun", "-N1", "-n1", "--pty", *command(script, processes=2)])
     done = cluster.run("script", "--quiet", "--return", "--command", inside, "/dev/null", timeout_s=100)
     assert values(done) == [[1.0, 2, 2, "n1"]]
@@ -166,7 +164,7 @@ HOSTS = st.lists(
 @given(nodelist=HOSTS)
 @settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_the_first_host_is_slurms(cluster: Cluster, nodelist: str) -> None:
-    """Of any list of hosts, as `scontrol show hostnames` has it."""
+    """It is the first host that `scontrol show hostnames` lists."""
     expanded = cluster.run("scontrol", "show", "hostnames", nodelist).stdout.split()
-    assume(expanded)  # Slurm itself knows no suffix behind a lone bracket
+    assume(expanded)  # Slurm refuses a suffix after a single bracket
     assert first_host(nodelist) == expanded[0]

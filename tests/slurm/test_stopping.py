@@ -1,4 +1,4 @@
-"""Time limits and preemption on a real cluster: jobs stop at a step, and go on from it."""
+"""Time limits and preemption on a real cluster: jobs stop at a step and resume from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 def count(folder: str, steps: int, pause_s: float = 0.05) -> dict[str, Any]:
-    """Counts to `steps` across attempts, saving where it stops; every rank must stop at the same step."""
+    """Count to `steps` across attempts; save the step when asked to stop, which is the same on every rank."""
     saved = Path(folder) / "saved.pt"
     state = torch.load(saved) if saved.exists() else {"step": 0, "starts": []}
     state["starts"].append(state["step"])
@@ -56,8 +56,8 @@ def restarts(cluster: Cluster, job_id: str) -> str:
 
 
 @pytest.mark.soak
-def test_a_signalled_job_of_an_array_goes_on(cluster: Cluster, tmp_path: Path) -> None:
-    """One of two is told to stop: it alone is requeued, and goes on from the step at which all its ranks stopped."""
+def test_a_signalled_job_of_an_array_resumes(cluster: Cluster, tmp_path: Path) -> None:
+    """One of two jobs is asked to stop: only it is requeued, and it resumes at the step where its ranks stopped."""
     folders = [tmp_path / name for name in ("left", "right")]
     for folder in folders:
         folder.mkdir()
@@ -72,13 +72,13 @@ def test_a_signalled_job_of_an_array_goes_on(cluster: Cluster, tmp_path: Path) -
     assert second == {"starts": [0], "attempt": "0"}
     left = sorted(path.name for path in jobs[0].log.parent.glob(f"*{jobs[0].id}*"))
     assert left == sorted(
-        [f"{jobs[0].id}.log", f"result.{jobs[0].id}", f"stop.{jobs[0].id}.0", f"stop.{jobs[0].id}.0.heeded"]
+        [f"{jobs[0].id}.log", f"result.{jobs[0].id}", f"stop.{jobs[0].id}.0", f"stop.{jobs[0].id}.0.acknowledged"]
     )
 
 
 @pytest.mark.soak
-def test_a_preempted_job_goes_on(cluster: Cluster, tmp_path: Path) -> None:
-    """A job of higher priority takes both nodes; the first stops on both at one step, waits, and goes on."""
+def test_a_preempted_job_resumes(cluster: Cluster, tmp_path: Path) -> None:
+    """A job of higher priority gets both nodes; the first stops on both at one step, waits, and resumes."""
     job = counting(tmp_path, num_nodes=2, processes=1, partition="main", sbatch={"exclusive": True}).submit(
         str(tmp_path), steps=100
     )
@@ -92,19 +92,19 @@ def test_a_preempted_job_goes_on(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_job_whose_tasks_are_asked_to_end_goes_on(cluster: Cluster, tmp_path: Path) -> None:
-    """TERM to srun's task alone, as a cluster with control groups sends it on preemption, and the job still runs."""
+def test_a_job_whose_tasks_get_sigterm_resumes(cluster: Cluster, tmp_path: Path) -> None:
+    """A cluster with control groups sends TERM only to srun's task on preemption, while the job is still RUNNING."""
     job = counting(tmp_path, processes=1).submit(str(tmp_path), steps=100)
     wait_for(has_begun(tmp_path), 60, job.logs)
-    guard = [str(job.log.parent / "guard.sh")]
-    (task,) = (each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[1:2] == guard)
+    wrapper = [str(job.log.parent / "wrapper.sh")]
+    (task,) = (each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[1:2] == wrapper)
     task.send_signal(signal.SIGTERM)
     assert job.result(timeout_s=150)["attempt"] == "1"
 
 
 @pytest.mark.soak
 def test_no_more_requeues_than_asked_for(cluster: Cluster, tmp_path: Path) -> None:
-    """max_requeues=0: what the function returns when it is told to stop is the result."""
+    """With max_requeues=0 the value returned after should_stop() is the result."""
     job = counting(tmp_path, processes=1, max_requeues=0).submit(str(tmp_path), steps=100_000)
     wait_for(has_begun(tmp_path), 60, job.logs)
     cluster.run("scancel", "--signal=USR2", "--batch", job.id)
@@ -132,8 +132,8 @@ print(train(), signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_users_own_job_script_is_told_too(cluster: Cluster, tmp_path: Path, processes: int) -> None:
-    """`sbatch --signal` reaches srun's tasks, ranks or starters of them: all stop at one step, handlers are gone."""
+def test_should_stop_in_a_users_own_job_script(cluster: Cluster, tmp_path: Path, processes: int) -> None:
+    """`sbatch --signal` reaches srun's tasks: all ranks stop at one step, and the handlers are removed."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     command = f"srun {sys.executable} {script} {tmp_path} {processes}"
@@ -146,8 +146,8 @@ def test_a_users_own_job_script_is_told_too(cluster: Cluster, tmp_path: Path, pr
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_a_time_limit_is_no_end(cluster: Cluster, tmp_path: Path) -> None:
-    """A limit of one minute, a signal before it: the job goes on after each, to the last step."""
+def test_a_job_resumes_after_its_time_limit(cluster: Cluster, tmp_path: Path) -> None:
+    """With a limit of one minute and a signal before it, the job is requeued until the final step."""
     options = {"time": 1, "stop_before": timedelta(seconds=20)}
     job = counting(tmp_path, processes=2, **options).submit(str(tmp_path), steps=90, pause_s=1.0)
     value = job.result(timeout_s=500)

@@ -50,7 +50,7 @@ def submittable(folder: Path, *, num_nodes: int = 1, processes: int = 1, **optio
 
 
 def test_two_nodes_return_rank_0s_value(cluster: Cluster, tmp_path: Path) -> None:
-    """Four processes meet by addresses alone; value, state, output and a second finder of the job are right."""
+    """Four processes connect by address; value, state, output and an attached Job are correct."""
     options = {"env": {"GREETING": "it's $HOME"}, "setup": ["export SUM=$((1 + 1))"], "sbatch": {"gres": "gpu:2"}}
     job = submittable(tmp_path, num_nodes=2, processes=2, **options).submit(factor=2)
     value = job.result(timeout_s=100)
@@ -62,8 +62,8 @@ def test_two_nodes_return_rank_0s_value(cluster: Cluster, tmp_path: Path) -> Non
     assert (again.result(), again.log) == (value, job.log)
 
 
-def test_what_the_script_has_set_in_torch_holds_in_a_job(cluster: Cluster, tmp_path: Path) -> None:
-    """A job runs the script's top level no more than a worker does."""
+def test_torch_settings_of_the_script_apply_in_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    """A job applies the caller's default dtype, although it does not run the script's top level."""
     launcher = SlurmLauncher(folder=tmp_path / "jobs", time="10:00")
     torch.set_default_dtype(torch.float64)
     try:
@@ -73,10 +73,10 @@ def test_what_the_script_has_set_in_torch_holds_in_a_job(cluster: Cluster, tmp_p
     assert job.result(timeout_s=100) == torch.float64
 
 
-def test_a_failure_of_rank_3_comes_back_as_itself(
+def test_an_exception_of_rank_3_is_raised_in_the_caller(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A call waits for its job; ranks 0 to 2 sleep, and the exception has its type, its place and its job's output."""
+    """While ranks 0 to 2 sleep, the exception arrives with its type, its rank and the job's output."""
     with pytest.raises(BoomError) as raised:
         submittable(tmp_path, num_nodes=2, processes=2)("raise")
     assert raised.value.number == 3
@@ -90,7 +90,7 @@ def test_a_failure_of_rank_3_comes_back_as_itself(
 
 @pytest.mark.soak
 def test_an_array_runs_every_call(cluster: Cluster, tmp_path: Path) -> None:
-    """Four calls in one array, two at a time: each value at its place."""
+    """Four calls in one array, two at a time, return their values in order."""
     jobs = submittable(tmp_path).submit_many([{"started": str(tmp_path / f"{n}"), "factor": n} for n in range(4)],
                                              at_most=2)  # fmt: skip
     assert [job.id.partition("_")[2] for job in jobs] == ["0", "1", "2", "3"]
@@ -104,7 +104,7 @@ def test_an_array_runs_every_call(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_running_job_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
-    """Its result says who has ended it, and nothing of it is left on the nodes."""
+    """result() raises a WorkerError with the state CANCELLED."""
     job = submittable(tmp_path, processes=2).submit("sleep", started=str(tmp_path / "started"))
     wait_for((tmp_path / "started").exists, 60, job.logs)
     job.cancel()
@@ -115,7 +115,7 @@ def test_a_running_job_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_job_killed_outright_is_reported(cluster: Cluster, tmp_path: Path) -> None:
-    """SIGKILL to all of its processes leaves no word of theirs; the state of the job is known all the same."""
+    """After SIGKILL to all of its processes, result() raises a WorkerError with Slurm's state."""
     job = submittable(tmp_path).submit("sleep", started=str(tmp_path / "started"))
     wait_for((tmp_path / "started").exists, 60, job.logs)
     cluster.run("scancel", "--signal=KILL", "--full", job.id)
@@ -124,7 +124,7 @@ def test_a_job_killed_outright_is_reported(cluster: Cluster, tmp_path: Path) -> 
 
 
 def test_a_job_that_waits_has_no_result_yet(cluster: Cluster, tmp_path: Path) -> None:
-    """It is PENDING, its result does not come in time, and cancelled in the queue it never will."""
+    """A held job is PENDING, and result() times out; once cancelled, result() raises WorkerError."""
     job = submittable(tmp_path, sbatch={"hold": True}).submit()
     assert (job.state, job.done(), job.logs()) == ("PENDING", False, "")
     with pytest.raises(TimeoutError, match="PENDING"):
@@ -135,22 +135,22 @@ def test_a_job_that_waits_has_no_result_yet(cluster: Cluster, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"partition": "nowhere"}, "invalid partition"),
         ({"sbatch": {"no-such-flag": 1}}, "unrecognized option"),
         ({"constraint": "a100"}, "[Ii]nvalid feature"),
     ],
 )
-def test_a_refusal_has_slurms_words(cluster: Cluster, tmp_path: Path, options: dict[str, Any], said: str) -> None:
-    """Unknown partition, flag or feature: an error of the request, before any job."""
-    with pytest.raises(ConfigError, match=said):
+def test_a_refusal_has_slurms_message(cluster: Cluster, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    """An unknown partition, option or feature raises ConfigError with sbatch's message."""
+    with pytest.raises(ConfigError, match=message):
         submittable(tmp_path, **options).submit()
 
 
 @pytest.mark.soak
 def test_a_script_does_what_submit_does(cluster: Cluster, tmp_path: Path) -> None:
-    """Written to a path with a space, handed to sbatch by hand, found by number in the folder beside it."""
+    """A written script, passed to sbatch by hand, leaves its result in the folder beside it."""
     path = tmp_path / "my job.sh"
     submittable(tmp_path).sbatch_script(path, factor=5)
     done = cluster.run("sbatch", "--parsable", str(path), cwd=tmp_path)
@@ -160,8 +160,8 @@ def test_a_script_does_what_submit_does(cluster: Cluster, tmp_path: Path) -> Non
     assert value["job"] == job_id
 
 
-def test_ctrl_c_leaves_the_job_and_a_second_ends_it(cluster: Cluster, tmp_path: Path) -> None:
-    """The first says how to end the job, the second does."""
+def test_ctrl_c_keeps_the_job_and_a_second_cancels_it(cluster: Cluster, tmp_path: Path) -> None:
+    """The first Ctrl-C prints how to cancel the job, the second cancels it."""
     code = f"""
     from parallelize import SlurmLauncher, distributed
     launcher = SlurmLauncher(folder={str(tmp_path / "jobs")!r}, sbatch={{"hold": True}})
@@ -188,6 +188,6 @@ def test_ctrl_c_leaves_the_job_and_a_second_ends_it(cluster: Cluster, tmp_path: 
 
 
 def test_an_unknown_job_is_refused(tmp_path: Path) -> None:
-    """Nothing in the folder goes by that number."""
+    """Job.attach raises LaunchError if the folder does not contain the job."""
     with pytest.raises(LaunchError, match="no job 4711"):
         Job.attach(4711, tmp_path)

@@ -1,4 +1,4 @@
-"""What the public API tells a type checker: checked by mypy and pyright in their strict modes, never run."""
+"""Types of the public API, checked by mypy and pyright in their strict modes and never run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from parallelize import Amp, ConfigError, DDPBackend, Job, distributed, parallel
 
 
 class Net(nn.Module):
-    """A model with a method and an attribute of its own."""
+    """A model with its own method and attribute."""
 
     width: int = 8
 
     def loss(self, x: Tensor) -> Tensor:
-        """A method that nn.Module has not."""
+        """A method that nn.Module does not have."""
         return x.sum() * self.width
 
 
@@ -46,10 +46,10 @@ assert_type(train.options(gpus=4).options(seed=1).all_ranks(3), list[tuple[float
 assert_type(train.explain(), str)
 assert_type(train.__wrapped__(3), tuple[float, list[Tensor]])
 
-train("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # a wrong argument is seen
-train()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # a missing one too
-train(3, 0.1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # and a positional one that is not
-train.all_ranks()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # all ranks take the same
+train("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # a wrong argument is an error
+train()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # so is a missing one
+train(3, 0.1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # and a positional one for a keyword
+train.all_ranks()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]  # all_ranks takes the same arguments
 
 
 job = train.submit(3)
@@ -57,7 +57,7 @@ assert_type(job, Job[tuple[float, list[Tensor]]])
 assert_type(job.result(), tuple[float, list[Tensor]])
 assert_type(train.submit_many([{"epochs": 3}], at_most=2), list[Job[tuple[float, list[Tensor]]]])
 train.sbatch_script("job.sh", 3)
-train.submit("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # a job takes what a call takes
+train.submit("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # a job takes the same arguments
 
 
 @distributed()
@@ -91,7 +91,7 @@ assert_type(Experiment.measure(3), str)
 Experiment().run("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # self is not counted
 
 
-# A model in the block is the model.
+# A model keeps its type in the block.
 
 net, critic = Net(), Critic()
 
@@ -107,11 +107,11 @@ with parallel_model(net, critic) as (generator, discriminator):
 assert_type(parallel_model(net, backend="dp", gpus=[0, 1]), AbstractContextManager[Net])
 
 
-# A sharded loader yields what the loader yields.
+# A sharded loader yields items of the same type.
 
 
 def epoch(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """A loader whose items the user has typed; torch itself says nothing of what a DataLoader's items are."""
+    """A loader with typed items; torch gives no type for a DataLoader's items."""
     for pair in shard_loader(pairs):
         assert_type(pair, tuple[Tensor, Tensor])
     with shard_loader(pairs, tail="exact") as shard:
@@ -125,7 +125,7 @@ epoch(loader)
 shard_loader(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # no loader
 
 
-# Checkpoints hold whatever has a name.
+# Checkpoints take any keyword arguments.
 
 parallelize.save("last.pt", model=net, epoch=3)
 assert_type(parallelize.load("last.pt", model=net), dict[str, Any])

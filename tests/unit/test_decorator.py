@@ -1,4 +1,4 @@
-"""A decorated function is the function in all but its calls; decorating does nothing else."""
+"""A decorated function keeps the function's metadata, and only its calls change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Trainer:
 
 
 def test_it_looks_like_the_function() -> None:
-    """Name, docstring, module, signature and annotations are the user's."""
+    """Name, docstring, module, signature and source are those of the function."""
     plain = train.__wrapped__
     assert (train.__name__, train.__qualname__, train.__doc__) == ("train", "train", "Train a model.")
     assert train.__module__ == __name__
@@ -42,8 +42,8 @@ def test_it_looks_like_the_function() -> None:
     assert train.__wrapped__(2, lr=1.0) == (2, 1.0)
 
 
-def test_one_process_runs_here_and_gives_everything_back() -> None:
-    """A world of one has a group of one, and leaves none behind; arguments and values are the very objects."""
+def test_one_process_runs_here_and_cleans_up() -> None:
+    """A call with one process has a process group of size 1 until it ends, and copies neither arguments nor values."""
     seen = {}
     here = object()
 
@@ -61,7 +61,7 @@ def test_one_process_runs_here_and_gives_everything_back() -> None:
 
 
 def test_methods_are_bound() -> None:
-    """By instance, by class, and their options too."""
+    """A decorated method is bound to its instance or class, also through `options` and `all_ranks`."""
     trainer = Trainer()
     assert trainer.fit(3) == (trainer, 3)
     assert Trainer.fit(trainer, 4) == (trainer, 4)
@@ -70,7 +70,7 @@ def test_methods_are_bound() -> None:
 
 
 def test_options_leave_the_original_alone() -> None:
-    """Each is a function with a request of its own."""
+    """`options` returns a function with its own Config."""
     other = train.options(timeout=9, seed=3)
     assert "9 s" in other.explain()
     assert "5 s" in train.explain()
@@ -80,21 +80,21 @@ def test_options_leave_the_original_alone() -> None:
 
 
 def test_wrong_options_are_refused_where_they_are_written() -> None:
-    """Before any call, all at once."""
+    """All faults are raised at decoration, in one error."""
     with pytest.raises(ConfigError, match="2 faults") as caught:
         distributed(backend="dpp", processes=0)
     assert len(caught.value.faults) == 2
 
 
 def test_a_decorator_without_parentheses_is_refused() -> None:
-    """With what to write instead; the same where options are given without their names."""
+    """Positional arguments are refused, and the error shows the correct spelling."""
     for given, named in ((train.__wrapped__, "train"), ("ddp", "str")):
         with pytest.raises(ConfigError, match=rf"distributed\({named}\)(.|\n)*write @distributed\(\)"):
-            distributed(given)  # type: ignore[arg-type]  # the mistake
+            distributed(given)  # type: ignore[arg-type]  # under test
 
 
-def test_what_has_no_name_is_explained_too() -> None:
-    """A partial by the function it calls."""
+def test_a_partial_is_explained() -> None:
+    """`explain` shows the name of the function that a functools.partial wraps."""
     partial = distributed(processes=2)(functools.partial(train.__wrapped__, 3))
     assert partial.explain().startswith("train would run as\n")
 
@@ -122,22 +122,22 @@ def generator() -> Iterator[int]:
         (3, "a int"),
     ],
 )
-def test_what_does_not_return_one_value_is_refused(function: object, kind: str) -> None:
-    """At decoration, with the kind and the fix."""
+def test_only_plain_functions_are_decorated(function: object, kind: str) -> None:
+    """An object that is not a plain function is refused at decoration; the error has its kind and the fix."""
     with pytest.raises(ConfigError, match=f"@distributed on {kind}(.|\n)*plain function"):
         distributed()(function)
 
 
 def test_it_pickles_by_name_like_a_function() -> None:
-    """Where its name leads to it; a closure's does not."""
+    """A function is pickled by name if the name resolves to it; a closure cannot be pickled."""
     assert pickle.loads(pickle.dumps(train)) is train
     assert pickle.loads(pickle.dumps(Trainer.fit)).__wrapped__ is Trainer.fit.__wrapped__
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(distributed(processes=1)(lambda: 1))
 
 
-def test_an_exception_here_is_the_plain_one() -> None:
-    """In the calling process the traceback itself is there, and needs no notes."""
+def test_an_exception_in_this_process_is_unchanged() -> None:
+    """An exception of a call in the calling process has its own traceback and no notes."""
 
     @distributed(processes=1)
     def fail() -> None:
@@ -150,7 +150,7 @@ def test_an_exception_here_is_the_plain_one() -> None:
 
 
 def test_a_call_inside_a_call_is_part_of_it() -> None:
-    """The inner function runs in the outer one's world, whatever its own options say."""
+    """A decorated function called in another one runs in the same processes, regardless of its own options."""
 
     @distributed(processes=7)
     def inner() -> int:
@@ -163,8 +163,8 @@ def test_a_call_inside_a_call_is_part_of_it() -> None:
     assert outer() == (1, [1])
 
 
-def test_gradients_mode_is_the_callers() -> None:
-    """What torch keeps per thread applies to a call in the calling process."""
+def test_grad_mode_is_the_callers() -> None:
+    """A call in the calling process runs in the caller's grad mode, which is thread-local."""
 
     @distributed(processes=1)
     def mode() -> bool:

@@ -1,4 +1,4 @@
-"""Whatever is read from outside: random environments, host lists and files come to a value or to an error of ours."""
+"""Fuzz tests of all parsers: random environments, host lists and files give a value or a ConfigError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parallelize import ConfigError
 from parallelize.backends.balanced.plan import Plan
-from parallelize.checkpoint.save_schedule import Timetable, timetable
+from parallelize.checkpoint.save_schedule import SaveSchedule, parse_schedule
 from parallelize.cluster.hostlist import first_host, tasks_on
 from parallelize.cluster.world import Node, World, detect, detect_node
 
@@ -34,12 +34,12 @@ values = st.one_of(
 
 @settings(max_examples=500)
 @given(st.dictionaries(st.sampled_from(NAMES), values))
-def test_any_environment_is_a_place_or_an_error(environ):
-    """Whatever the variables of launchers say: a world whose numbers fit, none, or a ConfigError that says what."""
+def test_any_environment(environ):
+    """Random launcher variables give a consistent World, None, or a ConfigError with all its parts."""
     faults = []
-    for read, kind in ((detect, World), (detect_node, Node)):
+    for function, kind in ((detect, World), (detect_node, Node)):
         try:
-            found = read(environ)
+            found = function(environ)
         except ConfigError as exc:
             faults += exc.faults
         else:
@@ -51,13 +51,13 @@ def test_any_environment_is_a_place_or_an_error(environ):
     assert all(each.what and each.why and each.fix for each in faults)
 
 
-hostly = st.text(alphabet="n0123456789[],-x() \n٣", max_size=40) | st.text(max_size=20)
+host_list_texts = st.text(alphabet="n0123456789[],-x() \n٣", max_size=40) | st.text(max_size=20)
 
 
 @settings(max_examples=500)
-@given(hostly, st.integers(-1, 5))
-def test_any_host_list_is_read_or_refused(text, node):
-    """Random text is a first host without brackets and counts of tasks, or a ConfigError."""
+@given(host_list_texts, st.integers(-1, 5))
+def test_any_host_list(text, node):
+    """Random text gives a first host without brackets and task counts, or a ConfigError."""
     with contextlib.suppress(ConfigError):
         assert not set(first_host(text)) & set("[], \n")
     with contextlib.suppress(ConfigError):
@@ -70,12 +70,12 @@ def test_any_host_list_is_read_or_refused(text, node):
     ["n[0-999999999999]", "n" * 10**5, "n[" + "1," * 10**5 + "1]", "n[1-2]" * 10**5 + "[", "[" * 10**5, "9" * 10**5],
     ids=lambda text: text[:6],
 )
-def test_long_host_lists_cost_their_length(text):
-    """A list is never written out, and no pattern is tried again and again."""
+def test_long_host_lists_are_parsed_in_linear_time(text):
+    """A list is never expanded, and no regular expression backtracks."""
     started = time.monotonic()
-    for read in (first_host, lambda text: tasks_on(0, text), lambda text: tasks_on(0, f"1(x{text[:9]})," * 10**4)):
+    for parse in (first_host, lambda text: tasks_on(0, text), lambda text: tasks_on(0, f"1(x{text[:9]})," * 10**4)):
         try:
-            read(text)
+            parse(text)
         except ConfigError:
             continue
     assert time.monotonic() - started < 5
@@ -85,10 +85,10 @@ def test_long_host_lists_cost_their_length(text):
 @given(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12), numbers.map("{}min".format))
 )
-def test_any_every_is_a_timetable_or_refused(every):
-    """What `checkpoints(every=)` is given means a number of steps or a time, or is a ConfigError."""
+def test_any_save_schedule(every):
+    """Random values of `checkpoints(every=)` give a schedule or a ConfigError."""
     with contextlib.suppress(ConfigError):
-        assert isinstance(timetable(every, store=None, rank=0), Timetable)
+        assert isinstance(parse_schedule(every, store=None, rank=0), SaveSchedule)
 
 
 PLAN = Plan(
@@ -105,8 +105,8 @@ PLAN = Plan(
 
 @settings(max_examples=200)
 @given(data=st.data())
-def test_any_file_is_a_plan_or_refused(tmp_path_factory, data):
-    """Random bytes, a damaged plan, deep or foreign JSON: a ConfigError, or a plan that can be drawn."""
+def test_any_plan_file(tmp_path_factory, data):
+    """Random bytes, a damaged plan, deep or foreign JSON give a plan that can be printed, or a ConfigError."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     PLAN.save(path)
     written = path.read_bytes()

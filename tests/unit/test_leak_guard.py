@@ -1,4 +1,4 @@
-"""The leak guard of conftest.py can fail: one test per thing it looks for."""
+"""The leak guard of conftest.py detects each kind of leak."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ LEAKS = {
         def test_it():
             sys.path.insert(0, "/elsewhere")
         """,
-        "sys.path: '/elsewhere' came or went",
+        "sys.path: '/elsewhere' was added or removed",
     ),
 }
 
@@ -105,7 +105,7 @@ HARMLESS = """
 
 @pytest.fixture
 def guarded(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], pytest.RunResult]:
-    """Runs a test file under this project's conftest, in a pytest of its own."""
+    """Return a function that runs a test file in a separate pytest, with this project's conftest."""
     monkeypatch.setenv("GIVEN", "yes")
 
     def run(source: str) -> pytest.RunResult:
@@ -118,20 +118,20 @@ def guarded(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Calla
 
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_leak_fails_its_test(leak: str, guarded: Callable[[str], pytest.RunResult]) -> None:
-    """A test that leaves this behind is an error that names it."""
+    """A test that leaks has an error that names the leak."""
     source, named = LEAKS[leak]
     result = guarded(source)
     result.assert_outcomes(passed=1, errors=1)
     result.stdout.fnmatch_lines(["*left behind:*", f"*{named}"])
 
 
-def test_what_is_given_back_is_no_leak(guarded: Callable[[str], pytest.RunResult]) -> None:
-    """Processes, threads and variables that end with their test, and the fork server, pass."""
+def test_cleaned_up_resources_are_no_leak(guarded: Callable[[str], pytest.RunResult]) -> None:
+    """Processes, threads and variables that end with their test, and the fork server, are accepted."""
     guarded(HARMLESS).assert_outcomes(passed=1)
 
 
 def test_a_leak_does_not_fail_the_next_test(guarded: Callable[[str], pytest.RunResult]) -> None:
-    """What one test leaves is cleared away before the next one starts."""
+    """A leak of one test is cleaned up before the next one starts."""
     first, _ = LEAKS["new variable"]
     second = """
         def test_next():
@@ -142,7 +142,7 @@ def test_a_leak_does_not_fail_the_next_test(guarded: Callable[[str], pytest.RunR
 
 @pytest.mark.parametrize("how", ["file", "-c", "stdin"])
 def test_scripts_run_as_users_run_them(how: str, run_script: Callable[..., object]) -> None:
-    """Each way of running code reaches it with its arguments and variables."""
+    """Each way of running a script passes its arguments and variables."""
     result = run_script(
         "import os, sys\nprint(sys.argv[1:], os.environ['GIVEN'])", how=how, args=("a", "b"), env={"GIVEN": "yes"}
     )

@@ -1,4 +1,4 @@
-"""Mixed precision across ranks: real gloo processes against hand-written loops."""
+"""Mixed precision across ranks: gloo processes compared with hand-written loops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def batch(step: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_bf16_equals_autocast_around_ddp_by_hand():
-    """Two ranks, an unchanged loop: the weights are those of hand-written autocast over DistributedDataParallel."""
+    """Two ranks, an unchanged loop: the weights equal those of hand-written autocast over DistributedDataParallel."""
 
     @distributed(processes=2)
     def train(by_hand):
@@ -57,8 +57,8 @@ def test_bf16_equals_autocast_around_ddp_by_hand():
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_inf_on_one_rank_is_inf_on_all_under_ddp():
-    """An inf in one rank's batch travels with the averaged gradients: all ranks leave out that step."""
+def test_inf_on_one_rank_skips_the_step_on_all_under_ddp():
+    """Averaged gradients have the inf of one rank's batch on all ranks: all skip that step."""
 
     @distributed(processes=2)
     def train(infinite):
@@ -70,7 +70,7 @@ def test_inf_on_one_rank_is_inf_on_all_under_ddp():
         model = net()
         engine = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        policy = Policy(device=torch.device("cpu"), scaling=Amp(init_scale=2.0**10, growth_interval=2))
+        policy = Policy(device=torch.device("cpu"), loss_scaling=Amp(init_scale=2.0**10, growth_interval=2))
         scales = []
         with mixed_precision(policy, models=[model]) as session:
             for step in range(STEPS):
@@ -93,7 +93,7 @@ def test_inf_on_one_rank_is_inf_on_all_under_ddp():
 
 
 def test_scaling_in_a_block_equals_grad_scaler_around_ddp():
-    """The whole road, block, engine, guards and scaling, on two ranks: accumulation, no_sync, clipping, a scheduler."""
+    """Block, engine and loss scaling on two ranks: accumulation, no_sync, clipping, a scheduler."""
 
     @distributed(processes=2, amp="bf16")
     def train(by_hand):
@@ -107,7 +107,7 @@ def test_scaling_in_a_block_equals_grad_scaler_around_ddp():
         from parallelize.precision.native_session import Policy, mixed_precision
 
         def scaling_only(self, *, models, device, **_):
-            return mixed_precision(Policy(device=device, scaling=Amp(init_scale=2.0**10)), models=models)
+            return mixed_precision(Policy(device=device, loss_scaling=Amp(init_scale=2.0**10)), models=models)
 
         NativePrecision.open = scaling_only
         model = net()
@@ -139,7 +139,7 @@ def test_scaling_in_a_block_equals_grad_scaler_around_ddp():
 
 
 class Spiked(nn.Module):
-    """A model one of whose weights gets an infinite gradient when it is told to; the others theirs."""
+    """A model with one weight that gets an infinite gradient on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,15 +149,15 @@ class Spiked(nn.Module):
 
     def forward(self, x: torch.Tensor, infinite: bool) -> torch.Tensor:
         loss = F.linear(x, self.weight, self.bias).square().mean()
-        # Row 0 lies in the part of rank 0 alone.
+        # Row 0 is in the shard of rank 0.
         spike = torch.zeros(4, 3)
         spike[0, 0] = float("inf") if infinite else 0.0
         return loss + (self.weight * spike).sum()
 
 
-@pytest.mark.parametrize("agree", [True, False])
-def test_ranks_agree_on_inf_in_sharded_gradients(agree):
-    """Under fully_shard inf lies in one rank's part: all leave the step out; did they not agree, one alone would."""
+@pytest.mark.parametrize("reduces_flag", [True, False])
+def test_inf_in_one_shard_skips_the_step_on_all_ranks(reduces_flag):
+    """Under fully_shard inf is in one rank's shard: all ranks skip the step, but only if the flag is all-reduced."""
 
     @distributed(processes=2)
     def train():
@@ -172,8 +172,8 @@ def test_ranks_agree_on_inf_in_sharded_gradients(agree):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         policy = Policy(
             device=torch.device("cpu"),
-            scaling=Amp(init_scale=2.0**10, growth_interval=1),
-            agree=lambda flag: dist.all_reduce(flag, dist.ReduceOp.MAX) if agree else None,
+            loss_scaling=Amp(init_scale=2.0**10, growth_interval=1),
+            all_reduce_flag=lambda flag: dist.all_reduce(flag, dist.ReduceOp.MAX) if reduces_flag else None,
         )
         seen = []
         with mixed_precision(policy, models=[model]) as session:
@@ -188,12 +188,12 @@ def test_ranks_agree_on_inf_in_sharded_gradients(agree):
 
     one, other = train.all_ranks()
     assert one == [(True, 2048), (False, 1024), (True, 2048)]
-    assert other == (one if agree else [(True, 2048), (True, 4096), (True, 8192)])
+    assert other == (one if reduces_flag else [(True, 2048), (True, 4096), (True, 8192)])
 
 
 @pytest.mark.parametrize("amp", ["O1", "O2", "O3"])
 def test_fsdp_trains_like_ddp(amp):
-    """The same loop under fsdp and under ddp: equal losses up to rounding, weights whole and in fp32 after."""
+    """The same loop under fsdp and ddp: equal losses up to rounding, weights unsharded and in fp32 after."""
 
     @distributed(processes=2)
     def train():
@@ -226,7 +226,7 @@ def test_fsdp_trains_like_ddp(amp):
 
 @pytest.mark.parametrize("amp", ["O1", "O2", "O3"])
 def test_levels_under_ddp_follow_full_precision(amp):
-    """Each level trains near the full-precision trajectory, ranks stay equal, and weights are fp32 after."""
+    """Each level follows the fp32 trajectory, ranks stay equal, and weights are fp32 after."""
 
     @distributed(processes=2)
     def train():

@@ -1,4 +1,4 @@
-"""Every benchmark runs, and what it prints is kept as data."""
+"""Every benchmark runs, and its printed tables are saved as data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from report import Ratio, Table, machine, plot, ratios_of, tables_of  # noqa: E402 - benchmarks/ is no package
+from report import Ratio, Table, machine, plot, ratios_of, tables_of  # noqa: E402 - benchmarks/ is not a package
 from suite import present  # noqa: E402 - see above
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -23,8 +23,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.mark.soak
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("name", present(is_quick=True))
-def test_it_runs(name: str, tmp_path: Path) -> None:
-    """In a few seconds, by the command that runs them all; it leaves its tables, the machine and a plot."""
+def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
+    """`suite.py --quick` runs it in seconds, and saves its tables, machine and plot."""
     command = [sys.executable, str(BENCHMARKS / "suite.py"), "--quick", "--only", name, "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
     assert done.returncode == 0, done.stderr
@@ -34,7 +34,7 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     values = [ratio["value"] for ratio in report["ratios"]]
     assert values
     assert all(math.isfinite(value) and value >= 0 for value in values)
-    assert values[0] == 1.0 or name == "faults"  # the first row is what others are compared with; there it is a column
+    assert values[0] == 1.0 or name == "faults"  # the first row is the reference; in faults it is a column
     assert str(tmp_path) not in json.dumps(report)
     plots = [ET.parse(path) for path in tmp_path.glob("*.svg")]
     assert len(plots) == (2 if name == "scaling" else 1)
@@ -42,17 +42,17 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     assert f"{name} (" in done.stdout
 
 
-def test_a_benchmark_that_fails_is_told(tmp_path: Path) -> None:
-    """Quick numbers never take the place of real ones, and an unknown name is refused."""
-    for arguments, said in ((["--quick"], "--folder"), (["--only", "nothing"], "invalid choice: 'nothing'")):
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    """Results of --quick need another folder than the published ones, and unknown names are refused."""
+    for arguments, message in ((["--quick"], "--folder"), (["--only", "nothing"], "invalid choice: 'nothing'")):
         command = [sys.executable, str(BENCHMARKS / "suite.py"), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False, cwd=tmp_path)
-        assert (done.returncode, said in done.stderr) == (2, True)
+        assert (done.returncode, message in done.stderr) == (2, True)
 
 
 @pytest.mark.soak
 def test_a_users_own_function_is_measured(tmp_path: Path) -> None:
-    """By file and name; a function that says its seconds is not charged for starting processes."""
+    """It is passed as file and name; if it returns its seconds, the start of the processes is not counted."""
     script = tmp_path / "mine.py"
     script.write_text(
         "from parallelize import distributed, rank\n@distributed()\ndef train():\n    return 100 * (rank() + 1), 0.5\n"
@@ -82,7 +82,7 @@ after
 
 
 def test_tables_are_read_as_data() -> None:
-    """Titles, cells and both kinds of ratio, with the name of their row."""
+    """Titles, cells and both kinds of ratio are parsed; a ratio is labelled with its row and column."""
     first, second = tables_of(TABLES)
     assert (first.title, first.columns[1], first.rows[1][2]) == ("before", "ranks", "2.20 ms")
     assert second == Table("before", ["a way of two words", "first"], [["torchrun", "0.10 / 0.09 s (12.5x)"]])
@@ -94,8 +94,8 @@ def test_tables_are_read_as_data() -> None:
     assert tables_of("no table") == []
 
 
-def test_bars_lead_from_one_to_the_ratio() -> None:
-    """To the right above one, to the left below it, as long as the ratio's logarithm."""
+def test_bars_start_at_one() -> None:
+    """A bar leads to the right for ratios above 1 and to the left below; its length is the ratio's logarithm."""
     root = ET.fromstring(plot([Ratio("a < b", 4.0), Ratio("parallelize", 0.5), Ratio("none", 0.0)], "title"))
     bars = [each.attrib for each in root.iter(f"{SVG}rect")][1:]
     (right, left) = ((float(bar["x"]), float(bar["width"])) for bar in bars)
@@ -105,8 +105,8 @@ def test_bars_lead_from_one_to_the_ratio() -> None:
     assert "a < b" in [each.text for each in root.iter(f"{SVG}text")]
 
 
-def test_facts_name_no_machine() -> None:
-    """What numbers are judged by, and nothing that leads to a machine."""
+def test_machine_facts_are_anonymous() -> None:
+    """They contain cores and versions, but no host name, user name or home folder."""
     import getpass
     import platform
 
@@ -114,7 +114,7 @@ def test_facts_name_no_machine() -> None:
     assert facts["cores"] >= 1
     assert facts["torch"]
     assert facts["parallelize"]
-    said = json.dumps(facts)
-    assert str(Path.home()) not in said
-    assert platform.node() == "" or f'"{platform.node()}"' not in said
-    assert f'"{getpass.getuser()}"' not in said
+    text = json.dumps(facts)
+    assert str(Path.home()) not in text
+    assert platform.node() == "" or f'"{platform.node()}"' not in text
+    assert f'"{getpass.getuser()}"' not in text

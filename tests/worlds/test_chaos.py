@@ -1,7 +1,7 @@
-"""Two hosts, and what can befall them: each ends in the promised error in the promised time, and nothing is lost.
+"""Faults on two hosts: each ends in the documented error within the documented time, and no checkpoint is lost.
 
-A node that says nothing for LOST_AFTER_S is given up, 10 s by default and less here; its workers and those of the
-others are ended then, after at most STOP_GRACE_S for their `finally` blocks.
+A node without a heartbeat for LOST_AFTER_S (10 s by default, less here) is lost; then its workers and those of the
+other node are ended, with at most STOP_GRACE_S for their `finally` blocks.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from worlds.two_hosts import Host, missing, two_hosts
 from parallelize import load
 from parallelize.launchers.elastic.agent import STOP_GRACE_S
 
-# Two hosts start torch twice each, for some tests twice.
+# Two hosts start torch twice each, in some tests for two runs.
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(240)]
 
 LOST_AFTER_S = 4.0
-MARGIN_S = 10.0  # of a busy machine
+MARGIN_S = 10.0  # for a busy machine
 
 SCRIPT = f"""
 import json, os, pathlib, sys, time
 import torch, torch.distributed as dist
 from parallelize import checkpoints, distributed, rank
-from parallelize.launchers.elastic import node_coordination
+from parallelize.launchers.elastic import heartbeats
 
-node_coordination._LOST_AFTER_S = {LOST_AFTER_S}
+heartbeats.LOST_AFTER_S = {LOST_AFTER_S}
 folder, options, last = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 
 @distributed(**dict(processes=1, num_nodes=2, timeout=30) | options)
@@ -60,14 +60,14 @@ def train():
         dist.barrier()
     return [first, model.weight.item()]
 
-said = {{}}
+result = {{}}
 try:
-    said["value"] = train()
+    result["value"] = train()
 except BaseException as error:
-    said["error"] = type(error).__name__
-    said["text"] = "\\n".join([str(error), *getattr(error, "__notes__", [])])
-said["at"] = time.time()
-print(json.dumps(said), flush=True)
+    result["error"] = type(error).__name__
+    result["text"] = "\\n".join([str(error), *getattr(error, "__notes__", [])])
+result["at"] = time.time()
+print(json.dumps(result), flush=True)
 """
 
 
@@ -81,22 +81,22 @@ class Run:
     workers: list[int]
     family: list[psutil.Process]
 
-    def said(self, node: int, *, within_s: float) -> dict[str, Any]:
+    def result(self, node: int, *, within_s: float) -> dict[str, Any]:
         out, err = self.nodes[node].communicate(timeout=within_s + MARGIN_S)
         assert out.strip(), err
-        said: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
-        return said
+        result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        return result
 
     def assert_gone(self) -> None:
-        """Nothing that was started is left."""
-        wait_for(lambda: not [each for each in self.family if _runs(each)])
+        """Wait until no process of the run is left."""
+        wait_for(lambda: not [each for each in self.family if _is_running(each)])
 
     def link(self, state: str) -> None:
         host = self.hosts[0]
         subprocess.run(["ip", "-n", host.namespace, "link", "set", host.interface, state], check=True)
 
 
-def _runs(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -105,7 +105,7 @@ def _runs(process: psutil.Process) -> bool:
 def wait_for(fact: Callable[[], bool], timeout_s: float = 90.0) -> None:
     end = time.monotonic() + timeout_s
     while not fact():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, f"not within {timeout_s:g} s"
         time.sleep(0.02)
 
 
@@ -120,7 +120,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 @contextlib.contextmanager
 def training(hosts: tuple[Host, Host], folder: Path, **options: Any) -> Iterator[Run]:
-    """A run that trains for ever, a few checkpoints on its way."""
+    """Start a run that trains forever, and wait for two checkpoints."""
     with _started(hosts, folder, options, last=10**9) as nodes:
         files = [folder / f"at.{rank}" for rank in range(2)]
         wait_for(lambda: all(each.exists() for each in files))
@@ -155,7 +155,7 @@ def _started(
 
 
 def assert_saved(folder: Path) -> int:
-    """The last checkpoint is whole, and has the weights of its step; its step."""
+    """Check that the last checkpoint loads with the weights of its step; return the step."""
     saved = max((folder / "saved").glob("step-*.pt"))
     model = torch.nn.Linear(1, 1)
     steps: int = load(saved, model=model, rng=False)["_checkpoints"]["steps"]
@@ -164,7 +164,7 @@ def assert_saved(folder: Path) -> int:
 
 
 def assert_nothing_lost(hosts: tuple[Host, Host], folder: Path) -> None:
-    """Started again the run goes on from its last whole checkpoint, to the weights of one that was left alone."""
+    """Restart the run: it resumes from its last checkpoint, to the weights of an undisturbed run."""
     steps = assert_saved(folder)
     with _started(hosts, folder, {}, last=steps + 20) as nodes:
         for each in nodes:
@@ -177,15 +177,15 @@ ENDED_S = LOST_AFTER_S + STOP_GRACE_S
 
 
 def test_a_cut_link_ends_both_and_loses_nothing(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    """Where the link is cut each host says that the other is gone; what was saved is whole, and nothing is left."""
+    """Each host raises LaunchError for the other one; the last checkpoint loads, and no process is left."""
     with training(hosts, tmp_path) as run:
         cut_at = time.time()
         run.link("down")
         try:
             for node in range(2):
-                said = run.said(node, within_s=2 * ENDED_S)
-                assert (said["error"], f"node {1 - node} is gone" in said["text"]) == ("LaunchError", True)
-                assert said["at"] - cut_at < 2 * ENDED_S + MARGIN_S
+                result = run.result(node, within_s=2 * ENDED_S)
+                assert (result["error"], f"node {1 - node} is gone" in result["text"]) == ("LaunchError", True)
+                assert result["at"] - cut_at < 2 * ENDED_S + MARGIN_S
         finally:
             run.link("up")
         run.assert_gone()
@@ -193,59 +193,59 @@ def test_a_cut_link_ends_both_and_loses_nothing(hosts: tuple[Host, Host], tmp_pa
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_worker_is_told_at_the_timeout(hosts: tuple[Host, Host], tmp_path: Path, rank: int) -> None:
-    """A worker that is stopped may go on some day: both hosts wait for `timeout`, no longer, then say so."""
+def test_a_stopped_worker_fails_the_run_at_the_timeout(hosts: tuple[Host, Host], tmp_path: Path, rank: int) -> None:
+    """After SIGSTOP to a worker both hosts wait for `timeout`, since it may continue, then raise."""
     with training(hosts, tmp_path, timeout=4) as run:
         stopped_at = time.time()
         os.kill(run.workers[rank], signal.SIGSTOP)
         for node in range(2):
-            said = run.said(node, within_s=4 + ENDED_S)
-            assert said["error"] in ("SyncError", "RuntimeError", "DistBackendError"), said
-            assert f"rank {1 - rank} of 2 on node-{2 - rank}" in said["text"]
-            assert f"the others: rank {rank}: stopped" in said["text"]
-            assert 3 < said["at"] - stopped_at < 4 + ENDED_S + MARGIN_S
+            result = run.result(node, within_s=4 + ENDED_S)
+            assert result["error"] in ("SyncError", "RuntimeError", "DistBackendError"), result
+            assert f"rank {1 - rank} of 2 on node-{2 - rank}" in result["text"]
+            assert f"the others: rank {rank}: stopped" in result["text"]
+            assert 3 < result["at"] - stopped_at < 4 + ENDED_S + MARGIN_S
         run.assert_gone()
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_a_killed_agent_is_told_and_not_waited_for(hosts: tuple[Host, Host], tmp_path: Path, node: int) -> None:
-    """The other host says which node is gone, at once even where restarts are left, and no worker of either is left."""
+def test_a_killed_agent_ends_the_run_without_restart(hosts: tuple[Host, Host], tmp_path: Path, node: int) -> None:
+    """The other host names the lost node, although restarts are left, and no worker is left on either host."""
     with training(hosts, tmp_path, max_restarts=3) as run:
         killed_at = time.time()
         run.nodes[node].kill()
-        said = run.said(1 - node, within_s=2 * ENDED_S)
-        assert (said["error"], f"node {node} is gone" in said["text"]) == ("LaunchError", True), said
-        assert said["at"] - killed_at < 2 * ENDED_S + MARGIN_S
+        result = run.result(1 - node, within_s=2 * ENDED_S)
+        assert (result["error"], f"node {node} is gone" in result["text"]) == ("LaunchError", True), result
+        assert result["at"] - killed_at < 2 * ENDED_S + MARGIN_S
         run.assert_gone()
 
 
-def test_a_stopped_agent_is_told(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    """Where node 0's own process is stopped, which serves the store, the other gives up; so does it when it goes on."""
+def test_a_stopped_agent_ends_the_run(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """After SIGSTOP to node 0's agent, which serves the store, node 1 raises, and so does node 0 after SIGCONT."""
     with training(hosts, tmp_path) as run:
         agent = run.nodes[0].pid
         os.kill(agent, signal.SIGSTOP)
         try:
-            said = run.said(1, within_s=2 * ENDED_S)
+            result = run.result(1, within_s=2 * ENDED_S)
         finally:
             os.kill(agent, signal.SIGCONT)
-        assert (said["error"], "node 0 is gone" in said["text"]) == ("LaunchError", True), said
-        assert run.said(0, within_s=2 * ENDED_S)["error"]
+        assert (result["error"], "node 0 is gone" in result["text"]) == ("LaunchError", True), result
+        assert run.result(0, within_s=2 * ENDED_S)["error"]
         run.assert_gone()
 
 
-def test_a_worker_killed_on_one_host_is_no_loss(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    """A worker that is killed ends both hosts within seconds by its name; started again the run goes on."""
+def test_a_worker_killed_on_one_host_loses_nothing(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """A killed worker ends the call on both hosts within seconds, with its rank; a new run resumes."""
     with training(hosts, tmp_path) as run:
         os.kill(run.workers[1], signal.SIGKILL)
         for node in range(2):
-            said = run.said(node, within_s=ENDED_S)
-            assert (said["error"], "rank 1 on node-2 was ended by SIGKILL" in said["text"]) == ("WorkerError", True)
+            result = run.result(node, within_s=ENDED_S)
+            assert (result["error"], "rank 1 on node-2 was ended by SIGKILL" in result["text"]) == ("WorkerError", True)
         run.assert_gone()
     assert_nothing_lost(hosts, tmp_path)
 
 
 def test_a_slow_link_is_no_fault(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    """Where every packet takes 100 ms the run is slow, and nothing else."""
+    """With a delay of 100 ms per packet the run succeeds."""
     if shutil.which("tc") is None:
         pytest.skip("needs the command 'tc' (iproute2)")
     rule = [
@@ -272,13 +272,13 @@ def test_a_slow_link_is_no_fault(hosts: tuple[Host, Host], tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(3600)
-def test_whatever_befalls_a_run_it_goes_on(hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    """One fault after another, at any moment, and a run that is started again after each: nothing is ever lost."""
-    chance = random.Random(0)
+def test_a_run_resumes_after_random_faults(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """After each of several faults at random times, a new run resumes from the last checkpoint."""
+    rng = random.Random(0)
     for number in range(8):
         with training(hosts, tmp_path, max_restarts=number % 2, timeout=4) as run:
-            fault, node = chance.choice(["cut", "stop", "agent"]), chance.randrange(2)
-            moment = time.monotonic() + chance.random()
+            fault, node = rng.choice(["cut", "stop", "agent"]), rng.randrange(2)
+            moment = time.monotonic() + rng.random()
             wait_for(lambda moment=moment: time.monotonic() > moment)
             if fault == "cut":
                 run.link("down")
@@ -288,8 +288,8 @@ def test_whatever_befalls_a_run_it_goes_on(hosts: tuple[Host, Host], tmp_path: P
                 run.nodes[node].kill()
             try:
                 for each in range(2) if fault != "agent" else [1 - node]:
-                    said = run.said(each, within_s=2 * (4 + 2 * ENDED_S))
-                    assert said.get("error"), (number, fault, said)
+                    result = run.result(each, within_s=2 * (4 + 2 * ENDED_S))
+                    assert result.get("error"), (number, fault, result)
             finally:
                 run.link("up")
             run.assert_gone()

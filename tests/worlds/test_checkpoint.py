@@ -1,4 +1,4 @@
-"""save, load and checkpoints in real worlds of two and three, under every backend."""
+"""save, load and checkpoints in worlds of two and three real processes, under every backend."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from parallelize import (
     shard_loader,
 )
 from parallelize.checkpoint import loading, rendezvous, saving
-from parallelize.checkpoint.checksum import digest
-from parallelize.checkpoint.file_format import read
-from parallelize.checkpoint.load_shards import filled
-from parallelize.checkpoint.sharded_folder import remove
-from parallelize.checkpoint.state_dicts import State
+from parallelize.checkpoint.checksum import checksum_of
+from parallelize.checkpoint.file_format import read_file
+from parallelize.checkpoint.shard_files import load_shards
+from parallelize.checkpoint.sharded_folder import remove_checkpoint
+from parallelize.checkpoint.state_dicts import StateHandler
 
 
 def net() -> nn.Module:
-    """A new one, the same every time."""
+    """Return a new model with the same weights every time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
 
@@ -56,8 +56,8 @@ def steps(model, optimizer, scheduler, loader, count: int) -> None:
         scheduler.step()
 
 
-def things(model):
-    """What a training loop has beside a model that is in a block already."""
+def training_objects(model):
+    """Return the optimizer, scheduler and loader for a model in a block."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     return {
@@ -67,106 +67,107 @@ def things(model):
     }
 
 
-def write(path, backend, sharded):
-    """Train a little, save, go on; what was saved, and what came of going on, on this rank."""
+def train_and_save(path, backend, sharded):
+    """Train three steps and save; return the next random number of this rank."""
     model = net()
     with parallel_model(model, backend=backend):
-        rest = things(model)
+        rest = training_objects(model)
         steps(model, *rest.values(), 3)
         save(path, sharded=sharded, model=model, **rest, note="here")
         return torch.rand(1).item()
 
 
-def go_on(path, backend):
-    """Load into new things, draw a number, take two steps; the weights after them."""
+def load_and_train(path, backend):
+    """Load into new objects, draw a random number, train two steps; return what was loaded and the weights."""
     model = net()
     with parallel_model(model, backend=backend):
-        rest = things(model)
+        rest = training_objects(model)
         note = load(path, model=model, **rest)["note"]
-        drawn, place = torch.rand(1).item(), rest["loader"].state_dict()
-        learnt = dict(rest["optimizer"].state_dict()["param_groups"][0])
+        drawn, position = torch.rand(1).item(), rest["loader"].state_dict()
+        group = dict(rest["optimizer"].state_dict()["param_groups"][0])
         save(path.with_suffix(".again"), model=model, **rest)
         steps(model, *rest.values(), 2)
     return (
         note,
         drawn,
-        (place["epoch"], place["start"]),
-        learnt["lr"],
+        (position["epoch"], position["start"]),
+        group["lr"],
         [each.detach().clone() for each in model.parameters()],
     )
 
 
 WORLDS = [("ddp", 2), ("fsdp", 2), ("ddp", 1), ("fsdp", 3), ("dp", 1), ("ddp2", 1)]
-# The last: whether it is a folder.
+# backend, number of processes, sharded=
 SOURCES = [("ddp", 2, None), ("fsdp", 2, False), ("fsdp", 2, None), ("ddp", 1, None)]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A checkpoint of each kind of world, and what each rank drew next."""
+    """Return, for each source, the path of its checkpoint and the random number that each rank drew next."""
     folder = tmp_path_factory.mktemp("written")
 
     def one(backend, processes, sharded):
         path = folder / f"{backend}{processes}{sharded}"
-        return path, distributed(backend=backend, processes=processes)(write).all_ranks(path, backend, sharded)
+        return path, distributed(backend=backend, processes=processes)(train_and_save).all_ranks(path, backend, sharded)
 
     return {source: one(*source) for source in SOURCES}
 
 
 def states(path):
-    """What a checkpoint of either form holds of each thing, in whole tensors."""
-    checkpoint = read(path)
-    if checkpoint.pieces is None:
+    """Return the states in a checkpoint, file or folder, with full tensors."""
+    checkpoint = read_file(path)
+    if checkpoint.shard_index is None:
         return {name: each.state for name, each in checkpoint.entries.items()}
-    whole = filled(path, checkpoint, dict.fromkeys(checkpoint.entries), dict.fromkeys(checkpoint.entries, Whole()))
-    return {name: each.state for name, each in whole.entries.items()}
+    names = checkpoint.entries
+    full = load_shards(path, checkpoint, dict.fromkeys(names), dict.fromkeys(names, Unsharded()))
+    return {name: each.state for name, each in full.entries.items()}
 
 
-class Whole(State):
-    """Of something of which nothing is in parts."""
+class Unsharded(StateHandler):
+    """Handler of an object without DTensors, for which full tensors are loaded."""
 
     kind = "anything"
 
-    def take(self, thing):
+    def get_state(self, obj):
         raise NotImplementedError
 
-    def put(self, thing, state):
+    def set_state(self, obj, state):
         raise NotImplementedError
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source[0]}{source[1]}{source[2]}")
 @pytest.mark.parametrize("target", WORLDS, ids=lambda world: f"{world[0]}{world[1]}")
 def test_any_world_loads_what_any_other_has_saved(written, source, target):
-    """Under every backend and in every world the run goes on from the same state, and ranks agree on the next."""
+    """Any backend and world size resumes from the same state, with equal weights on all ranks."""
     path, drawn = written[source]
     backend, processes = target
-    found = distributed(backend=backend, processes=processes)(go_on).all_ranks(path, backend)
-    for rank_, (note, number, place, lr, weights) in enumerate(found):
-        assert (note, place) == ("here", (0, 6 * source[1]))
+    results = distributed(backend=backend, processes=processes)(load_and_train).all_ranks(path, backend)
+    for rank_, (note, number, position, lr, weights) in enumerate(results):
+        assert (note, position) == ("here", (0, 6 * source[1]))
         assert lr == pytest.approx(0.1 * 0.9**3)
         assert (number == drawn[rank_]) if processes == source[1] else True
-        assert digest(weights) == digest(found[0][4])
+        assert checksum_of(weights) == checksum_of(results[0][4])
     first, again = states(path), states(path.with_suffix(".again"))
     for name in ("model", "optimizer", "scheduler"):
-        assert digest(first[name]) == digest(again[name])
-    remove(path.with_suffix(".again"))
+        assert checksum_of(first[name]) == checksum_of(again[name])
+    remove_checkpoint(path.with_suffix(".again"))
 
 
 @pytest.mark.parametrize("source", SOURCES[1:3], ids=["file", "folder"])
 def test_checkpoints_of_all_backends_hold_the_same(written, source):
-    """One of a sharded run, a file or a folder, is read as whole tensors under clean names in a process alone."""
+    """A checkpoint of a sharded run, file or folder, loads as full tensors in a single process."""
     assert written[source][0].is_dir() == (source[2] is None)
     model = net()
     load(written[source][0], model=model)
     other = net()
     load(written["ddp", 2, None][0], model=other)
     for (name, mine), (_, theirs) in zip(model.state_dict().items(), other.state_dict().items(), strict=True):
-        if "running" not in name and "num_batches" not in name:  # each rank's own under fsdp
+        if "running" not in name and "num_batches" not in name:  # differ between ranks under fsdp
             torch.testing.assert_close(mine, theirs)
 
 
 def test_rank_0_alone_may_save(tmp_path, caplog):
-    """`if is_main(): save(...)` ends after seconds the first time, at once after that, and says what is missing."""
+    """`if is_main(): save(...)` waits some seconds the first time only, and logs that ranks are missing."""
 
     @distributed(processes=2)
     def run():
@@ -181,14 +182,14 @@ def test_rank_0_alone_may_save(tmp_path, caplog):
         return seconds, load(tmp_path / "a.pt", rng=False)
 
     with caplog.at_level(logging.WARNING):
-        seconds, found = run()
-    assert found == {"number": 2}
+        seconds, loaded = run()
+    assert loaded == {"number": 2}
     assert seconds[0] < 8
     assert max(seconds[1:]) < 1
 
 
-def test_a_rank_that_comes_late_is_not_lost(tmp_path):
-    """A rank that reaches save() after rank 0 has given it up finds the file written, and the next call has both."""
+def test_a_late_rank_finds_the_file_written(tmp_path):
+    """A rank that calls save() after rank 0 has stopped waiting returns, and the next call includes it again."""
 
     @distributed(processes=2)
     def run():
@@ -199,7 +200,7 @@ def test_a_rank_that_comes_late_is_not_lost(tmp_path):
             save(tmp_path / f"{number}.pt", number=number)
             if is_main():
                 store.set("saved", "yes")
-            barrier()  # as a training step is one
+            barrier()  # a training step synchronizes too
         drawn = torch.rand(1).item()
         load(tmp_path / "1.pt")
         return drawn == torch.rand(1).item()
@@ -207,25 +208,25 @@ def test_a_rank_that_comes_late_is_not_lost(tmp_path):
     assert run.all_ranks() == [True, True]
 
 
-WHOLE = FSDPBackend(full_state_dict=True)
+FULL_STATE_DICT = FSDPBackend(full_state_dict=True)
 CALLS = {
-    "fsdp save": ("fsdp", lambda path, model: save(path, model=model), "rank 1 did not come within"),
-    "fsdp load": ("fsdp", lambda path, model: load(path, model=model), "rank 1 did not come within"),
-    "whole load": (WHOLE, lambda path, model: load(path, model=model), "rank 1 did not come within"),
-    "load in a block": ("ddp", lambda path, model: load(path, model=model), "rank 1 did not come within"),
+    "fsdp save": ("fsdp", lambda path, model: save(path, model=model), "rank 1 did not call it within"),
+    "fsdp load": ("fsdp", lambda path, model: load(path, model=model), "rank 1 did not call it within"),
+    "full load": (FULL_STATE_DICT, lambda path, model: load(path, model=model), "rank 1 did not call it within"),
+    "load in a block": ("ddp", lambda path, model: load(path, model=model), "rank 1 did not call it within"),
 }
 
 
 @pytest.mark.parametrize("case", CALLS)
 def test_a_call_that_needs_all_ranks_says_so(tmp_path, case, capfd):
-    """In the log within seconds, then by an error; before anything has changed."""
+    """A call that misses a rank logs a warning within seconds, then raises before anything has changed."""
     backend, call, message = CALLS[case]
     save(tmp_path / "a.pt", model=net())
 
     @distributed(processes=2, backend=backend)
     def run():
-        # In this process, which ends with the call.
-        rendezvous.LATE_S, saving.ALONE_S, loading.ALONE_S = 0.5, 2.0, 2.0
+        # Only in this worker process.
+        rendezvous.GRACE_S, saving.ARRIVAL_TIMEOUT_S, loading.ARRIVAL_TIMEOUT_S = 0.5, 2.0, 2.0
         model = net()
         with parallel_model(model):
             before = model[0].bias
@@ -243,8 +244,8 @@ def test_a_call_that_needs_all_ranks_says_so(tmp_path, case, capfd):
     assert "rank 0 waits in" in capfd.readouterr().err
 
 
-def test_ranks_that_differ_are_told(tmp_path):
-    """Ranks that save to different files, or load different ones, are told by name; nothing is written."""
+def test_ranks_with_different_files_raise(tmp_path):
+    """Ranks that save to or load from different files raise with both names; nothing is written."""
     for number in range(2):
         save(tmp_path / f"{number}.pt", model=net(), number=number)
 
@@ -260,8 +261,8 @@ def test_ranks_that_differ_are_told(tmp_path):
     assert not list(tmp_path.glob("own*"))
 
 
-def test_ranks_that_would_gather_other_things_are_told(tmp_path):
-    """Under fsdp, where saving gathers from all ranks, names that differ are told before anything is gathered."""
+def test_ranks_with_different_names_raise(tmp_path):
+    """Under fsdp, ranks that save different names raise before any tensor is gathered."""
 
     @distributed(processes=2, backend="fsdp")
     def run():
@@ -275,8 +276,8 @@ def test_ranks_that_would_gather_other_things_are_told(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_rank_0_cannot_write_reaches_all(tmp_path):
-    """Where rank 0 fails to write, every rank that has called raises, instead of waiting."""
+def test_a_write_error_of_rank_0_raises_on_all_ranks(tmp_path):
+    """If rank 0 cannot write, every rank that has called save() raises."""
     (tmp_path / "file").write_text("")
 
     @distributed(processes=2)
@@ -289,7 +290,7 @@ def test_what_rank_0_cannot_write_reaches_all(tmp_path):
 
 
 class Broken:
-    """Raises where its state is asked for, which rank 0 does."""
+    """Raises when its state is read, which only rank 0 does."""
 
     def state_dict(self):
         raise FileExistsError("mine")
@@ -299,7 +300,7 @@ class Broken:
 
 
 def test_the_cause_of_a_failed_save_reaches_the_caller(tmp_path):
-    """Not what the other rank says of it, which is told of it before rank 0 has raised."""
+    """The caller gets rank 0's exception, not the SyncError of the other rank."""
 
     @distributed(processes=2)
     def run():
@@ -310,7 +311,7 @@ def test_the_cause_of_a_failed_save_reaches_the_caller(tmp_path):
 
 
 def train(folder, kills, backend, every, in_background=False):
-    """A run as a user writes it; in attempt n the rank kills[n][1] is killed after step kills[n][0]."""
+    """Train as a user would; in attempt n, kill rank kills[n][1] after step kills[n][0]."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
     with parallel_model(model, backend=backend):
@@ -335,7 +336,7 @@ def train(folder, kills, backend, every, in_background=False):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """What a run of two processes comes to, by backend."""
+    """Return the result of an uninterrupted run of two processes, by backend."""
 
     def of(backend):
         folder = tmp_path_factory.mktemp("uninterrupted")
@@ -344,7 +345,7 @@ def uninterrupted(tmp_path_factory):
     return {backend: of(backend) for backend in ("ddp", "fsdp")}
 
 
-# The world at every step of three epochs of six: which step, which rank, which backend.
+# (step, rank) of each kill; a run has three epochs of six steps.
 KILLS = st.lists(st.tuples(st.integers(1, 18), st.integers(0, 1)), min_size=1, max_size=2)
 HOW = {
     "kills": KILLS,
@@ -358,8 +359,9 @@ HOW = {
 @settings(max_examples=6)
 @given(**HOW)
 def test_a_killed_run_continues_where_it_was(tmp_path_factory, uninterrupted, kills, backend, every, in_background):
-    """With max_restarts= a run whose ranks are killed at any step ends bitwise as one that is left alone."""
-    again(tmp_path_factory.mktemp("killed"), uninterrupted[backend], sorted(kills), (backend, every, in_background))
+    """With max_restarts= a run whose ranks are killed at any step ends bitwise as an uninterrupted one."""
+    options = (backend, every, in_background)
+    assert_killed_run_matches(tmp_path_factory.mktemp("killed"), uninterrupted[backend], sorted(kills), options)
 
 
 @pytest.mark.soak
@@ -367,27 +369,28 @@ def test_a_killed_run_continues_where_it_was(tmp_path_factory, uninterrupted, ki
 @settings(max_examples=100)
 @given(**HOW)
 def test_many_killed_runs_continue(tmp_path_factory, uninterrupted, kills, backend, every, in_background):
-    """The same, many times."""
-    again(tmp_path_factory.mktemp("killed"), uninterrupted[backend], sorted(kills), (backend, every, in_background))
+    """The same with 100 runs."""
+    options = (backend, every, in_background)
+    assert_killed_run_matches(tmp_path_factory.mktemp("killed"), uninterrupted[backend], sorted(kills), options)
 
 
-def again(folder, expected, kills, options):
+def assert_killed_run_matches(folder, expected, kills, options):
     run = distributed(processes=2, seed=1, max_restarts=2)(train)
     for _, *found in run.all_ranks(folder, kills, *options):
-        assert digest(found) == digest(list(expected[1:]))
+        assert checksum_of(found) == checksum_of(list(expected[1:]))
 
 
 def test_a_restart_begins_at_the_last_file(tmp_path, uninterrupted, caplog):
-    """A rank killed after step 11 of a run that saves every 4 goes on from step 8; one line tells of the restart."""
+    """A run that saves every 4 steps and loses a rank after step 11 resumes from step 8 and logs one restart."""
     run = distributed(processes=2, seed=1, max_restarts=1)(train)
     first, *found = run(tmp_path, [(11, 1)], "ddp", 4)
     assert first == 8
-    assert digest(found) == digest(list(uninterrupted["ddp"][1:]))
+    assert checksum_of(found) == checksum_of(list(uninterrupted["ddp"][1:]))
     assert caplog.text.count("restart 1 of 1 after WorkerError: rank 1") == 1
 
 
-def test_a_refusal_to_begin_anew_reaches_all(tmp_path):
-    """Where rank 0 finds nothing but files of no use, the others do not wait, and begin nothing either."""
+def test_unloadable_files_raise_on_all_ranks(tmp_path):
+    """If rank 0 finds only undamaged files that it cannot load, all ranks raise."""
     torch.save({"parallelize checkpoint": 7}, tmp_path / "step-000000001.pt")
 
     @distributed(processes=2)
@@ -404,7 +407,7 @@ def test_a_refusal_to_begin_anew_reaches_all(tmp_path):
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_saving_without_a_step_replaces_the_file(tmp_path, backend):
-    """Each save() is on the disk, however many steps were counted since the last; a run that goes on has it."""
+    """Each save() replaces the file of the same step, and a resumed run loads it."""
 
     @distributed(processes=2, backend=backend)
     def run(count):
@@ -425,12 +428,12 @@ def test_saving_without_a_step_replaces_the_file(tmp_path, backend):
     assert first == 0
     again, found = run(0)
     assert again == 3
-    assert digest(found) == digest(weights)
+    assert checksum_of(found) == checksum_of(weights)
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_ranks_that_do_not_save_together_are_told(tmp_path):
-    """Ranks that have counted different steps are named, with both files."""
+def test_ranks_at_different_steps_raise(tmp_path):
+    """Ranks that save after different steps raise with both file names."""
 
     @distributed(processes=2)
     def run():
@@ -439,7 +442,7 @@ def test_ranks_that_do_not_save_together_are_told(tmp_path):
                 saved.step()
             with pytest.raises(SyncError, match=r"rank 1 saves .*step-000000002.*; rank 0 saves .*step-000000001"):
                 saved.save()
-            raise LookupError  # the block saves nothing then
+            raise LookupError  # so that the end of the block saves nothing
 
     with pytest.raises(LookupError):
         run.all_ranks()

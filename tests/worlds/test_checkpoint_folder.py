@@ -1,4 +1,4 @@
-"""Checkpoints that are folders, with a file of every rank: whole or not at all, every damage told, nothing run."""
+"""Sharded checkpoints, with a file of every rank: atomic, every damage detected, no code run."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from parallelize import (
     save,
 )
 from parallelize.checkpoint import file_format, rendezvous, saving
-from parallelize.checkpoint.checksum import digest
-from parallelize.checkpoint.file_format import MAIN, read
+from parallelize.checkpoint.checksum import checksum_of
+from parallelize.checkpoint.file_format import MAIN_FILE, read_file
 
 
 def net(seed: int = 0) -> nn.Module:
-    """One whose dimensions no number of ranks divides, with tied weights."""
+    """Return a model with tied weights, with dimensions that no number of ranks divides evenly."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 7), nn.Linear(7, 3))
     model[1].bias = model[0].bias
     return model
 
 
-def write(path, backend="fsdp", times=1):
-    """Save a model and an optimizer that has stepped; their weights, whole."""
+def train_and_save(path, backend="fsdp", times=1):
+    """Train one step and save; return the full weights and the kinds of files in the folder."""
     model = net()
     with parallel_model(model, backend=backend):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -64,9 +64,9 @@ def write(path, backend="fsdp", times=1):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder that three ranks have written, and the weights that they had."""
+    """Return a checkpoint that three ranks have written, and their full weights."""
     path = tmp_path_factory.mktemp("saved") / "last"
-    weights, _ = distributed(processes=3, backend="fsdp")(write)(path)
+    weights, _ = distributed(processes=3, backend="fsdp")(train_and_save)(path)
     return path, weights
 
 
@@ -75,45 +75,45 @@ def copied(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path / "last")
 
 
-def parts_of(path):
-    """The files of the ranks."""
+def shard_files_of(path):
+    """Return the shard files of a checkpoint, by rank."""
     (folder,) = path.glob("parts-*")
     return sorted(folder.glob("*.distcp"))
 
 
-def test_a_process_alone_loads_it(saved):
-    """Every rank has written a file; whoever loads gets whole tensors, bitwise, moments included."""
+def test_a_single_process_loads_it(saved):
+    """A single process loads bitwise equal full tensors, optimizer state included."""
     path, weights = saved
-    assert len(parts_of(path)) == 3
+    assert len(shard_files_of(path)) == 3
     model = net(5)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
     assert load(path, model=model, optimizer=optimizer) == {"number": 0}
-    assert digest(list(model.parameters())) == digest(weights)
+    assert checksum_of(list(model.parameters())) == checksum_of(weights)
     assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (7, 3)
 
 
 def test_torchs_own_tools_read_it(saved):
-    """The folder of parts is a checkpoint of torch.distributed.checkpoint, for whoever trusts its writer."""
+    """The shard folder is a checkpoint of torch.distributed.checkpoint."""
     path, weights = saved
     values = {"model['tensors']['0.weight']": torch.empty(7, 3)}
     with pytest.warns(UserWarning, match="single process"):
-        dcp.load(values, storage_reader=FileSystemReader(parts_of(path)[0].parent), no_dist=True)
+        dcp.load(values, storage_reader=FileSystemReader(shard_files_of(path)[0].parent), no_dist=True)
     assert torch.equal(*values.values(), weights[0])
 
 
 def test_copies_of_one_shard_are_written_once(tmp_path, saved):
-    """Where groups of ranks hold the same parts one of them writes; saving again leaves only the new parts."""
+    """Of replicated shards one rank writes, and saving again leaves only the new shards."""
 
     @distributed(processes=4, backend=FSDPBackend(shard_size=2))
     def run():
-        return write(tmp_path / "last", FSDPBackend(shard_size=2), times=2)
+        return train_and_save(tmp_path / "last", FSDPBackend(shard_size=2), times=2)
 
     weights, listed = run()
-    assert listed == [MAIN, "parts"]
-    assert len(parts_of(tmp_path / "last")) == 2
+    assert listed == [MAIN_FILE, "parts"]
+    assert len(shard_files_of(tmp_path / "last")) == 2
     model = net(5)
     load(tmp_path / "last", model=model)
-    assert digest(list(model.parameters())) == digest(weights)
+    assert checksum_of(list(model.parameters())) == checksum_of(weights)
 
 
 def cut(path):
@@ -121,40 +121,40 @@ def cut(path):
 
 
 def flip(path):
-    """One bit of the first value that is in a file."""
-    pieces = read(path.parent.parent).pieces
-    piece = next(each for of_key in pieces.of_key.values() for each in of_key if each.file == path.name)
+    """Flip one bit of the first stored value in a file."""
+    index = read_file(path.parent.parent).shard_index
+    shard = next(each for of_tensor in index.by_key.values() for each in of_tensor if each.file == path.name)
     content = bytearray(path.read_bytes())
-    values = torch.load(io.BytesIO(content[piece.start :][: piece.length]), weights_only=True)
-    content[content.index(bytes(values.flatten().view(torch.uint8).tolist()), piece.start)] ^= 1
+    values = torch.load(io.BytesIO(content[shard.start_byte :][: shard.num_bytes]), weights_only=True)
+    content[content.index(bytes(values.flatten().view(torch.uint8).tolist()), shard.start_byte)] ^= 1
     path.write_bytes(content)
 
 
 DAMAGES = {
-    "missing": (lambda file: file.unlink(), "is not there"),
-    "cut": (cut, "bytes of"),
+    "missing": (lambda file: file.unlink(), "is missing"),
+    "cut": (cut, r"of \d+ bytes"),
     "flipped": (flip, "does not hold"),
-    "another rank's": (lambda file: shutil.copy(file.with_name("__0_0.distcp"), file), "does not hold|bytes of"),
+    "another rank's": (lambda file: shutil.copy(file.with_name("__0_0.distcp"), file), r"does not hold|of \d+ bytes"),
 }
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_damaged_parts_are_told(copied, how):
-    """The error says which file of a rank is missing, short or damaged; nothing has changed."""
+def test_damaged_shards_are_detected(copied, how):
+    """The error names the shard file that is missing, short or damaged; nothing has changed."""
     damage, message = DAMAGES[how]
-    damage(parts_of(copied)[1])
+    damage(shard_files_of(copied)[1])
     model = net(5)
-    before = digest(list(model.parameters()))
+    before = checksum_of(list(model.parameters()))
     with pytest.raises(ParallelizeError, match="is damaged") as caught:
         load(copied, model=model)
     assert "__1_0.distcp" in caught.value.faults[0].why
     assert re.search(message, caught.value.faults[0].why)
-    assert digest(list(model.parameters())) == before
+    assert checksum_of(list(model.parameters())) == before
 
 
-def test_ranks_that_could_read_theirs_do_not_go_on(saved, copied):
-    """Where one rank's part is damaged no rank takes anything from the checkpoint, and all say whose it is."""
-    flip(parts_of(copied)[2])
+def test_one_damaged_shard_stops_all_ranks(saved, copied):
+    """If the shard of one rank is damaged, no rank loads anything, and all errors name that rank."""
+    flip(shard_files_of(copied)[2])
 
     @distributed(processes=3, backend="fsdp")
     def run():
@@ -167,7 +167,7 @@ def test_ranks_that_could_read_theirs_do_not_go_on(saved, copied):
         return caught.value.faults[0].what
 
     *others, own = run.all_ranks()
-    assert others == [f"rank 2 could not read its parts of {copied}"] * 2
+    assert others == [f"rank 2 could not read its shards of {copied}"] * 2
     assert own == f"{copied} is damaged"
 
 
@@ -181,68 +181,70 @@ class Hostile:
         return os.mkdir, (os.fspath(self.path),)
 
 
-@pytest.mark.parametrize("where", [".metadata", "part"])
+@pytest.mark.parametrize("where", [".metadata", "shard"])
 def test_hostile_pickles_are_not_run(copied, tmp_path, where):
-    """Neither torch's list of the parts nor a part is a way to run code; torch's own reader runs the former."""
-    folder = parts_of(copied)[0].parent
+    """Neither DCP's index nor a shard file can run code; DCP's own reader runs what is in its index."""
+    folder = shard_files_of(copied)[0].parent
     if where == ".metadata":
         (folder / where).write_bytes(pickle.dumps(Hostile(tmp_path / "run")))
         load(copied, model=net())
     else:
-        size = parts_of(copied)[0].stat().st_size
-        torch.save(Hostile(tmp_path / "run"), parts_of(copied)[0])
-        with parts_of(copied)[0].open("ab") as file:
+        size = shard_files_of(copied)[0].stat().st_size
+        torch.save(Hostile(tmp_path / "run"), shard_files_of(copied)[0])
+        with shard_files_of(copied)[0].open("ab") as file:
             file.truncate(max(size, file.tell()))
         with pytest.raises(ParallelizeError, match="is damaged"):
             load(copied, model=net())
     assert not (tmp_path / "run").exists()
     if where == ".metadata":
-        with contextlib.suppress(AttributeError):  # of what it has got
+        with contextlib.suppress(AttributeError):  # the unpickled value is not DCP metadata
             FileSystemReader(folder).read_metadata()
         assert (tmp_path / "run").exists()
 
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_damage_is_told_or_harmless(saved, tmp_path_factory, data):
-    """Bytes of any file changed, cut off or added: an error of this library, or the very weights that were saved."""
+def test_any_damage_is_detected_or_harmless(saved, tmp_path_factory, data):
+    """A checkpoint with changed, removed or added bytes raises our error or loads exactly what was saved."""
     path = shutil.copytree(saved[0], tmp_path_factory.mktemp("damaged") / "last")
-    file = data.draw(st.sampled_from([path / MAIN, *parts_of(path)]))
+    file = data.draw(st.sampled_from([path / MAIN_FILE, *shard_files_of(path)]))
     content = file.read_bytes()
-    position, piece = data.draw(st.integers(0, len(content) - 1)), data.draw(st.binary(min_size=1, max_size=9))
-    rest = content[position + len(piece) :]
-    file.write_bytes(data.draw(st.sampled_from([content[:position], content[:position] + piece + rest, piece + rest])))
+    position, inserted = data.draw(st.integers(0, len(content) - 1)), data.draw(st.binary(min_size=1, max_size=9))
+    rest = content[position + len(inserted) :]
+    file.write_bytes(
+        data.draw(st.sampled_from([content[:position], content[:position] + inserted + rest, inserted + rest]))
+    )
     model = net(5)
-    before = digest(list(model.parameters()))
+    before = checksum_of(list(model.parameters()))
     try:
         load(path, model=model, rng=False)
     except ParallelizeError:
-        assert digest(list(model.parameters())) == before
+        assert checksum_of(list(model.parameters())) == before
     else:
-        assert digest(list(model.parameters())) == digest(saved[1])
+        assert checksum_of(list(model.parameters())) == checksum_of(saved[1])
 
 
-def test_what_lies_at_the_path_is_respected(tmp_path, saved, copied):
-    """A folder of something else, and a file where a folder was asked for, are refused; a checkpoint keeps its form."""
+def test_existing_paths_are_respected(tmp_path, saved, copied):
+    """save() rejects a folder of other files and a file where it needs a folder; a checkpoint keeps its form."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "notes.txt").write_text("")
     with pytest.raises(ConfigError, match=r"with notes\.txt in it"):
         save(tmp_path / "own", sharded=True, a=1)
     save(tmp_path / "file", a=1)
-    with pytest.raises(ConfigError, match="a file is there"):
+    with pytest.raises(ConfigError, match="the path is a file"):
         save(tmp_path / "file", sharded=True, a=1)
     with pytest.raises(ConfigError, match="it is a folder"):
         save(copied, sharded=False, a=1)
     save(copied, a=1)
     assert load(copied) == {"a": 1}
-    assert [each.name for each in copied.glob("*")] == [MAIN, *(each.name for each in copied.glob("parts-*"))]
+    assert [each.name for each in copied.glob("*")] == [MAIN_FILE, *(each.name for each in copied.glob("parts-*"))]
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [(None, "there is no checkpoint.pt"), (".metadata", "torch.distributed.checkpoint has")]
+    ("name", "message"), [(None, "has no checkpoint.pt"), (".metadata", "torch.distributed.checkpoint has")]
 )
-def test_other_folders_are_told(tmp_path, name, message):
-    """A folder that is no checkpoint, and one of torch's own, are said to be that."""
+def test_other_folders_are_rejected(tmp_path, name, message):
+    """load() recognizes a folder without a checkpoint, and one of torch.distributed.checkpoint."""
     if name is not None:
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ConfigError, match=message) as caught:
@@ -250,18 +252,18 @@ def test_other_folders_are_told(tmp_path, name, message):
     assert caught.value.faults[0].fix
 
 
-def test_a_list_that_leads_elsewhere_is_refused(copied):
-    """Parts are files of the checkpoint's own folder."""
-    whole = torch.load(copied / MAIN, weights_only=True)
-    whole["content"]["pieces"]["folder"] = "../../etc"
-    whole["fingerprint"] = digest(whole["content"])
-    torch.save(whole, copied / MAIN)
-    with pytest.raises(ParallelizeError, match="is no name of a file beside it"):
+def test_an_index_with_a_path_is_rejected(copied):
+    """Shards must be files in the folder of the checkpoint."""
+    stored = torch.load(copied / MAIN_FILE, weights_only=True)
+    stored["content"]["pieces"]["folder"] = "../../etc"
+    stored["fingerprint"] = checksum_of(stored["content"])
+    torch.save(stored, copied / MAIN_FILE)
+    with pytest.raises(ParallelizeError, match="is not the name of a file"):
         load(copied)
 
 
-def test_folders_that_ranks_do_not_share_are_told(tmp_path):
-    """A rank whose folder is another one than rank 0's is named with its host; the old checkpoint is still there."""
+def test_folders_that_ranks_do_not_share_raise(tmp_path):
+    """A rank that writes to another folder than rank 0 is named; the old checkpoint is still there."""
     for number in range(2):
         (tmp_path / str(number)).mkdir()
     save(tmp_path / "0" / "last", sharded=True, old=1)
@@ -275,21 +277,21 @@ def test_folders_that_ranks_do_not_share_are_told(tmp_path):
         return str(caught.value)
 
     main, other = run.all_ranks()
-    assert "has no parts of rank 1" in main
+    assert "has no shards of rank 1" in main
     assert "sharded=False" in main
-    assert "has no parts of rank 1" in other
+    assert "has no shards of rank 1" in other
     assert load(tmp_path / "0" / "last") == {"old": 1}
 
 
-def test_a_rank_that_cannot_write_is_told(tmp_path):
-    """Where another rank's disk is full every rank raises, rank 0 with that rank's reason, and no parts are left."""
+def test_a_full_disk_raises_on_all_ranks(tmp_path):
+    """If one rank's disk is full, all ranks raise, rank 0 with the reason, and no shards are left."""
     save(tmp_path / "last", sharded=True, old=1)
 
     @distributed(processes=2, backend="fsdp")
     def run():
         model = net()
         with parallel_model(model):
-            if rank() == 1:  # in this process, which ends with the call
+            if rank() == 1:  # only in this worker process
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
             with pytest.raises(ParallelizeError) as caught:
@@ -304,11 +306,11 @@ def test_a_rank_that_cannot_write_is_told(tmp_path):
     assert [each.name for each in (tmp_path / "last").iterdir() if each.name.startswith("parts")] == []
 
 
-def test_an_end_after_the_last_moment_leaves_the_new_one(tmp_path):
-    """Where rank 0 is stopped when the checkpoint is complete and the old parts are still there, it is not undone."""
+def test_a_stop_after_completion_leaves_the_new_checkpoint(tmp_path):
+    """If rank 0 is stopped after completing the checkpoint and before removing old shards, the new one stays."""
     replace = file_format.replace_file
 
-    def replace_and_be_stopped(path, write):
+    def replace_and_stop(path, write):
         replace(path, write)
         raise KeyboardInterrupt
 
@@ -317,7 +319,7 @@ def test_an_end_after_the_last_moment_leaves_the_new_one(tmp_path):
         model = net()
         with parallel_model(model):
             save(tmp_path / "last", model=model, number=1)
-            file_format.replace_file = replace_and_be_stopped  # in this process, which ends with the call
+            file_format.replace_file = replace_and_stop  # only in this worker process
             with pytest.raises(KeyboardInterrupt if is_main() else SyncError):
                 save(tmp_path / "last", model=model, number=2)
 
@@ -325,16 +327,16 @@ def test_an_end_after_the_last_moment_leaves_the_new_one(tmp_path):
     assert load(tmp_path / "last", model=net()) == {"number": 2}
 
 
-def test_one_rank_alone_is_told(tmp_path):
-    """Saving parts takes all ranks: one alone says so in time, and makes nothing."""
+def test_one_rank_alone_raises(tmp_path):
+    """Saving a sharded model on one rank alone raises in time and writes nothing."""
 
     @distributed(processes=2, backend="fsdp")
     def run():
-        rendezvous.LATE_S, saving.ALONE_S = 0.5, 2.0  # in this process, which ends with the call
+        rendezvous.GRACE_S, saving.ARRIVAL_TIMEOUT_S = 0.5, 2.0  # only in this worker process
         model, started = net(), time.monotonic()
         with parallel_model(model):
             if is_main():
-                with pytest.raises(SyncError, match="rank 1 did not come within"):
+                with pytest.raises(SyncError, match="rank 1 did not call it within"):
                     save(tmp_path / "last", model=model)
             barrier()
         return time.monotonic() - started
@@ -343,8 +345,8 @@ def test_one_rank_alone_is_told(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_last_checkpoint_is_passed_over(tmp_path, caplog):
-    """Where a part of the newest is damaged all ranks go on from the one before; broken off ones are cleared."""
+def test_a_damaged_checkpoint_is_skipped(tmp_path, caplog):
+    """If a shard of the newest checkpoint is damaged, all ranks load the one before; incomplete ones are removed."""
 
     @distributed(processes=2, backend="fsdp")
     def run(count):
@@ -358,14 +360,14 @@ def test_a_damaged_last_checkpoint_is_passed_over(tmp_path, caplog):
 
     assert run.all_ranks(2) == [0, 0]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000000001", "step-000000002"]
-    flip(parts_of(tmp_path / "step-000000002")[1])
+    flip(shard_files_of(tmp_path / "step-000000002")[1])
     (tmp_path / "step-000000009" / "parts-x").mkdir(parents=True)
     assert run.all_ranks(0) == [1, 1]
     assert not (tmp_path / "step-000000009").exists()
 
 
-def save_for_ever(path):
-    """Save other weights again and again, until one is killed."""
+def save_forever(path):
+    """Save changing weights until a rank is killed."""
     model = net()
     with parallel_model(model):
         for number in range(1, 100_000):
@@ -378,20 +380,20 @@ def save_for_ever(path):
 
 
 def kill_while_saving(path, delays_s):
-    """Kill one of two ranks, in turns, after each of the delays; what is loaded then."""
+    """Kill one of two ranks, in turns, after each delay; return the numbers loaded after each kill."""
     found = []
     for attempt, delay_s in enumerate(delays_s):
 
         def run(path=path, victim=attempt % 2, delay_s=delay_s):
-            if rank() == victim:  # beside the loop, at a time that has nothing to do with it
+            if rank() == victim:  # a timer, independent of the loop
                 signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
                 signal.setitimer(signal.ITIMER_REAL, 0.3 + delay_s)
-            save_for_ever(path)
+            save_forever(path)
 
         with pytest.raises(WorkerError, match="SIGKILL"):
             distributed(processes=2, backend="fsdp")(run)()
         model = net()
-        if path.is_dir() and (path / MAIN).exists():
+        if path.is_dir() and (path / MAIN_FILE).exists():
             number = load(path, model=model)["number"]
             assert all(bool((each == number).all()) for each in model.parameters())
             found.append(number)
@@ -399,13 +401,13 @@ def kill_while_saving(path, delays_s):
 
 
 def test_a_kill_leaves_the_old_or_the_new_folder(tmp_path):
-    """Whichever rank is killed while all save, what is loaded then is of one step, on every rank."""
+    """After a kill of either rank during a save, all loaded weights are of one step."""
     assert max(kill_while_saving(tmp_path / "last", [0.5, 0.8, 0.65])) > 1
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_many_kills_leave_the_old_or_the_new_folder(tmp_path):
-    """The same, forty times."""
+    """The same with 40 kills."""
     delays = torch.rand(40, generator=torch.Generator().manual_seed(0)).tolist()
     assert len(kill_while_saving(tmp_path / "last", delays)) > 30

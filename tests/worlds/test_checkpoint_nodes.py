@@ -1,4 +1,4 @@
-"""A run on two nodes that loses a worker goes on from its last checkpoint, on both."""
+"""A run on two nodes that loses a worker resumes on both from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ print(json.dumps(distributed(seed=1, max_restarts=1, **options)(train)(folder, "
 
 @pytest.mark.soak
 @pytest.mark.timeout(150)
-def test_both_nodes_go_on_from_the_last_file(tmp_path: Path) -> None:
-    """A worker on node 1 is killed after step 5: both go on after step 4, to the weights of a run on one node."""
+def test_both_nodes_resume_from_the_last_file(tmp_path: Path) -> None:
+    """After a kill on node 1 after step 5, both resume from step 4 and end with the weights of a run on one node."""
     (tmp_path / "script.py").write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -53,13 +53,13 @@ def test_both_nodes_go_on_from_the_last_file(tmp_path: Path) -> None:
 
     def start(folder: str, options: dict[str, int], node: int) -> subprocess.Popen[str]:
         command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / folder), json.dumps(options)]
-        # One node asks for no place to meet.
+        # A single node needs no rendezvous address.
         variables = {**environ, "NODE_RANK": str(node)} if "num_nodes" in options else dict(os.environ)
         return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
 
     nodes = [start("two", {"num_nodes": 2, "processes": 1}, node) for node in range(2)]
-    said = [json.loads(each.communicate(timeout=50)[0]) for each in nodes]
-    alone = json.loads(start("one", {"processes": 2}, 0).communicate(timeout=50)[0])
-    assert [first for first, _ in said] == [4, 4]
-    assert alone[0] == 0
-    assert said[0][1] == said[1][1] == alone[1]
+    results = [json.loads(each.communicate(timeout=50)[0]) for each in nodes]
+    single = json.loads(start("one", {"processes": 2}, 0).communicate(timeout=50)[0])
+    assert [first for first, _ in results] == [4, 4]
+    assert single[0] == 0
+    assert results[0][1] == results[1][1] == single[1]

@@ -1,4 +1,4 @@
-"""What processes tell each other, in real worlds of two and three and in a world of one."""
+"""Collectives in real worlds of one, two and three processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def processes(request):
 
 
 def test_reductions_of_tensors(processes):
-    """Each operation gives what it gives on one tensor of all values, and leaves the input alone."""
+    """Each operation equals torch's on the stacked values, and leaves its input unchanged."""
 
     @distributed(processes=processes)
     def run():
@@ -49,7 +49,7 @@ def test_reductions_of_tensors(processes):
 
 
 def test_containers_and_numbers():
-    """Containers keep their types; a mean of ints is a float, their sum an int, of bools max is "any"."""
+    """Containers keep their types; the mean of ints is a float, their sum an int, and the max of bools a bool."""
 
     @distributed(processes=2)
     def run():
@@ -70,7 +70,7 @@ def test_containers_and_numbers():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.bool])
 def test_types_are_kept(dtype):
-    """What comes back has the type that went in, in every shape, also of no elements and not contiguous."""
+    """Results have the dtype of the input, for every shape, also empty or not contiguous."""
 
     @distributed(processes=2)
     def run():
@@ -86,12 +86,12 @@ def test_types_are_kept(dtype):
         assert torch.equal(sent, torch.ones_like(x))
 
 
-# Of one byte to eight: no process group knows them, so they travel in other types or as bytes.
+# Dtypes of 1 to 8 bytes that no process group supports: they are sent as other dtypes or as bytes.
 RARE = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
-def test_types_that_no_process_group_knows_travel_too():
-    """What is gathered or sent comes back bit by bit, in every shape, also of no elements and not contiguous."""
+def test_dtypes_that_no_process_group_supports():
+    """Gathered and broadcast values are equal bit by bit, for every shape, also empty or not contiguous."""
 
     @distributed(processes=2)
     def run():
@@ -108,7 +108,7 @@ def test_types_that_no_process_group_knows_travel_too():
 
 
 def test_small_integers_are_reduced_in_their_own_type():
-    """Sums and extrema of 16 and 32 bits come back in the type that went in; a sum wraps around as in torch."""
+    """Sums and extrema of 16 and 32 bits keep their dtype; a sum wraps around as in torch."""
 
     @distributed(processes=2)
     def run():
@@ -124,11 +124,11 @@ def test_small_integers_are_reduced_in_their_own_type():
 
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_nan_is_never_lost(op, processes):
-    """Whichever process holds it: in tensors of every floating type, and as a number."""
+    """A nan of any process makes the result nan, in tensors of every floating dtype and in numbers."""
 
     @distributed(processes=processes)
     def run():
-        # Process i holds a nan in element i only, and numbers on both sides of the others'.
+        # Process i holds a nan in element i only, and numbers below and above those of the others.
         x = torch.full((processes + 1,), float(rank()))
         x[rank()] = torch.nan
         tensors = [all_reduce(x.to(dtype), op) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
@@ -142,7 +142,7 @@ def test_nan_is_never_lost(op, processes):
 
 
 def test_means_of_half_precision_do_not_overflow(processes):
-    """The mean of large fp16 values is one of them, not inf, and so is the mean that backward takes of gradients."""
+    """Means of large fp16 values do not overflow to inf, in forward and in backward."""
 
     @distributed(processes=processes)
     def run():
@@ -157,8 +157,8 @@ def test_means_of_half_precision_do_not_overflow(processes):
         assert grad.tolist() == [30000.0, 1.0]
 
 
-def test_pending_conjugates_and_negations_travel():
-    """x.conj() and x.conj().imag are views that torch has not computed yet; their values arrive, gradients return."""
+def test_lazy_conjugates_and_negations():
+    """The lazy views x.conj() and x.conj().imag are sent with their values, and gradients flow back."""
 
     @distributed(processes=2)
     def run():
@@ -177,7 +177,7 @@ def test_pending_conjugates_and_negations_travel():
 
 
 def test_sums_of_integers_outgrow_64_bits():
-    """Python's integers have no end, and neither has their sum."""
+    """Python integers are summed without overflow."""
 
     @distributed(processes=2)
     def run():
@@ -187,7 +187,7 @@ def test_sums_of_integers_outgrow_64_bits():
 
 
 def test_gradients_cross_processes(processes):
-    """The gradient of the sum of all ranks' losses is the one that a single process computes."""
+    """Gradients of the sum of all ranks' losses equal those of a single process."""
 
     def inputs():
         return [(torch.tensor([1.0, -2.0]) * (each + 1)).requires_grad_() for each in range(processes)]
@@ -212,7 +212,7 @@ def test_gradients_cross_processes(processes):
 
 
 def test_a_world_of_one_changes_nothing():
-    """Without other processes each is the value itself, as a new tensor that gradients pass through."""
+    """With one process each collective returns the value as a new, differentiable tensor."""
     x = torch.tensor([2.0], requires_grad=True)
     for y in (all_reduce(x), all_gather(x)[0], broadcast(x)):
         assert torch.equal(y, x)
@@ -244,8 +244,8 @@ def test_a_world_of_one_changes_nothing():
         (lambda: all_gather({"a": None}), "of NoneType None"),
     ],
 )
-def test_what_cannot_travel_is_refused(call, message):
-    """The error names the value, and says why and what to do."""
+def test_unsupported_values_are_refused(call, message):
+    """The error has the value, the reason and the fix."""
     with pytest.raises(ConfigError, match=message) as caught:
         call()
     assert caught.value.faults[0].why
@@ -253,10 +253,10 @@ def test_what_cannot_travel_is_refused(call, message):
 
 
 @pytest.mark.parametrize("case", ["shape", "type", "keys", "operation", "collective", "barrier", "source", "gradient"])
-def test_processes_that_differ_are_told(case):
-    """A call that is not alike on all ranks ends on all of them with an error that quotes each, instead of hanging."""
+def test_different_calls_raise_on_all_ranks(case):
+    """If ranks make different calls, all of them raise an error with every call instead of hanging."""
 
-    def other():
+    def different_call():
         return {
             "shape": lambda: all_reduce(torch.zeros(3 + rank())),
             "type": lambda: all_gather(1 if rank() else 1.0),
@@ -271,7 +271,7 @@ def test_processes_that_differ_are_told(case):
     @distributed(processes=2, timeout=20)
     def run():
         with pytest.raises(SyncError, match=r"rank 0 is at .*; rank 1 is at ") as caught:
-            other()
+            different_call()
         return str(caught.value)
 
     texts = run.all_ranks()
@@ -279,7 +279,7 @@ def test_processes_that_differ_are_told(case):
 
 
 def test_the_main_process_goes_first(tmp_path):
-    """What rank 0 prepares in the block is there when the others enter it."""
+    """Rank 0 has left the block before the others enter it."""
 
     @distributed(processes=3)
     def run():
@@ -293,7 +293,7 @@ def test_the_main_process_goes_first(tmp_path):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_in_main_first_reaches_all(failing):
-    """The failing rank raises its own error, every other one an error that names it."""
+    """The failing rank raises its own error, and every other rank a SyncError that quotes it."""
 
     @distributed(processes=2, timeout=20)
     def run():
@@ -312,8 +312,8 @@ def test_a_failure_in_main_first_reaches_all(failing):
     assert f"main_first failed on rank {failing}: OSError: disk full" in texts[1 - failing]
 
 
-def test_a_launched_process_without_a_group_is_told(run_script):
-    """Under torchrun's variables, but before anybody has made a process group, a collective is refused."""
+def test_a_launched_process_without_a_group_is_refused(run_script):
+    """With torchrun's variables, but no process group, a collective raises ConfigError."""
     script = """
         from parallelize.collectives import barrier
         from parallelize import ConfigError
@@ -322,6 +322,6 @@ def test_a_launched_process_without_a_group_is_told(run_script):
         except ConfigError as exc:
             print(exc)
     """
-    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    variables = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    variables = {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
     assert "no process group in a world of 2" in run_script(script, env=variables).stdout

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's backend, as a package of somebody else's that announces it."""
+"""The example backend in CONTRIBUTING works as a plug-in of another distribution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 GUIDE = Path(__file__).parents[2] / ".github" / "CONTRIBUTING.md"
 
-# Trains under the backend by its name, by a variable and as an object, and under ddp; rank 1 starts with other weights.
+# Trains with ddp and with the backend, chosen by name and as an object; rank 1 starts with different weights.
 SCRIPT = """
 import torch
 from parallelize import distributed, no_sync, parallel_model, rank
@@ -50,31 +50,31 @@ except ValueError as error:
 
 @pytest.fixture
 def my_package(tmp_path: Path) -> Path:
-    """CONTRIBUTING's block in a package, and an installed distribution's entry point for it."""
+    """A package with the code block of CONTRIBUTING, and the metadata of a distribution with its entry point."""
     text = GUIDE.read_text()
     (code,) = re.findall(r"<!-- backend -->\n```python\n(.*?)```", text, re.DOTALL)
-    (announced,) = re.findall(r"```toml\n\[project.entry-points.\"([\w.]+)\"\]\n(.*?)\n```", text, re.DOTALL)
+    (entry_point,) = re.findall(r"```toml\n\[project.entry-points.\"([\w.]+)\"\]\n(.*?)\n```", text, re.DOTALL)
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "one_by_one.py").write_text(code)
     info = tmp_path / "my_package-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{announced[0]}]\n{announced[1].replace(chr(34), '')}\n")
+    (info / "entry_points.txt").write_text(f"[{entry_point[0]}]\n{entry_point[1].replace(chr(34), '')}\n")
     return tmp_path
 
 
 @pytest.mark.soak
-def test_the_backend_of_the_guide(
+def test_the_guides_backend_trains_like_ddp(
     my_package: Path, run_script: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """It trains what ddp trains, accumulation included, by name and as an object; the rest is refused."""
+    """Weights equal those of ddp, with accumulation, by name and as an object; an undeclared level is refused."""
     done = run_script(SCRIPT, env={"PYTHONPATH": str(my_package)})
     assert done.stdout == "refused True\n"
 
 
 @pytest.mark.soak
-def test_its_name_on_the_command_line(my_package: Path) -> None:
-    """A plug-in of another distribution is one of `parallelize run`'s backends."""
+def test_the_guides_backend_on_the_command_line(my_package: Path) -> None:
+    """`parallelize run --backend` accepts a plug-in of another distribution."""
     script = my_package / "script.py"
     script.write_text(
         "import torch\nfrom parallelize import parallel_model\nfrom parallelize.runtime.context import current\n"
@@ -93,7 +93,7 @@ def test_its_name_on_the_command_line(my_package: Path) -> None:
     assert (done.stdout, done.returncode) == ("one_by_one\n", 0), done.stderr
 
 
-def test_the_guide_names_what_is_there() -> None:
+def test_files_and_environments_in_the_guide_exist() -> None:
     """Files and tox environments that CONTRIBUTING names exist."""
     text = GUIDE.read_text()
     root = GUIDE.parents[1]

@@ -1,4 +1,4 @@
-"""What each process of a real world is given, against torch's DistributedSampler."""
+"""The batches of each process in a real world, compared with torch's DistributedSampler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def dataset(length):
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_those_of_the_distributed_sampler(shuffle, workers):
-    """Three epochs by themselves equal three with set_epoch by hand, also with worker processes."""
+    """Three epochs equal three of a DistributedSampler with set_epoch calls, also with worker processes."""
 
     @distributed(processes=2)
     def run():
@@ -40,8 +40,8 @@ def test_batches_are_those_of_the_distributed_sampler(shuffle, workers):
     run()
 
 
-def test_data_pipes_divide_themselves():
-    """torch shards a data pipe with a sharding filter by the process group: nothing is done to it twice."""
+def test_data_pipes_shard_themselves():
+    """torch shards a data pipe with a sharding filter by the process group: it is not sharded again."""
 
     @distributed(processes=2)
     def run():
@@ -52,14 +52,14 @@ def test_data_pipes_divide_themselves():
 
 
 class ByProcess(IterableDataset):
-    """Divides itself as a program of torch.distributed does."""
+    """Shards itself by torch.distributed's rank and world size."""
 
     def __iter__(self):
         return iter(range(dist.get_rank(), 8, dist.get_world_size()))
 
 
 class ByTorch(IterableDataset):
-    """Has torch ask for it, and something else that waits for all."""
+    """Runs a collective, and may shard by a DistributedSampler, which queries the rank."""
 
     def __init__(self, sampler):
         self.sampler = sampler
@@ -70,21 +70,23 @@ class ByTorch(IterableDataset):
 
 
 @distributed(processes=2)
-def read_by_process(dataset, divides=None):
+def iterate(dataset, divides=None):
     return [int(value) for batch in shard_loader(DataLoader(dataset, batch_size=2), divides=divides) for value in batch]
 
 
-@pytest.mark.parametrize("dataset", [ByProcess(), ByTorch(DistributedSampler)], ids=["itself", "by torch"])
-def test_what_asks_torch_for_its_process_is_not_divided_twice(dataset):
-    """Refused, until it is said that it divides itself."""
-    with pytest.raises(ConfigError, match="it calls get_rank and get_world_size while it is read"):
-        read_by_process(dataset)
-    assert read_by_process.all_ranks(dataset, "processes") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+@pytest.mark.parametrize(
+    "dataset", [ByProcess(), ByTorch(DistributedSampler)], ids=["own queries", "DistributedSampler"]
+)
+def test_a_dataset_that_queries_torch_for_its_rank_is_not_sharded_twice(dataset):
+    """It is refused without divides='processes'."""
+    with pytest.raises(ConfigError, match="it calls get_rank and get_world_size while it is iterated"):
+        iterate(dataset)
+    assert iterate.all_ranks(dataset, "processes") == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-def test_what_torch_asks_for_itself_is_no_question():
-    """A collective in a dataset knows the processes, and divides nothing."""
-    assert read_by_process.all_ranks(ByTorch(None)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+def test_rank_queries_of_torchs_collectives_are_ignored():
+    """A dataset that only runs a collective does not shard itself."""
+    assert iterate.all_ranks(ByTorch(None)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_the_bar_is_on_rank_0_and_counts_all_samples(capfd):
@@ -103,7 +105,7 @@ def test_the_bar_is_on_rank_0_and_counts_all_samples(capfd):
 
 
 class SlowOnOne(TensorDataset):
-    """Takes its time on rank 1."""
+    """Takes 10 ms per sample on rank 1."""
 
     def __getitem__(self, index):
         if rank() == 1:
@@ -116,17 +118,17 @@ def train_with_a_report():
     with parallel_model(torch.nn.Linear(1, 1)) as model:
         for (x,) in shard_loader(DataLoader(SlowOnOne(torch.ones(32, 1)), batch_size=2), report=True):
             model(x).sum().backward()
-    if rank() == 0:  # nobody else reads this
+    if rank() == 0:  # the other ranks do not iterate this one
         list(shard_loader(DataLoader(TensorDataset(torch.ones(8, 1))), report=True))
     barrier()
 
 
 def test_the_report_names_the_rank_that_the_others_wait_for(capfd):
-    """Slow data of one rank is seen by its share of waiting, and by who comes late; a rank that reads alone says so."""
+    """It waits longer for data and starts collectives last; a loader that only rank 0 iterates is reported, too."""
     train_with_a_report()
-    trained, alone = [line for line in capfd.readouterr().err.splitlines() if " steps of " in line]
+    trained, on_one_rank = [line for line in capfd.readouterr().err.splitlines() if " steps of " in line]
     assert re.search(r"test_data_order.py:\d+ epoch 0: rank 0: 8 steps of [\d.]+ ms, \d+% of it waiting", trained)
-    share_0, share_1 = (int(share) for share in re.findall(r"(\d+)% of it waiting for data", trained))
-    assert share_0 < 30 < share_1
-    assert re.search(r"rank 1 holds the others back: .* ms after the first; it waits for data$", trained)
-    assert alone.endswith("rank 1: not through yet")
+    percent_0, percent_1 = (int(percent) for percent in re.findall(r"(\d+)% of it waiting for data", trained))
+    assert percent_0 < 30 < percent_1
+    assert re.search(r"rank 1 slows down the others: .* ms after the first rank; it waits for data$", trained)
+    assert on_one_rank.endswith("rank 1: not finished yet")

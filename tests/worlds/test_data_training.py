@@ -1,4 +1,4 @@
-"""Training and evaluation on shares: what all processes together do is what one would have done."""
+"""Training and evaluation with shard_loader: all processes together compute what one would."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def loss_of(net, x, y):
     )
 
 
-def alone(length, batch_size, epochs):
-    """One process whose batches are those of all processes together."""
+def train_in_one_process(length, batch_size, epochs):
+    """Train in one process, on the batches of all processes together."""
     net = model()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     for epoch in range(epochs):
@@ -47,8 +47,8 @@ def alone(length, batch_size, epochs):
     [(23, {}), (17, {}), (9, {}), (13, {}), (17, {"backend": "fsdp"}), (17, {"amp": "bf16"})],
     ids=["23", "17", "9", "13", "17 fsdp", "17 amp"],
 )
-def test_weighted_steps_are_those_of_one_process(length, options):
-    """Three ranks, uneven last batches and one missing: the weights and the optimizer equal one process's, to 1e-12."""
+def test_weighted_steps_equal_those_of_one_process(length, options):
+    """Three ranks with uneven or missing last batches train the weights of one process, to 1e-12."""
 
     @distributed(processes=3, **options)
     def train():
@@ -62,13 +62,13 @@ def test_weighted_steps_are_those_of_one_process(length, options):
                     optimizer.step()
         return torch.cat([each.detach().flatten() for each in net.parameters()])
 
-    expected = alone(length, 12, 3)
+    expected = train_in_one_process(length, 12, 3)
     for weights in train.all_ranks():
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-12)
 
 
-def test_without_weights_they_are_not():
-    """The meta-test: with pad the same comparison fails, so it can fail."""
+def test_unweighted_steps_differ_from_those_of_one_process():
+    """Meta-test: with tail="pad" the comparison above fails."""
 
     @distributed(processes=3)
     def train():
@@ -81,11 +81,11 @@ def test_without_weights_they_are_not():
                 optimizer.step()
         return torch.cat([each.detach().flatten() for each in net.parameters()])
 
-    assert (train() - alone(17, 12, 1)).abs().max() > 1e-6
+    assert (train() - train_in_one_process(17, 12, 1)).abs().max() > 1e-6
 
 
 def test_weights_accumulate():
-    """Under no_sync each micro-batch counts with its own weight: the gradient of the sum of one process's means."""
+    """Under no_sync each micro-batch has its own weight: the sum equals one process's gradients."""
 
     @distributed(processes=2)
     def gradient():
@@ -111,8 +111,8 @@ def test_weights_accumulate():
         torch.testing.assert_close(grad, expected, rtol=0, atol=1e-12)
 
 
-def ahead(batches):
-    """One batch of look-ahead."""
+def with_lookahead(batches):
+    """Iterate with one batch of look-ahead."""
     before = next(batches)
     for batch in batches:
         yield before
@@ -121,14 +121,14 @@ def ahead(batches):
 
 
 def grouped(batches):
-    """Groups of three."""
+    """Fetch groups of three batches, then yield them."""
     while group := list(itertools.islice(batches, 3)):
         yield from group
 
 
-@pytest.mark.parametrize("order", [ahead, grouped])
-def test_weights_of_batches_that_are_taken_ahead_are_refused(order):
-    """A wrong weight would be a wrong gradient; an epoch in which all weigh alike is trained as it is."""
+@pytest.mark.parametrize("order", [with_lookahead, grouped])
+def test_weights_of_prefetched_batches_are_refused(order):
+    """A wrong weight would give a wrong gradient; an epoch with equal weights is accepted."""
 
     @distributed(processes=2, timeout=20)
     def train(length):
@@ -138,14 +138,14 @@ def test_weights_of_batches_that_are_taken_ahead_are_refused(order):
                 loss_of(net, x, y).backward()
 
     train(12)
-    with pytest.raises(SyncError, match="tail='weighted': a batch was taken while the one before it had no backward"):
+    with pytest.raises(SyncError, match="tail='weighted': a batch was taken before the backward pass of the previous"):
         train(9)
 
 
 @pytest.mark.parametrize("tail", ["pad", "exact", "weighted"])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_results_come_back_in_dataset_order(tail, shuffle):
-    """gather gives every rank one row for each sample, whatever the tail repeated, of any container."""
+    """gather returns one row per sample on every rank, without the tail's repetitions, in any container."""
 
     @distributed(processes=3)
     def evaluate():
@@ -159,7 +159,7 @@ def test_results_come_back_in_dataset_order(tail, shuffle):
 
 
 class Batches(Sampler):
-    """A batch sampler that yields what it is given."""
+    """A batch sampler over a list of batches."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -186,7 +186,7 @@ ODD = torch.arange(1, 16, 2)
     ids=["tensors", "numbers of NumPy", "batches of tensors", "arrays", "lists of tensors"],
 )
 def test_results_of_any_indices_come_back_in_dataset_order(options):
-    """Whatever a sampler yields its indices as."""
+    """A sampler may yield its indices as tensors, arrays or numbers."""
 
     @distributed(processes=2)
     def evaluate():
@@ -196,8 +196,8 @@ def test_results_of_any_indices_come_back_in_dataset_order(options):
     assert evaluate.all_ranks() == [ODD.tolist()] * 2
 
 
-def test_results_of_a_loop_that_was_left_are_gathered():
-    """Also where the last batch that was read is the last one of some processes only."""
+def test_results_of_an_unfinished_loop_are_gathered():
+    """Also if the last iterated batch is the last one on some processes only."""
 
     @distributed(processes=2, timeout=20)
     def evaluate():
@@ -209,7 +209,7 @@ def test_results_of_a_loop_that_was_left_are_gathered():
 
 
 def test_a_rank_without_samples_gathers_too():
-    """Exact shares of fewer samples than processes: nobody waits."""
+    """With tail="exact" and fewer samples than processes, gather does not hang."""
 
     @distributed(processes=3)
     def evaluate():
@@ -220,8 +220,8 @@ def test_a_rank_without_samples_gathers_too():
     assert evaluate.all_ranks() == [(1, [0, 1]), (1, [0, 1]), (0, [0, 1])]
 
 
-def test_one_rank_may_read_alone():
-    """Nothing collective happens in a loader: rank 0 evaluates while the others have gone on."""
+def test_one_rank_may_iterate_alone():
+    """A loader runs no collective: rank 0 can evaluate while the others continue."""
 
     @distributed(processes=2, timeout=20)
     def evaluate():
@@ -234,16 +234,16 @@ def test_one_rank_may_read_alone():
 
 
 DIFFERENCES = {
-    "epoch": ({}, lambda loader: loader.set_epoch(rank()), "reads epoch"),
+    "epoch": ({}, lambda loader: loader.set_epoch(rank()), "iterates epoch"),
     "length": ({}, lambda _loader: None, "batches"),
     "seed": ({"shuffle": True}, lambda _loader: None, "order"),
 }
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_processes_that_read_differently_are_told_at_the_first_step(difference):
-    """Another epoch, number of batches or seed on one rank is an error before the first collective of the epoch."""
-    options, change, told = DIFFERENCES[difference]
+def test_loaders_that_differ_between_processes_are_refused_at_the_first_step(difference):
+    """A different epoch, number of batches or seed on one rank is an error before the first collective of the epoch."""
+    options, change, message = DIFFERENCES[difference]
 
     @distributed(processes=2, timeout=20)
     def train():
@@ -256,9 +256,11 @@ def test_processes_that_read_differently_are_told_at_the_first_step(difference):
             for x, y in loader:
                 loss_of(net, x, y).backward()
 
-    with pytest.raises(SyncError, match=rf"rank \d {told}|rank \d reads epoch .*, where rank \d reads") as caught:
+    with pytest.raises(
+        SyncError, match=rf"rank \d {message}|rank \d iterates epoch .*, where rank \d iterates"
+    ) as caught:
         train()
-    assert "set_epoch() alike" in caught.value.faults[0].fix
+    assert "set_epoch() calls on all processes" in caught.value.faults[0].fix
 
 
 def shuffled(workers=0):
@@ -270,8 +272,8 @@ def shuffled(workers=0):
     [lambda: list(shuffled()), lambda: zip(shuffled(workers=1), range(9))],  # noqa: B905 - the shorter ends
     ids=["list", "stream"],
 )
-def test_batches_that_were_shuffled_before_are_told_at_the_first_step(batches):
-    """A list, or a stream whose workers have begun, that each process has made for itself in another order."""
+def test_batches_shuffled_differently_are_refused_at_the_first_step(batches):
+    """Each process has shuffled a list, or a loader with started workers, in another order."""
 
     @distributed(processes=2, timeout=20)
     def train():
@@ -283,12 +285,12 @@ def test_batches_that_were_shuffled_before_are_told_at_the_first_step(batches):
                 x, y = batch if isinstance(batch[0], torch.Tensor) else batch[0]
                 loss_of(net, x, y).backward()
 
-    with pytest.raises(SyncError, match=r"rank \d reads epoch .*, where rank \d reads"):
+    with pytest.raises(SyncError, match=r"rank \d iterates epoch .*, where rank \d iterates"):
         train()
 
 
-def test_what_one_process_reads_for_itself_is_nobodys_business():
-    """Rank 0 looks at a loader of its own between the first batch and the first step, and evaluates in between."""
+def test_loaders_that_one_process_iterates_alone_are_not_compared():
+    """Rank 0 iterates another loader before the first step, and ranks evaluate between epochs."""
 
     @distributed(processes=2, timeout=20)
     def train():
@@ -317,8 +319,8 @@ def test_what_one_process_reads_for_itself_is_nobodys_business():
     assert train.all_ranks() == [6, 6]
 
 
-def test_loaders_of_one_line_are_told_apart():
-    """Two that differ, made and read side by side in one line, are no disagreement of the processes."""
+def test_two_loaders_in_one_line_are_not_compared_with_each_other():
+    """Two different loaders, made and iterated in one line, are no difference between the processes."""
 
     @distributed(processes=2, timeout=20)
     def train():

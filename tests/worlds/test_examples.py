@@ -1,4 +1,4 @@
-"""Every example does what it promises, run as a user runs it."""
+"""Each example runs as a user runs it, and its last line shows the expected result."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 MIGRATION = EXAMPLES / "13_migration"
 
 
-# What the last line of each ends in, and the least that it has to reach.
-LEAST = {
+# Examples whose last line ends with an accuracy, and the required minimum.
+MIN_ACCURACY = {
     "02_legacy.py": 0.85,
     "05_evaluation.py": 0.85,
     "06_accumulation.py": 0.85,
@@ -24,18 +24,18 @@ LEAST = {
     "08_fsdp.py": 0.85,
     "09_balanced.py": 0.85,
 }
-# What these show, shorter tests show too.
-REPEATING = {"05_evaluation.py", "06_accumulation.py", "07_ddp2_nce.py"}
+# Shorter tests cover the features that these show.
+COVERED_ELSEWHERE = {"05_evaluation.py", "06_accumulation.py", "07_ddp2_nce.py"}
 
 
 def last_line(script: str, *, launcher: tuple[str, ...] = (), cwd: Path | None = None, **env: str) -> str:
-    """What an example prints last."""
+    """Run an example and return the last line that it prints."""
     command = [sys.executable, *launcher, str(EXAMPLES / script)]
     for _ in range(3):
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=55, check=False, cwd=cwd, env={**os.environ, **env}
         )
-        # Hand-written DDP under torchrun: Python's end races with threads that torch keeps, in about one of 20 runs.
+        # Hand-written DDP under torchrun: in about one of 20 runs, interpreter shutdown races with threads of torch.
         if not (launcher and "terminate called without an active exception" in done.stderr):
             break
     assert done.returncode == 0, done.stderr
@@ -43,67 +43,68 @@ def last_line(script: str, *, launcher: tuple[str, ...] = (), cwd: Path | None =
 
 
 def accuracy(script: str) -> float:
-    """The accuracy at the end of an example's last line."""
-    found = re.search(r"accuracy (?:on 360 unseen images )?(\d\.\d+)$", last_line(script))
-    assert found
-    return float(found[1])
+    """Return the accuracy at the end of an example's last line."""
+    match = re.search(r"accuracy (?:on 360 unseen images )?(\d\.\d+)$", last_line(script))
+    assert match
+    return float(match[1])
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(each, marks=pytest.mark.soak) if each in REPEATING else each for each in LEAST]
+    "script",
+    [pytest.param(name, marks=pytest.mark.soak) if name in COVERED_ELSEWHERE else name for name in MIN_ACCURACY],
 )
-def test_it_learns(script: str) -> None:
-    """The example trains to what its way of training can reach in a few seconds."""
-    assert accuracy(script) >= LEAST[script]
+def test_an_example_reaches_its_accuracy(script: str) -> None:
+    """A few seconds of training reach the required accuracy."""
+    assert accuracy(script) >= MIN_ACCURACY[script]
 
 
 @pytest.mark.soak
-def test_drawn_digits_look_like_digits() -> None:
-    """The generator's mean picture is at most half as far from the mean digit as noise is."""
-    noise, drawn = re.findall(r"\d\.\d+", last_line("04_gan.py"))
-    assert float(drawn) < float(noise) / 2
+def test_generated_digits_look_like_digits() -> None:
+    """The mean of the generated images is less than half as far from the mean digit as noise is."""
+    noise, generated = re.findall(r"\d\.\d+", last_line("04_gan.py"))
+    assert float(generated) < float(noise) / 2
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*_digits*.py")))
 def test_digits_are_recognised(script: str) -> None:
-    """On one device and in two processes alike, at least 97 of 100 unseen digits are."""
+    """On one device and in two processes, the accuracy on unseen digits is at least 97 %."""
     assert accuracy(script) >= 0.97
 
 
 @pytest.mark.soak
-def test_a_gpt_learns_more_than_how_often_characters_are() -> None:
-    """After a hundred steps in bf16 it tells unseen text at least 0.6 nats a character better."""
-    by_frequency, by_model = map(float, re.findall(r"\d\.\d\d", last_line("03_gpt.py")))
-    assert 3.0 < by_frequency < 3.5
-    assert by_model < by_frequency - 0.6
+def test_a_gpt_learns_more_than_character_frequencies() -> None:
+    """After 100 steps in bf16, its loss on unseen text is 0.6 nats per character below the entropy of frequencies."""
+    entropy, loss = map(float, re.findall(r"\d\.\d\d", last_line("03_gpt.py")))
+    assert 3.0 < entropy < 3.5
+    assert loss < entropy - 0.6
 
 
-def test_a_killed_run_ends_where_the_other_does() -> None:
-    """Not a bit of the weights differs, and both have made all steps."""
-    steps, steps_too, differ, right = re.findall(r"\d+(?:\.\d+)?", last_line("11_resume.py"))
-    assert steps == steps_too == "138"
-    assert (float(differ), float(right) > 0.85) == (0.0, True)
+def test_a_resumed_run_ends_like_an_uninterrupted_one() -> None:
+    """Both make all steps, and their weights are bitwise equal."""
+    steps, resumed_steps, difference, final_accuracy = re.findall(r"\d+(?:\.\d+)?", last_line("11_resume.py"))
+    assert steps == resumed_steps == "138"
+    assert (float(difference), float(final_accuracy) > 0.85) == (0.0, True)
 
 
 def test_the_notebook(tmp_path: Path) -> None:
-    """Each cell runs; the function of a cell prints under the cell that calls it, and the model there is trained."""
+    """Each cell runs; the workers' output appears under the calling cell, and the model is trained."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(EXAMPLES / "12_notebook.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)  # what is committed has no outputs of some machine
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # committed without outputs
     nbclient.NotebookClient(notebook, timeout=50, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [cell.get("outputs", ()) for cell in notebook.cells]
-    printed = ["".join(each["text"] for each in some if each.get("name") == "stdout") for some in outputs]
+    printed = ["".join(each["text"] for each in of_cell if each.get("name") == "stdout") for of_cell in outputs]
     assert next(filter(None, printed)).startswith("train would run as\n  backend ")
     assert re.findall(r"^epoch (\d)", "\n".join(printed), re.MULTILINE) == [*"01234", *"01234"]
-    first, last, right = map(float, re.findall(r"\d\.\d+", printed[-2].splitlines()[-1]))
-    assert last < first / 2
-    assert right >= 0.85
+    first_loss, last_loss, final_accuracy = map(float, re.findall(r"\d\.\d+", printed[-2].splitlines()[-1]))
+    assert last_loss < first_loss / 2
+    assert final_accuracy >= 0.85
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["accelerate", "lightning"])
-def test_what_was_migrated_learns(name: str, tmp_path: Path) -> None:
-    """On a machine without GPUs, by the two variables that the folder's README names."""
+def test_a_migrated_script_learns(name: str, tmp_path: Path) -> None:
+    """With the two variables from the folder's README, it also trains on a machine without GPUs."""
     line = last_line(
         f"13_migration/{name}/after.py", cwd=tmp_path, PARALLELIZE_PROCESSES="2", PARALLELIZE_NUM_NODES="1"
     )
@@ -111,8 +112,8 @@ def test_what_was_migrated_learns(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_what_was_migrated_from_accelerate_learned_before(tmp_path: Path) -> None:
-    """The script that the diff begins with is one that works."""
+def test_the_accelerate_script_learns_before_the_migration(tmp_path: Path) -> None:
+    """The script on the left side of the diff works."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     script = "13_migration/accelerate/before.py"
@@ -121,8 +122,8 @@ def test_what_was_migrated_from_accelerate_learned_before(tmp_path: Path) -> Non
 
 
 @pytest.mark.soak
-def test_what_was_migrated_from_ddp_trains_the_same_weights(tmp_path: Path) -> None:
-    """Bit by bit, after 15 epochs in two processes."""
+def test_migration_from_ddp_keeps_the_weights(tmp_path: Path) -> None:
+    """After 15 epochs in two processes, the weights of both scripts are bitwise equal."""
     weights = []
     for script, launcher, env in (
         ("before.py", ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"), {}),
@@ -137,7 +138,7 @@ def test_what_was_migrated_from_ddp_trains_the_same_weights(tmp_path: Path) -> N
 
 
 def test_every_example_is_run() -> None:
-    """No file of examples/ is without its test here, or in tests/slurm."""
+    """Each file of examples/ has a test here, or in tests/slurm."""
     named = {"01_digits.py", "01_digits_single.py", "03_gpt.py", "04_gan.py", "11_resume.py", "12_notebook.ipynb"}
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {*named, *LEAST}
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {*named, *MIN_ACCURACY}
     assert {path.name for path in MIGRATION.iterdir() if path.is_dir()} == {"accelerate", "ddp", "lightning"}

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other for ever: the caller hears within seconds who waits where, and what the other does."""
+"""Deadlocked ranks: within seconds the caller gets an error that says which rank waits where for which."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from parallelize import SyncError, all_reduce, barrier, distributed, main_first, parallel_model, save
 
-# The whole call, on a machine that does other things, too.
+# For the full call, on a busy machine.
 WITHIN_S = 10.0
 
 
@@ -30,7 +30,7 @@ def nothing() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def warm() -> None:
-    """Let each test measure a call, and no import of torch."""
+    """Keep the import of torch out of the measured times."""
     nothing()
 
 
@@ -144,8 +144,8 @@ def first_alone(rank: int) -> None:
         dist.barrier()  # rank 1
 
 
-# What goes wrong -> what the error says of it, besides the places.
-WRONG: dict[Callable[[int], None], str] = {
+# Deadlocking function -> pattern of its error, which also names the marked lines.
+DEADLOCKS: dict[Callable[[int], None], str] = {
     other_operation: r"all_reduce of float32\[4\].*broadcast of float32\[4\]",
     other_shape: r"different shapes",
     other_root: r"\(root 1\).*\(root 0\)",
@@ -164,27 +164,27 @@ WRONG: dict[Callable[[int], None], str] = {
 
 
 @distributed(processes=2)
-def do(wrong: Callable[[int], None]) -> None:
+def run(deadlock: Callable[[int], None]) -> None:
     dist.all_reduce(torch.ones(1))
-    wrong(dist.get_rank())
+    deadlock(dist.get_rank())
 
 
-def places(wrong: Callable[[int], None]) -> list[str]:
-    """The lines of a function that are marked with a rank."""
-    lines, first = inspect.getsourcelines(wrong)
+def marked_lines(function: Callable[..., None]) -> list[str]:
+    """Return the lines of a function that are marked with a rank."""
+    lines, first = inspect.getsourcelines(function)
     return [f"{Path(__file__).name}:{first + n}" for n, line in enumerate(lines) if re.search(r"# rank \d$", line)]
 
 
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-def test_ranks_that_disagree_are_told_where_each_is(wrong: Callable[[int], None]) -> None:
-    """Each way of getting it wrong is a SyncError, soon, which names the places of both ranks."""
+@pytest.mark.parametrize("deadlock", DEADLOCKS, ids=lambda deadlock: deadlock.__name__)
+def test_a_deadlock_is_an_error_with_the_line_of_each_rank(deadlock: Callable[[int], None]) -> None:
+    """Each kind of deadlock ends within seconds in a SyncError that names the lines of both ranks."""
     started = time.monotonic()
     with pytest.raises(SyncError) as caught:
-        do(wrong)
+        run(deadlock)
     assert time.monotonic() - started < WITHIN_S
-    said = str(caught.value)
-    assert re.search(WRONG[wrong], said), said
-    assert all(place in said for place in places(wrong)), said
+    text = str(caught.value)
+    assert re.search(DEADLOCKS[deadlock], text), text
+    assert all(line in text for line in marked_lines(deadlock)), text
 
 
 def sleeps() -> None:
@@ -199,112 +199,112 @@ def computes() -> None:
 
 @distributed(processes=4)
 def wait_for_busy_ranks() -> list[float]:
-    """Ranks 0 to 2 are busy in different ways, rank 3 waits for them."""
+    """Keep ranks 0 to 2 busy in different ways while rank 3 waits for them."""
     rank, group = dist.get_rank(), dist.new_group([2, 3])
     work = dist.all_reduce(torch.ones(4), group=group, async_op=True) if rank == 2 else None
     if rank < 3:
         [sleeps, computes, sleeps][rank]()
-    mine = torch.ones(4)
-    dist.all_reduce(mine)
+    total = torch.ones(4)
+    dist.all_reduce(total)
     if rank == 3:
         dist.all_reduce(torch.ones(4), group=group)
     if work is not None:
         work.wait()
-    return mine.tolist()
+    return total.tolist()
 
 
-def test_a_rank_that_is_busy_is_waited_for() -> None:
-    """Ranks that sleep, compute or have another collective under way come late, and nobody is ended before."""
+def test_a_busy_rank_is_waited_for() -> None:
+    """Ranks that sleep, compute or have another collective pending come late, and no rank is ended before."""
     assert wait_for_busy_ranks() == [4.0] * 4
 
 
 @distributed(processes=2)
-def meet_in_threads() -> bool:
-    """Each rank waits in a group into which a thread of the other comes later."""
+def all_reduce_in_threads() -> bool:
+    """Wait on each rank in a group in which a thread of the other rank makes the collective later."""
     own, other = (dist.new_group([0, 1]) for _ in range(2))
     if dist.get_rank() == 1:
         own, other = other, own
 
-    def come_later() -> None:
+    def call_later() -> None:
         time.sleep(6)
         dist.all_reduce(torch.ones(4), group=other)
 
-    thread = threading.Thread(target=come_later)
+    thread = threading.Thread(target=call_later)
     thread.start()
     dist.all_reduce(torch.ones(4), group=own)
     thread.join()
     return True
 
 
-def test_a_thread_of_the_user_may_still_come() -> None:
-    """What would be a circle of two ranks is none as long as other threads of theirs run."""
-    assert meet_in_threads()
+def test_another_thread_of_a_rank_may_make_the_missing_call() -> None:
+    """Two ranks that wait for each other are not deadlocked while other threads of theirs are active."""
+    assert all_reduce_in_threads()
 
 
 @distributed(processes=2, timeout=3)
-def miss() -> None:
+def come_late() -> None:
     if dist.get_rank() == 1:
         barrier("data is there")  # rank 1
     sleeps()  # rank 0
 
 
-def test_when_the_time_is_over_the_error_says_where_all_were() -> None:
-    """Not only that torch has waited for 3 s, but who waited where, and where the other one was."""
+def test_the_error_of_a_timeout_says_where_all_ranks_were() -> None:
+    """It has torch's message, the line of the waiting rank and that of the other one."""
     with pytest.raises(SyncError) as caught:
-        miss()
-    said = str(caught.value)
-    (waited, _), (busy,) = places(miss.__wrapped__), places(sleeps)
-    assert f"rank 1 waits at {waited} in barrier('data is there')" in said
-    assert f"for rank 0, which is at {busy}" in said
-    assert "imed out" in said
+        come_late()
+    text = str(caught.value)
+    (waiting, _), (busy,) = marked_lines(come_late.__wrapped__), marked_lines(sleeps)
+    assert f"rank 1 waits at {waiting} in barrier('data is there')" in text
+    assert f"for rank 0, which is at {busy}" in text
+    assert "imed out" in text
     assert caught.value.__notes__[-1] == "the others: rank 0: stopped"
 
 
 @distributed(processes=2, timeout=4)
-def stop() -> None:
+def stop_rank_0() -> None:
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(1))  # rank 1
 
 
-def test_a_rank_that_is_stopped_is_named_when_the_time_is_over() -> None:
-    """It cannot say where it is, and that is said."""
+def test_the_error_of_a_timeout_names_a_stopped_rank() -> None:
+    """A stopped process does not answer, and the error says so."""
     with pytest.raises(SyncError) as caught:
-        stop()
-    (waited,) = places(stop.__wrapped__)
-    expected = f"rank 1 waits at {waited} in all_reduce of float32[1] for rank 0, which has not answered\n"
+        stop_rank_0()
+    (waiting,) = marked_lines(stop_rank_0.__wrapped__)
+    expected = f"rank 1 waits at {waiting} in all_reduce of float32[1] for rank 0, which has not answered\n"
     assert str(caught.value).startswith(expected)
 
 
 @distributed(processes=2, backend="fsdp")
 def save_alone(path: Path) -> tuple[float, str]:
     with parallel_model(nn.Linear(4, 4)) as model:
-        started, said = time.monotonic(), ""
+        started, text = time.monotonic(), ""
         if dist.get_rank() == 0:
             try:
                 save(path, model=model)  # rank 0
             except SyncError as error:
-                said = str(error)
+                text = str(error)
         seconds = time.monotonic() - started
         barrier("saved")  # rank 1
-    return seconds, said
+    return seconds, text
 
 
-def test_a_save_that_others_cannot_come_to_is_ended_at_once(tmp_path: Path) -> None:
-    """Where one rank waits for the others' shards and they for that rank, it alone is told, and may go on."""
-    seconds, said = save_alone(tmp_path / "a.pt")
-    saves, waits = places(save_alone.__wrapped__)
-    assert f"save at {saves}: rank 1 did not come: rank 1 waits at {waits} in barrier('saved') for rank 0" in said
+def test_a_save_on_one_rank_only_fails_within_seconds(tmp_path: Path) -> None:
+    """The rank that waits for the others' shards, while they wait for it in a collective, gets an error."""
+    seconds, text = save_alone(tmp_path / "a.pt")
+    saves, waits = marked_lines(save_alone.__wrapped__)
+    assert f"save at {saves}: rank 1 did not call it: rank 1 waits at {waits} in barrier('saved') for rank 0" in text
     assert seconds < WITHIN_S
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-def test_programs_that_torchrun_has_started_end_by_it_too(
+def test_a_deadlock_under_torchrun_ends_the_program(
     run_script: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """Without a caller that could be told, the error is printed, and the program ends as by an exception."""
+    """The error is printed, and the program ends as by an uncaught exception."""
     ran = run_script(
         """
         import torch, torch.distributed as dist
@@ -325,10 +325,10 @@ def test_programs_that_torchrun_has_started_end_by_it_too(
     assert "rank 1 waits at script.py:8 in all_reduce of float32[4]" in ran.stderr
 
 
-def test_who_leaves_a_run_in_a_group_of_the_users_own_may_still_come(
+def test_a_rank_that_left_the_run_may_still_use_the_users_process_group(
     run_script: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """A group that was there before the run lives on after it, and so may the wait."""
+    """A process group that the user has initialized outlives the run, so a wait for that rank is no deadlock."""
     ran = run_script(
         """
         import time, torch, torch.distributed as dist
@@ -357,10 +357,10 @@ def evaluate_on_rank_0() -> None:
 
 
 @pytest.mark.soak
-def test_after_half_a_minute_a_line_says_who_is_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
-    """Once, on rank 0's output, with the places of both, and the run goes on."""
+def test_after_half_a_minute_a_line_names_the_awaited_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is logged once on rank 0, with the lines of all ranks, and the run continues."""
     evaluate_on_rank_0()
-    busy, waited = places(evaluate_on_rank_0.__wrapped__)
-    said = capfd.readouterr().err
-    assert said.count("ranks 1-2 wait at") == 1
-    assert f"ranks 1-2 wait at {waited} in barrier('evaluated') for rank 0, which is at {busy}" in said
+    busy, waiting = marked_lines(evaluate_on_rank_0.__wrapped__)
+    log = capfd.readouterr().err
+    assert log.count("ranks 1-2 wait at") == 1
+    assert f"ranks 1-2 wait at {waiting} in barrier('evaluated') for rank 0, which is at {busy}" in log

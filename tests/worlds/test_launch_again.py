@@ -1,4 +1,4 @@
-"""A call leaves nothing that the next one, or one beside it, would notice."""
+"""A call leaves no state that affects a later or a concurrent call."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def total(number: int) -> tuple[int, int]:
     return int(value.item()), dist.get_world_size()
 
 
-def test_calls_with_other_numbers_of_processes() -> None:
-    """Each call has a world of its own size."""
+def test_calls_with_different_numbers_of_processes() -> None:
+    """Each call has its own world size."""
     sizes = [2, 3, 1, 4, 2]
     assert [total.options(processes=size)(1) for size in sizes] == [(size, size) for size in sizes]
 
 
 def test_a_call_after_a_failed_one() -> None:
-    """A failure leaves nothing behind that the next call could stumble over."""
+    """A call succeeds after one that failed."""
 
     @distributed(processes=2)
     def fail() -> None:
@@ -49,7 +49,7 @@ def test_a_call_after_a_failed_one() -> None:
 
 @pytest.mark.skipif(not FILES.is_dir(), reason="open files are seen on Linux only")
 def test_no_file_stays_open() -> None:
-    """However a call ends, and whether or not the garbage collector comes by."""
+    """All files are closed after a call and after a failed call, without a garbage collection."""
 
     @distributed(processes=2, max_restarts=1)
     def fail() -> None:
@@ -71,7 +71,7 @@ def test_no_file_stays_open() -> None:
 @pytest.mark.skipif(not TASKS.is_dir(), reason="threads of compiled code are seen on Linux only")
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_no_thread_of_compiled_code_stays(is_failing: bool) -> None:
-    """Also before anything is collected: a process that is forked then crashes when it frees what the thread serves."""
+    """The store's thread ends without a garbage collection: a process forked before one would crash."""
 
     @distributed(processes=2)
     def call() -> None:
@@ -89,8 +89,8 @@ def test_no_thread_of_compiled_code_stays(is_failing: bool) -> None:
         gc.enable()
 
 
-def test_two_threads_side_by_side() -> None:
-    """Calls at the same time have worlds of their own: no port, folder or group is shared."""
+def test_concurrent_calls_in_two_threads() -> None:
+    """Concurrent calls share no port, folder or process group."""
     values: dict[int, list[tuple[int, int]]] = {}
     together = threading.Barrier(2)
 
@@ -112,7 +112,7 @@ def look(*names: str) -> tuple[dict[str, str | None], int]:
 
 
 def test_the_environment_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables set, changed and removed between calls are so in the workers, though the fork server is older."""
+    """Variables set, changed and removed between calls reach the workers, although the fork server is older."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert look("NEW") == ({"NEW": None}, max(1, CORES // 2))
     server = multiprocessing.forkserver._forkserver._forkserver_pid
@@ -135,15 +135,15 @@ def test_the_environment_decides_how_many(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_call_in_this_process_leaves_its_tracebacks_alone() -> None:
-    """Torch puts the rank before each line of them, once more with every group."""
+    """The excepthook that torch installs with a process group does not stay."""
     before = sys.excepthook
     for _ in range(2):
         total.options(processes=1)(1)
     assert sys.excepthook is before
 
 
-def test_a_group_of_the_caller_is_its_own() -> None:
-    """A caller that has a process group keeps it through a call."""
+def test_the_callers_process_group_stays() -> None:
+    """A caller that has a process group keeps it during a call."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert total(1) == (2, 2)
@@ -153,7 +153,7 @@ def test_a_group_of_the_caller_is_its_own() -> None:
 
 
 def test_a_dead_fork_server_is_replaced() -> None:
-    """Somebody may kill the fork server between two calls."""
+    """After the fork server was killed, the next call starts another one."""
     total(1)
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     os.kill(server, 9)
@@ -161,8 +161,8 @@ def test_a_dead_fork_server_is_replaced() -> None:
     assert total(1) == (2, 2)
 
 
-def test_a_decorated_function_is_one_inside_a_worker() -> None:
-    """Functions that travel by value find each other decorated, with all that a decorated function can do."""
+def test_a_decorated_function_is_decorated_in_a_worker() -> None:
+    """Functions pickled by value see each other decorated, with all_ranks, options and explain."""
 
     @distributed(processes=2, seed=7)
     def inner(number: int) -> int:

@@ -1,4 +1,4 @@
-"""A decorated function can be called wherever Python runs, whatever the function is."""
+"""Every kind of function can be called from every kind of program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallelize import ConfigError, distributed
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# No guard, and everything beside the function that a script has: model, dataset, constants, a loader with workers.
+# A script without `if __name__`: it has a model, a dataset, constants, and a loader with workers.
 EVERYTHING = """
 import io, os, sys
 import torch
@@ -71,14 +71,14 @@ print("done")
 
 
 @pytest.mark.parametrize("how", ["file", "-c", "stdin"])
-def test_a_script_without_a_guard(how: str, run_script: Run) -> None:
-    """A file, `python -c` and standard input work alike, and run their top level once."""
+def test_a_script_without_name_main(how: str, run_script: Run) -> None:
+    """A file, `python -c` and standard input work, and run their top level once."""
     done = run_script(EVERYTHING, how=how, args=("--lr", "0.1"))
     assert done.stdout.split("\n") == ["top level", "done", ""]
     assert done.stderr == ""
 
 
-# Everything that a loader's workers are sent, and what comes back, has a class or a function of __main__ in it.
+# All objects that are sent to and from the loader's workers contain a class or function of __main__.
 SPAWNED = """
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -119,7 +119,7 @@ print("done")
 
 
 def test_workers_of_a_loader_that_are_not_forked(run_script: Run) -> None:
-    """Started by spawn, they have the dataset and all the functions of a script without a guard."""
+    """Workers started by spawn can unpickle the dataset and functions of a script without `if __name__`."""
     done = run_script(SPAWNED, how="file")
     assert done.stdout == "done\n", done.stderr
 
@@ -185,7 +185,7 @@ double(21)
 
 
 def test_the_interactive_interpreter(tmp_path: Path) -> None:
-    """Functions typed at the prompt run, and see what was typed since."""
+    """Functions typed at the prompt run, and see later changes of globals."""
     done = subprocess.run(
         [sys.executable, "-i", "-q"], input=REPL, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=True
     )
@@ -193,7 +193,7 @@ def test_the_interactive_interpreter(tmp_path: Path) -> None:
 
 
 def test_a_notebook(tmp_path: Path) -> None:
-    """Cells call functions of other cells; output appears in the cell; an exception is the worker's."""
+    """A cell calls functions of other cells, shows their output, and gets the worker's exception."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     cells = [
         "import torch\nfrom parallelize import distributed, rank\nclass Net(torch.nn.Linear): pass",
@@ -303,8 +303,8 @@ ANY_FUNCTION: dict[str, tuple[Callable[[int], int], int]] = {
 
 
 @pytest.mark.parametrize("kind", ANY_FUNCTION)
-def test_whatever_can_be_called(kind: str) -> None:
-    """Functions of every kind give what they would give undecorated."""
+def test_every_kind_of_function(kind: str) -> None:
+    """Callables of every kind return the same value as undecorated."""
     function, expected = ANY_FUNCTION[kind]
     assert function(1) == expected
 
@@ -322,10 +322,10 @@ def generator() -> Iterator[int]:
     ],
     ids=["lock", "file", "generator"],
 )
-def test_what_cannot_travel_is_named_before_anything_starts(
+def test_an_unpicklable_object_is_named_before_the_start(
     make: Callable[[], object], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The variable, argument or attribute is named, and no process was started for it."""
+    """The error names the variable, argument or attribute, and no process is started."""
     thing = make()
     holder = Methods(0)
     holder.own = {"deep": [1, thing]}  # type: ignore[assignment]  # what a user does
@@ -347,7 +347,7 @@ def test_what_cannot_travel_is_named_before_anything_starts(
         (lambda: holder.method(2), "argument 0.own['deep'][1]"),
         (lambda: add(circle), "argument 0['thing']"),
     ]:
-        with pytest.raises(ConfigError, match=re.escape(name) + " cannot travel to another process\n") as caught:
+        with pytest.raises(ConfigError, match=re.escape(name) + " cannot be pickled\n") as caught:
             call()
         assert re.search(named, str(caught.value))
     if hasattr(thing, "close"):
@@ -357,7 +357,7 @@ def test_what_cannot_travel_is_named_before_anything_starts(
 
 
 def test_a_function_of_a_module_that_workers_cannot_import(tmp_path: Path) -> None:
-    """A module that was loaded by its path alone travels by value, with its classes."""
+    """A module that was loaded by its path is pickled by value, with its classes."""
     import importlib.util
 
     path = tmp_path / "loaded_by_path.py"
@@ -412,7 +412,7 @@ if Path("call").exists():
 
 
 def test_a_call_while_its_module_is_imported_is_made_once(tmp_path: Path, run_script: Run) -> None:
-    """Workers that imported the module too would make the call again, each."""
+    """Workers do not import the module, which would repeat the call in each of them."""
     (tmp_path / "experiment.py").write_text(CALLS_WHEN_IMPORTED)
     (tmp_path / "call").touch()
     run_script("import experiment; assert type(experiment.found) is experiment.Part")
@@ -420,30 +420,30 @@ def test_a_call_while_its_module_is_imported_is_made_once(tmp_path: Path, run_sc
 
 
 def test_a_call_made_by_a_workers_import_is_refused(tmp_path: Path, run_script: Run) -> None:
-    """Each worker would join in with a training of its own, before that which it was started for."""
+    """A call at a module's top level raises LaunchError when a worker imports the module."""
     (tmp_path / "experiment.py").write_text(CALLS_WHEN_IMPORTED)
     code = "import pathlib, experiment; pathlib.Path('call').touch(); experiment.other()"
-    said = run_script(code, check=False).stderr
-    assert "LaunchError: train is called by a module while a worker imports it" in said
-    assert "fix: put the call into a function, or below if __name__ == '__main__':" in said
+    stderr = run_script(code, check=False).stderr
+    assert "LaunchError: train is called at the top level of a module that a worker imports" in stderr
+    assert "fix: put the call into a function, or below if __name__ == '__main__':" in stderr
     assert not list(tmp_path.glob("trained.*"))
 
 
-def test_a_call_inside_a_call_just_runs() -> None:
-    """In a worker a decorated function is the function: same world, no processes."""
+def test_a_call_inside_a_worker_runs_the_function() -> None:
+    """In a worker a decorated function runs in the same world and starts no processes."""
     assert outer(5) == [(5, 2), (1, 2), (5, 2)]
 
 
-def test_the_callers_main_is_as_before() -> None:
-    """Neither __main__ nor the default start method of the calling process is changed by a call."""
+def test_the_callers_main_module_is_unchanged() -> None:
+    """A call changes neither __main__ nor the default start method of the calling process."""
     main = sys.modules["__main__"]
     before = (getattr(main, "__file__", None), main.__spec__, multiprocessing.get_start_method(allow_none=True))
     add(1)
     assert (getattr(main, "__file__", None), main.__spec__, multiprocessing.get_start_method(allow_none=True)) == before
 
 
-def test_importing_leaves_what_a_notebook_warns_of_for_later() -> None:
-    """tqdm.auto warns at its import, in a notebook without ipywidgets: only who wants a bar imports it."""
+def test_importing_the_package_does_not_import_tqdm() -> None:
+    """tqdm.auto warns when it is imported in a notebook without ipywidgets, so it is imported on first use."""
     code = "import sys, parallelize; sys.exit('tqdm.auto' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -475,5 +475,5 @@ assert train.all_ranks() == [0, 1]
 
 
 def test_a_forked_process_calls_and_a_daemonic_one_is_refused(run_script: Run) -> None:
-    """A fork has a server of its own, whatever its parent has called before; a Pool's worker hears what to use."""
+    """A forked process starts its own fork server; in a Pool worker the error names ProcessPoolExecutor."""
     assert run_script(FORKED).stdout == "refused\n"

@@ -1,4 +1,4 @@
-"""What a worker finds in its environment, and how its process group is made."""
+"""Environment variables, process group and torch settings of a worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def environment() -> dict[str, str | None]:
 
 
 def test_the_variables_of_a_worker_are_torchruns() -> None:
-    """Code written for torchrun reads its place where it always did; every call has a port of its own."""
+    """Workers have torchrun's variables, and each call has its own port."""
     found = environment.all_ranks()
     for number, variables in enumerate(found):
         port = variables.pop("MASTER_PORT")
@@ -44,11 +44,11 @@ def test_the_variables_of_a_worker_are_torchruns() -> None:
 
 
 def test_one_process_changes_no_variable() -> None:
-    """In the calling process the environment stays as it is."""
+    """With processes=1 the calling process keeps its environment."""
     assert environment.options(processes=1)() == {name: os.environ.get(name) for name in NAMES}
 
 
-def by_hand(world: World) -> None:
+def connect(world: World) -> None:
     store = dist.TCPStore(world.master_addr, world.master_port, world.world_size, is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=world.rank, world_size=world.world_size, timeout=timedelta(seconds=17)
@@ -56,21 +56,21 @@ def by_hand(world: World) -> None:
 
 
 @distributed(processes=2)
-def made_how() -> tuple[float, int]:
+def group_options() -> tuple[float, int]:
     value = torch.ones(1)
     dist.all_reduce(value)
     timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     return timeout.total_seconds(), int(value.item())
 
 
-def test_a_connection_of_ones_own() -> None:
-    """init_connection is called with the World instead of init_process_group."""
-    assert made_how.options(init_connection=by_hand)() == (17, 2)
+def test_init_connection() -> None:
+    """init_connection= is called with the World and replaces our init_process_group."""
+    assert group_options.options(init_connection=connect)() == (17, 2)
 
 
 def test_the_timeout_reaches_the_process_group() -> None:
-    """`timeout=` is that of every collective."""
-    assert made_how.options(timeout=23)() == (23, 2)
+    """`timeout=` is the timeout of the process group."""
+    assert group_options.options(timeout=23)() == (23, 2)
 
 
 @distributed(processes=2)
@@ -82,8 +82,8 @@ def own_group() -> int:
     return int(value.item())
 
 
-def test_legacy_code_may_make_the_group_itself() -> None:
-    """init_process_group() by the environment, as under torchrun, works in a worker."""
+def test_a_worker_may_create_the_process_group_itself() -> None:
+    """init_process_group() with torchrun's variables works in a worker."""
     assert own_group() == 2
 
 
@@ -99,16 +99,16 @@ def train(x):
 
 folder = pathlib.Path(sys.argv[1])
 try:
-    said = [train(10), train(20), distributed()(rank).all_ranks()]
+    result = [train(10), train(20), distributed()(rank).all_ranks()]
 except ConfigError as error:
-    said = error
-folder.joinpath(__import__("os").environ["RANK"]).write_text(str(said))
+    result = error
+folder.joinpath(__import__("os").environ["RANK"]).write_text(str(result))
 """
 
 
 @pytest.fixture
 def torchrun(tmp_path: Path):
-    """Runs the script above under torchrun; what each rank wrote."""
+    """Runs the script above under torchrun; returns the text that each rank wrote."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
 
@@ -123,32 +123,32 @@ def torchrun(tmp_path: Path):
 
 
 def test_under_torchrun_a_call_joins(torchrun) -> None:
-    """It starts nothing, gives rank 0's value on every rank (others may not even travel), and can be called again."""
+    """A call starts no process, returns rank 0's value on every rank, and can be repeated."""
     assert torchrun({}) == [str([(10, 2), (20, 2), [0, 1]])] * 2
 
 
 def test_a_request_that_does_not_fit_torchruns_world_is_refused(torchrun) -> None:
-    """Both numbers are named, on every rank, before anything runs."""
-    for said in torchrun({"processes": 4}):
-        assert said.startswith("processes per node: 4 asked for, 2 started"), said
+    """The error on every rank contains both numbers."""
+    for result in torchrun({"processes": 4}):
+        assert result.startswith("processes per node: 4 asked for, 2 started"), result
 
 
 @distributed(processes=2)
-def settings_of_torch() -> tuple[torch.dtype, bool, str, str]:
-    made = torch.tensor(1.5, device="cpu").dtype
-    said = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-    return made, *said, torch.empty(1).device.type
+def torch_settings() -> tuple[torch.dtype, bool, str, str]:
+    dtype = torch.tensor(1.5, device="cpu").dtype
+    flags = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    return dtype, *flags, torch.empty(1).device.type
 
 
-def test_what_the_script_has_set_in_torch_holds_in_workers() -> None:
-    """Workers do not run its top level again, and train as one process would."""
+def test_torch_settings_of_the_script_apply_in_workers() -> None:
+    """Default dtype, device, determinism and matmul precision are those of the caller."""
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high")
     torch.set_default_device("meta")
     try:
-        expected = settings_of_torch.options(processes=1)()
-        found = settings_of_torch.all_ranks()
+        expected = torch_settings.options(processes=1)()
+        found = torch_settings.all_ranks()
     finally:
         torch.set_default_device(None)
         torch.set_float32_matmul_precision("highest")

@@ -1,4 +1,4 @@
-"""A rank that fails, in every way and position, is one exception in the caller: the cause, soon, with the facts."""
+"""A failed rank, however it fails, is one exception in the caller: the root cause, within seconds, with its rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG_S = 300
 
 
 class TwoArgumentsError(Exception):
-    """Pickle would call it with its message alone."""
+    """Pickle would call it with its message only."""
 
     def __init__(self, left: int, right: str) -> None:
         super().__init__(f"{left} and {right}")
@@ -36,7 +36,7 @@ class LockedError(Exception):
 
 
 class ForeignError(OSError):
-    """It pickles in a way of its own, which calls its class."""
+    """Its __reduce__ omits a required argument of its class."""
 
     def __init__(self, path: str, *, size: int) -> None:
         super().__init__(28, "disk full", path)
@@ -70,7 +70,7 @@ FAIL = {
     "locked": lambda: raise_(LockedError()),
 }
 
-# What the caller gets: the type, and attributes of the exception.
+# The exception in the caller: its type and attributes.
 EXPECTED: dict[str, tuple[type[BaseException], dict[str, object]]] = {
     "raise": (TwoArgumentsError, {"left": 1, "right": "two", "args": ("1 and two",)}),
     "sys.exit": (WorkerError, {"exitcode": 3, "signal_name": None}),
@@ -99,7 +99,7 @@ def sleep() -> None:
 
 
 def sort_in_cpp() -> None:
-    """No Python runs for seconds, and no signal handler of it."""
+    """Block in C++ for seconds, during which Python runs no signal handler."""
     while True:
         torch.randn(20_000_000).sort()
 
@@ -134,7 +134,7 @@ def fail_among(peers: str, failing: tuple[int, ...], how: str, when: Path) -> st
 def test_one_exception_says_which_rank_failed_and_how(
     how: str, failing: tuple[int, ...], peers: str, tmp_path: Path
 ) -> None:
-    """Whichever ranks fail, whatever the others do: the caller hears of a failed one, and of the fate of the others."""
+    """Whichever ranks fail, the caller's exception names a failed rank and how the others ended."""
     expected, attributes = EXPECTED[how]
     with pytest.raises(expected) as caught:
         fail_among(peers, failing, how, tmp_path / "at")
@@ -150,19 +150,19 @@ def test_one_exception_says_which_rank_failed_and_how(
     assert "gloo" not in text
 
 
-def test_ranks_that_are_deep_in_compiled_code_do_not_delay_it(tmp_path: Path) -> None:
-    """A worker that cannot run its signal handler is killed in time."""
+def test_ranks_blocked_in_compiled_code_do_not_delay_it(tmp_path: Path) -> None:
+    """A worker that cannot run its signal handler is killed after the grace period."""
     with pytest.raises(TwoArgumentsError):
         fail_among("c++", (1,), "raise", tmp_path / "at")
     assert time.time() - float((tmp_path / "at.1").read_text()) < WITHIN_S
 
 
 def test_the_traceback_is_that_of_the_users_function(tmp_path: Path) -> None:
-    """The note with the traceback names the user's line, and none of this library's."""
+    """The note with the traceback contains the user's line, and no line of this library."""
     with pytest.raises(TwoArgumentsError) as caught:
         fail_among("sleep", (1,), "raise", tmp_path / "at")
-    who, trace, others = caught.value.__notes__
-    assert who.startswith(f"rank 1 of 3 on {os.uname().nodename} (pid ")
+    rank, trace, others = caught.value.__notes__
+    assert rank.startswith(f"rank 1 of 3 on {os.uname().nodename} (pid ")
     assert "in fail_among\n    FAIL[how]()" in trace
     assert "worker.py" not in trace
     assert others == "the others: ranks 0, 2: stopped"
@@ -182,15 +182,15 @@ def raise_from_a_frozen_one() -> None:
         raise ValueError("no data") from error
 
 
-def test_an_exception_comes_whatever_it_was_raised_from() -> None:
-    """A frozen dataclass takes no attribute, and was taken for a rank that left nothing: out of memory, it said."""
+def test_an_exception_raised_from_a_frozen_dataclass() -> None:
+    """A cause that refuses attributes does not hide the exception."""
     with pytest.raises(ValueError, match="no data") as caught:
         raise_from_a_frozen_one()
     assert "BadShardError: a.bin" in caught.value.__notes__[1]
 
 
-def test_an_exception_that_pickle_cannot_rebuild_is_told_in_words() -> None:
-    """Where the type cannot be kept, the message, the reason and the traceback are."""
+def test_an_exception_that_cannot_be_unpickled_is_replaced() -> None:
+    """The WorkerError in its place has its message, the reason and the traceback."""
     with pytest.raises(WorkerError, match=r"ForeignError: \[Errno 28\] disk full(.|\n)*__init__") as caught:
         raise_on_1()
     assert (caught.value.rank, caught.value.host) == (1, os.uname().nodename)
@@ -208,7 +208,7 @@ def test_an_exception_that_pickle_cannot_rebuild_is_told_in_words() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_builtin_exceptions_come_as_they_are(error: BaseException) -> None:
+def test_builtin_exceptions_are_unchanged(error: BaseException) -> None:
     """Type, arguments and text are those of the worker's exception."""
     with pytest.raises(type(error)) as caught:
         raise_on_1(error)
@@ -216,7 +216,7 @@ def test_builtin_exceptions_come_as_they_are(error: BaseException) -> None:
 
 
 @distributed(processes=3)
-def wrap_the_echo() -> None:
+def wrap_the_connection_error() -> None:
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
@@ -225,10 +225,10 @@ def wrap_the_echo() -> None:
         raise ValueError("training failed") from exc
 
 
-def test_an_echo_is_not_the_cause_even_when_it_is_raised_again() -> None:
-    """A rank that lost its peer and says so in its own words does not hide the peer."""
+def test_a_wrapped_connection_error_is_not_the_cause() -> None:
+    """An exception raised from a connection error does not hide the killed peer."""
     with pytest.raises(WorkerError, match=r"rank 2 on .* was ended by SIGKILL") as caught:
-        wrap_the_echo()
+        wrap_the_connection_error()
     assert "the connection" in caught.value.__notes__[-1] or "stopped" in caught.value.__notes__[-1]
 
 
@@ -239,8 +239,8 @@ def say_restore() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_a_runtime_error_of_the_user_is_no_echo() -> None:
-    """Only what torch says of a lost connection is set aside."""
+def test_a_runtime_error_of_the_user_is_the_cause() -> None:
+    """Only torch's messages about a lost connection are secondary."""
     with pytest.raises(RuntimeError, match="could not restore"):
         say_restore()
 
@@ -253,8 +253,8 @@ def miss_a_collective(released: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_collective_that_times_out_is_the_cause_when_nobody_else_failed(tmp_path: Path) -> None:
-    """`timeout=` reaches the process group, and the rank that waited in vain is named."""
+def test_a_timeout_is_the_cause_if_no_other_rank_failed(tmp_path: Path) -> None:
+    """`timeout=` reaches the process group, and the error names the rank that timed out."""
     with pytest.raises(RuntimeError, match=r"[Tt]imed out waiting 1000ms") as caught:
         miss_a_collective(tmp_path / "never")
     assert caught.value.__notes__[0].startswith("rank 0 of 2 ")
@@ -268,8 +268,8 @@ def lose_a_worker_to_sigterm() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def test_a_worker_that_somebody_ends_by_sigterm_is_named() -> None:
-    """SIGTERM from outside is the cause, although SIGTERM is also how the others are stopped."""
+def test_a_worker_killed_by_sigterm_is_named() -> None:
+    """SIGTERM from outside is the cause, although the agent also stops the others by SIGTERM."""
     with pytest.raises(WorkerError, match=r"rank 1 on .* was ended by SIGTERM") as caught:
         lose_a_worker_to_sigterm()
     assert (caught.value.rank, caught.value.signal_name) == (1, "SIGTERM")
@@ -283,7 +283,7 @@ def leave_early() -> int:
 
 
 def test_sys_exit_without_a_code_returns_none() -> None:
-    """sys.exit() ends a rank's part in peace."""
+    """sys.exit() is a return of None."""
     assert leave_early.all_ranks() == [7, None]
 
 
@@ -295,29 +295,29 @@ def return_a_lock(on: int) -> object:
     return None
 
 
-def test_a_value_that_cannot_travel_fails_at_once() -> None:
-    """The rank and the part of the value are named, and nobody waits for the others to finish."""
+def test_an_unpicklable_value_fails_at_once() -> None:
+    """The error names the rank and the item of the value, and does not wait for the other ranks."""
     started = time.monotonic()
-    with pytest.raises(WorkerError, match=r"the returned value\['lock'\] cannot travel(.|\n)*lock") as caught:
+    with pytest.raises(WorkerError, match=r"the returned value\['lock'\] cannot be pickled(.|\n)*lock") as caught:
         return_a_lock(0)
     assert time.monotonic() - started < WITHIN_S
     assert (caught.value.rank, caught.value.host) == (0, os.uname().nodename)
 
 
-class OpensBadly:
+class FailsToUnpickle:
     def __reduce__(self) -> tuple[object, ...]:
         return int, ("no number",)
 
 
 @distributed(processes=2)
-def return_what_cannot_be_opened() -> OpensBadly:
-    return OpensBadly()
+def return_an_unreadable_value() -> FailsToUnpickle:
+    return FailsToUnpickle()
 
 
-def test_a_value_that_cannot_be_rebuilt_here_says_so() -> None:
-    """An error of unpickling in the caller names the value, not pickle alone."""
-    with pytest.raises(WorkerError, match="cannot be rebuilt in the calling process\n  why: ValueError: invalid lit"):
-        return_what_cannot_be_opened()
+def test_a_value_that_cannot_be_unpickled_is_an_error() -> None:
+    """The caller raises WorkerError with the reason."""
+    with pytest.raises(WorkerError, match="cannot be unpickled in the calling process\n  why: ValueError: invalid lit"):
+        return_an_unreadable_value()
 
 
 @distributed(processes=2)
@@ -328,8 +328,8 @@ def print_and_die() -> None:
     time.sleep(LONG_S)
 
 
-def test_the_last_words_of_a_killed_rank_are_in_the_exception() -> None:
-    """What a rank printed without a line's end, and did not flush, is not lost with it."""
+def test_the_last_output_of_a_killed_rank_is_in_the_exception() -> None:
+    """Text that a rank printed without newline and flush is not lost."""
     with pytest.raises(WorkerError) as caught:
         print_and_die()
     assert any("last lines of rank 1:\nabout to die" in note for note in caught.value.__notes__)
@@ -345,11 +345,11 @@ def die_again() -> None:
     time.sleep(LONG_S)
 
 
-def test_the_last_words_are_those_of_the_last_attempt() -> None:
-    """Its output, and not an earlier one's; much of one stream does not hide the other."""
+def test_the_last_output_is_that_of_the_last_attempt() -> None:
+    """The note has the end of both streams of the last attempt."""
     with pytest.raises(WorkerError) as caught:
         die_again()
-    (words,) = (note for note in caught.value.__notes__ if note.startswith("last lines of rank 1:"))
-    assert "step 29 of 1\n" in words
-    assert words.endswith("\nreason of 1")
-    assert " of 0" not in words
+    (tail,) = (note for note in caught.value.__notes__ if note.startswith("last lines of rank 1:"))
+    assert "step 29 of 1\n" in tail
+    assert tail.endswith("\nreason of 1")
+    assert " of 0" not in tail

@@ -1,4 +1,4 @@
-"""What workers print arrives: live, whole, once, and said by whom."""
+"""stdout and stderr of the workers are shown live, complete, once, and with their rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def talk() -> None:
     sys.stdout.write(f"é without end {rank()}")
 
 
-def test_rank_0_alone_is_shown_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    """As a call in one process would print: once, without a prefix."""
+def test_only_rank_0_is_shown_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """The output of rank 0 is shown without a prefix."""
     talk()
     assert capsys.readouterr() == ("out of 0\né without end 0", "err of 0\n")
 
 
 def test_all_ranks_are_shown_with_their_number(capsys: pytest.CaptureFixture[str]) -> None:
-    """logs="all" puts the rank before each line."""
+    """With logs="all" each line starts with the rank."""
     talk.options(logs="all")()
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == sorted(
@@ -36,7 +36,7 @@ def test_all_ranks_are_shown_with_their_number(capsys: pytest.CaptureFixture[str
 
 
 def test_a_directory_gets_a_file_per_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The files stay, and rank 0 is shown as well; those of an earlier run are not, whose place they take."""
+    """The files replace those of an earlier run, and rank 0 is shown as well."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank0.out").write_text("of an earlier run\n" * 100)
     talk.options(logs=str(tmp_path / "logs"))()
@@ -63,7 +63,7 @@ train(sys.argv[1])
 
 
 def test_output_is_live(tmp_path: Path) -> None:
-    """A worker goes on only when its first words have been read, which had no line's end."""
+    """Text without a newline is shown while the worker still runs."""
     seen, script = tmp_path / "seen", tmp_path / "script.py"
     script.write_text(LIVE)
     with subprocess.Popen([sys.executable, script, seen], stdout=subprocess.PIPE, text=True) as process:
@@ -87,7 +87,7 @@ pathlib.Path(sys.argv[1]).write_text(str([train.all_ranks(), train.all_ranks()])
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_no_failure(closed: str, tmp_path: Path) -> None:
-    """As of a daemon: their numbers would be those of the first sockets and files."""
+    """Without open standard streams, as in a daemon, calls succeed: no socket or file gets their numbers."""
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", CLOSED, str(tmp_path / "said")]
     subprocess.run(command, cwd=tmp_path, timeout=50, check=True, stderr=subprocess.PIPE)
     assert (tmp_path / "said").read_text() == "[[0, 1], [0, 1]]"
@@ -109,7 +109,7 @@ train()
 
 
 def test_bars_and_warnings(tmp_path: Path) -> None:
-    """A bar stays on one line, and a warning of every rank is shown once."""
+    """A progress bar stays on one line, and a warning of every rank is shown once."""
     done = subprocess.run([sys.executable, "-c", BAR], capture_output=True, cwd=tmp_path, timeout=50, check=True)
     err = done.stderr.decode()
     assert err.count("look out") == 1, err
@@ -124,8 +124,8 @@ def stop_to_debug() -> None:
     breakpoint()
 
 
-def test_a_breakpoint_is_refused_with_the_way_to_have_one() -> None:
-    """It would wait for a keyboard that several processes cannot share."""
+def test_a_breakpoint_in_a_worker_is_refused() -> None:
+    """breakpoint() raises an error that says how to debug in one process."""
     with pytest.raises(LaunchError, match=r"breakpoint\(\) in a worker(.|\n)*PARALLELIZE_PROCESSES=1"):
         stop_to_debug()
 
@@ -135,7 +135,7 @@ def ask() -> str:
     return input("continue?")
 
 
-def test_input_does_not_wait() -> None:
+def test_input_raises_eof_error() -> None:
     """Standard input of a worker is empty."""
     started = time.monotonic()
     with pytest.raises(EOFError):
@@ -156,7 +156,7 @@ print("result", train(7))
 
 
 def test_one_process_runs_under_pdb(tmp_path: Path) -> None:
-    """PARALLELIZE_PROCESSES=1 puts the function into the calling process, where a breakpoint in it stops."""
+    """With PARALLELIZE_PROCESSES=1 the function runs in the calling process, where breakpoints work."""
     script = tmp_path / "script.py"
     script.write_text(DEBUGGED)
     commands = ["-c", f"b {script}:7", "-c", "c", "-c", "p 'y is', y", "-c", "c", "-c", "q"]

@@ -1,4 +1,4 @@
-"""However the caller is stopped, nothing of a call goes on, and `finally` blocks have run where that is possible."""
+"""However the caller is stopped, all processes of a call end, and their `finally` blocks run where possible."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Script:
     temporary: Path
 
     def assert_gone(self) -> None:
-        """The script and all that came of it end in time."""
+        """Assert that the script and all processes that it started end in time."""
         self.process.wait(GONE_WITHIN_S)
         _, alive = psutil.wait_procs(self.family, timeout=GONE_WITHIN_S)
         assert not alive, [each.cmdline() for each in alive]
@@ -75,9 +75,9 @@ class Script:
         return all((self.folder / name).exists() for name in names)
 
 
-def wait_until(fact: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     end = time.monotonic() + 40
-    while not fact():
+    while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -85,7 +85,7 @@ def wait_until(fact: Callable[[], bool], process: subprocess.Popen[str]) -> None
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Script]]:
-    """Starts the script and waits until its workers, their DataLoaders and their programs are at work."""
+    """Starts the script and waits until its workers, their DataLoaders and their child processes run."""
     scripts: list[Script] = []
     temporary = tempfile.mkdtemp(prefix="plz", dir="/tmp")  # the name of a socket in it must be short
 
@@ -124,7 +124,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Script]]:
 def test_a_signal_to_the_caller_ends_everything(
     number: signal.Signals, start_method: str, start: Callable[..., Script]
 ) -> None:
-    """Workers run their `finally` blocks, then the caller does with the signal what it would have done anyway."""
+    """Workers run their `finally` blocks, then the caller ends by the signal."""
     script = start(start_method)
     script.process.send_signal(number)
     script.assert_gone()
@@ -134,7 +134,7 @@ def test_a_signal_to_the_caller_ends_everything(
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_a_killed_caller_leaves_no_orphan(start_method: str, start: Callable[..., Script]) -> None:
-    """SIGKILL cannot be handled, and yet workers notice, run their `finally` blocks and end, with all they started."""
+    """SIGKILL cannot be handled; workers notice it, run their `finally` blocks and end, with all they started."""
     script = start(start_method)
     assert len(script.family) >= 2 * 3
     script.process.kill()
@@ -144,7 +144,7 @@ def test_a_killed_caller_leaves_no_orphan(start_method: str, start: Callable[...
 
 
 def test_nohup_stays_in_force(start: Callable[..., Script]) -> None:
-    """A caller that ignores SIGHUP goes on, and so do its workers; SIGTERM still ends it."""
+    """A caller that ignores SIGHUP keeps running, and so do its workers; SIGTERM still ends it."""
     script = start("forkserver", "nohup")
     os.killpg(script.process.pid, signal.SIGHUP)
     script.process.send_signal(signal.SIGTERM)
@@ -152,8 +152,8 @@ def test_nohup_stays_in_force(start: Callable[..., Script]) -> None:
     assert script.process.returncode == -signal.SIGTERM
 
 
-def test_ctrl_c_in_a_terminal_reaches_everyone_once(start: Callable[..., Script]) -> None:
-    """A terminal sends SIGINT to the whole group of the caller: one KeyboardInterrupt, and `finally` blocks."""
+def test_ctrl_c_in_a_terminal_raises_one_keyboard_interrupt(start: Callable[..., Script]) -> None:
+    """A terminal sends SIGINT to the caller's process group; `finally` blocks run."""
     script = start("forkserver")
     os.killpg(script.process.pid, signal.SIGINT)
     script.assert_gone()
@@ -184,7 +184,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("children", [2, 3])
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_ctrl_c_while_processes_start(start_method: str, children: int) -> None:
-    """The fork server and workers that still import hear nothing of it; the caller gets her KeyboardInterrupt."""
+    """The fork server and starting workers do not react to it; a KeyboardInterrupt is raised in the caller."""
     with subprocess.Popen(
         [sys.executable, "-c", STARTING, start_method],
         stdout=subprocess.PIPE,
@@ -207,7 +207,7 @@ def ranks() -> int:
 
 
 def test_handlers_are_as_before_after_a_call() -> None:
-    """The caller's own handlers are in force again, whichever way the call ended."""
+    """The caller's handlers are restored, whether the call returned or raised."""
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
     handlers = [lambda *_: None for _ in numbers]
     before = [signal.signal(number, handler) for number, handler in zip(numbers, handlers, strict=True)]
@@ -229,7 +229,7 @@ def divide_by_zero() -> float:
 
 
 def test_a_call_works_in_another_thread() -> None:
-    """Only the main thread may have handlers, and a call needs none."""
+    """Python allows signal handlers in the main thread only, and a call works without them."""
     values: list[list[int]] = []
     thread = threading.Thread(target=lambda: values.append(ranks.all_ranks()))
     thread.start()
@@ -242,11 +242,11 @@ import pathlib, sys, threading, time
 from parallelize import distributed, rank
 
 @distributed(processes=2)
-def train(told):
+def train(reported):
     def work():
-        while not pathlib.Path(told).exists():
+        while not pathlib.Path(reported).exists():
             time.sleep(0.01)
-        pathlib.Path(f"{told}.{rank()}").touch()
+        pathlib.Path(f"{reported}.{rank()}").touch()
 
     threading.Thread(target=work, name="writer").start()
     return rank()
@@ -256,14 +256,14 @@ print(train.all_ranks(sys.argv[1]))
 
 
 def test_threads_that_keep_a_call_from_returning_are_named(tmp_path: Path) -> None:
-    """They are waited for, as Python does, since their work may matter; these end when they have been told of."""
-    told = tmp_path / "told"
-    command = [sys.executable, "-c", LEAVES_A_THREAD, told]
+    """Python waits for them at exit, as their work may matter; here they end once they were reported."""
+    reported = tmp_path / "reported"
+    command = [sys.executable, "-c", LEAVES_A_THREAD, reported]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
-        said = sorted(process.stderr.readline() for _ in range(2))
-        told.touch()
+        lines = sorted(process.stderr.readline() for _ in range(2))
+        reported.touch()
         assert process.stdout.read() == "[0, 1]\n"
-    for number, line in enumerate(said):
-        waits = f"parallelize: rank {number} has returned, and its process waits for threads that the function has left"
+    for number, line in enumerate(lines):
+        waits = f"parallelize: rank {number} has returned, but its process waits for threads that the function started"
         assert line.startswith(f"{waits}: writer.")
-    assert len(list(tmp_path.glob("told.*"))) == 2
+    assert len(list(tmp_path.glob("reported.*"))) == 2

@@ -1,4 +1,4 @@
-"""Arguments and values travel whole; what a worker does to its copy stays with it, but for trained modules."""
+"""Arguments and return values of calls: pickled without loss, and only trained modules are updated in place."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class Settings:
 
 
 def test_plain_values_arrive_unchanged() -> None:
-    """Strings that look like templates, numbers, containers and objects come back equal."""
+    """Strings that look like templates, numbers, containers and objects are returned equal."""
     args = ("a$$b ${local_rank}", float("inf"), 10**40, {"k": [None, {1, 2}]}, Settings("s", (1, 2)), b"\x00\xff")
     assert echo(*args, key="${rank}") == (args, {"key": "${rank}"})
 
 
 @pytest.mark.parametrize("make", [lambda: bytes(100 * MIB), lambda: torch.arange(25 * MIB, dtype=torch.float32)])
 def test_a_hundred_megabytes_there_and_back(make: Any) -> None:
-    """Large values need no pipe that could fill up."""
-    big = make()
-    ((back,), _) = echo(big)
-    assert torch.equal(back, big) if isinstance(big, torch.Tensor) else back == big
+    """Values of 100 MB are passed and returned without a deadlock on a full pipe."""
+    large = make()
+    ((returned,), _) = echo(large)
+    assert torch.equal(returned, large) if isinstance(large, torch.Tensor) else returned == large
 
 
 def test_tensors_of_every_kind() -> None:
-    """Types, layouts, views and gradients' flags are kept; a tensor with a history comes as a value."""
+    """Dtypes, layouts, views and requires_grad are kept; a tensor with a grad_fn is passed by value."""
     sent = {
         "half": torch.ones(3, dtype=torch.bfloat16),
         "view": torch.arange(12.0).view(3, 4).T[1:],
@@ -78,8 +78,8 @@ class Tied(nn.Module):
         return self.head(self.norm(self.embed(x)))
 
 
-def test_tied_weights_and_aliases_stay_so() -> None:
-    """What was one object or one storage before the journey is one after it."""
+def test_tied_weights_and_aliases_are_kept() -> None:
+    """Arguments that share an object or a storage still share it after the call."""
     net, flat = Tied(), torch.zeros(10)
     ((nets, first, second), _) = echo([net, net], flat[:5], flat[5:])
     assert nets[0] is nets[1]
@@ -99,7 +99,7 @@ def write_into(tensor: torch.Tensor) -> tuple[bool, float, float]:
 
 
 def test_a_write_is_seen_in_no_other_rank_and_not_in_the_caller() -> None:
-    """Every rank has the argument's pages to itself, however large it is."""
+    """Every rank has its own memory for an argument, however large it is."""
     tensor = torch.zeros(4 * MIB)
     assert write_into.all_ranks(tensor) == [(False, 0.0, 1.0), (False, 0.0, 2.0)]
     assert not tensor.any()
@@ -107,9 +107,9 @@ def test_a_write_is_seen_in_no_other_rank_and_not_in_the_caller() -> None:
 
 @distributed(processes=2)
 def train(*models: Any, **named: Any) -> None:
-    """Rank 0 and rank 1 do different things to their copies; rank 0's count."""
-    found = [*models, *named.values()]
-    nets = [each for item in found for each in (item if isinstance(item, (list, tuple)) else [item])]
+    """Fill the weights with different values on each rank; only rank 0's are copied back."""
+    items = [*models, *named.values()]
+    nets = [each for item in items for each in (item if isinstance(item, (list, tuple)) else [item])]
     nets = [each for item in nets for each in (item.values() if isinstance(item, dict) else [item])]
     with torch.no_grad():
         for net in nets:
@@ -121,8 +121,8 @@ def is_trained(net: nn.Module) -> bool:
     return all(bool((tensor == 7).all()) for tensor in (*net.parameters(), *net.buffers()))
 
 
-def test_modules_come_back_trained_wherever_they_were_given() -> None:
-    """Rank 0's weights and buffers are in the caller's objects: by position, name, in containers; references hold."""
+def test_modules_are_updated_in_every_argument() -> None:
+    """Rank 0's weights are copied into modules passed by position, by name or in containers, in place."""
     nets = [Tied() for _ in range(5)]
     optimizer = torch.optim.SGD(nets[0].parameters(), lr=1.0)
     held = nets[0].embed.weight
@@ -134,8 +134,8 @@ def test_modules_come_back_trained_wherever_they_were_given() -> None:
     assert nets[0].norm.num_batches_tracked.item() == 7
 
 
-def test_modules_stay_as_they_were_when_told_so() -> None:
-    """update_modules=False leaves the caller's objects alone."""
+def test_modules_are_not_updated_on_request() -> None:
+    """update_modules=False leaves the caller's modules unchanged."""
     net = Tied()
     train.options(update_modules=False)(net)
     assert not is_trained(net)
@@ -146,8 +146,8 @@ def grow(net: nn.Linear) -> None:
     net.weight = nn.Parameter(torch.ones(3, 1))
 
 
-def test_a_module_that_changed_its_shape_is_told_of() -> None:
-    """What cannot be copied back is named in a warning that points to the call."""
+def test_a_module_that_changed_its_shape_gives_a_warning() -> None:
+    """Weights that cannot be copied back are named in a warning that points to the call."""
     net = nn.Linear(1, 1)
     with pytest.warns(UserWarning, match="Linear: weight changed shape or name") as caught:
         grow(net)
@@ -165,8 +165,8 @@ def total_of(net: nn.Module) -> int:
     return sum(1 for _ in net.parameters())
 
 
-def test_a_module_without_sizes_comes_back_with_those_it_got() -> None:
-    """Lazy layers that ran in the call are filled; those that did not stay as they are."""
+def test_lazy_modules_are_initialized() -> None:
+    """Lazy layers that ran in the call are initialized; those that did not stay lazy."""
     net, other = nn.LazyLinear(2), nn.LazyLinear(2)
     total_of(other)
     assert is_lazy(other.weight)
@@ -175,8 +175,8 @@ def test_a_module_without_sizes_comes_back_with_those_it_got() -> None:
     assert type(net) is nn.Linear
 
 
-def test_a_module_in_one_process_is_the_very_object() -> None:
-    """With one process nothing is copied."""
+def test_a_module_in_one_process_is_the_same_object() -> None:
+    """With one process the function trains the caller's module itself."""
     net = Tied()
     train.options(processes=1)(net)
     assert is_trained(net)
@@ -188,7 +188,7 @@ def own_rank() -> int:
 
 
 def test_values_of_all_ranks_come_in_order() -> None:
-    """`all_ranks` is a list by rank; a call is rank 0's value."""
+    """`all_ranks` returns a list in rank order, and a call returns rank 0's value."""
     assert own_rank.options(processes=3).all_ranks() == [0, 1, 2]
     assert own_rank() == 0
 
@@ -207,8 +207,8 @@ def train_masked(net: Masked) -> str:
     return "loss"
 
 
-def test_a_buffer_that_takes_no_copy_costs_no_result() -> None:
-    """The value of a training that has ended is not lost over a tensor."""
+def test_a_buffer_that_cannot_be_updated() -> None:
+    """A buffer that cannot be written to does not make the call lose its value."""
     net = Masked()
     assert train_masked(net) == "loss"
     assert net.linear.weight.eq(2).all()

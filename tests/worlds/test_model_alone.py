@@ -1,4 +1,4 @@
-"""parallel_model in scripts that no decorator runs: plain ones, and under torchrun."""
+"""parallel_model without @distributed: in plain scripts and under torchrun."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ loader = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)]
 
 
 def test_a_legacy_script_needs_one_line(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """One device, no launcher: the weights are those of the script without the block."""
+    """On one device, without a launcher, the weights equal those of the script without the block."""
     code = LEGACY + "{block}legacy_train(model, loader, optimizer)\nprint(model.weight.tolist())"
     plain = run_script(code.format(block=""))
     assert run_script(code.format(block="with parallel_model(model): ")).stdout == plain.stdout
 
 
 def test_a_legacy_script_under_torchrun(tmp_path: Path) -> None:
-    """torchrun's processes are joined, gradients averaged, and the process group is gone afterwards."""
+    """The processes form a group, gradients are averaged, and the group is destroyed afterwards."""
     script = tmp_path / "legacy.py"
     script.write_text(
         LEGACY
@@ -63,7 +63,7 @@ def test_a_legacy_script_under_torchrun(tmp_path: Path) -> None:
     assert (tmp_path / "weights0").read_text() == (tmp_path / "weights1").read_text()
 
 
-def test_a_group_of_the_users_own_is_used_and_kept(tmp_path: Path) -> None:
+def test_a_process_group_of_the_user_is_used_and_kept(tmp_path: Path) -> None:
     """A script that has called init_process_group keeps its group after the block."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -76,7 +76,7 @@ def test_a_group_of_the_users_own_is_used_and_kept(tmp_path: Path) -> None:
 
 
 def test_the_block_makes_and_ends_its_own_run() -> None:
-    """Inside, the helpers know the run; outside, there is none."""
+    """A run is active inside the block, and none outside of it."""
     with parallel_model(Mlp(), seed=3):
         run = context.active()
         assert run is not None
@@ -99,20 +99,20 @@ def test_an_optimizer_made_before_trains() -> None:
     [
         (
             {"backend": "ddp", "processes": 2},
-            r"(?s)backend='ddp' for 2 processes.*@distributed.*torchrun.*backend='dp'",
+            r"(?s)backend='ddp' with 2 processes.*@distributed.*torchrun.*backend='dp'",
         ),
         ({"backend": "ddq"}, r"did you mean 'ddp'"),
         ({"bakend": "dp"}, r"did you mean 'backend'"),
     ],
 )
-def test_requests_that_cannot_work_alone_are_refused(options: dict[str, Any], message: str) -> None:
-    """Each with its fix."""
+def test_requests_that_cannot_work_without_a_launcher_are_refused(options: dict[str, Any], message: str) -> None:
+    """The error contains the fix."""
     with pytest.raises(ConfigError, match=message), parallel_model(Mlp(), **options):
         pass
 
 
 def test_gpus_where_there_are_none_are_refused() -> None:
-    """The fault of the request, before the model is touched."""
+    """The error comes before the model is changed."""
     if torch.accelerator.is_available():
         pytest.skip("this machine has an accelerator")
     with (
@@ -131,8 +131,8 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run.config.backend.name == "dp"
 
 
-def test_a_block_has_options_of_its_own_inside_a_run() -> None:
-    """How to compute may differ from block to block; where may not."""
+def test_a_block_has_its_own_options_inside_a_run() -> None:
+    """Options of the computation may differ between blocks; the number of processes may not."""
 
     @distributed(processes=2)
     def train() -> None:
@@ -148,7 +148,7 @@ def test_a_block_has_options_of_its_own_inside_a_run() -> None:
 
 
 def test_random_numbers_differ_by_rank_and_repeat_by_run() -> None:
-    """With seed=: the same model on every rank, then other numbers on each, the same ones in every run."""
+    """With seed=: the same model on every rank, then different random numbers per rank, the same in every run."""
 
     @distributed(processes=2, seed=5)
     def draw() -> list[float]:
@@ -169,7 +169,7 @@ def test_random_numbers_differ_by_rank_and_repeat_by_run() -> None:
 
 
 def test_without_a_seed_random_numbers_are_left_alone() -> None:
-    """The block draws nothing and seeds nothing."""
+    """The block changes no RNG state."""
     model = Mlp()
     state = torch.random.get_rng_state()
     with parallel_model(model):
@@ -177,8 +177,8 @@ def test_without_a_seed_random_numbers_are_left_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_wrap_brings_the_users_own_ddp() -> None:
-    """wrap= is given the module and the World; a DistributedDataParallel it returns is watched like ours."""
+def test_wrap_returns_the_users_own_ddp() -> None:
+    """wrap= gets the module and the World; gradients are checked under the DistributedDataParallel that it returns."""
 
     def configure_ddp(module: nn.Module, world: Any) -> nn.Module:
         assert world.world_size == 2
@@ -201,8 +201,8 @@ def test_wrap_brings_the_users_own_ddp() -> None:
     assert torch.equal(*train.all_ranks())
 
 
-class AverageByHand(nn.Module):
-    """What a user might bring instead of DDP: averages when it is told to."""
+class CountingWrapper(nn.Module):
+    """A wrapper that does not average gradients, and counts its calls."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -214,12 +214,12 @@ class AverageByHand(nn.Module):
         return self.module(*args)
 
 
-def test_wrap_brings_any_module() -> None:
-    """Another wrapper runs under gradients, the plain model without; verify_every watches over its work."""
-    wrappers: list[AverageByHand] = []
+def test_wrap_returns_any_module() -> None:
+    """Another wrapper runs forwards with gradients only; verify_every finds the step that was not averaged."""
+    wrappers: list[CountingWrapper] = []
 
     def wrap(module: nn.Module, _world: Any) -> nn.Module:
-        wrappers.append(AverageByHand(module))
+        wrappers.append(CountingWrapper(module))
         return wrappers[-1]
 
     @distributed(processes=2, wrap=wrap, verify_every=1)
@@ -246,11 +246,11 @@ def test_wrap_brings_any_module() -> None:
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd", "pair"])
-def test_gradients_travel_as_asked(hook: str) -> None:
-    """comm_hook: in half precision, as low-rank factors, or by the user's own hook."""
+def test_comm_hooks_average_gradients(hook: str) -> None:
+    """Gradients are equal on all ranks: in half precision, as low-rank factors, or by the user's own hook."""
     seen: list[int] = []
 
-    def own(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def user_hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         state.append(bucket.index())
         return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda done: done.value()[0])
 
@@ -258,7 +258,7 @@ def test_gradients_travel_as_asked(hook: str) -> None:
     def train() -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = Mlp()
-        with parallel_model(model, backend=DDPBackend(comm_hook=(seen, own) if hook == "pair" else hook)):
+        with parallel_model(model, backend=DDPBackend(comm_hook=(seen, user_hook) if hook == "pair" else hook)):
             for _ in range(4):
                 model.zero_grad()
                 model(torch.full((2, 6), rank() + 1.0)).mean().backward()
@@ -271,8 +271,8 @@ def test_gradients_travel_as_asked(hook: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_buffers_that_cannot_be_sent_are_refused(backend: str) -> None:
-    """Named at the entry, with what can be: sparse ones, types that gloo does not know, views that are not computed."""
+def test_buffers_that_cannot_be_broadcast_are_refused(backend: str) -> None:
+    """Sparse tensors, dtypes that gloo does not support, conjugate and expanded views are refused at the entry."""
 
     @distributed(processes=2, backend=backend)
     def train() -> None:
@@ -287,9 +287,9 @@ def test_buffers_that_cannot_be_sent_are_refused(backend: str) -> None:
         for message, buffer in buffers.items():
             model = nn.Linear(6, 1)
             model.register_buffer("table", buffer)
-            is_taken = backend == "fsdp" and "expanded" in message
+            is_accepted = backend == "fsdp" and "expanded" in message
             refused = pytest.raises(ConfigError, match=f"(?s)table of Linear {message}")
-            with contextlib.nullcontext() if is_taken else refused, parallel_model(model):
+            with contextlib.nullcontext() if is_accepted else refused, parallel_model(model):
                 pass
         model.register_buffer("table", torch.ones(4, 2, dtype=torch.bool).T)
         with parallel_model(model):
@@ -299,8 +299,8 @@ def test_buffers_that_cannot_be_sent_are_refused(backend: str) -> None:
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
-def test_a_comm_hook_refuses_gradients_that_it_would_spoil(hook: Any) -> None:
-    """Complex ones, whose imaginary part a cast drops, and sparse ones: at the entry, by name, unless frozen."""
+def test_a_comm_hook_refuses_gradients_that_it_does_not_support(hook: Any) -> None:
+    """Complex and sparse gradients are refused at the entry, unless their parameters are frozen."""
 
     class Phases(nn.Linear):
         def __init__(self) -> None:
@@ -326,13 +326,13 @@ def test_a_comm_hook_refuses_gradients_that_it_would_spoil(hook: Any) -> None:
 
 
 def test_an_unknown_comm_hook_is_refused() -> None:
-    """Before anything runs."""
+    """The options are checked when the backend is constructed."""
     with pytest.raises(ConfigError, match=r"(?s)comm_hook='fp8'.*'powersgd'"):
         DDPBackend(comm_hook="fp8")  # type: ignore[arg-type]  # the fault under test
 
 
 def test_sync_batchnorm_on_the_cpu_is_refused() -> None:
-    """torch's SyncBatchNorm needs GPUs: said at entry, and nothing is left changed."""
+    """torch's SyncBatchNorm needs GPUs: an error at the entry, which changes no module."""
 
     @distributed(processes=2)
     def train() -> None:
@@ -346,7 +346,7 @@ def test_sync_batchnorm_on_the_cpu_is_refused() -> None:
 
 
 def test_the_engine_is_freed_with_the_block() -> None:
-    """Communication buffers do not wait for the garbage collector."""
+    """Communication buffers are freed without the garbage collector."""
 
     @distributed(processes=2)
     def train() -> None:
@@ -361,7 +361,7 @@ def test_the_engine_is_freed_with_the_block() -> None:
         with parallel_model(model):
             model(torch.ones(2, 6)).mean().backward()
             route: Any = route_of(model)
-            engine = weakref.ref(route.director._engine.module)
+            engine = weakref.ref(route.handler._engine.module)
             del route
         assert engine() is None
 

@@ -1,4 +1,4 @@
-"""What fsdp does beyond the contract: optimizers, blocks, meshes, loading, the refusals."""
+"""Tests of the fsdp backend beyond the contract: optimizers, units, meshes, state dicts, errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORLD = 2
 
 
 class Stack(nn.Module):
-    """A model of repeated blocks, with widths that two ranks cannot share evenly."""
+    """A model of repeated blocks, whose widths are not divisible by two ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,13 +42,15 @@ def batch_of(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn(WORLD * 4, 6, generator=torch.Generator().manual_seed(step)).chunk(WORLD)[rank]
 
 
-def trained_alone(*, steps: int, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> dict[str, torch.Tensor]:
+def train_in_one_process(
+    *, steps: int, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> dict[str, torch.Tensor]:
     model = seeded()
-    step_on = optimizer(model.parameters(), lr=0.05)
+    chosen_optimizer = optimizer(model.parameters(), lr=0.05)
     for step in range(steps):
-        step_on.zero_grad()
+        chosen_optimizer.zero_grad()
         model(torch.cat([batch_of(rank, step) for rank in range(WORLD)])).square().mean().backward()
-        step_on.step()
+        chosen_optimizer.step()
     return dict(model.state_dict())
 
 
@@ -63,8 +65,8 @@ def assert_close(weights: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     torch.testing.assert_close(dict(weights), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_named_optimizer_follows_with_its_state() -> None:
-    """An optimizer made before, with momentum from steps before, continues inside and again after the block."""
+def test_a_passed_optimizer_keeps_its_state() -> None:
+    """An optimizer from before the block keeps its state inside and after it."""
 
     @distributed(processes=WORLD)
     def run() -> dict[str, torch.Tensor]:
@@ -72,26 +74,26 @@ def test_a_named_optimizer_follows_with_its_state() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         parameters = list(model.parameters())
 
-        def alone(step: int) -> None:
+        def train_plain_model(step: int) -> None:
             optimizer.zero_grad()
             model(torch.cat([batch_of(rank, step) for rank in range(WORLD)])).square().mean().backward()
             optimizer.step()
 
-        alone(0)
+        train_plain_model(0)
         with parallel_model(model, backend="fsdp", optimizers=optimizer):
             assert all(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"])
             train(model, optimizer, steps=range(1, 3))
         assert all(one is other for one, other in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
         assert not any(isinstance(value, DTensor) for state in optimizer.state.values() for value in state.values())
-        alone(3)
+        train_plain_model(3)
         return model.state_dict()
 
     for weights in run.all_ranks():
-        assert_close(weights, trained_alone(steps=4))
+        assert_close(weights, train_in_one_process(steps=4))
 
 
-def test_an_optimizer_that_was_not_named_is_refused() -> None:
-    """It holds parameters that are no longer the model's: said before its first step."""
+def test_an_optimizer_that_was_not_passed_is_refused() -> None:
+    """It holds parameters that fsdp has replaced: its first step is an error."""
 
     @distributed(processes=WORLD)
     def run() -> None:
@@ -116,7 +118,7 @@ def test_an_optimizer_that_was_not_named_is_refused() -> None:
     ids=["default", "classes", "size", "one group"],
 )
 def test_blocks_are_chosen_as_asked(blocks: Any, sharded: set[str]) -> None:
-    """The members of module lists, modules of some classes, or those of some size; the rest is one group."""
+    """fully_shard is applied to members of module lists, modules of some classes, or modules of a minimum size."""
 
     @distributed(processes=WORLD)
     def run() -> tuple[set[str], dict[str, torch.Tensor]]:
@@ -128,7 +130,7 @@ def test_blocks_are_chosen_as_asked(blocks: Any, sharded: set[str]) -> None:
 
     for found, weights in run.all_ranks():
         assert found == sharded
-        assert_close(weights, trained_alone(steps=2))
+        assert_close(weights, train_in_one_process(steps=2))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_blocks_are_chosen_as_asked(blocks: Any, sharded: set[str]) -> None:
     ids=["kept", "offloaded", "one copy", "no roll call"],
 )
 def test_options_change_no_result(backend: FSDPBackend) -> None:
-    """Where parameters wait, and for how long, is no business of the numbers."""
+    """Options about memory and timeouts train the same weights."""
 
     @distributed(processes=WORLD)
     def run() -> dict[str, torch.Tensor]:
@@ -153,11 +155,11 @@ def test_options_change_no_result(backend: FSDPBackend) -> None:
                 model(batch_of(rank()))
         return model.state_dict()
 
-    assert_close(run(), trained_alone(steps=2))
+    assert_close(run(), train_in_one_process(steps=2))
 
 
-def test_evaluating_first_in_inference_mode_leaves_training_as_it_is() -> None:
-    """torch.inference_mode() before the first training step, and after it: backward saves no inference tensor."""
+def test_inference_mode_before_training_changes_no_result() -> None:
+    """torch.inference_mode() before and between training steps: backward saves no inference tensor."""
 
     @distributed(processes=WORLD)
     def run() -> dict[str, torch.Tensor]:
@@ -170,11 +172,11 @@ def test_evaluating_first_in_inference_mode_leaves_training_as_it_is() -> None:
                 train(model, optimizer, steps=range(step, step + 1))
         return model.state_dict()
 
-    assert_close(run(), trained_alone(steps=2))
+    assert_close(run(), train_in_one_process(steps=2))
 
 
-def test_copies_of_a_shared_model() -> None:
-    """shard_size=2 of four ranks: two copies, whose gradients are averaged, in one block after another."""
+def test_hybrid_sharding_averages_over_copies() -> None:
+    """shard_size=2 on four ranks averages the gradients of two copies, also in a second block."""
 
     @distributed(processes=4)
     def run() -> dict[str, torch.Tensor]:
@@ -190,11 +192,11 @@ def test_copies_of_a_shared_model() -> None:
         return model.state_dict()
 
     for weights in run.all_ranks():
-        assert_close(weights, trained_alone(steps=2))
+        assert_close(weights, train_in_one_process(steps=2))
 
 
-def test_gathering_in_half_precision() -> None:
-    """torch's own policy: parameters compute in bfloat16 and are kept, and returned, in their own type."""
+def test_mixed_precision_policy_gathers_in_half_precision() -> None:
+    """torch's policy computes in bfloat16; parameters keep their dtype."""
 
     @distributed(processes=WORLD)
     def run() -> set[torch.dtype]:
@@ -211,7 +213,7 @@ def test_gathering_in_half_precision() -> None:
 
 
 def test_a_wrong_shard_size_is_refused() -> None:
-    """Ranks divide evenly or not at all."""
+    """The shard size must divide the number of ranks."""
 
     @distributed(processes=WORLD)
     def run() -> None:
@@ -222,8 +224,8 @@ def test_a_wrong_shard_size_is_refused() -> None:
     run()
 
 
-def test_without_restore_the_parts_stay() -> None:
-    """restore=False runs no collective at the end: each rank keeps its parts, and the model says so when called."""
+def test_without_restore_parameters_stay_sharded() -> None:
+    """restore=False runs no collective at the end: each rank keeps its shards, and calling the model is an error."""
 
     @distributed(processes=WORLD)
     def run() -> None:
@@ -232,16 +234,16 @@ def test_without_restore_the_parts_stay() -> None:
             train(model, torch.optim.SGD(model.parameters(), 0.1), steps=range(1))
         assert type(model.layers[0]) is nn.Linear
         assert all(isinstance(value, DTensor) for value in model.state_dict().values())
-        with pytest.raises(SyncError, match=r"(?s)Stack is in parts.*restore=False"):
+        with pytest.raises(SyncError, match=r"(?s)Stack is sharded.*restore=False"):
             model(batch_of(0))
-        with pytest.raises(ConfigError, match="in parts"), parallel_model(model):
+        with pytest.raises(ConfigError, match="is sharded"), parallel_model(model):
             pass
 
     run()
 
 
 def test_a_sharded_state_dict_is_the_default() -> None:
-    """state_dict() is each rank's part, with the plain keys, unless whole tensors are asked for."""
+    """state_dict() returns each rank's shards under the keys of the plain model."""
 
     @distributed(processes=WORLD)
     def run() -> None:
@@ -257,7 +259,7 @@ def test_a_sharded_state_dict_is_the_default() -> None:
 
 
 def test_a_module_replaced_inside_is_refused() -> None:
-    """Its parameters would be this rank's own."""
+    """Its parameters would not be sharded."""
 
     @distributed(processes=WORLD)
     def run() -> None:
@@ -271,8 +273,8 @@ def test_a_module_replaced_inside_is_refused() -> None:
 
 
 @pytest.mark.parametrize("how", ["assign", "replace", "functional"])
-def test_a_parameter_put_in_anothers_place_is_refused(how: str) -> None:
-    """fully_shard would go on with its own part: what was loaded or put there would be lost without a word."""
+def test_a_replaced_parameter_is_refused(how: str) -> None:
+    """fully_shard would compute with its shards, and silently ignore the loaded or new parameter."""
 
     @distributed(processes=WORLD)
     def run() -> None:
@@ -284,15 +286,15 @@ def test_a_parameter_put_in_anothers_place_is_refused(how: str) -> None:
                 model.load_state_dict(loaded, assign=True)
             elif how == "replace":
                 model.stem.weight = nn.Parameter(loaded["stem.weight"])
-            with pytest.raises(SyncError, match=r"(?s)stem.weight of Stack is another parameter.*assign=True"):
+            with pytest.raises(SyncError, match=r"(?s)stem.weight of Stack was replaced inside the block.*assign=True"):
                 torch.func.functional_call(model, loaded if how == "functional" else {}, (batch_of(rank()),))
 
     run()
 
 
 @pytest.mark.parametrize("accumulates", [True, False])
-def test_gradients_of_before_the_block_are_averaged(accumulates: bool) -> None:
-    """Each rank has accumulated its own: a step in the block takes their mean, alone or with what comes there."""
+def test_gradients_from_before_the_block_are_averaged(accumulates: bool) -> None:
+    """A step in the block uses the mean of the ranks' gradients, also if more are accumulated in the block."""
 
     @distributed(processes=WORLD)
     def run() -> dict[str, torch.Tensor]:
@@ -300,7 +302,7 @@ def test_gradients_of_before_the_block_are_averaged(accumulates: bool) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
         model(batch_of(rank(), 0)).square().mean().backward()
         if rank() == 0:
-            model.head.bias.grad = None  # as of a branch that only some ranks went through
+            model.head.bias.grad = None  # as if only some ranks ran a branch
         with parallel_model(model, backend="fsdp", optimizers=optimizer):
             if accumulates:
                 model(batch_of(rank(), 1)).square().mean().backward()
@@ -320,8 +322,8 @@ def test_gradients_of_before_the_block_are_averaged(accumulates: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["no_sync", "no_sync around backward", "grad", "grad before"])
-def test_gradients_that_were_not_sent_are_not_passed_over(how: str) -> None:
-    """A step that finds no gradient in the parts, because all are waiting to be sent, would train nothing."""
+def test_a_step_on_unreduced_gradients_is_refused(how: str) -> None:
+    """A step would find no gradient in the shards while unreduced gradients exist."""
 
     @distributed(processes=WORLD)
     def run() -> None:
@@ -332,7 +334,7 @@ def test_gradients_that_were_not_sent_are_not_passed_over(how: str) -> None:
             optimizer.zero_grad()
             with no_sync(model) if how == "no_sync" else contextlib.nullcontext():
                 loss = model(batch_of(rank())).mean()
-                weight = model.head.weight  # whole until backward
+                weight = model.head.weight  # unsharded until backward
                 with no_sync(model) if how == "no_sync around backward" else contextlib.nullcontext():
                     if how.startswith("grad"):
                         gradient = torch.autograd.grad(loss, [weight])[0]
@@ -346,7 +348,7 @@ def test_gradients_that_were_not_sent_are_not_passed_over(how: str) -> None:
 
 
 def test_an_optimizer_made_inside_is_refused_after_the_block() -> None:
-    """It holds parts, and the model no longer does: neither plainly nor in a second block do its steps train."""
+    """It holds shards that the model no longer uses, neither plainly nor in a second block."""
 
     @distributed(processes=WORLD)
     def run() -> None:
@@ -354,23 +356,23 @@ def test_an_optimizer_made_inside_is_refused_after_the_block() -> None:
         with parallel_model(model, backend="fsdp"):
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             train(model, optimizer, steps=range(1))
-        with pytest.raises(SyncError, match=r"(?s)SGD holds parts of a model.*optimizers=optimizer"):
+        with pytest.raises(SyncError, match=r"(?s)SGD holds shards of a model.*optimizers=optimizer"):
             train(model, optimizer, steps=range(1))
-        with parallel_model(model, backend="fsdp"), pytest.raises(SyncError, match="SGD holds parts of a model"):
+        with parallel_model(model, backend="fsdp"), pytest.raises(SyncError, match="SGD holds shards of a model"):
             train(model, optimizer, steps=range(1))
 
     run()
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_a_step_after_the_block_is_not_passed_over(is_named: bool) -> None:
-    """Gradients in parts end with the block: a step that would find none is refused, until there are others."""
+@pytest.mark.parametrize("is_passed", [True, False])
+def test_a_step_after_the_block_is_refused(is_passed: bool) -> None:
+    """Sharded gradients are freed with the block: a step without gradients is refused, until new ones exist."""
 
     @distributed(processes=WORLD)
     def run() -> None:
         model = seeded()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with parallel_model(model, backend="fsdp", optimizers=[optimizer] if is_named else ()):
+        with parallel_model(model, backend="fsdp", optimizers=[optimizer] if is_passed else ()):
             model(batch_of(0)).sum().backward()
         with pytest.raises(SyncError, match=r"(?s)SGD steps after the block in which .* inside the block"):
             optimizer.step()
@@ -379,8 +381,8 @@ def test_a_step_after_the_block_is_not_passed_over(is_named: bool) -> None:
     run()
 
 
-def test_gradients_that_were_stepped_on_are_done_with() -> None:
-    """Where every gradient was used, a step after the block that has none is as it always was."""
+def test_a_step_after_the_block_is_accepted_if_all_gradients_were_used() -> None:
+    """If every gradient was used, a step after the block does nothing, as in torch."""
 
     @distributed(processes=WORLD)
     def run() -> None:
@@ -393,8 +395,8 @@ def test_gradients_that_were_stepped_on_are_done_with() -> None:
     run()
 
 
-def test_unfreezing_inside_is_followed() -> None:
-    """A frozen block that is trained from some step on gets the gradients of one process."""
+def test_parameters_unfrozen_inside_the_block_train() -> None:
+    """A block that is frozen at first and then trained gets the gradients of one process."""
 
     @distributed(processes=WORLD)
     def run() -> dict[str, torch.Tensor]:
@@ -408,11 +410,11 @@ def test_unfreezing_inside_is_followed() -> None:
         assert all(each.requires_grad for each in model.parameters())
         return model.state_dict()
 
-    assert_close(run(), trained_alone(steps=2))
+    assert_close(run(), train_in_one_process(steps=2))
 
 
 def test_tied_parameters_in_two_blocks_are_refused() -> None:
-    """A parameter is gathered with one block only; in one group it is tied as ever."""
+    """A parameter is gathered with one block only; within one group it stays tied."""
 
     class Tied(Stack):
         def __init__(self) -> None:
@@ -433,7 +435,7 @@ def test_tied_parameters_in_two_blocks_are_refused() -> None:
 
 
 def test_mixed_types_in_a_block_are_refused() -> None:
-    """Complex beside real: named at the entry; in a block of its own, frozen, or alone it is no obstacle."""
+    """Complex and real parameters need different blocks, unless the complex ones are frozen."""
 
     class Filter(nn.Module):
         def __init__(self) -> None:
@@ -463,7 +465,7 @@ def test_mixed_types_in_a_block_are_refused() -> None:
 
 
 def test_sparse_gradients_are_refused() -> None:
-    """An embedding with sparse=True is named at the entry."""
+    """An embedding with sparse=True is refused at the entry."""
 
     @distributed(processes=WORLD)
     def run() -> None:
@@ -475,18 +477,18 @@ def test_sparse_gradients_are_refused() -> None:
     run()
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_lbfgs_is_refused(is_named: bool) -> None:
-    """It needs whole parameters: said at the entry of the block if it is named there, else before its first step."""
+@pytest.mark.parametrize("is_passed", [True, False])
+def test_lbfgs_is_refused(is_passed: bool) -> None:
+    """It needs full parameters: refused at the entry of the block if it is passed, else at its first step."""
 
     @distributed(processes=WORLD)
     def run() -> None:
         model = seeded()
         refused = pytest.raises(ConfigError, match=r"(?s)LBFGS under backend='fsdp'.*backend='ddp'")
-        if is_named:
+        if is_passed:
             with refused, parallel_model(model, backend="fsdp", optimizers=torch.optim.LBFGS(model.parameters())):
                 pass
-            model(batch_of(rank()))  # not touched
+            model(batch_of(rank()))  # unchanged
             return
         with parallel_model(model, backend="fsdp"):
             optimizer = torch.optim.LBFGS(model.parameters())
@@ -496,8 +498,8 @@ def test_lbfgs_is_refused(is_named: bool) -> None:
     run()
 
 
-def test_classes_that_the_model_has_not_are_refused() -> None:
-    """Nothing would be sharded as asked."""
+def test_block_classes_that_the_model_does_not_have_are_refused() -> None:
+    """No submodule would be a unit."""
 
     @distributed(processes=WORLD)
     def run() -> None:
@@ -508,8 +510,8 @@ def test_classes_that_the_model_has_not_are_refused() -> None:
     run()
 
 
-def test_comparing_parts_is_refused() -> None:
-    """verify_every has nothing to compare where every rank holds something else."""
+def test_verify_every_is_refused() -> None:
+    """verify_every cannot compare parameters of which every rank holds another shard."""
 
     @distributed(processes=WORLD, backend="fsdp", verify_every=1)
     def run() -> None:
@@ -521,7 +523,7 @@ def test_comparing_parts_is_refused() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_blocks_train(reentrant: bool) -> None:
-    """What a checkpoint computes again inside backward is no call past the model."""
+    """Recomputation inside backward is accepted as a call through the model."""
 
     class Checkpointed(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -538,11 +540,11 @@ def test_checkpointed_blocks_train(reentrant: bool) -> None:
             train(model, torch.optim.AdamW(model.parameters(), lr=0.05), steps=range(2))
         return model.state_dict()
 
-    assert_close(run(), trained_alone(steps=2))
+    assert_close(run(), train_in_one_process(steps=2))
 
 
-def test_clipping_and_accumulating_see_the_whole() -> None:
-    """clip_grad_norm_ clips by the norm over all parts; no_sync accumulates without sending."""
+def test_clipping_and_accumulation_use_full_gradients() -> None:
+    """clip_grad_norm_ clips by the norm over all shards; no_sync accumulates without reducing."""
 
     @distributed(processes=WORLD)
     def run() -> tuple[float, dict[str, torch.Tensor]]:
@@ -554,8 +556,8 @@ def test_clipping_and_accumulating_see_the_whole() -> None:
             (model(batch_of(rank(), 1)).square().mean() / 2).backward()
             norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
-            whole = norm.full_tensor().item()
-        return whole, model.state_dict()
+            total_norm = norm.full_tensor().item()
+        return total_norm, model.state_dict()
 
     model = seeded()
     for step in range(2):
@@ -569,7 +571,7 @@ def test_clipping_and_accumulating_see_the_whole() -> None:
 
 
 def test_a_block_can_follow_a_block() -> None:
-    """fsdp, then ddp, then fsdp again on the same model and optimizer."""
+    """fsdp, ddp and fsdp again train the same model and optimizer."""
 
     @distributed(processes=WORLD)
     def run() -> dict[str, torch.Tensor]:
@@ -581,4 +583,4 @@ def test_a_block_can_follow_a_block() -> None:
         dist.barrier()
         return model.state_dict()
 
-    assert_close(run(), trained_alone(steps=3))
+    assert_close(run(), train_in_one_process(steps=3))

@@ -1,4 +1,4 @@
-"""Inside a block the model is the user's own object in every respect, and after it nothing is left."""
+"""In a block the model remains the user's object, and after it nothing of the block is left in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inputs(*, seed: int = 0) -> torch.Tensor:
 
 
 def test_attributes_methods_and_references_hold() -> None:
-    """Type, attributes, methods, parameters and old references are those of before, in a world and alone."""
+    """Type, attributes, methods, parameters and references do not change, in one process and in two."""
 
     def check() -> None:
         model = Mlp()
@@ -51,7 +51,7 @@ def test_attributes_methods_and_references_hold() -> None:
 
 
 def test_hooks_fire_once() -> None:
-    """Forward and pre-forward hooks of the model and of a submodule, in training and in evaluation."""
+    """Each hook of the model and of a submodule fires once per call, with gradients and without."""
 
     @distributed(processes=WORLD)
     def count() -> list[str]:
@@ -85,7 +85,7 @@ def test_forward_called_by_name_is_routed() -> None:
 
 
 def test_parameters_start_as_rank_0s() -> None:
-    """Ranks that initialise differently train rank 0's model; buffers too, trained or frozen."""
+    """Ranks that initialise differently get rank 0's parameters and buffers, trained or frozen."""
 
     @distributed(processes=WORLD)
     def start(frozen: bool) -> list[torch.Tensor]:
@@ -106,7 +106,7 @@ def test_parameters_start_as_rank_0s() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_batch_norm_statistics_are_rank_0s_after_the_block(frozen: bool) -> None:
-    """Running statistics, which every rank has seen differently, end as one model's, also where nothing is trained."""
+    """Running statistics, which differ between ranks, end as rank 0's, also if all parameters are frozen."""
 
     @distributed(processes=WORLD)
     def train() -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +124,7 @@ def test_batch_norm_statistics_are_rank_0s_after_the_block(frozen: bool) -> None
 
 
 def test_eval_mode_with_gradients_averages_without_sending_buffers() -> None:
-    """Fine-tuning in eval mode trains one model; its forward alone needs no other rank."""
+    """Fine-tuning in eval mode averages gradients; its forward waits for no other rank."""
 
     @distributed(processes=WORLD)
     def train() -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_eval_mode_with_gradients_averages_without_sending_buffers() -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with parallel_model(model):
             if rank() == 0:
-                model(torch.randn(4, 1, 8, 8))  # one rank, gradients on, in eval mode
+                model(torch.randn(4, 1, 8, 8))  # rank 0 only, in eval mode with gradients
             model(torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(rank()))).mean().backward()
             optimizer.step()
         return model.head.weight.detach()
@@ -142,7 +142,7 @@ def test_eval_mode_with_gradients_averages_without_sending_buffers() -> None:
 
 
 def test_pickles_load_without_this_package() -> None:
-    """torch.save and pickle inside the block name nothing of this package and load as plain models."""
+    """torch.save and pickle inside the block write plain models, without a reference to this package."""
 
     @distributed(processes=WORLD)
     def dump() -> tuple[bytes, bytes]:
@@ -160,8 +160,8 @@ def test_pickles_load_without_this_package() -> None:
         loaded(torch.ones(2, 2))
 
 
-def test_a_copy_taken_inside_averages_nothing() -> None:
-    """A deep copy (EMA) runs and trains on one rank alone."""
+def test_a_copy_made_inside_averages_nothing() -> None:
+    """A deep copy (EMA) runs and trains on one rank without the others."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -178,7 +178,7 @@ def test_a_copy_taken_inside_averages_nothing() -> None:
 
 
 class PatchedForward(Mlp):
-    """Has a forward on the instance, as torch.compile and monkey patches leave one."""
+    """Has a forward on the instance, as torch.compile and monkey patches set one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class PatchedForward(Mlp):
 
 
 def test_a_forward_on_the_instance_is_the_one_that_runs() -> None:
-    """What is on the instance at entry runs inside, is there again after, and goes into copies."""
+    """A forward on the instance runs inside the block and in copies, and is restored after the block."""
 
     @distributed(processes=WORLD)
     def run() -> None:
@@ -206,7 +206,7 @@ def test_a_forward_on_the_instance_is_the_one_that_runs() -> None:
 
 
 def test_a_forward_replaced_inside_stays() -> None:
-    """A patch that the user lays over the route is hers, also after the block."""
+    """A forward that the user sets inside the block stays after it."""
     model = Mlp()
 
     def mine(x: torch.Tensor) -> torch.Tensor:
@@ -217,8 +217,8 @@ def test_a_forward_replaced_inside_stays() -> None:
     assert vars(model)["forward"] is mine
 
 
-def test_a_bound_forward_kept_after_the_block_runs_plainly() -> None:
-    """A reference to the routed method outlives its block without harm."""
+def test_a_bound_forward_kept_after_the_block_runs_the_plain_model() -> None:
+    """A reference to the routed method still works after the block."""
     model = Mlp()
     with parallel_model(model):
         kept = model.forward
@@ -226,7 +226,7 @@ def test_a_bound_forward_kept_after_the_block_runs_plainly() -> None:
 
 
 def test_a_model_that_calls_itself_is_averaged_once() -> None:
-    """Recursion inside forward runs plainly: one call of the user's is one round of the engine."""
+    """Recursive calls inside forward are not routed: gradients are averaged once."""
 
     class Recursive(Mlp):
         def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
@@ -268,7 +268,7 @@ def test_weight_tying_parametrizations_and_frozen_parts_train() -> None:
 
 @pytest.mark.parametrize("when", ["before", "inside", "in place before", "in place inside"])
 def test_compiled_models_are_averaged(when: str) -> None:
-    """torch.compile(model), whose forward lives on the instance, and model.compile(), before the block and inside."""
+    """Gradients are averaged after torch.compile(model) or model.compile(), before the block or inside."""
 
     @distributed(processes=WORLD)
     def train() -> torch.Tensor:
@@ -295,7 +295,7 @@ def test_compiled_models_are_averaged(when: str) -> None:
 
 
 def test_nested_blocks_of_different_models() -> None:
-    """A block inside a block, each with its own model, each left on its own."""
+    """A block inside another averages the gradients of its own model, and may end first."""
 
     @distributed(processes=WORLD)
     def train() -> list[torch.Tensor]:
@@ -315,7 +315,7 @@ def test_nested_blocks_of_different_models() -> None:
 
 
 def test_several_models_come_as_a_tuple() -> None:
-    """Two models in, the same two out, each with its own engine; blocks can follow each other."""
+    """Two models are returned as a tuple, each with its own engine; a second block can follow."""
     one, two = Mlp(), nn.Linear(1, 1)
     for _ in range(2):
         with parallel_model(one, two) as (first, second):
@@ -324,7 +324,7 @@ def test_several_models_come_as_a_tuple() -> None:
 
 
 def test_no_sync_around_backward_only_is_refused() -> None:
-    """The forward has decided already: no_sync around its backward alone would change nothing, and says so."""
+    """The forward decides whether gradients are averaged, so that no_sync around its backward alone is an error."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -337,8 +337,8 @@ def test_no_sync_around_backward_only_is_refused() -> None:
     train()
 
 
-def test_gradients_left_under_no_sync_are_not_stepped_on() -> None:
-    """A step after nothing but no_sync: the last micro-batch has to be outside."""
+def test_gradients_accumulated_under_no_sync_are_refused() -> None:
+    """A step is refused if all micro-batches ran under no_sync."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -353,7 +353,7 @@ def test_gradients_left_under_no_sync_are_not_stepped_on() -> None:
 
 
 def test_no_sync_outside_a_block_does_nothing() -> None:
-    """The same script runs raw."""
+    """The same script runs without a block."""
     model = Mlp()
     with no_sync(model):
         model(inputs()).mean().backward()
@@ -362,7 +362,7 @@ def test_no_sync_outside_a_block_does_nothing() -> None:
 
 
 def test_a_backward_after_the_block_is_refused() -> None:
-    """The block around the forward alone, as around autocast's: no rank would average what this backward brings."""
+    """Its gradients would not be averaged: a block cannot be around the forward alone, as autocast can."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -376,25 +376,25 @@ def test_a_backward_after_the_block_is_refused() -> None:
     train()
 
 
-def test_gradients_of_ones_own_are_not_stepped_on_after_the_block() -> None:
-    """Left under no_sync, they are refused after the block too; unless thrown away, or averaged by another block."""
+def test_local_gradients_are_refused_after_the_block() -> None:
+    """Gradients from no_sync are refused after the block, until zero_grad, or until another block averages them."""
 
     @distributed(processes=WORLD)
     def train() -> torch.Tensor:
         model = Mlp()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-        def leave(step: int) -> None:
+        def accumulate_under_no_sync(step: int) -> None:
             with parallel_model(model), no_sync(model):
                 model(inputs(seed=2 * step + rank())).square().mean().backward()
 
-        leave(0)
+        accumulate_under_no_sync(0)
         for _ in range(2):
             with pytest.raises(SyncError, match=r"(?s)encoder.weight of Mlp is not averaged.*under no_sync"):
                 optimizer.step()
         optimizer.zero_grad()
         optimizer.step()
-        leave(1)
+        accumulate_under_no_sync(1)
         with parallel_model(model):
             pass
         with pytest.raises(SyncError, match=r"(?s)encoder.weight of Mlp is not averaged.*under no_sync"):
@@ -403,10 +403,10 @@ def test_gradients_of_ones_own_are_not_stepped_on_after_the_block() -> None:
             model(inputs(seed=rank())).mean().backward()
         optimizer.step()
         gc.collect()
-        from torch.optim.optimizer import _global_optimizer_pre_hooks  # this process's: a global's value would travel
+        from torch.optim.optimizer import _global_optimizer_pre_hooks  # imported here, else its value would be pickled
 
         hooks = len(_global_optimizer_pre_hooks)
-        leave(2)
+        accumulate_under_no_sync(2)
         assert len(_global_optimizer_pre_hooks) == hooks + 1
         optimizer.zero_grad()
         assert len(_global_optimizer_pre_hooks) == hooks
@@ -415,8 +415,8 @@ def test_gradients_of_ones_own_are_not_stepped_on_after_the_block() -> None:
     assert torch.equal(*train.all_ranks())
 
 
-def test_what_comes_after_the_block_is_the_users_own() -> None:
-    """Gradients for inputs of a forward inside, a training of the plain model that others have no part in."""
+def test_the_plain_model_trains_after_the_block() -> None:
+    """After the block one rank may train alone; autograd.grad for inputs of a forward inside the block works too."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -436,13 +436,13 @@ def test_what_comes_after_the_block_is_the_users_own() -> None:
     train()
 
 
-def refusals() -> dict[str, tuple[Any, str]]:
+def refused_models() -> dict[str, tuple[Any, str]]:
     shared = nn.Linear(2, 2)
     lazy = nn.Sequential(nn.LazyLinear(3))
     with torch.device("meta"):
         empty = nn.Linear(2, 2)
     return {
-        "nothing": ((), r"(?s)there is no model.*parallel_model\(model\)"),
+        "nothing": ((), r"(?s)no model was passed.*parallel_model\(model\)"),
         "no module": (([1],), r"(?s)parallel_model\(list\).*optimizers=.*shard_loader"),
         "wrapped": ((nn.DataParallel(Mlp()),), r"(?s)parallel_model\(DataParallel\(\.\.\.\)\).*pass the plain model"),
         "lazy": ((lazy,), r"(?s)0\.weight of Sequential has no size yet.*run one batch through the model"),
@@ -452,16 +452,16 @@ def refusals() -> dict[str, tuple[Any, str]]:
     }
 
 
-@pytest.mark.parametrize("case", list(refusals()))
+@pytest.mark.parametrize("case", list(refused_models()))
 def test_models_that_cannot_be_parallel_are_refused(case: str) -> None:
-    """Each with what, why and fix, before anything is touched."""
-    models, message = refusals()[case]
+    """The error has what, why and fix, and comes before a model is changed."""
+    models, message = refused_models()[case]
     with pytest.raises(ConfigError, match=message), parallel_model(*models):
         pass
 
 
 def test_a_model_in_two_blocks_is_refused() -> None:
-    """The same model, a part of it and a whole around it, inside its own block."""
+    """The same model, a part of it, and a module around it are refused inside its block."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with parallel_model(model):
         for other, message in (
@@ -474,7 +474,7 @@ def test_a_model_in_two_blocks_is_refused() -> None:
 
 
 def test_an_unknown_method_is_refused() -> None:
-    """With the methods that the model has, the nearest first."""
+    """The error suggests a method of the model."""
     refused = pytest.raises(ConfigError, match=r"(?s)no model of the block has a method 'los'.*did you mean 'loss'")
     with refused, parallel_model(Mlp(), methods="los"):
         pass

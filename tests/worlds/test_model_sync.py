@@ -1,4 +1,4 @@
-"""Gradients that bypass the engine are refused before an optimizer steps; everything else equals one process."""
+"""Gradients that bypass the engine are refused before an optimizer step; all others equal those of one process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from zoo import BRANCHED, ZOO, Branched, Mlp
 
 from parallelize import DDPBackend, SyncError, all_reduce, distributed, no_sync, parallel_model, rank
 from parallelize.cluster.world import World
-from parallelize.inplace.gradient_averaging_guard import Guard
+from parallelize.inplace.gradient_averaging_guard import GradientAveragingGuard
 
 WORLD = 2
 
 
 def batch_of(rank: int, *, samples: int = 4, step: int = 0) -> torch.Tensor:
-    """What a rank sees; the ranks' batches together are what one process sees."""
+    """Return the batch of a rank; one process gets the batches of all ranks."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(WORLD * samples, 6, generator=generator).chunk(WORLD)[rank]
 
@@ -35,10 +35,10 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {name: each.grad for name, each in model.named_parameters()}
 
 
-def assert_alone_is_the_same(
+def assert_one_process_is_the_same(
     ranks: list[Any], loss_of: Callable[[Any, torch.Tensor], torch.Tensor], *, make: Callable[[], nn.Module] = Mlp
 ) -> None:
-    """The gradients of every rank are those of one process on the mean of the ranks' losses."""
+    """Assert that every rank's gradients are those of one process for the mean of the ranks' losses."""
     model = seeded(make)
     sum(loss_of(model, batch_of(rank)) / WORLD for rank in range(WORLD)).backward()
     for got in ranks:
@@ -46,8 +46,8 @@ def assert_alone_is_the_same(
             torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-7)
 
 
-def assert_trained_alike(loss_of: Callable[[Any, torch.Tensor], torch.Tensor], **options: Any) -> None:
-    """One backward and a step in a block on every rank: nothing is refused, the gradients are those of one process."""
+def assert_averaged(loss_of: Callable[[Any, torch.Tensor], torch.Tensor], **options: Any) -> None:
+    """Assert that one backward and step on every rank are accepted, with the gradients of one process."""
 
     @distributed(processes=WORLD)
     def train() -> dict[str, torch.Tensor | None]:
@@ -58,7 +58,7 @@ def assert_trained_alike(loss_of: Callable[[Any, torch.Tensor], torch.Tensor], *
         assert "loss" not in vars(model)
         return gradients(model)
 
-    assert_alone_is_the_same(train.all_ranks(), loss_of)
+    assert_one_process_is_the_same(train.all_ranks(), loss_of)
 
 
 def bypasses() -> dict[str, Callable[[Mlp, torch.Tensor], torch.Tensor]]:
@@ -76,7 +76,7 @@ def bypasses() -> dict[str, Callable[[Mlp, torch.Tensor], torch.Tensor]]:
 
 @pytest.mark.parametrize("name", list(bypasses()))
 def test_a_gradient_that_bypasses_the_engine_is_refused(name: str) -> None:
-    """A submodule, a method, functional use or a bare parameter: SyncError names the parameter, weights are kept."""
+    """After using a submodule, a method or a parameter directly, SyncError names the parameter, and weights stay."""
 
     @distributed(processes=WORLD)
     def train() -> tuple[str, bool]:
@@ -99,14 +99,14 @@ def test_a_gradient_that_bypasses_the_engine_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(bypasses()))
 def test_without_the_guard_ranks_would_drift_apart(name: str) -> None:
-    """What the guard refuses is no false alarm: with it switched off, each rank steps on a gradient of its own."""
+    """Meta-test: without the guard's hooks, ranks step on different gradients."""
 
     @distributed(processes=WORLD)
     def train() -> dict[str, torch.Tensor]:
-        def watch_nothing(_guard: Guard) -> contextlib.AbstractContextManager[None]:
+        def install_no_hooks(_self: GradientAveragingGuard) -> contextlib.AbstractContextManager[None]:
             return contextlib.nullcontext()
 
-        Guard.watching = watch_nothing  # type: ignore[method-assign]  # in this process, which ends with the call
+        GradientAveragingGuard.hooks_installed = install_no_hooks  # type: ignore[method-assign]  # in this process, which ends with the call
         model = seeded(Mlp)
         with parallel_model(model):
             (bypasses()[name](model, batch_of(rank())) * (rank() + 1)).backward()
@@ -118,7 +118,7 @@ def test_without_the_guard_ranks_would_drift_apart(name: str) -> None:
 
 
 def test_a_reference_to_a_submodule_taken_before_the_block_is_refused() -> None:
-    """An old reference to a part of the model leads around the engine as well."""
+    """A reference to a submodule from before the block bypasses the engine too."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -136,17 +136,17 @@ def test_a_reference_to_a_submodule_taken_before_the_block_is_refused() -> None:
 
 
 def test_a_regulariser_in_the_same_backward_is_averaged() -> None:
-    """A loss of the model's output and of its parts takes one backward, and every gradient is averaged."""
+    """A loss of the model's output and of its submodules needs one backward, which averages every gradient."""
 
     def loss_of(model: Mlp, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean() + model.encoder(x).abs().mean() + model.head.weight.square().sum()
 
-    assert_trained_alike(loss_of)
+    assert_averaged(loss_of)
 
 
 def test_a_named_method_is_routed() -> None:
     """methods=["loss"] runs a method through the engine: its gradients are averaged."""
-    assert_trained_alike(lambda model, x: model.loss(x), methods=["loss"])
+    assert_averaged(lambda model, x: model.loss(x), methods=["loss"])
 
 
 def test_two_forwards_before_one_backward_are_averaged() -> None:
@@ -155,11 +155,11 @@ def test_two_forwards_before_one_backward_are_averaged() -> None:
     def loss_of(model: Mlp, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean() + model(x + 1).mean()
 
-    assert_trained_alike(loss_of)
+    assert_averaged(loss_of)
 
 
 def test_two_backwards_for_two_forwards_are_refused() -> None:
-    """The second backward finds its gradients averaged by nobody, and says to sum the losses."""
+    """The second backward averages nothing, and the error suggests to sum the losses."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -176,7 +176,7 @@ def test_two_backwards_for_two_forwards_are_refused() -> None:
 
 @pytest.mark.parametrize("how", ["fast weights", "func.grad"])
 def test_a_functional_call_of_the_model_is_refused(how: str) -> None:
-    """Tensors in the places of parameters are nothing that could be averaged; in a routed method they are welcome."""
+    """Gradients of tensors in place of parameters cannot be averaged, unless a routed method makes the call."""
 
     class Learner(Mlp):
         def adapted(self, x: torch.Tensor) -> torch.Tensor:
@@ -194,7 +194,7 @@ def test_a_functional_call_of_the_model_is_refused(how: str) -> None:
     def train() -> dict[str, torch.Tensor | None]:
         model = seeded(Learner)
         with parallel_model(model, methods=["adapted"]):
-            with pytest.raises(SyncError, match=r"(?s)encoder.weight of Learner is no parameter.*methods="):
+            with pytest.raises(SyncError, match=r"(?s)has replaced encoder.weight of Learner by a plain.*methods="):
                 call(model, batch_of(rank()))
             model.adapted(batch_of(rank())).backward()
             torch.optim.SGD(model.parameters(), 0.0).step()
@@ -204,11 +204,11 @@ def test_a_functional_call_of_the_model_is_refused(how: str) -> None:
         weights = {name: each * 0.5 for name, each in model.named_parameters()}
         return torch.func.functional_call(model, weights, (x,)).square().mean()
 
-    assert_alone_is_the_same(train.all_ranks(), halved)
+    assert_one_process_is_the_same(train.all_ranks(), halved)
 
 
-def test_what_accumulated_around_the_engine_is_averaged_by_the_next_round() -> None:
-    """A bypass is no fault as long as a later backward through the model averages all that has accumulated."""
+def test_a_gradient_that_bypassed_the_engine_is_averaged_by_the_next_backward() -> None:
+    """A later backward through the model averages all that has accumulated."""
 
     def loss_of(model: Mlp, x: torch.Tensor) -> torch.Tensor:
         return model.encoder(x).mean() + model(x).mean()
@@ -223,11 +223,11 @@ def test_what_accumulated_around_the_engine_is_averaged_by_the_next_round() -> N
             torch.optim.SGD(model.parameters(), 0.0).step()
         return gradients(model)
 
-    assert_alone_is_the_same(train.all_ranks(), loss_of)
+    assert_one_process_is_the_same(train.all_ranks(), loss_of)
 
 
-def test_a_discarded_bypass_is_no_fault() -> None:
-    """Gradients that zero_grad has thrown away are nobody's business."""
+def test_a_gradient_that_zero_grad_has_removed_is_accepted() -> None:
+    """zero_grad removes the local gradient, so that a step is safe."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -243,7 +243,7 @@ def test_a_discarded_bypass_is_no_fault() -> None:
 
 
 def test_another_models_optimizer_steps_freely() -> None:
-    """The guard minds its own model's parameters only."""
+    """The guard checks the parameters of its own model only."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -257,8 +257,8 @@ def test_another_models_optimizer_steps_freely() -> None:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_a_parameter_beside_the_models_is_refused_where_ranks_differ(backend: str) -> None:
-    """A criterion with weights in the model's optimizer: refused, unless in a block or averaged by the user."""
+def test_an_unmanaged_parameter_is_refused_if_ranks_differ(backend: str) -> None:
+    """A criterion's weights in the model's optimizer are refused, unless in a block or averaged by the user."""
 
     @distributed(processes=WORLD, backend=backend)
     def train() -> torch.Tensor:
@@ -293,8 +293,8 @@ class Sparse(nn.Module):
         return self.embedding(tokens)
 
 
-def test_sparse_gradients_are_watched_as_others_are() -> None:
-    """Past the model, or assigned by hand: named, as dense ones are."""
+def test_sparse_gradients_are_checked() -> None:
+    """Sparse gradients that bypass the model, or are assigned, are refused as dense ones are."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -316,7 +316,7 @@ def test_sparse_gradients_are_watched_as_others_are() -> None:
 
 
 def test_unused_parameters_are_named() -> None:
-    """A branch without gradient is named, with the option, before the step and before torch's own error."""
+    """The error names the unused branch and the option, at the step and at the next forward."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -334,7 +334,7 @@ def test_unused_parameters_are_named() -> None:
 
 
 def test_unused_parameters_are_found_when_asked_for() -> None:
-    """find_unused_parameters=True trains a model with branches, also when ranks take different ones."""
+    """find_unused_parameters=True trains a model with branches, also if ranks take different ones."""
 
     @distributed(processes=WORLD)
     def train() -> dict[str, torch.Tensor]:
@@ -351,9 +351,9 @@ def test_unused_parameters_are_found_when_asked_for() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("paused", [True, False], ids=["no_sync", "around the engine"])
-def test_a_branch_of_the_paused_micro_batch_alone_is_averaged(paused: bool) -> None:
-    """find_unused_parameters averages what accumulated before the last micro-batch, which did not use it."""
+@pytest.mark.parametrize("under_no_sync", [True, False], ids=["no_sync", "around the engine"])
+def test_a_branch_used_in_the_first_micro_batch_only_is_averaged(under_no_sync: bool) -> None:
+    """find_unused_parameters averages gradients of a branch that the last micro-batch does not use."""
 
     def loss_of(model: Branched, x: torch.Tensor) -> torch.Tensor:
         return model(x, right=True).square().mean() + model(x).mean()
@@ -363,7 +363,7 @@ def test_a_branch_of_the_paused_micro_batch_alone_is_averaged(paused: bool) -> N
         model = seeded(Branched)
         x = batch_of(rank())
         with parallel_model(model, backend=DDPBackend(find_unused_parameters=True)):
-            if paused:
+            if under_no_sync:
                 with no_sync(model):
                     model(x, right=True).square().mean().backward()
             else:
@@ -372,11 +372,11 @@ def test_a_branch_of_the_paused_micro_batch_alone_is_averaged(paused: bool) -> N
             torch.optim.SGD(model.parameters(), 0.0).step()
         return gradients(model)
 
-    assert_alone_is_the_same(train.all_ranks(), loss_of, make=Branched)
+    assert_one_process_is_the_same(train.all_ranks(), loss_of, make=Branched)
 
 
-def test_a_gradient_left_from_no_sync_alone_is_refused() -> None:
-    """What find_unused_parameters leaves alone, because another engine saw its backward, is this rank's own."""
+def test_a_gradient_from_no_sync_alone_is_refused() -> None:
+    """find_unused_parameters does not average gradients accumulated before the engine was rebuilt."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -394,15 +394,15 @@ def test_a_gradient_left_from_no_sync_alone_is_refused() -> None:
 
 
 @pytest.mark.parametrize("how", ["no_sync", "unused"])
-def test_a_gradient_of_ones_own_is_refused_when_frozen_too(how: str) -> None:
-    """What a parameter has of its rank's own when it is frozen, its optimizer does not step on; unless thrown away."""
+def test_a_local_gradient_of_a_frozen_parameter_is_refused(how: str) -> None:
+    """A parameter frozen with a local gradient is refused by the step, until zero_grad."""
 
     @distributed(processes=WORLD)
     def train() -> None:
         model = seeded(Branched)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         x = batch_of(rank())
-        reason = "under no_sync" if how == "no_sync" else "waited for those"
+        reason = "under no_sync" if how == "no_sync" else "never completed"
         with parallel_model(model):
             with no_sync(model) if how == "no_sync" else contextlib.nullcontext():
                 model(x).mean().backward()
@@ -419,7 +419,7 @@ def test_a_gradient_of_ones_own_is_refused_when_frozen_too(how: str) -> None:
 
 
 def test_a_step_inside_backward_is_refused() -> None:
-    """An optimizer in a hook of backward would step on gradients that are not averaged yet."""
+    """An optimizer in a backward hook would step on gradients that are not averaged yet."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -435,7 +435,7 @@ def test_a_step_inside_backward_is_refused() -> None:
 
 
 def test_gradients_assigned_by_hand_are_compared() -> None:
-    """torch.autograd.grad averages nothing: refused where ranks differ, welcome once the user has averaged."""
+    """Gradients of torch.autograd.grad are refused if ranks differ, and accepted once the user has averaged them."""
 
     @distributed(processes=WORLD)
     def train() -> dict[str, torch.Tensor | None]:
@@ -452,18 +452,18 @@ def test_gradients_assigned_by_hand_are_compared() -> None:
         with parallel_model(model):
             assign(averaged=False)
             with pytest.raises(
-                SyncError, match=r"the gradient of encoder.weight of Mlp differs.*came from no backward"
+                SyncError, match=r"the gradient of encoder.weight of Mlp differs.*no backward in this block computed it"
             ):
                 optimizer.step()
             assign(averaged=True)
             optimizer.step()
         return gradients(model)
 
-    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).mean())
+    assert_one_process_is_the_same(train.all_ranks(), lambda model, x: model(x).mean())
 
 
 def test_gradients_assigned_by_hand_are_compared_for_every_optimizer() -> None:
-    """One optimizer's step, on what was averaged, does not hide from the next that its gradients were not."""
+    """A step on averaged gradients does not hide that the next optimizer's gradients are not averaged."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -485,7 +485,7 @@ def test_gradients_assigned_by_hand_are_compared_for_every_optimizer() -> None:
 
 @pytest.mark.parametrize("trained_before", [False, True])
 def test_gradients_from_a_copy_are_compared(trained_before: bool) -> None:
-    """Reptile: differences to a copy that each rank has trained; compared also where the model itself never runs."""
+    """Reptile assigns differences to a copy that each rank has trained, also if the model itself never runs."""
 
     @distributed(processes=WORLD)
     def train() -> torch.Tensor:
@@ -506,7 +506,7 @@ def test_gradients_from_a_copy_are_compared(trained_before: bool) -> None:
                 model(batch_of(rank())).mean().backward()
                 optimizer.step()
             for _ in range(2):
-                with pytest.raises(SyncError, match=r"encoder.weight of Mlp differs.*came from no backward here"):
+                with pytest.raises(SyncError, match=r"encoder.weight of Mlp differs.*no backward in this block"):
                     step(averaged=False)
                 step(averaged=True)
         return model.encoder.weight.detach()
@@ -515,7 +515,7 @@ def test_gradients_from_a_copy_are_compared(trained_before: bool) -> None:
 
 
 def test_gradients_from_before_the_block_are_compared() -> None:
-    """Refused as they are, though welcome where a closure throws them away first."""
+    """They are refused, but accepted if a closure removes them first."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -530,7 +530,7 @@ def test_gradients_from_before_the_block_are_compared() -> None:
 
         model(batch_of(rank())).mean().backward()
         with parallel_model(model):
-            with pytest.raises(SyncError, match=r"encoder.weight of Mlp differs.*came from no backward here"):
+            with pytest.raises(SyncError, match=r"encoder.weight of Mlp differs.*no backward in this block"):
                 optimizer.step()
             optimizer.step(closure)
 
@@ -538,7 +538,7 @@ def test_gradients_from_before_the_block_are_compared() -> None:
 
 
 def test_a_closure_is_checked_too() -> None:
-    """step(closure) steps on what the closure has left: a bypass in it is refused."""
+    """step(closure) steps on the closure's gradients: a bypass in it is refused."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -580,12 +580,12 @@ def test_unfreezing_inside_the_block_is_followed(start_frozen: tuple[str, ...]) 
             torch.optim.SGD(model.parameters(), 0.0).step()
         return gradients(model)
 
-    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).mean())
+    assert_one_process_is_the_same(train.all_ranks(), lambda model, x: model(x).mean())
 
 
 @pytest.mark.parametrize("part", ["encoder", "head"])
 def test_freezing_between_two_forwards_of_one_backward_is_followed(part: str) -> None:
-    """The engine changes while the first forward waits for its backward, which finds what it has saved unchanged."""
+    """The engine is rebuilt between a forward and its backward, whose saved tensors stay valid."""
 
     def loss_of(model: Mlp, x: torch.Tensor) -> torch.Tensor:
         first = model(x).square().mean()
@@ -616,7 +616,7 @@ def test_freezing_between_two_forwards_of_one_backward_is_followed(part: str) ->
 
 
 def test_replaced_parameters_are_followed() -> None:
-    """A submodule replaced, or load_state_dict(assign=True): the next forward trains the new parameters, alike."""
+    """After replacing a submodule, or load_state_dict(assign=True), new parameters start equal and are averaged."""
 
     @distributed(processes=WORLD)
     def train() -> dict[str, torch.Tensor | None]:
@@ -632,11 +632,11 @@ def test_replaced_parameters_are_followed() -> None:
             torch.optim.SGD(model.parameters(), 0.0).step()
         return gradients(model)
 
-    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).mean())
+    assert_one_process_is_the_same(train.all_ranks(), lambda model, x: model(x).mean())
 
 
 def test_a_parameter_that_appears_after_the_last_forward_is_refused() -> None:
-    """Unfrozen and trained around the engine, with no forward in between: refused by name."""
+    """A parameter unfrozen and trained directly, without a forward of the model in between, is named."""
 
     @distributed(processes=WORLD)
     def train() -> None:
@@ -654,7 +654,7 @@ def test_a_parameter_that_appears_after_the_last_forward_is_refused() -> None:
 
 
 def test_a_model_frozen_for_a_while_keeps_its_engine() -> None:
-    """A GAN that freezes its discriminator for the generator's step: gradients pass through and nothing is rebuilt."""
+    """A GAN freezes its discriminator for the generator's step: no engine is rebuilt, and both are averaged."""
 
     @distributed(processes=WORLD)
     def train() -> tuple[Any, Any]:
@@ -683,7 +683,7 @@ def test_a_model_frozen_for_a_while_keeps_its_engine() -> None:
 
 @pytest.mark.parametrize("how", ["shape", "count", "frozen", "buffer"])
 def test_ranks_with_different_models_are_refused(how: str) -> None:
-    """Ranks whose models differ in a shape, a number, in what is trained or in a buffer: the first part is named."""
+    """The error names the first parameter or buffer that differs in shape, number or requires_grad."""
 
     @distributed(processes=WORLD)
     def train() -> str:
@@ -707,7 +707,7 @@ def test_ranks_with_different_models_are_refused(how: str) -> None:
 
 
 def test_verify_every_names_the_first_parameter_that_differs() -> None:
-    """A rank that changes a weight by itself is found at the next comparison, and not before."""
+    """A weight that one rank changes is found at the next comparison, and not before."""
 
     @distributed(processes=WORLD, verify_every=2)
     def train() -> int:
@@ -736,7 +736,7 @@ def test_verify_every_names_the_first_parameter_that_differs() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "part"])
 def test_checkpointed_forwards_are_averaged(reentrant: bool, whole: bool) -> None:
-    """Activation checkpointing of both kinds, of a part of the model and of the whole of it."""
+    """Activation checkpointing of both kinds, of a submodule or of the model."""
 
     class Checkpointed(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -744,7 +744,7 @@ def test_checkpointed_forwards_are_averaged(reentrant: bool, whole: bool) -> Non
             return self.head(encoded)
 
     def loss_of(model: Mlp, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone().requires_grad_(True)  # the reentrant kind looks at its inputs only
+        x = x.clone().requires_grad_(True)  # reentrant checkpointing needs an input that requires grad
         output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant) if whole else model(x)
         return output.square().mean()
 
@@ -758,11 +758,11 @@ def test_checkpointed_forwards_are_averaged(reentrant: bool, whole: bool) -> Non
                 torch.optim.SGD(model.parameters(), 0.0).step()
         return gradients(model)
 
-    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
+    assert_one_process_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
 
 
 def test_a_static_graph_is_averaged() -> None:
-    """static_graph=True with nested backwards (reentrant checkpoints) and an unused parameter."""
+    """static_graph=True averages with nested backwards (reentrant checkpoints) and an unused parameter."""
 
     class Static(Mlp):
         def __init__(self) -> None:
@@ -783,13 +783,13 @@ def test_a_static_graph_is_averaged() -> None:
                 optimizer.step()
         return gradients(model)
 
-    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
+    assert_one_process_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
 
 
 @pytest.mark.parametrize("how", ["saliency", "attack", "penalty"])
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "wrapped"])
-def test_a_static_graph_is_learnt_from_a_backward_that_brings_gradients(how: str, ours: bool) -> None:
-    """autograd.grad for an input comes first, in the same forward or one of its own: averaging begins all the same."""
+def test_a_static_graph_is_recorded_in_a_backward_that_accumulates_gradients(how: str, ours: bool) -> None:
+    """Averaging begins even if autograd.grad for an input comes first, for the same forward or another."""
 
     def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_(True)
@@ -814,11 +814,11 @@ def test_a_static_graph_is_learnt_from_a_backward_that_brings_gradients(how: str
                 optimizer.step()
         return gradients(model)
 
-    assert_alone_is_the_same(train.all_ranks(), loss_of)
+    assert_one_process_is_the_same(train.all_ranks(), loss_of)
 
 
 class Boxed(Mlp):
-    """Returns a tensor in something that it is put in."""
+    """Returns its output in a container."""
 
     def __init__(self, box: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -840,7 +840,7 @@ class Opaque:
 
 @pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters"])
 def test_a_tensor_in_a_dataclass_is_averaged(option: str) -> None:
-    """DistributedDataParallel looks for the tensors of an output where it has to: in dataclasses too."""
+    """DistributedDataParallel finds the tensors of an output in dataclasses, too."""
 
     @distributed(processes=WORLD, backend=DDPBackend(**{option: True}))
     def train() -> dict[str, torch.Tensor | None]:
@@ -852,11 +852,11 @@ def test_a_tensor_in_a_dataclass_is_averaged(option: str) -> None:
             torch.optim.SGD(model.parameters(), 0.0).step()
         return gradients(model)
 
-    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
+    assert_one_process_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
 
 
 def test_a_packed_sequence_is_averaged_under_a_static_graph() -> None:
-    """Its tensor is found as others are, and is left without a hook that pickle would warn of."""
+    """Its tensor is found, and gets no hook, which pickle would warn of."""
 
     class Packing(Mlp):
         def forward(self, x: torch.Tensor) -> Any:
@@ -872,11 +872,11 @@ def test_a_packed_sequence_is_averaged_under_a_static_graph() -> None:
             torch.optim.SGD(model.parameters(), 0.0).step()
         return gradients(model)
 
-    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
+    assert_one_process_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
 
 
-def test_a_static_graph_that_has_not_begun_to_average_is_refused() -> None:
-    """Under static_graph=True an output that nobody can look into would leave the first gradients on their ranks."""
+def test_a_static_graph_without_output_tensors_is_refused() -> None:
+    """With static_graph=True, an output in an opaque object would leave the first gradients without averaging."""
 
     @distributed(processes=WORLD, backend=DDPBackend(static_graph=True))
     def train() -> None:
@@ -891,7 +891,7 @@ def test_a_static_graph_that_has_not_begun_to_average_is_refused() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_static_graph_may_begin_under_no_sync(reentrant: bool) -> None:
-    """Accumulation under static_graph=True, from its first micro-batch on, which torch alone aborts at."""
+    """Accumulation with static_graph=True works from the first micro-batch on, where torch alone aborts."""
 
     class Checkpointed(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -910,12 +910,12 @@ def test_a_static_graph_may_begin_under_no_sync(reentrant: bool) -> None:
                 optimizer.step()
         return gradients(model)
 
-    assert_alone_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
+    assert_one_process_is_the_same(train.all_ranks(), lambda model, x: model(x).square().mean())
 
 
 @pytest.mark.parametrize("name", list(ZOO))
 def test_the_zoo_trains_as_hand_written_ddp_does(name: str) -> None:
-    """Weights and buffers after some steps are bitwise those of torch's DistributedDataParallel on the same batches."""
+    """Weights and buffers are bitwise those of torch's DistributedDataParallel on the same batches."""
 
     @distributed(processes=WORLD)
     def train() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

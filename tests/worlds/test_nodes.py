@@ -1,4 +1,4 @@
-"""One call on several nodes: two agents on loopback, and two hosts with addresses and names of their own."""
+"""One call on several nodes: two agents on loopback, and two hosts with their own addresses and names."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ def train(factor=1):
         time.sleep(300)
     return [total.item() * factor, rank(), int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"]), attempt]
 
-said = {}
+result = {}
 try:
     if what == "large":
-        said["value"] = len(distributed(**options)(lambda: b"x" * 20_000_000)())
+        result["value"] = len(distributed(**options)(lambda: b"x" * 20_000_000)())
     else:
-        said["value"] = train(factor=2)
-        said["all"] = train.all_ranks()
+        result["value"] = train(factor=2)
+        result["all"] = train.all_ranks()
 except BaseException as error:
-    said["error"] = type(error).__name__
-    said["text"] = "\\n".join([str(error), *getattr(error, "__notes__", [])])
-    said["at"] = time.time()
-print(json.dumps(said))
+    result["error"] = type(error).__name__
+    result["text"] = "\\n".join([str(error), *getattr(error, "__notes__", [])])
+    result["at"] = time.time()
+print(json.dumps(result))
 """
 
 
 @dataclass
 class Nodes:
-    """Starts the same script once per node and collects what each says."""
+    """Starts the same script once per node and reads their results."""
 
     folder: Path
     running: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -89,14 +89,14 @@ class Nodes:
         self.running.append(process)
         return process
 
-    def said(self, process: subprocess.Popen[str], timeout_s: float = 50.0) -> dict[str, Any]:
+    def result(self, process: subprocess.Popen[str], timeout_s: float = 50.0) -> dict[str, Any]:
         out, err = process.communicate(timeout=timeout_s)
         assert out.strip(), err
-        said: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
-        return said
+        result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        return result
 
     def worker_pids(self, count: int) -> list[int]:
-        """Process ids of all workers, once they have met."""
+        """Return the process ids of all workers, once they are connected."""
         files = [self.folder / f"pid.{rank}" for rank in range(count)]
         wait_for(lambda: all(file.exists() and file.read_text() for file in files))
         return [int(file.read_text()) for file in files]
@@ -114,7 +114,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 def wait_for(fact: Callable[[], bool], timeout_s: float = 30.0) -> None:
     end = time.monotonic() + timeout_s
     while not fact():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, f"not within {timeout_s:g} s"
         time.sleep(0.02)
 
 
@@ -130,8 +130,8 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def alive(pids: Sequence[int]) -> list[int]:
-    """Those that still run; one that has ended and that nobody has asked about is not."""
+def running_pids(pids: Sequence[int]) -> list[int]:
+    """Return those that still run; a zombie process does not."""
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -140,60 +140,60 @@ def alive(pids: Sequence[int]) -> list[int]:
     return found
 
 
-WHOLE = [[6.0, 0, 0, 0, 0], [6.0, 1, 0, 1, 0], [6.0, 2, 1, 0, 0], [6.0, 3, 1, 1, 0]]
+ALL_RANKS = [[6.0, 0, 0, 0, 0], [6.0, 1, 0, 1, 0], [6.0, 2, 1, 0, 0], [6.0, 3, 1, 1, 0]]
 
 
 @pytest.mark.parametrize("numbers", [(0, 1), (None, None)], ids=["numbered", "unnumbered"])
 def test_every_node_gets_rank_0s_value(nodes: Nodes, port: int, numbers: Sequence[int | None]) -> None:
-    """Two calls in a row: rank 0's value on both nodes, then every rank's in rank order, by NODE_RANK or without."""
+    """Two calls return rank 0's value and all ranks' values on both nodes, with and without NODE_RANK."""
     started = [nodes.start("return", environ=on_loopback(number, port)) for number in numbers]
     for process in started:
-        said = nodes.said(process)
-        assert said == {"value": [12.0, 0, 0, 0, 0], "all": WHOLE}
+        result = nodes.result(process)
+        assert result == {"value": [12.0, 0, 0, 0, 0], "all": ALL_RANKS}
 
 
-def test_one_mpi_process_per_node_stands_for_it(nodes: Nodes, port: int) -> None:
-    """A launcher's only process on a node, asked for two there, starts them itself."""
-    alone = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+def test_one_mpi_process_per_node_starts_the_workers(nodes: Nodes, port: int) -> None:
+    """The only process that mpirun starts on a node starts the two requested workers there."""
+    mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     started = [
-        nodes.start("return", environ={**on_loopback(None, port), **alone, "OMPI_COMM_WORLD_RANK": str(number)})
+        nodes.start("return", environ={**on_loopback(None, port), **mpi, "OMPI_COMM_WORLD_RANK": str(number)})
         for number in (0, 1)
     ]
     for process in started:
-        assert nodes.said(process) == {"value": [12.0, 0, 0, 0, 0], "all": WHOLE}
+        assert nodes.result(process) == {"value": [12.0, 0, 0, 0, 0], "all": ALL_RANKS}
 
 
-def test_large_values_cross(nodes: Nodes, port: int) -> None:
-    """A value of 20 MB reaches the other node, though the store takes no more than 8 MB at once."""
+def test_large_values_reach_other_nodes(nodes: Nodes, port: int) -> None:
+    """A value of 20 MB reaches the other node, although the store limits values to 8 MB."""
     started = [nodes.start("large", environ=on_loopback(number, port)) for number in (0, 1)]
-    assert [nodes.said(process)["value"] for process in started] == [20_000_000] * 2
+    assert [nodes.result(process)["value"] for process in started] == [20_000_000] * 2
 
 
 @pytest.mark.parametrize(("what", "error"), [("raise", "Boom"), ("kill", "WorkerError")])
 def test_failure_reaches_sleeping_nodes(nodes: Nodes, port: int, what: str, error: str) -> None:
-    """Rank 3 fails while all others sleep: the same cause on both nodes, and no worker is left."""
+    """Rank 3 fails while all others sleep: both nodes raise the same error, and no worker is left."""
     started = [nodes.start(what, environ=on_loopback(number, port)) for number in (0, 1)]
     pids = nodes.worker_pids(4)
     for process in started:
-        said = nodes.said(process)
-        assert said["error"] == error
-        assert "rank 3" in said["text"]
-        assert "the others: ranks 0-2: stopped" in said["text"]
-    assert not alive(pids)
+        result = nodes.result(process)
+        assert result["error"] == error
+        assert "rank 3" in result["text"]
+        assert "the others: ranks 0-2: stopped" in result["text"]
+    assert not running_pids(pids)
 
 
-def test_restart_is_of_all_nodes(nodes: Nodes, port: int) -> None:
-    """With max_restarts=1 a failure on one node starts the workers of both again, and the call succeeds."""
+def test_a_restart_includes_all_nodes(nodes: Nodes, port: int) -> None:
+    """With max_restarts=1 a failure on one node restarts the workers of both, and the call succeeds."""
     options = {"max_restarts": 1}
     started = [nodes.start("raise", options=options, environ=on_loopback(number, port)) for number in (0, 1)]
     for process in started:
-        said = nodes.said(process)
-        assert said["value"] == [12.0, 0, 0, 0, 1]
+        result = nodes.result(process)
+        assert result["value"] == [12.0, 0, 0, 0, 1]
 
 
 @pytest.mark.soak
-def test_spent_restarts_name_every_cause(nodes: Nodes, port: int) -> None:
-    """When the last restart fails too, the error tells of the earlier attempts."""
+def test_the_error_lists_earlier_attempts(nodes: Nodes, port: int) -> None:
+    """When the last restart fails too, the notes contain the errors of earlier attempts."""
     # `fails` is the script's own option: in how many attempts rank 3 fails.
     script = SCRIPT.replace('options.get("fails", 1)', "2")
     (nodes.folder / "script.py").write_text(script)
@@ -209,66 +209,66 @@ def test_spent_restarts_name_every_cause(nodes: Nodes, port: int) -> None:
     ]
     nodes.running.extend(started)
     for process in started:
-        said = nodes.said(process)
-        assert said["error"] == "Boom"
-        assert "attempt 0 had failed with Boom" in said["text"]
+        result = nodes.result(process)
+        assert result["error"] == "Boom"
+        assert "attempt 0 had failed with Boom" in result["text"]
 
 
 def test_missing_node_is_named(nodes: Nodes, port: int) -> None:
-    """A node that never comes: the error says how many came and from where."""
-    said = nodes.said(nodes.start("return", options={"timeout": 2}, environ=on_loopback(0, port)))
-    assert said["error"] == "LaunchError"
-    assert f"1 of 2 nodes came within 2 s: node 0 from {socket.gethostname()}" in said["text"]
-    assert "node 1 did not" in said["text"]
+    """When a node does not join, the error says which nodes did, and their hosts."""
+    result = nodes.result(nodes.start("return", options={"timeout": 2}, environ=on_loopback(0, port)))
+    assert result["error"] == "LaunchError"
+    assert f"1 of 2 nodes joined within 2 s: node 0 from {socket.gethostname()}" in result["text"]
+    assert "node 1 is missing" in result["text"]
 
 
 @pytest.mark.soak
 def test_no_node_0_is_named(nodes: Nodes, port: int) -> None:
-    """A node that finds nobody at MASTER_ADDR:MASTER_PORT says so."""
-    said = nodes.said(nodes.start("return", options={"timeout": 2}, environ=on_loopback(1, port)))
-    assert said["error"] == "LaunchError"
-    assert f"no node 0 at 127.0.0.1:{port} within 2 s" in said["text"]
+    """A node that cannot connect to MASTER_ADDR:MASTER_PORT raises LaunchError."""
+    result = nodes.result(nodes.start("return", options={"timeout": 2}, environ=on_loopback(1, port)))
+    assert result["error"] == "LaunchError"
+    assert f"no node 0 at 127.0.0.1:{port} within 2 s" in result["text"]
 
 
 def test_nodes_with_different_requests_refuse(nodes: Nodes, port: int) -> None:
-    """Nodes that were asked for different numbers of processes: both name both requests."""
+    """Nodes with different numbers of processes raise ConfigError with both requests."""
     started = [
         nodes.start("return", options={"processes": 1 + number}, environ=on_loopback(number, port)) for number in (0, 1)
     ]
     for process in started:
-        said = nodes.said(process)
-        assert said["error"] == "ConfigError"
-        assert "2 nodes x 1 processes" in said["text"]
-        assert "2 nodes x 2 processes" in said["text"]
+        result = nodes.result(process)
+        assert result["error"] == "ConfigError"
+        assert "2 nodes x 1 processes" in result["text"]
+        assert "2 nodes x 2 processes" in result["text"]
 
 
-def test_two_nodes_of_one_number_refuse(nodes: Nodes, port: int) -> None:
-    """A NODE_RANK that is given twice is refused on the node that comes second."""
+def test_two_nodes_with_one_node_rank_refuse(nodes: Nodes, port: int) -> None:
+    """A duplicate NODE_RANK is refused on the second node."""
     started = [nodes.start("return", options={"timeout": 8}, environ=on_loopback(number, port)) for number in (0, 1, 1)]
-    errors = [nodes.said(process) for process in started]
-    refused = [said for said in errors if said.get("error") == "ConfigError"]
+    errors = [nodes.result(process) for process in started]
+    refused = [result for result in errors if result.get("error") == "ConfigError"]
     assert len(refused) == 1
-    assert "another node of that number" in refused[0]["text"]
+    assert "another node has the same NODE_RANK" in refused[0]["text"]
 
 
-def test_no_meeting_place_is_refused(nodes: Nodes) -> None:
-    """num_nodes=2 with nothing that says where the nodes meet: the line to type."""
-    said = nodes.said(nodes.start("return", environ={}))
-    assert said["error"] == "ConfigError"
-    assert "MASTER_ADDR=<address of node 0>" in said["text"]
+def test_num_nodes_without_master_addr_is_refused(nodes: Nodes) -> None:
+    """num_nodes=2 without MASTER_ADDR raises an error that contains the command to type."""
+    result = nodes.result(nodes.start("return", environ={}))
+    assert result["error"] == "ConfigError"
+    assert "MASTER_ADDR=<address of node 0>" in result["text"]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("killed", [0, 1], ids=["node 0", "node 1"])
 def test_killed_agent_ends_the_run(nodes: Nodes, port: int, killed: int) -> None:
-    """One node's own process is killed while all workers sleep: the other says so within the time of lost beats."""
+    """When the agent of one node is killed, the other node detects the missing heartbeat and raises."""
     started = [nodes.start("sleep", environ=on_loopback(number, port)) for number in (0, 1)]
     pids = nodes.worker_pids(4)
     started[killed].send_signal(signal.SIGKILL)
-    said = nodes.said(started[1 - killed])
-    assert said["error"] == "LaunchError"
-    assert f"node {killed} is gone" in said["text"]
-    wait_for(lambda: not alive(pids))
+    result = nodes.result(started[1 - killed])
+    assert result["error"] == "LaunchError"
+    assert f"node {killed} is gone" in result["text"]
+    wait_for(lambda: not running_pids(pids))
 
 
 @pytest.fixture(scope="module")
@@ -281,33 +281,33 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def test_two_hosts_without_names(nodes: Nodes, hosts: tuple[Host, Host]) -> None:
-    """Hosts whose names resolve nowhere train together by address alone, over their own interface."""
+    """Hosts whose names do not resolve train together by address, over their own interface."""
     where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29400"}
     started = [nodes.start("return", environ=where, on=host) for host in hosts]
     for process in started:
-        assert nodes.said(process) == {"value": [12.0, 0, 0, 0, 0], "all": WHOLE}
+        assert nodes.result(process) == {"value": [12.0, 0, 0, 0, 0], "all": ALL_RANKS}
 
 
-def test_failure_crosses_hosts(nodes: Nodes, hosts: tuple[Host, Host]) -> None:
-    """A failure names the host it was on, on the other host too."""
+def test_a_failure_names_its_host(nodes: Nodes, hosts: tuple[Host, Host]) -> None:
+    """Both hosts raise an error that names the host of the failed rank."""
     where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29401"}
     started = [nodes.start("raise", environ=where, on=host) for host in hosts]
     for process in started:
-        said = nodes.said(process)
-        assert said["error"] == "Boom"
-        assert "rank 3 of 4 on node-2" in said["text"]
+        result = nodes.result(process)
+        assert result["error"] == "Boom"
+        assert "rank 3 of 4 on node-2" in result["text"]
 
 
 def test_only_the_given_address_listens(nodes: Nodes, hosts: tuple[Host, Host]) -> None:
-    """Whatever listens on a host is bound to its own address or to loopback, node 0's store to MASTER_ADDR."""
+    """All listening sockets are bound to the host's address or to loopback, node 0's store to MASTER_ADDR."""
     where = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29402"}
     for host in hosts:
         nodes.start("sleep", environ=where, on=host)
     nodes.worker_pids(4)
     for host in hosts:
-        said = subprocess.run(host.command("ss", "-Hltn"), check=True, capture_output=True, text=True).stdout
-        places = [line.split()[3] for line in said.splitlines()]
+        lines = subprocess.run(host.command("ss", "-Hltn"), check=True, capture_output=True, text=True).stdout
+        sockets = [line.split()[3] for line in lines.splitlines()]
         own = {host.address, "127.0.0.1", "[::1]", f"[::ffff:{host.address}]"}
-        assert places, "gloo's ranks listen for each other"
-        assert {place.rpartition(":")[0] for place in places} <= own
-        assert (f"{host.address}:29402" in places) == (host == hosts[0])
+        assert sockets, "gloo's ranks listen for each other"
+        assert {each.rpartition(":")[0] for each in sockets} <= own
+        assert (f"{host.address}:29402" in sockets) == (host == hosts[0])

@@ -1,4 +1,4 @@
-"""Processes that another launcher has placed: they join the world it made, and start none themselves."""
+"""Calls in processes that torchrun, mpirun or the user started: they join that world and start no process."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def train(factor):
     return [total.item() * factor, rank(), world_size()]
 
 try:
-    said = [train(1), train(2), train.all_ranks(1)]
+    result = [train(1), train(2), train.all_ranks(1)]
 except ConfigError as error:
-    said = str(error)
-sys.stdout.write(json.dumps(said) + "\\n")  # one write: lines of two ranks do not mix
+    result = str(error)
+sys.stdout.write(json.dumps(result) + "\\n")  # one write: lines of two ranks do not mix
 """
 
-JOINED = [[1.0, 0, 2], [2.0, 0, 2], [[1.0, 0, 2], [1.0, 1, 2]]]
+RESULT = [[1.0, 0, 2], [2.0, 0, 2], [[1.0, 0, 2], [1.0, 1, 2]]]
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 OPEN_MPI = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
@@ -40,8 +40,8 @@ MPICH = ["mpiexec.hydra", "-n", "2", sys.executable]
 LAUNCHERS = {"torchrun": TORCHRUN, "open mpi": OPEN_MPI, "mpich": MPICH}
 
 
-def answers(launcher: str, folder: Path, options: dict[str, object]) -> list[object]:
-    """What each process says, in no order."""
+def results(launcher: str, folder: Path, options: dict[str, object]) -> list[object]:
+    """Return what each process prints, in any order."""
     command = LAUNCHERS[launcher]
     if shutil.which(command[0]) is None:
         pytest.skip(f"needs the command {command[0]!r}")
@@ -55,38 +55,38 @@ def answers(launcher: str, folder: Path, options: dict[str, object]) -> list[obj
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", '"'))]
-    assert len(said) == 2, done.stderr
-    return said
+    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", '"'))]
+    assert len(printed) == 2, done.stderr
+    return printed
 
 
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
-def test_joins_the_world_it_is_placed_in(launcher: str, tmp_path: Path) -> None:
-    """Two processes of one launcher: every call joins, each returns rank 0's value, and a second call works too."""
-    assert answers(launcher, tmp_path, {}) == [JOINED, JOINED]
+def test_joins_the_launchers_world(launcher: str, tmp_path: Path) -> None:
+    """In two processes of one launcher every call runs as one of two ranks and returns rank 0's value."""
+    assert results(launcher, tmp_path, {}) == [RESULT, RESULT]
 
 
 def test_a_request_that_does_not_fit_names_both(tmp_path: Path) -> None:
-    """processes=4 in a world of two: both numbers are in the error, on every rank."""
-    for said in answers("torchrun", tmp_path, {"processes": 4}):
-        assert "processes per node: 4 asked for, 2 started" in str(said)
+    """The error of processes=4 in a world of two has both numbers, on every rank."""
+    for result in results("torchrun", tmp_path, {"processes": 4}):
+        assert "processes per node: 4 asked for, 2 started" in str(result)
 
 
 def test_processes_started_by_hand(tmp_path: Path) -> None:
-    """torchrun's variables set by hand, with no agent to serve a store: rank 0 serves it."""
+    """With torchrun's variables set by hand, and no agent that serves a store, rank 0 serves it."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     started = [
         subprocess.Popen(
             [sys.executable, str(script), "{}"],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    assert [json.loads(process.communicate(timeout=50)[0]) for process in started] == [JOINED, JOINED]
+    assert [json.loads(process.communicate(timeout=50)[0]) for process in started] == [RESULT, RESULT]
 
 
 def _free_port() -> str:

@@ -1,4 +1,4 @@
-"""What a run shows to others: nothing on the network, nothing to other users."""
+"""A run is private: it listens on loopback only, and other users cannot read its files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallelize.launchers.slurm.job_folder import JobFolder
 
 
 def listening() -> list[str]:
-    """The addresses at which this process and its parents up to the caller of the run listen."""
+    """Return the addresses on which this process and its parents, up to the caller of the run, listen."""
     me = psutil.Process()
     found = []
     for process in (me, *me.parents()):
@@ -44,14 +44,14 @@ def test_a_run_on_one_node_listens_on_loopback_only(monkeypatch):
 
 
 def test_the_check_sees_what_listens(monkeypatch):
-    """The check above can fail: an open port on every interface is seen."""
+    """Meta-test: the check above finds a port that is open on every interface."""
     monkeypatch.setenv("CALLER", str(os.getpid()))
     with socket.create_server(("0.0.0.0", 0)):
         assert "0.0.0.0" in listening()
 
 
 def test_a_store_is_served_at_one_address(monkeypatch):
-    """A store that is asked for at loopback does not listen anywhere else."""
+    """A store that is served on loopback listens on no other address."""
     monkeypatch.setenv("CALLER", str(os.getpid()))
     before = listening()
     store = serve_store("127.0.0.1", 0, timedelta(seconds=5))
@@ -62,7 +62,7 @@ def test_a_store_is_served_at_one_address(monkeypatch):
 
 
 def test_the_files_of_a_run_are_private(monkeypatch, tmp_path):
-    """Whoever may not be this user can neither read nor put anything where tasks and outcomes lie."""
+    """Other users can neither read nor write the folder of tasks and outcomes."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     @distributed(processes=2)
@@ -76,7 +76,7 @@ def test_the_files_of_a_run_are_private(monkeypatch, tmp_path):
 
 
 def test_the_folder_of_a_job_is_private(tmp_path):
-    """Whatever this user lets others see by default, nobody else reads or changes the calls that a job unpickles."""
+    """With any umask, other users can neither read nor change the calls that a job unpickles."""
     before = os.umask(0)
     try:
         folder = JobFolder.make(tmp_path / "jobs", "train")

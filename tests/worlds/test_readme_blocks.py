@@ -1,4 +1,4 @@
-"""The Python in README runs as it stands."""
+"""The Python blocks in README run unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from readme import README
 
-# The reader's own: what README says of a name that no block imports.
+# Imports and definitions that the blocks use but do not show.
 PRELUDE = """
 import contextlib, sys
 import torch
@@ -53,13 +53,13 @@ def blocks() -> list[str]:
 
 
 def test_there_are_blocks() -> None:
-    """The pattern finds what README shows, or the tests below would run nothing."""
+    """The pattern finds the blocks of README; otherwise the tests below would run nothing."""
     assert len(blocks()) >= 5
 
 
 @pytest.mark.parametrize("number", range(len(blocks())))
 def test_block_runs(number: int, run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """Each block runs in two processes with names that are the reader's own; calls run outside of them."""
+    """Each block runs inside a function in two processes; the block that calls `train` runs in the caller."""
     code = blocks()[number]
     if "SlurmLauncher" in code:
         compile(code, "README", "exec")
@@ -67,7 +67,7 @@ def test_block_runs(number: int, run_script: Callable[..., subprocess.CompletedP
     if code.startswith("loss = train("):
         script = f"{PRELUDE}\n{code}\nassert (loss, losses) == (2, [2, 4])\nprint('done')"
     else:
-        inside = "".join(f"    {line}\n" for line in code.splitlines())
+        indented = "".join(f"    {line}\n" for line in code.splitlines())
         data = "reals" if "generator" in code else "loader"
-        script = f"{PRELUDE}\n{inside}    return 'done'\nprint(block({data}, test_loader))"
+        script = f"{PRELUDE}\n{indented}    return 'done'\nprint(block({data}, test_loader))"
     assert run_script(script).stdout.strip().endswith("done")

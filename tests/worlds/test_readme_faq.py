@@ -1,4 +1,4 @@
-"""The messages that README explains are those that users meet."""
+"""The error messages quoted in README are those that the library raises."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Net(nn.Module):
         return self.a(x)
 
 
-def bypassing() -> None:
+def bypass_forward() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with parallel_model(model):
@@ -37,49 +37,49 @@ def bypassing() -> None:
         optimizer.step()
 
 
-def leaving_out() -> None:
+def skip_layer() -> None:
     model = Net()
     with parallel_model(model):
         for _ in range(2):
             model(torch.ones(1, 2)).sum().backward()
 
 
-def killed() -> None:
+def kill_rank_1() -> None:
     if rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(30)
 
 
-def stopping() -> None:
+def call_breakpoint() -> None:
     breakpoint()
 
 
 lock = threading.Lock()
-WAYS: list[tuple[dict[str, Any], Callable[[], None]]] = [
-    ({"gpus": 4}, killed),
+MISTAKES: list[tuple[dict[str, Any], Callable[[], None]]] = [
+    ({"gpus": 4}, kill_rank_1),
     ({"processes": 2}, lambda: print(lock)),
-    ({"bakend": "ddp"}, killed),
-    ({"processes": 2, "amp": "fp16"}, killed),
-    ({"processes": 2}, bypassing),
-    ({"processes": 2}, leaving_out),
-    ({"processes": 2}, killed),
-    ({"processes": 2}, stopping),
+    ({"bakend": "ddp"}, kill_rank_1),
+    ({"processes": 2, "amp": "fp16"}, kill_rank_1),
+    ({"processes": 2}, bypass_forward),
+    ({"processes": 2}, skip_layer),
+    ({"processes": 2}, kill_rank_1),
+    ({"processes": 2}, call_breakpoint),
 ]
 
 
 def messages() -> list[str]:
-    """The first column of README's table, as patterns."""
-    section = README.read_text().partition("## When it says no\n")[2].partition("\n## ")[0]
+    """Return the first column of README's table of errors, as patterns."""
+    section = README.read_text().partition("## Common errors\n")[2].partition("\n## ")[0]
     quoted = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
     return [re.escape(each).replace(re.escape("..."), ".*") for each in quoted]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="one of the messages is of a machine without GPUs")
-def test_every_message_is_what_a_user_meets() -> None:
-    """Each row, in its order, is the first line of the error that its mistake gives."""
-    known = messages()
-    assert len(known) == len(WAYS)
-    for pattern, (options, function) in zip(known, WAYS, strict=True):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="one message appears only without GPUs")
+def test_quoted_messages_match_the_errors() -> None:
+    """Each row of the table is the first line of the error that its mistake raises."""
+    patterns = messages()
+    assert len(patterns) == len(MISTAKES)
+    for pattern, (options, function) in zip(patterns, MISTAKES, strict=True):
         with pytest.raises(Exception) as caught:  # noqa: PT011 - the type is part of the pattern
             distributed(**options)(function)()
         first = f"{caught.type.__name__}: {caught.value}".splitlines()[0]

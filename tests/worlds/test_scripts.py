@@ -1,4 +1,4 @@
-"""A script needs no guard, no file and no importable name for what it ships."""
+"""Scripts without a __main__ guard, from a file, -c or stdin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 Run = Callable[..., "CompletedProcess[str]"]
 
-# A class, a closure and a global of __main__; started over and over if a worker ran the script again.
+# Uses a class, a function and a global of __main__; a worker that ran the script again would never end.
 SCRIPT = r"""
 import torch
 from torch import nn
@@ -37,20 +37,20 @@ print(f"once {kind is Net} {ranks} {model.weight.item():.1f}\n", end="")  # one 
 
 @pytest.mark.parametrize("how", ["file", "-c", "stdin"])
 def test_a_script_without_a_guard_trains_its_model(how: str, run_script: Run) -> None:
-    """However Python got the code, it runs once, and the model that went in comes back trained by both ranks."""
+    """The script runs once, and the model passed as an argument is trained by both ranks."""
     # The gradient is the mean of 2 and 4.
     assert run_script(SCRIPT, how=how).stdout == "once True 2.0 -0.3\n"
 
 
 def test_torchrun_starts_the_same_script(run_script: Run) -> None:
-    """Where torchrun has placed the processes, the call joins them, and every rank has the result."""
+    """In torchrun's processes the call runs as their ranks, and every rank has the result."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert run_script(SCRIPT, launcher=torchrun).stdout.splitlines() == ["once True 2.0 -0.3"] * 2
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_python_ends_in_peace_where_torchrun_started_it(run_script: Run) -> None:
-    """No process aborts at its end, again and again: a gloo thread that outlives the group may free a tensor then."""
+def test_processes_of_torchrun_exit_cleanly(run_script: Run) -> None:
+    """No process aborts at exit in 20 runs, where a gloo thread that outlives its group could free a tensor."""
     for _ in range(20):
         test_torchrun_starts_the_same_script(run_script)

@@ -1,4 +1,4 @@
-"""Many calls in a row cost what one costs."""
+"""Many calls in a row leak nothing and do not become slower."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CALLS = 200
 WARM = 20
 
 
-def ranks_add_up(number: int, net: nn.Module) -> tuple[int, torch.Tensor]:
-    """The same sum on every rank, with a model there and a tensor back; fails on the last rank for some numbers."""
+def sum_over_ranks(number: int, net: nn.Module) -> tuple[int, torch.Tensor]:
+    """All-reduce a number, with a model as argument and a tensor returned; fail on the last rank for some numbers."""
     if number % 10 == 9 and dist.get_rank() == dist.get_world_size() - 1:
         raise ArithmeticError(number)
     total = torch.tensor([number])
@@ -33,9 +33,9 @@ def ranks_add_up(number: int, net: nn.Module) -> tuple[int, torch.Tensor]:
 
 
 def call(number: int, net: nn.Module) -> float:
-    """One call in one to three processes, checked; the seconds it took."""
+    """Make and check one call in one to three processes. Returns its duration in seconds."""
     processes = 1 + number % 3
-    function = distributed(processes=processes)(ranks_add_up)
+    function = distributed(processes=processes)(sum_over_ranks)
     started = time.monotonic()
     if number % 10 == 9:
         with pytest.raises(ArithmeticError, match=str(number)):
@@ -45,8 +45,8 @@ def call(number: int, net: nn.Module) -> float:
     return time.monotonic() - started
 
 
-def held() -> dict[str, object]:
-    """What this process and the fork server hold, once the garbage of torch elastic's agents is collected."""
+def resources() -> dict[str, object]:
+    """Return the resources held by this process and the fork server, after collecting the agents' garbage."""
     gc.collect()
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     return {
@@ -59,12 +59,12 @@ def held() -> dict[str, object]:
 
 
 def recorded_semaphores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Gets the name of every semaphore that this process makes; other processes' are in the same folder."""
+    """Return a list to which the name of every semaphore is added that this process makes."""
     names: list[str] = []
-    make = multiprocessing.synchronize.SemLock._make_name
+    make_name = multiprocessing.synchronize.SemLock._make_name
 
     def record() -> str:
-        names.append(make())
+        names.append(make_name())
         return names[-1]
 
     monkeypatch.setattr(multiprocessing.synchronize.SemLock, "_make_name", staticmethod(record))
@@ -73,16 +73,16 @@ def recorded_semaphores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_calls_accumulate_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After calls of every kind, many more leave nothing behind, failures included, and the last are no slower."""
+def test_calls_leak_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many calls, failed ones included, leave no file, process, thread or semaphore, and the last are no slower."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     semaphores = recorded_semaphores(monkeypatch)
     net = nn.Linear(1000, 250)
     for number in range(WARM):
         call(number, net)
-    before, resident = held(), psutil.Process().memory_info().rss
+    before, resident = resources(), psutil.Process().memory_info().rss
     seconds = [call(number, net) for number in range(WARM, CALLS)]
-    assert held() == before
+    assert resources() == before
     assert len(semaphores) > CALLS
     assert not [name for name in semaphores if Path(f"/dev/shm/sem.{name.lstrip('/')}").exists()]
     assert psutil.Process().memory_info().rss - resident < 100 * 2**20

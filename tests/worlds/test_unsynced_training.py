@@ -1,4 +1,4 @@
-"""A function that forgets parallel_model is told that its processes train apart."""
+"""Training without parallel_model, where nothing synchronizes the ranks, causes a warning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _fit(model: nn.Module, average: Callable[[nn.Module], None] = lambda model: 
         optimizer.zero_grad()
 
 
-def _by_hand(model: nn.Module) -> None:
+def _average_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = all_reduce(parameter.grad)
 
@@ -34,7 +34,7 @@ def train(ways: tuple[str, ...]) -> None:
         if way == "ddp":
             _fit(nn.parallel.DistributedDataParallel(model))
         elif way == "by hand":
-            _fit(model, _by_hand)
+            _fit(model, _average_gradients)
         elif way == "in a block":
             with parallel_model(model):
                 _fit(model)
@@ -42,17 +42,17 @@ def train(ways: tuple[str, ...]) -> None:
             _fit(model)
 
 
-def test_processes_that_train_apart_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """The warning names the line of the step, and the fix."""
-    train(("apart", "apart again"))
+def test_unsynced_training_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The warning names the line of the optimizer's step, and the fix."""
+    train(("unsynced", "unsynced again"))
     err = capsys.readouterr().err
-    assert err.count("each of 2 processes trains a model of its own") == 1
-    assert "test_apart.py" in err.partition("UserWarning")[0]
+    assert err.count("each of 2 processes trains a separate model") == 1
+    assert "test_unsynced_training.py" in err.partition("UserWarning")[0]
     assert "with parallel_model(model):" in err
 
 
 @pytest.mark.parametrize("way", ["ddp", "by hand", "in a block"])
-def test_what_averages_is_not_warned_of(way: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor what the same run trains apart afterwards: who averages knows that there are several."""
-    train((way, "apart"))
-    assert capsys.readouterr().err == f"{way}\napart\n"
+def test_averaged_training_is_not_warned_of(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor is unsynced training later in the same run, which is taken as intended."""
+    train((way, "unsynced"))
+    assert capsys.readouterr().err == f"{way}\nunsynced\n"

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a pair of virtual interfaces, each with a name of its own."""
+"""Two hosts on one machine: network namespaces joined by a veth pair, each with its own host name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Host", "missing", "two_hosts"]
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace with an address and a host name that resolves nowhere, as on many clusters."""
+    """A network namespace with an address and a host name that does not resolve, as on many clusters."""
 
     namespace: str
     name: str
@@ -23,15 +23,15 @@ class Host:
     interface: str
 
     def command(self, *command: str) -> list[str]:
-        """The command line that runs a command on this host."""
-        # No name server: what looks for names, as torch does, hears so at once instead of waiting for an answer.
+        """Return the command line that runs a command on this host."""
+        # No name server: name lookups, such as torch's, fail at once instead of timing out.
         inside = f'hostname {self.name}; mount --bind /dev/null /etc/resolv.conf; exec "$@"'
         enter = ["nsenter", f"--net=/var/run/netns/{self.namespace}", "unshare", "--uts", "--mount"]
         return [*enter, "sh", "-c", inside, "sh", *command]
 
 
 def missing() -> str | None:
-    """What this machine lacks for hosts of its own; None: nothing."""
+    """Return what this machine lacks to create hosts; None: nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux to make network namespaces"
     for tool in ("ip", "nsenter", "unshare"):
@@ -46,7 +46,7 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other and nothing else; gone at the end."""
+    """Create two hosts that reach each other and nothing else; remove them at the end."""
     tag = f"plz{os.getpid() % 100000}"
     hosts = tuple(Host(f"{tag}-{n}", f"node-{n}", f"10.78.0.1{n}", f"e{n}") for n in (1, 2))
     first, second = hosts

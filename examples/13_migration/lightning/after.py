@@ -1,4 +1,4 @@
-"""Handwritten digits, with a loop of one's own and the same flags."""
+"""Handwritten digits, with a plain loop and the same flags."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -1,103 +1,126 @@
-"""torch's checkpoint inside a micro-batch: a region of its forward, which is computed once more in backward.
+"""Activation checkpointing of micro-batches: the user's `torch.utils.checkpoint` regions and the plan's modules.
 
     segment A          segment B
-    [ a ── b ── ]──>[ ( c ── d ) ── e ]       ( ) a region: of what c and d compute nothing is kept
-                      └ random numbers go on from here, both times
+    [ a ── b ── ]──>[ ( c ── d ) ── e ]       ( ) checkpoint region: no activations of c and d are saved
+                      └ RNG state is saved here, and restored when the region is recomputed
 
-torch computes a region again in the thread whose backward needs it, a stage's. There it takes its micro-batch's place
-in the segment: with the same shadows, tensors of other segments and random numbers. Since a segment's backward is one
-of its own, a region belongs to one segment: its first module may move the micro-batch, later ones do not.
+torch recomputes a region in the thread that runs backward, here a stage's thread. A recomputation needs the segment of
+the region: the same stage parameters, imported tensors and random numbers. Each segment has its own backward, so a
+region must lie in one segment: only before its first operation may a module move the micro-batch to another stage.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import checkpoint as torchs
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
 
 from parallelize.backends.balanced import refusals
-from parallelize.backends.balanced.microbatch_run import Tape, active
+from parallelize.backends.balanced.microbatch_run import MicrobatchRun, active_run
 from parallelize.backends.balanced.segment import Segment
 
-__all__ = ["divisible_checkpoints", "reentrant"]
+__all__ = ["checkpoint_reentrant", "intercept_checkpoints", "recompute_modules"]
 
-_Crossing = Callable[[Tape], contextlib.AbstractContextManager[Any]]
+_Context = contextlib.AbstractContextManager[Any]
+_Transfer = Callable[[MicrobatchRun], _Context]
 
 
 @contextlib.contextmanager
-def divisible_checkpoints(crossing: _Crossing) -> Iterator[None]:
-    """While this lasts, regions inside micro-batches are computed again in their place.
-
-    Args:
-        crossing: sees every operation of a tape.
-    """
-    home: Any = torchs
-    original = home._checkpoint_without_reentrant_generator
+def intercept_checkpoints(transfer: _Transfer) -> Iterator[None]:
+    """Patch torch to recompute a region in the segment that computed it, under the function mode `transfer(run)`."""
+    checkpoint_module: Any = torch_checkpoint
+    original = checkpoint_module._checkpoint_without_reentrant_generator
 
     def generator(fn: Any, preserve_rng_state: Any, context_fn: Any, *more: Any, **kwargs: Any) -> Any:
-        tape = active()
-        if tape is None:
+        run = active_run()
+        if run is None:
             return original(fn, preserve_rng_state, context_fn, *more, **kwargs)
 
         def contexts() -> tuple[Any, Any]:
-            ahead, again = context_fn()
-            place = _Place(tape, crossing, again)
-            return _ahead(tape, place, ahead), place
+            first_pass, recomputing = context_fn()
+            region = _Region(run, transfer, recomputing)
+            return _first_pass(run, region, first_pass), region
 
-        # The global generators, which torch would restore, are not those that a micro-batch draws from.
-        return original(fn, False, contexts, *more, **kwargs)  # noqa: FBT003  # before positional arguments of the user's
+        # preserve_rng_state=False: torch would restore the global generators, but segments have their own.
+        return original(fn, False, contexts, *more, **kwargs)  # noqa: FBT003  # positional arguments follow
 
-    home._checkpoint_without_reentrant_generator = generator
+    checkpoint_module._checkpoint_without_reentrant_generator = generator
     try:
         yield
     finally:
-        if home._checkpoint_without_reentrant_generator is generator:
-            home._checkpoint_without_reentrant_generator = original
+        if checkpoint_module._checkpoint_without_reentrant_generator is generator:
+            checkpoint_module._checkpoint_without_reentrant_generator = original
 
 
-def reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:  # noqa: FBT001  # torch's order
-    """What `checkpoint(use_reentrant=True)` computes, without a backward inside of backward, which nobody would see."""
+def checkpoint_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:  # noqa: FBT001  # torch's order
+    """Run `checkpoint(use_reentrant=True)` as non-reentrant, since its nested backward would bypass the segments."""
     if torch.is_grad_enabled():
-        torchs.check_backward_validity(args)  # warns: without an input that wants a gradient, nothing gets one
-    wants = any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
-    with contextlib.nullcontext() if wants else torch.no_grad():
-        return torchs.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        torch_checkpoint.check_backward_validity(args)  # warns if no input requires grad
+    requires_grad = any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
+    with contextlib.nullcontext() if requires_grad else torch.no_grad():
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 @contextlib.contextmanager
-def _ahead(tape: Tape, place: _Place, users: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    with tape.in_one_piece(place.begin), users:
+def recompute_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Checkpoint `modules` while micro-batches run: only the modules' inputs are saved for backward."""
+    instance_forwards = [(module, module.__dict__.get("forward")) for module in modules]
+    for module in modules:
+        # Not setattr, which the module's class may override.
+        module.__dict__["forward"] = functools.partial(_checkpointed, module.forward)
+    try:
+        yield
+    finally:
+        for module, forward in instance_forwards:
+            if forward is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = forward
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    run = active_run()
+    if run is None or run.is_in_region or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)  # inside a checkpoint, nothing is saved anyway
+    return torch_checkpoint.checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+@contextlib.contextmanager
+def _first_pass(run: MicrobatchRun, region: _Region, user_context: _Context) -> Iterator[None]:
+    with run.single_segment(region.on_segment), user_context:
         yield
 
 
-class _Place(contextlib.AbstractContextManager[None]):
-    """The place of a region in its micro-batch, taken once more in backward.
+class _Region(contextlib.AbstractContextManager[None]):
+    """Context in which torch recomputes a checkpoint region: makes the region's segment current again.
 
-    The graph that holds this is held by the tape: it refers to the tape weakly, or a forward whose backward never comes
-    would stay in memory.
+    References to the run and the segment are weak: both refer to the autograd graph, which refers to this object, and
+    the cycle would keep a forward without a backward in memory.
     """
 
-    def __init__(self, tape: Tape, crossing: _Crossing, users: contextlib.AbstractContextManager[Any]) -> None:
-        self._tape = weakref.ref(tape)
-        self._crossing = crossing
-        self._users = users
+    def __init__(self, run: MicrobatchRun, transfer: _Transfer, user_context: _Context) -> None:
+        self._run = weakref.ref(run)
+        self._transfer = transfer
+        self._user_context = user_context
         self._entered = contextlib.ExitStack()
 
-    def begin(self, segment: Segment) -> None:
-        """The region is about to be computed for the first time."""
+    def on_segment(self, segment: Segment) -> None:
+        """Store the region's segment, and a copy of the segment's RNG states."""
         self._segment = weakref.ref(segment)
-        self._streams = segment.streams.fork()
+        self._generators = segment.generators.fork()
 
     def __enter__(self) -> None:
-        tape, segment = self._tape(), self._segment()
-        if tape is None or segment is None:  # their backward would hold them
-            raise refusals.escaped()
-        self._entered.enter_context(tape.again(segment, self._streams, self._crossing(tape)))
-        self._entered.enter_context(self._users)
+        run, segment = self._run(), self._segment()
+        if run is None or segment is None:  # the forward is freed: this is not the backward of its outputs
+            raise refusals.captured_tensor()
+        self._entered.enter_context(run.recomputing(segment, self._generators, self._transfer(run)))
+        self._entered.enter_context(self._user_context)
 
     def __exit__(self, *exc: object) -> None:
         self._entered.close()

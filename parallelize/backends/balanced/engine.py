@@ -1,9 +1,8 @@
-"""One model's pipeline while a block lasts: planned when the first batch comes, given back at the end."""
+"""Engine of backend="balanced": builds one model's pipeline on the first batch, and removes it when the block ends."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,147 +13,139 @@ from torch import nn
 from typing_extensions import override
 
 from parallelize.backends.balanced import refusals, units
-from parallelize.backends.balanced.hardware import spots
-from parallelize.backends.balanced.microbatch_run import active
-from parallelize.backends.balanced.opaque_inputs import carriers
+from parallelize.backends.balanced.executor import ModelForward
+from parallelize.backends.balanced.hardware import device_specs
+from parallelize.backends.balanced.microbatch_run import active_run
+from parallelize.backends.balanced.opaque_inputs import opaque_inputs
 from parallelize.backends.balanced.pipeline import Pipeline
 from parallelize.backends.balanced.plan import Plan, remember, signature
-from parallelize.backends.balanced.plan_validation import wired
-from parallelize.backends.balanced.planner import Planner, Wishes
-from parallelize.backends.balanced.stage_placement import Placement
-from parallelize.backends.balanced.stage_threads import Workers, places
-from parallelize.backends.balanced.stage_transfer import watching
-from parallelize.backends.balanced.user_forward import Forward
-from parallelize.backends.ddp_engine import Averaging, averaging_engine
+from parallelize.backends.balanced.plan_validation import pipeline_config
+from parallelize.backends.balanced.planner import Planner, PlannerOptions
+from parallelize.backends.balanced.stage_placement import ModelPlacement
+from parallelize.backends.balanced.stage_threads import StageThreads, stages_on
+from parallelize.backends.balanced.stage_transfer import intercept_operations
+from parallelize.backends.ddp_engine import DDPOptions, build_ddp_engine
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.containers import map_leaves
 
-__all__ = ["BalancedEngine", "Request"]
+__all__ = ["BalancedEngine", "EngineOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the user has asked for, and where it runs.
+class EngineOptions:
+    """The user's options and the devices of the run.
 
     Args:
-        devices: of the pipeline.
-        home: where the loop has its targets.
-        memory: bytes to use of each device.
-        wishes: for the plan.
-        plan: an earlier one; None: one is made.
-        averaging: how gradients are averaged over other processes; None: there are none.
+        output_device: device of the returned outputs, where the training loop has its targets.
+        memory: usable bytes, one number per device or one for all; None: measured.
+        plan: plan made earlier; None: make one from the first batch.
+        ddp_options: options for averaging gradients over processes; None if there is one process.
     """
 
     devices: tuple[torch.device, ...]
-    home: torch.device
+    output_device: torch.device
     memory: int | tuple[int, ...] | None
-    wishes: Wishes
+    planner: PlannerOptions
     plan: Plan | None
-    averaging: Averaging | None
+    ddp_options: DDPOptions | None
 
 
 class BalancedEngine(Engine):
-    """One model's pipeline.
+    """Runs a model's batches through its pipeline, or on one device if the plan does not split the model."""
 
-    Args:
-        inner: calls the user's forward.
-        request: where and how.
-    """
-
-    spreads_inputs = True
+    moves_inputs = True
     is_rebuildable = False
 
-    def __init__(self, inner: Inner, request: Request) -> None:
-        self.module = _Entry(inner, self)
-        self.local = _Entry(inner, self, is_local=True)
-        self.averages = request.averaging is not None
+    def __init__(self, inner: Inner, options: EngineOptions) -> None:
+        self.module = _PipelineEntry(inner, self)
+        self.local = _PipelineEntry(inner, self, is_local=True)
+        self.averages_gradients = options.ddp_options is not None
         self._inner = inner
-        self._forward = Forward(inner)
-        self._request = request
-        self._reduced: Engine | None = None
-        self._running: nn.Module | None = None
-        self._is_paused = False
-        self._given_back = contextlib.ExitStack()
-        self._placement = Placement(inner.model)
-        self._given_back.enter_context(watching())
-        self._given_back.enter_context(self._placement.at_work())
+        self._forward = ModelForward(inner)
+        self._options = options
+        self._ddp_engine: Engine | None = None
+        self._runner: nn.Module | None = None
+        self._is_no_sync = False
+        self._cleanup = contextlib.ExitStack()
+        self._placement = ModelPlacement(inner.model)
+        self._cleanup.enter_context(intercept_operations())
+        self._cleanup.enter_context(self._placement.restoring())
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_local: bool) -> Any:
-        """A batch through the pipeline; the first one plans it."""
-        if self._running is None:
-            if (is_local and self.averages) or (not torch.is_grad_enabled() and carriers((args, kwargs))):
-                # A rank that evaluates before anybody has trained is alone: it cannot ask for a plan. Nor can one be
-                # made with a cache that forward fills.
-                return _Whole(self._inner, device=self._where(), home=self._request.home)(*args, **kwargs)
-            self._begin(args, kwargs)
-        assert self._running is not None  # begun
-        if self._reduced is None or is_local:
-            return self._running(*args, **kwargs)
-        return self._reduced.module(*args, **kwargs)
+        """Return the model's output for a batch; the first batch that can be planned makes the plan."""
+        if self._runner is None:
+            is_alone = is_local and self.averages_gradients
+            if is_alone or (not torch.is_grad_enabled() and opaque_inputs((args, kwargs))):
+                # Run without a plan: its broadcast needs all ranks, and a cache that forward fills cannot be split.
+                device = next((each.device for each in self._inner.model.parameters()), self._options.output_device)
+                return _UnsplitModel(self._inner, device, self._options.output_device)(*args, **kwargs)
+            self._set_up(args, kwargs)
+        assert self._runner is not None  # set up above
+        if self._ddp_engine is None or is_local:
+            return self._runner(*args, **kwargs)
+        return self._ddp_engine.module(*args, **kwargs)
 
     @override
-    def is_reduced(self, *, in_backward: bool) -> bool:
-        return self._reduced is None or self._reduced.is_reduced(in_backward=in_backward)
+    def is_reduction_complete(self, *, in_backward: bool) -> bool:
+        return self._ddp_engine is None or self._ddp_engine.is_reduction_complete(in_backward=in_backward)
 
     @override
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        before, self._is_paused = self._is_paused, True
+        before, self._is_no_sync = self._is_no_sync, True
         try:
-            with contextlib.nullcontext() if self._reduced is None else self._reduced.no_sync():
+            with contextlib.nullcontext() if self._ddp_engine is None else self._ddp_engine.no_sync():
                 yield
         finally:
-            self._is_paused = before
-            self._synchronise()
+            self._is_no_sync = before
+            self._apply_sync_setting()
 
     @override
     def close(self, *, failed: bool) -> None:
         try:
-            if self._reduced is not None:
-                self._reduced.close(failed=failed)
+            if self._ddp_engine is not None:
+                self._ddp_engine.close(failed=failed)
         finally:
-            self._given_back.close()
-            self._running = None
+            self._cleanup.close()
+            self._runner = None
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        model, request = self._inner.model, self._request
-        plan = self._agreed(args, kwargs)
+    def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        model, options = self._inner.model, self._options
+        plan = self._shared_plan(args, kwargs)
         remember(model, plan)
         if plan.is_split:
-            running: nn.Module = self._pipeline(plan)
+            runner: nn.Module = self._build_pipeline(plan)
         else:
-            self._placement.put(units.homes(model, {}), places([request.home]))
-            running = _Whole(self._inner, device=request.home, home=request.home)
-        if request.averaging is not None:
-            self._reduced = averaging_engine(request.averaging, running, inner=self._inner, device=request.home)
-            self._synchronise()
-        self._running = running
+            self._placement.move(units.module_stages(model, {}), stages_on([options.output_device]))
+            runner = _UnsplitModel(self._inner, options.output_device, options.output_device)
+        if options.ddp_options is not None:
+            device = options.output_device
+            self._ddp_engine = build_ddp_engine(options.ddp_options, runner, inner=self._inner, device=device)
+            self._apply_sync_setting()
+        self._runner = runner
 
-    def _pipeline(self, plan: Plan) -> Pipeline:
-        model, request = self._inner.model, self._request
-        wiring = wired(plan, model, batch_dim=request.wishes.batch_dim, home=request.home)
-        self._placement.put(units.homes(model, wiring.routes), wiring.stages)
-        workers = Workers(wiring.stages, microbatches=plan.microbatches)
-        self._given_back.callback(workers.close)
-        is_given = request.plan is not None
-        return Pipeline(self._inner, self._forward, plan=plan, wiring=wiring, workers=workers, is_given=is_given)
+    def _build_pipeline(self, plan: Plan) -> Pipeline:
+        model, options = self._inner.model, self._options
+        config = pipeline_config(plan, model, batch_dim=options.planner.batch_dim, output_device=options.output_device)
+        self._placement.move(units.module_stages(model, config.routes), config.stages)
+        threads = StageThreads(config.stages, microbatches=plan.microbatches)
+        self._cleanup.callback(threads.close)
+        is_given = options.plan is not None
+        return Pipeline(self._inner, self._forward, plan=plan, config=config, threads=threads, is_plan_given=is_given)
 
-    def _where(self) -> torch.device:
-        return next((each.device for each in self._inner.model.parameters()), self._request.home)
-
-    def _agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """The plan of rank 0, on every rank."""
-        given = self._request.plan
+    def _shared_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """Return the plan, equal on every rank: the user's plan, or one that rank 0 makes and broadcasts."""
+        given = self._options.plan
         if given is not None:
-            self._check(given)
+            self._check_plan(given)
             return given
-        if not self.averages:
-            return self._made(args, kwargs)
+        if not self.averages_gradients:
+            return self._make_plan(args, kwargs)
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                found = [self._made(args, kwargs)]
-            except Exception as error:  # noqa: BLE001  # raised below, on every rank: the others must not wait for a plan
+                found = [self._make_plan(args, kwargs)]
+            except Exception as error:  # noqa: BLE001  # raised below, on every rank
                 found = [error]
         dist.broadcast_object_list(found, src=0)
         if isinstance(found[0], Exception):
@@ -162,36 +153,37 @@ class BalancedEngine(Engine):
         plan: Plan = found[0]
         return plan
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        request = self._request
+    def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        options = self._options
         planner = Planner(
-            self._forward,
+            module=self._forward,
             model=self._inner.model,
-            spots=spots(request.devices, memory=request.memory, model=self._inner.model),
-            home=request.home,
+            device_specs=device_specs(options.devices, memory=options.memory, model=self._inner.model),
+            output_device=options.output_device,
             placement=self._placement,
-            wishes=request.wishes,
+            options=options.planner,
         )
         return planner.plan(args, kwargs)
 
-    def _check(self, plan: Plan) -> None:
+    def _check_plan(self, plan: Plan) -> None:
         model = self._inner.model
-        mine = signature(model)
-        if plan.signature != mine:
-            raise refusals.another_model(f"{plan.model} {plan.signature}", f"{type(model).__name__} {mine}")
-        there = {str(device) for device in (*self._request.devices, self._request.home)}
-        if not set(plan.devices) <= there:
-            raise refusals.another_model(f"devices {', '.join(plan.devices)}", f"a run on {', '.join(sorted(there))}")
+        actual = signature(model)
+        if plan.signature != actual:
+            raise refusals.another_model(f"{plan.model} {plan.signature}", f"{type(model).__name__} {actual}")
+        available = {str(device) for device in (*self._options.devices, self._options.output_device)}
+        if not set(plan.devices) <= available:
+            run = f"a run on {', '.join(sorted(available))}"
+            raise refusals.another_model(f"devices {', '.join(plan.devices)}", run)
 
-    def _synchronise(self) -> None:
-        """Let the next backward average, or not: a no_sync may have begun before there was anything to pause."""
-        module = None if self._reduced is None else self._reduced.module
+    def _apply_sync_setting(self) -> None:
+        """Set DDP's require_backward_grad_sync, since `no_sync` may begin before the first batch builds DDP."""
+        module = None if self._ddp_engine is None else self._ddp_engine.module
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            module.require_backward_grad_sync = not self._is_paused
+            module.require_backward_grad_sync = not self._is_no_sync
 
 
-class _Entry(nn.Module):
-    """What a routed call runs, from the first batch to the last."""
+class _PipelineEntry(nn.Module):
+    """Module that receives the model's calls inside the block, and passes them to the engine."""
 
     def __init__(self, inner: Inner, engine: BalancedEngine, *, is_local: bool = False) -> None:
         super().__init__()
@@ -201,28 +193,26 @@ class _Entry(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if active() is not None:  # the model calls itself
-            return self._inner.with_weights(*args, **kwargs)
+        if active_run() is not None:  # inside a micro-batch: the model has called itself
+            return self._inner.call_with_cast_weights(*args, **kwargs)
         return self._engine.run(args, kwargs, is_local=self._is_local)
 
 
-class _Whole(nn.Module):
-    """The model, left alone on one device."""
+class _UnsplitModel(nn.Module):
+    """Runs the model on one device, without a pipeline."""
 
-    def __init__(self, inner: Inner, *, device: torch.device, home: torch.device) -> None:
+    def __init__(self, inner: Inner, device: torch.device, output_device: torch.device) -> None:
         super().__init__()
         self.inner = inner
         self._device = device
-        self._home = home
+        self._output_device = output_device
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_leaves(functools.partial(_moved, device=self._device), (args, kwargs))
+        args, kwargs = _to_device((args, kwargs), self._device)
         output = self.inner(*args, **kwargs)
-        return (
-            output if self._device == self._home else map_leaves(functools.partial(_moved, device=self._home), output)
-        )
+        return output if self._device == self._output_device else _to_device(output, self._output_device)
 
 
-def _moved(leaf: Any, *, device: torch.device) -> Any:
-    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+def _to_device(values: Any, device: torch.device) -> Any:
+    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, values)

@@ -1,56 +1,80 @@
-"""What the planner has to know of devices: memory, speed, how fast tensors get there."""
+"""Measurements of devices for the planner: memory, speed, transfer rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from parallelize.backends.balanced.costs import Spot
-from parallelize.backends.balanced.profiling import now
 from parallelize.errors import ConfigError
 
-__all__ = ["spots"]
+__all__ = ["DeviceSpec", "device_specs", "synchronized_time"]
 
-# Of a GPU's free memory; the rest is for workspaces and for gaps between blocks.
+# Usable fraction of a GPU's free memory; the rest is for workspaces and fragmentation.
 _USABLE = 0.9
 
 
-def spots(
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """Memory limit and speed of one device.
+
+    Args:
+        device: the device's name in torch, such as "cuda:0".
+        cap_bytes: usable memory in bytes.
+        speed: compute speed, relative to the device on which the model is profiled.
+        bytes_per_s: transfer rate from the previous device in the user's order.
+    """
+
+    device: str
+    cap_bytes: float
+    speed: float = 1.0
+    bytes_per_s: float = 1e10
+
+
+def device_specs(
     devices: Sequence[torch.device], *, memory: int | Sequence[int] | None, model: nn.Module | None = None
-) -> list[Spot]:
-    """What each device can do, the first one's speed being 1.
+) -> list[DeviceSpec]:
+    """Measure the memory, speed and transfer rate of each device; speeds are relative to the first device.
 
     Args:
         devices: in the user's order.
-        model: what it occupies already is not lost to it.
-        memory: bytes to use of each, or of every one; None: what is free on GPUs, no limit on the CPU.
+        memory: usable bytes of each device, or one number for all; None: free memory of a GPU, unlimited on the CPU.
+        model: its parameters count as free memory, since they are about to be moved to stages.
 
     Raises:
-        ConfigError: as many limits as devices, or one, are needed.
+        ConfigError: `memory` is a sequence of another length than `devices`.
     """
     if memory is not None and not isinstance(memory, int) and len(memory) != len(devices):
         raise ConfigError(
             f"memory={list(memory)} for {len(devices)} devices",
             why="each device has one limit",
-            fix="give as many numbers of bytes as there are devices, or one for all",
+            fix="pass one number of bytes per device, or one for all",
         )
     limits = [memory] * len(devices) if memory is None or isinstance(memory, int) else list(memory)
     kinds = {device: _kind(device) for device in devices}
-    # Devices of one kind are equally fast: a difference would be noise.
-    seconds = {kind: _seconds(device) for device, kind in kinds.items()} if len(set(kinds.values())) > 1 else {}
+    # Devices of one kind are equally fast: a measured difference would be noise.
+    seconds = {kind: _matmul_seconds(device) for device, kind in kinds.items()} if len(set(kinds.values())) > 1 else {}
     first = seconds.get(kinds[devices[0]], 1.0)
     return [
-        Spot(
+        DeviceSpec(
             device=str(device),
-            cap_bytes=_free(device, model) / list(devices).count(device) if limit is None else limit,
+            cap_bytes=_usable_bytes(device, model) / list(devices).count(device) if limit is None else limit,
             speed=first / seconds.get(kinds[device], first),
-            bytes_per_s=_rate(devices[index - 1], device),
+            bytes_per_s=_bytes_per_s(devices[index - 1], device),
         )
         for index, (device, limit) in enumerate(zip(devices, limits, strict=True))
     ]
+
+
+def synchronized_time(device: torch.device) -> float:
+    """Wait until the device has finished its queued work; return the time in seconds."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def _kind(device: torch.device) -> str:
@@ -59,33 +83,33 @@ def _kind(device: torch.device) -> str:
     return device.type
 
 
-def _free(device: torch.device, model: nn.Module | None) -> float:
+def _usable_bytes(device: torch.device, model: nn.Module | None) -> float:
     if device.type != "cuda":
         return math.inf
     free, _ = torch.cuda.mem_get_info(device)
     spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     parameters = () if model is None else model.parameters()
-    own = sum(each.numel() * each.element_size() for each in parameters if each.device == device)
-    return (free + spare + own) * _USABLE
+    model_bytes = sum(each.numel() * each.element_size() for each in parameters if each.device == device)
+    return (free + spare + model_bytes) * _USABLE
 
 
-def _seconds(device: torch.device) -> float:
-    """Of a product of matrices: the least of three."""
+def _matmul_seconds(device: torch.device) -> float:
+    """Return the time of a matrix product in seconds, best of three."""
     matrix = torch.ones(1024, 1024, device=device)
-    found = []
-    for _ in range(4):
-        began = now(device)
-        matrix @ matrix
-        found.append(now(device) - began)
-    return min(found[1:])
+    return _best_of_three(lambda: matrix @ matrix, device)
 
 
-def _rate(source: torch.device, target: torch.device) -> float:
-    """Bytes per second from one device to another, or of a copy on one."""
+def _bytes_per_s(source: torch.device, target: torch.device) -> float:
+    """Return the rate of a copy from `source` to `target`, in bytes per second."""
     block = torch.ones(2**20, device=source)
+    return block.nbytes / max(_best_of_three(lambda: block.to(target, copy=True), target), 1e-9)
+
+
+def _best_of_three(call: Callable[[], object], device: torch.device) -> float:
+    """Return the shortest of three durations of `call`, in seconds, after a warm-up call."""
     found = []
     for _ in range(4):
-        began = now(target)
-        block.to(target, copy=True)
-        found.append(now(target) - began)
-    return block.numel() * block.element_size() / max(min(found[1:]), 1e-9)
+        began = synchronized_time(device)
+        call()
+        found.append(synchronized_time(device) - began)
+    return min(found[1:])

@@ -1,9 +1,9 @@
-"""Random numbers that depend on the seed, not on which thread was faster.
+"""RNG of micro-batches: random numbers depend on the seed, not on the timing of threads.
 
-Stages run at the same time and would draw from the global generators in an order of chance. While a model that draws at
-all runs, each segment (a micro-batch's stay on a stage) therefore has generators of its own, seeded from one number
-that the step has drawn from the global generator: the same seed gives the same masks, run after run, and also when a
-segment is computed again in backward.
+Stages run at the same time and would draw from the global generators in unpredictable order. In a model that draws
+random numbers, each segment (a micro-batch's work on one stage) therefore has its own generators. They are seeded from
+one number per step, which is drawn from the global generator. So the user's seed determines the dropout masks, and a
+segment that is recomputed in backward draws the same masks again.
 """
 
 from __future__ import annotations
@@ -16,19 +16,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Draws", "Streams", "default_generator", "drawn_seed"]
+__all__ = ["Generators", "SegmentRNGMode", "default_generator"]
 
-# Operators that take no generator draw from the global one, which holds the segment's state for that long.
-_global_state = threading.Lock()
-
-
-def drawn_seed() -> int:
-    """A number for one step, from the global generator."""
-    return int(torch.randint(2**62, (), device="cpu").item())
+# Held while a global generator has a segment's state: an operator without a generator argument draws from it.
+_global_generator_lock = threading.Lock()
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The global generator of a device."""
+    """Return the global generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     module: Any = torch.get_device_module(device)
@@ -36,71 +31,63 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-class Streams:
-    """The generators of one segment.
-
-    Args:
-        seed: of the segment.
-    """
+class Generators:
+    """Random number generators of one segment, one per device, all with the segment's seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._of: dict[torch.device, torch.Generator] = {}
+        self._by_device: dict[torch.device, torch.Generator] = {}
 
     def on(self, device: torch.device) -> torch.Generator:
-        """The segment's generator on a device."""
-        generator = self._of.get(device)
+        """Return the segment's generator for a device, created on first use."""
+        generator = self._by_device.get(device)
         if generator is None:
-            generator = self._of[device] = torch.Generator(device)
+            generator = self._by_device[device] = torch.Generator(device)
             generator.manual_seed(self._seed)
         return generator
 
-    def fork(self) -> Streams:
-        """Generators that go on from here on their own: what is drawn from them is drawn again from these."""
-        copy = Streams(self._seed)
-        for device, generator in self._of.items():
-            copy._of[device] = torch.Generator(device)
-            copy._of[device].set_state(generator.get_state())
+    def fork(self) -> Generators:
+        """Return an independent copy of the generators, in their current states."""
+        copy = Generators(self._seed)
+        for device, generator in self._by_device.items():
+            copy._by_device[device] = torch.Generator(device)
+            copy._by_device[device].set_state(generator.get_state())
         return copy
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Gives every operator that draws random numbers the generator of the segment that runs.
+class SegmentRNGMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in torch
+    """Dispatch mode in which random operators draw from the current segment's generators, `generators()`."""
 
-    Args:
-        streams: asked at each draw.
-    """
-
-    def __init__(self, streams: Callable[[], Streams]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self._streams = streams
+    def __init__(self, generators: Callable[[], Generators]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._generators = generators
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator."""
+        """Run an operator; if it draws random numbers, with the segment's generator."""
         del types
         kwargs = kwargs or {}
-        draws, takes_generator = _draws(func)
-        if not draws or kwargs.get("generator") is not None:
+        is_random, takes_generator = _random_traits(func)
+        if not is_random or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        generator = self._streams().on(_device(args, kwargs))
+        generator = self._generators().on(_device(args, kwargs))
         if takes_generator:
             return func(*args, **{**kwargs, "generator": generator})
-        with _global_state:
-            shared = default_generator(generator.device)
-            kept = shared.get_state()
-            shared.set_state(generator.get_state())
+        with _global_generator_lock:
+            global_generator = default_generator(generator.device)
+            saved_state = global_generator.get_state()
+            global_generator.set_state(generator.get_state())
             try:
                 return func(*args, **kwargs)
             finally:
-                generator.set_state(shared.get_state())
-                shared.set_state(kept)
+                generator.set_state(global_generator.get_state())
+                global_generator.set_state(saved_state)
 
 
 @functools.cache
-def _draws(func: Any) -> tuple[bool, bool]:
-    """Whether an operator draws random numbers, and whether it takes the generator to draw from."""
+def _random_traits(func: Any) -> tuple[bool, bool]:
+    """Return whether an operator draws random numbers, and whether it has a generator argument."""
     takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
     return takes_generator or torch.Tag.nondeterministic_seeded in func.tags, takes_generator
 

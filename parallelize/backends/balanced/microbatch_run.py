@@ -1,27 +1,25 @@
-"""The run of one micro-batch through the stages, as a row of segments with autograd graphs of their own.
+"""Run of one micro-batch through the stages: a sequence of segments with separate autograd graphs.
 
     model.forward   ── a ──── b ──── c ──── d ──>      ordinary Python, in the micro-batch's thread
-    stage              0   │     1     │   0           by the module that is entered
+    stage              0   │     1     │   0           given by the called module
     segments        [  A   ] [    B    ] [ C ]
 
-What B uses of A is cut out of A's graph: a leaf on A's device takes its place, and B works on a copy of the leaf (a
-clone, or a transfer to B's device). Backward goes segment by segment; the leaf's gradient is where A's backward begins:
+If B uses a tensor t of A, A's graph ends at t: t is detached to a leaf on A's device, and B uses a copy of the leaf (a
+clone, or a transfer to B's device). B's backward computes the leaf's gradient, from which A's backward then starts:
 
     A:  x ── a ──> t                    t.backward(leaf.grad)
                    ┆ detach             ^
     B:             leaf ── copy ── b    leaf.grad, from B's backward
 
-Thus each segment's backward can run in the thread of its stage, at its own time. Whatever order of stages a forward
-takes (skips, loops, branches that depend on data), it only makes more segments.
+So each segment's backward can run separately in its stage's thread. A micro-batch may visit stages in any order (skip
+connections, loops, data-dependent branches): each move adds a segment.
 
-Tensors carry the number of the segment that made them, not a reference to it: nothing here forms a cycle.
+A tensor stores its segment's number; a reference to the segment would form a reference cycle.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,49 +29,54 @@ from torch import nn
 
 from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.batchnorm import Moments
-from parallelize.backends.balanced.microbatch_rng import Draws, Streams
-from parallelize.backends.balanced.segment import OUTSIDE, Import, Segment, Stage, is_differentiable, reaches
-from parallelize.backends.balanced.stage_lock import Turnstile
-from parallelize.backends.balanced.stage_parameters import Shadows
+from parallelize.backends.balanced.microbatch_rng import Generators, SegmentRNGMode
+from parallelize.backends.balanced.segment import (
+    USER_STAGE,
+    Import,
+    Segment,
+    Stage,
+    is_differentiable,
+    reaches,
+    version,
+)
+from parallelize.backends.balanced.stage_parameters import StageParameters
+from parallelize.backends.balanced.stage_threads import StageLock
 
-__all__ = ["Tape", "active"]
+__all__ = ["MicrobatchRun", "active_run"]
 
-_MARK = "_pipeline_segment"
-
-
-class _Here(threading.local):
-    """The run that this thread is in."""
-
-    tape: Tape | None = None
+_SEGMENT_KEY = "_pipeline_segment"
 
 
-_here = _Here()
+class _ActiveRun(threading.local):
+    """Thread-local variable: the run of the micro-batch that the current thread executes."""
+
+    run: MicrobatchRun | None = None
 
 
-def active() -> Tape | None:
-    """The run that this thread is in, or None."""
-    return _here.tape
+_active = _ActiveRun()
+
+
+def active_run() -> MicrobatchRun | None:
+    """Return the run of the micro-batch that the current thread executes, or None."""
+    return _active.run
 
 
 @contextlib.contextmanager
-def _running(tape: Tape | None) -> Iterator[None]:
-    before, _here.tape = _here.tape, tape
+def _activated(run: MicrobatchRun | None) -> Iterator[None]:
+    before, _active.run = _active.run, run
     try:
         yield
     finally:
-        _here.tape = before
+        _active.run = before
 
 
-class Tape:
-    """One micro-batch's run.
+class MicrobatchRun:
+    """Forward of one micro-batch through the stages, and recomputation of its segments in backward.
 
     Args:
-        index: number of the micro-batch.
-        stages: all of them.
-        routes: id of a module -> the stage of each of its calls; calls beyond are where the last is.
-        shadows: of this forward.
-        turnstiles: one per stage; None: the only micro-batch there is waits for nobody.
-        seed: of its random numbers; None: it draws none.
+        routes: id of a module -> the stages of its first, second, ... call; further calls use the last entry.
+        stage_locks: one lock per stage; None if no other micro-batch runs at the same time.
+        seed: seed of the micro-batch's random numbers; None if forward draws none.
     """
 
     def __init__(
@@ -82,84 +85,79 @@ class Tape:
         *,
         stages: Sequence[Stage],
         routes: Mapping[int, Sequence[int]],
-        shadows: Shadows,
-        turnstiles: Sequence[Turnstile] | None = None,
+        stage_parameters: StageParameters,
+        stage_locks: Sequence[StageLock] | None = None,
         seed: int | None = None,
     ) -> None:
         self.index = index
         self.moments = Moments()
-        self.outside = Segment(OUTSIDE)
-        self.segment = self.outside
+        self.user_segment = Segment(USER_STAGE)
+        self.segment = self.user_segment
         self.segments: list[Segment] = []
-        self._owners = {self.outside.key: self.outside}
+        self._segments_by_key = {self.user_segment.key: self.user_segment}
         self._stages = stages
         self._devices = frozenset(stage.device for stage in stages)
         self._routes = routes
         self._calls: dict[int, int] = {}
-        self._shadows = shadows
-        self._turnstiles = turnstiles
+        self._stage_parameters = stage_parameters
+        self._stage_locks = stage_locks
         self._seed = seed
-        self._is_again = False
-        # Told of each segment in which they begin: all that is computed now is theirs.
-        self._pieces: list[Callable[[Segment], None]] = []
-        self._has_computed = False
+        self.is_recomputing = False  # whether backward is recomputing a part of a segment
+        # The `on_segment` of each open checkpoint region.
+        self._region_callbacks: list[Callable[[Segment], None]] = []
+        self._region_has_computed = False
 
     @property
     def device(self) -> torch.device:
-        """Where the micro-batch is."""
+        """Return the device of the current stage."""
         return self._stages[self.segment.stage].device
 
-    def run(self, call: Callable[[], Any], *, crossing: contextlib.AbstractContextManager[Any]) -> Any:
-        """Call the model's forward.
-
-        Args:
-            call: it, with the micro-batch's inputs.
-            crossing: sees every operation, and calls `local` and `claim`.
-        """
+    def call_forward(self, call: Callable[[], Any], *, transfer: contextlib.AbstractContextManager[Any]) -> Any:
+        """Run `call`, the model's forward, beginning on stage 0; the context `transfer` intercepts its operations."""
         try:
-            with _running(self), self._drawing():
+            with _activated(self), self._rng_mode():
                 self.move_to(0)
-                with crossing:
+                with transfer:
                     return call()
         finally:
-            self._leave()
-            for turnstile in self._turnstiles or ():
-                turnstile.pass_by(self.index)
+            self._leave_stage()
+            for stage_lock in self._stage_locks or ():
+                stage_lock.finish(self.index)
 
     @contextlib.contextmanager
-    def again(
-        self, segment: Segment, streams: Streams, crossing: contextlib.AbstractContextManager[Any]
+    def recomputing(
+        self, segment: Segment, generators: Generators, transfer: contextlib.AbstractContextManager[Any]
     ) -> Iterator[None]:
-        """A part of a segment, computed once more during its backward: same inputs, same random numbers."""
-        before = self.segment, segment.streams, self._is_again
-        self.segment, segment.streams, self._is_again = segment, streams.fork(), True
+        """Make a segment current again, with the RNG states of `generators`, while backward recomputes a part of it."""
+        before = self.segment, segment.generators, self.is_recomputing
+        self.segment, segment.generators, self.is_recomputing = segment, generators.fork(), True
         self.moments.is_recording = False
         try:
-            with _running(self), self._drawing(), crossing:
+            with _activated(self), self._rng_mode(), transfer:
                 yield
         finally:
-            self.segment, segment.streams, self._is_again = before
+            self.segment, segment.generators, self.is_recomputing = before
 
     @contextlib.contextmanager
-    def in_one_piece(self, begin: Callable[[Segment], None]) -> Iterator[None]:
-        """What is computed meanwhile is one segment's.
+    def single_segment(self, on_segment: Callable[[Segment], None]) -> Iterator[None]:
+        """Keep the operations of a checkpoint region in one segment.
 
         Args:
-            begin: given the segment; once more if a module moves the micro-batch before anything is computed.
+            on_segment: called with the current segment, and again if the region's first module begins another segment.
         """
-        if not self._pieces:
-            self._has_computed = False
-        self._pieces.append(begin)
-        begin(self.segment)
+        if not self._region_callbacks:
+            self._region_has_computed = False
+        self._region_callbacks.append(on_segment)
+        on_segment(self.segment)
         try:
             yield
         finally:
-            self._pieces.pop()
+            self._region_callbacks.pop()
 
-    def arrive(self, module: nn.Module) -> None:
-        """A module is about to run: its stage is where the micro-batch goes on."""
+    def enter_module(self, module: nn.Module) -> None:
+        """Move the micro-batch to the stage of a module that is about to run."""
         route = self._routes.get(id(module))
-        if route is None or self._is_again:
+        if route is None or self.is_recomputing:
             return
         call = self._calls.get(id(module), 0)
         self._calls[id(module)] = call + 1
@@ -168,149 +166,140 @@ class Tape:
             self.move_to(stage)
 
     def move_to(self, stage: int) -> None:
-        """Leave the stage and wait for another; begin a segment there."""
-        self._leave()
-        if self._turnstiles is not None:
-            self._turnstiles[stage].enter(self.index)
-        place = self._stages[stage]
-        if place.device.type != "cpu":
-            torch.accelerator.set_device_index(place.device.index or 0)
-        elif place.cores and sys.platform == "linux":
-            # A stage whose micro-batches hop between cores leaves its weights in the wrong caches.
-            os.sched_setaffinity(0, place.cores)
+        """Release the current stage, wait for `stage`, and begin a segment there."""
+        self._leave_stage()
+        if self._stage_locks is not None:
+            self._stage_locks[stage].acquire(self.index)
+        self._stages[stage].bind_thread()
         self.segment = Segment(stage)
         if self._seed is not None:
-            self.segment.streams = Streams(hash((self._seed, self.index, len(self.segments))) % 2**63)
+            self.segment.generators = Generators(hash((self._seed, self.index, len(self.segments))) % 2**63)
         self.segments.append(self.segment)
-        self._owners[self.segment.key] = self.segment
-        for begin in self._pieces:
-            begin(self.segment)
+        self._segments_by_key[self.segment.key] = self.segment
+        for on_segment in self._region_callbacks:
+            on_segment(self.segment)
 
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor in the segment that runs."""
-        key = getattr(tensor, _MARK, None)
+    def localize(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the current segment's version of a tensor: itself, an imported copy of it, or a stage parameter."""
+        key = getattr(tensor, _SEGMENT_KEY, None)
         if key == self.segment.key:
             return tensor
-        owner = self._owners.get(key)  # type: ignore[arg-type]  # None is no key, and get() then says None
+        owner = self._segments_by_key.get(key)  # type: ignore[arg-type]  # get(None) returns None
         if owner is not None:
-            return self._imported(tensor, owner)
-        if tensor.requires_grad and not tensor.is_leaf and key is None and self._has_made(tensor):
-            # Made in the dark, by a scripted function or another library: it belongs to whoever uses it first.
-            self.claim(tensor)
+            return self._import(tensor, owner)
+        if tensor.requires_grad and not tensor.is_leaf and key is None and self._derives_from_run(tensor):
+            # Produced without interception, by a scripted function or another library: assign it to this segment.
+            self.mark_produced(tensor)
             return tensor
-        # Arguments of a checkpoint come back as other objects, parameters do not.
-        is_known = not isinstance(tensor, nn.Parameter) or self._shadows.knows(tensor, stage=self.segment.stage)
-        if self._is_again and tensor.requires_grad and not is_known:
-            raise refusals.other_weights(tuple(tensor.shape))
-        shadow = self._shadows.of(tensor, stage=self.segment.stage)
-        dtype = self._shadows.dtype_of(tensor)
-        return shadow if shadow.dtype is dtype else self._cast(shadow, dtype)
+        # In a recomputation, arguments are new tensor objects, but parameters are the same objects as in forward.
+        is_known = not isinstance(tensor, nn.Parameter) or self._stage_parameters.has(tensor, stage=self.segment.stage)
+        if self.is_recomputing and tensor.requires_grad and not is_known:
+            raise refusals.other_parameters(tuple(tensor.shape))
+        stage_parameter = self._stage_parameters.get(tensor, stage=self.segment.stage)
+        dtype = self._stage_parameters.dtype_of(tensor)
+        return stage_parameter if stage_parameter.dtype is dtype else self._cast_parameter(stage_parameter, dtype)
 
-    def claim(self, tensor: torch.Tensor) -> None:
-        """The segment that runs has made a tensor."""
-        self._has_computed = True
-        if getattr(tensor, _MARK, None) not in self._owners:
-            setattr(tensor, _MARK, self.segment.key)
+    def mark_produced(self, tensor: torch.Tensor) -> None:
+        """Mark a tensor as produced by the current segment, unless a segment of this run has produced it."""
+        self._region_has_computed = True
+        if getattr(tensor, _SEGMENT_KEY, None) not in self._segments_by_key:
+            setattr(tensor, _SEGMENT_KEY, self.segment.key)
 
-    def is_made_here(self, tensor: torch.Tensor) -> bool:
-        """Whether the segment that runs has made a tensor, so that all that depends on it is in the segment too."""
-        return getattr(tensor, _MARK, None) == self.segment.key
+    def is_produced_here(self, tensor: torch.Tensor) -> bool:
+        """Return whether the current segment has produced a tensor, and thus everything computed from it so far."""
+        return getattr(tensor, _SEGMENT_KEY, None) == self.segment.key
 
-    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A piece of the user's inputs, from where segments import it."""
-        setattr(tensor, _MARK, self.outside.key)
-        return tensor
+    def mark_inputs(self, flat_inputs: Sequence[Any]) -> None:
+        """Mark the tensors among the inputs as produced by the user, so that segments import them."""
+        for leaf in flat_inputs:
+            if isinstance(leaf, torch.Tensor):
+                setattr(leaf, _SEGMENT_KEY, self.user_segment.key)
 
-    def hand_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """An output as it is now, and the leaf whose gradient it waits for; None if it waits for none.
+    def export_output(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the latest version of an output, and the leaf for its gradient, None if not differentiable.
 
-        A parameter, and what else is not made here, is returned as it is.
+        An output that this run has not produced, such as a parameter, is returned unchanged, without a leaf.
         """
-        owner = self._owners.get(getattr(tensor, _MARK, None))  # type: ignore[arg-type]  # see `local`
+        owner = self._segments_by_key.get(getattr(tensor, _SEGMENT_KEY, None))  # type: ignore[arg-type]  # see `localize`
         if owner is None:
             return tensor, None
-        latest, owner = self._latest(tensor, owner)
+        latest, owner = self._latest_version(tensor, owner)
         return latest, owner.export(latest) if is_differentiable(latest) else None
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
-        """Where a tensor will be when the segment that runs uses it."""
+        """Return the device that a tensor will be on when the current segment uses it."""
         return self.device if tensor.device in self._devices else tensor.device
 
     def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
-        """The type that a tensor will have when the segment that runs uses it."""
-        return self._shadows.dtype_of(tensor)
+        """Return the dtype that a tensor will have when the current segment uses it."""
+        return self._stage_parameters.dtype_of(tensor)
 
     def abort(self) -> None:
-        """Send all micro-batches home."""
-        for turnstile in self._turnstiles or ():
-            turnstile.abort()
+        """Raise Aborted in all micro-batches of this forward when they next wait for a stage."""
+        for stage_lock in self._stage_locks or ():
+            stage_lock.abort()
 
     @property
-    def is_in_piece(self) -> bool:
-        """Whether what is computed now is computed twice, in one segment."""
-        return self._is_again or bool(self._pieces)
+    def is_in_region(self) -> bool:
+        """Return whether the current operations belong to a checkpoint region."""
+        return self.is_recomputing or bool(self._region_callbacks)
 
     @property
-    def is_bound(self) -> bool:
-        """Whether the micro-batch must stay in the segment that runs."""
-        return self.is_in_piece and (self._is_again or self._has_computed)
+    def must_stay_in_segment(self) -> bool:
+        """Return whether an open checkpoint region keeps the micro-batch in the current segment."""
+        return self.is_in_region and (self.is_recomputing or self._region_has_computed)
 
-    @property
-    def is_again(self) -> bool:
-        """Whether a part of a segment is computed once more."""
-        return self._is_again
+    def _leave_stage(self) -> None:
+        if self._stage_locks is not None and self.segment.stage != USER_STAGE:
+            self._stage_locks[self.segment.stage].release()
+        self.segment = self.user_segment
 
-    def _leave(self) -> None:
-        if self._turnstiles is not None and self.segment.stage != OUTSIDE:
-            self._turnstiles[self.segment.stage].leave()
-        self.segment = self.outside
+    def _rng_mode(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._seed is None else SegmentRNGMode(lambda: self.segment.generators)
 
-    def _drawing(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._seed is None else Draws(lambda: self.segment.streams)
-
-    def _cast(self, shadow: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A parameter in half precision; once per segment, so that its gradient is one of the segment's."""
-        known = self.segment.casts.get(id(shadow))
+    def _cast_parameter(self, stage_parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a stage parameter, cast to `dtype` once per segment, so that its gradient is accumulated once."""
+        known = self.segment.casts.get(id(stage_parameter))
         if known is None:
             with torch.enable_grad():
-                known = self.segment.casts[id(shadow)] = shadow.to(dtype)
-            setattr(known, _MARK, self.segment.key)
+                known = self.segment.casts[id(stage_parameter)] = stage_parameter.to(dtype)
+            setattr(known, _SEGMENT_KEY, self.segment.key)
         return known
 
-    def _has_made(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's history ends in this run; else it is the user's, and gets its gradient as a parameter."""
-        if self._shadows.knows(tensor, stage=self.segment.stage):
+    def _derives_from_run(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor was computed inside this run; other tensors are handled like parameters."""
+        if self._stage_parameters.has(tensor, stage=self.segment.stage):
             return False
-        ours = self._shadows.ids | {id(leaf) for each in self._owners.values() for _, leaf in each.exports}
-        return reaches(tensor, ours)
+        exported = {id(leaf) for each in self._segments_by_key.values() for _, leaf in each.exports}
+        return reaches(tensor, self._stage_parameters.ids | exported)
 
-    def _imported(self, tensor: torch.Tensor, owner: Segment) -> torch.Tensor:
+    def _import(self, tensor: torch.Tensor, owner: Segment) -> torch.Tensor:
         known = self.segment.imports.get(id(tensor))
         if known is not None:
-            return known.local
-        source, owner = self._latest(tensor, owner)
+            return known.copy
+        source, owner = self._latest_version(tensor, owner)
         device = self.device
         if is_differentiable(source):
             with torch.enable_grad():
                 leaf = owner.export(source)
-                local = leaf.clone() if leaf.device == device else leaf.to(device)
+                copy = leaf.clone() if leaf.device == device else leaf.to(device)
         elif source.device == device:
-            return source  # changes in place are seen by everybody, as ever
+            return source  # not copied, so that both segments see changes in place
         else:
-            local = source.to(device)
-        setattr(local, _MARK, self.segment.key)
-        self.segment.imports[id(tensor)] = Import(tensor, local)
-        return local
+            copy = source.to(device)
+        setattr(copy, _SEGMENT_KEY, self.segment.key)
+        self.segment.imports[id(tensor)] = Import(tensor, copy, version(copy))
+        return copy
 
-    def _latest(self, tensor: torch.Tensor, owner: Segment) -> tuple[torch.Tensor, Segment]:
-        """The copy of a tensor that another segment has changed in place, else the tensor itself."""
+    def _latest_version(self, tensor: torch.Tensor, owner: Segment) -> tuple[torch.Tensor, Segment]:
+        """Return the latest version of a tensor, and the version's segment: a copy changed in place, or the tensor."""
         found = tensor, owner
         for segment in self.segments:
             for each in segment.imports.values():
                 if not each.is_changed:
                     continue
                 if each.source is tensor:
-                    found = each.local, segment
+                    found = each.copy, segment
                 elif each.source.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
                     raise refusals.changed_view(tuple(tensor.shape))
         return found

@@ -1,12 +1,11 @@
-"""One batch as micro-batches, and their outputs as one batch again.
+"""Split a batch into micro-batches; join their outputs.
 
-Inputs: of the tensors anywhere in the arguments, those whose `batch_dim` is as long as the batch are cut; those of one
-dimension have only that. All other values go to every micro-batch, and so does what an earlier batch has shown to be of
-another length.
+Inputs: a tensor anywhere in the arguments is split along `batch_dim` (a 1-D tensor along its only dimension) if that
+dimension is as long as the batch, in this and in every earlier batch. All other values are passed to every micro-batch.
 
-Outputs: tensors are joined along the dimension that follows the micro-batch's size; scalars are averaged, weighted by
-samples, which is exact for a loss that is a mean over samples; what is equal in all micro-batches is returned once.
-Anything else has no meaning for the whole batch and is refused.
+Outputs: tensors are concatenated along the dimension whose length is the micro-batch's size. Scalar tensors are
+averaged with the micro-batches' numbers of samples as weights, which is exact for a loss that is a mean over samples.
+A value that is equal in all micro-batches is returned once. Other outputs are refused.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from parallelize.backends.balanced import refusals
 from parallelize.runtime.containers import leaves, map_leaves
 
 __all__ = [
-    "Batch",
-    "Column",
-    "batch_dims",
+    "JoinedOutput",
+    "SplitBatch",
     "batch_size",
-    "columns",
-    "cut",
-    "form",
-    "named",
+    "first_samples",
+    "infer_batch_dims",
+    "join_outputs",
+    "named_leaves",
+    "names_not_per_sample",
+    "output_form",
+    "output_shapes",
     "rebuild",
-    "shapes",
-    "take",
-    "uneven",
+    "split_dims",
 ]
 
 
 def batch_size(inputs: Any, *, dim: int) -> int:
-    """How many samples a batch has: the length of the first tensor that has a batch dimension.
+    """Return the number of samples in a batch: the length of dimension `dim` in the first tensor that has one.
 
     Raises:
-        ConfigError: there is none, or the batch is packed sequences.
+        ConfigError: no tensor has a dimension `dim`, or an argument is a PackedSequence.
     """
     args, kwargs = inputs
     if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
@@ -54,72 +53,71 @@ def batch_size(inputs: Any, *, dim: int) -> int:
 
 
 def rebuild(like: Any, flat: Sequence[Any]) -> Any:
-    """Containers like those of `like`, around other leaves."""
+    """Return the nested containers of `like`, with the values of `flat` as leaves."""
     values = iter(flat)
     return map_leaves(lambda _: next(values), like)
 
 
-def named(inputs: Any) -> Iterator[tuple[str, Any]]:
-    """Every leaf in the order of `leaves`, with a name that it has in every batch: its place, and its dimensions."""
+def named_leaves(inputs: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, leaf) in the order of `leaves`; a name, such as `0.mask (2-D)`, is the same in every batch."""
     args, kwargs = inputs
     for place, value in [*((str(index), each) for index, each in enumerate(args)), *kwargs.items()]:
         for path, leaf in _paths(place, value):
             yield f"{path} ({leaf.dim()}-D)" if isinstance(leaf, torch.Tensor) else path, leaf
 
 
-def uneven(inputs: Any, *, dim: int) -> set[str]:
-    """Names of the tensors that cannot be per sample: their length is not that of the batch."""
+def names_not_per_sample(inputs: Any, *, dim: int) -> set[str]:
+    """Return the names of input tensors whose length in the batch dimension differs from the batch size."""
     size = batch_size(inputs, dim=dim)
-    found = ((name, leaf, _axis(leaf, dim)) for name, leaf in named(inputs))
-    # What has a length of 1 may be broadcast here, and per sample in the next batch.
+    found = ((name, leaf, _axis(leaf, dim)) for name, leaf in named_leaves(inputs))
+    # Length 1 is left out: the tensor may be broadcast in this batch, and per sample in the next one.
     return {name for name, leaf, axis in found if axis is not None and leaf.shape[axis] not in {1, size}}
 
 
-def cut(inputs: Any, *, dim: int) -> dict[str, int]:
-    """By name of each tensor that is cut, the dimension along which it is."""
+def split_dims(inputs: Any, *, dim: int) -> dict[str, int]:
+    """Return the dimension along which each split input is split, by the input's name."""
     size = batch_size(inputs, dim=dim)
-    axes = zip(named(inputs), _axes(inputs, size, dim=dim, whole=()), strict=True)
+    axes = zip(named_leaves(inputs), _axes(inputs, size, dim=dim, whole_inputs=()), strict=True)
     return {name: axis for (name, _), axis in axes if axis is not None}
 
 
-def take(inputs: Any, samples: int, *, dim: int, whole: Collection[str] = ()) -> Any:
-    """The first samples of a batch; `whole` as of Batch."""
+def first_samples(inputs: Any, samples: int, *, dim: int, whole_inputs: Collection[str] = ()) -> Any:
+    """Return the inputs for the first `samples` of a batch; tensors named in `whole_inputs` are not split."""
     size = batch_size(inputs, dim=dim)
-    axes = zip(leaves(inputs), _axes(inputs, size, dim=dim, whole=whole), strict=True)
+    axes = zip(leaves(inputs), _axes(inputs, size, dim=dim, whole_inputs=whole_inputs), strict=True)
     return rebuild(inputs, [leaf if axis is None else leaf.narrow(axis, 0, min(samples, size)) for leaf, axis in axes])
 
 
-class Batch:
-    """Inputs, cut.
+class SplitBatch:
+    """Inputs of a batch, split into micro-batches.
 
     Args:
-        inputs: arguments and keyword arguments.
-        microbatches: at most so many.
-        dim: the batch dimension of the inputs.
-        whole: names of tensors that are not per sample, though they may be as long as this batch.
+        microbatches: maximum number of micro-batches.
+        whole_inputs: names of tensors that are not split, even if they are as long as this batch.
 
     Attributes:
-        sizes: samples of each micro-batch.
-        parts: the inputs of each micro-batch, as flat lists; tensors that want a gradient are leaves of their own.
+        sizes: number of samples of each micro-batch.
+        parts: flat list of inputs of each micro-batch; tensors that require grad are detached to separate leaves.
+        grad_inputs: (position, tensor) of each input that requires grad.
     """
 
-    def __init__(self, inputs: Any, *, microbatches: int, dim: int, whole: Collection[str] = ()) -> None:
+    def __init__(self, inputs: Any, *, microbatches: int, dim: int, whole_inputs: Collection[str] = ()) -> None:
         self._inputs = inputs
         flat = list(leaves(inputs))
         size = batch_size(inputs, dim=dim)
         count = max(1, min(microbatches, size))
         self.sizes = tuple(size // count + (index < size % count) for index in range(count))
-        self._axes = _axes(inputs, size, dim=dim, whole=whole)
-        pieces = [self._pieces(leaf, axis) for leaf, axis in zip(flat, self._axes, strict=True)]
+        self._axes = _axes(inputs, size, dim=dim, whole_inputs=whole_inputs)
+        pieces = [self._split(leaf, axis) for leaf, axis in zip(flat, self._axes, strict=True)]
         self.parts = [list(part) for part in zip(*pieces, strict=True)]
-        self.wanting = [(i, leaf) for i, leaf in enumerate(flat) if _wants_gradient(leaf)]
+        self.grad_inputs = [(i, x) for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and x.requires_grad]
 
     def inputs(self, index: int) -> Any:
-        """The arguments and keyword arguments of one micro-batch."""
+        """Return the arguments and keyword arguments of one micro-batch."""
         return rebuild(self._inputs, self.parts[index])
 
     def gradient(self, position: int, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """The gradient of an input, from those of its pieces; None if no micro-batch has one."""
+        """Join the gradients of an input's parts, one per micro-batch; return None if all of them are None."""
         found = [part for part in parts if part is not None]
         if not found:
             return None
@@ -129,7 +127,7 @@ class Batch:
         pieces = [torch.zeros_like(self.parts[i][position]) if p is None else p for i, p in enumerate(parts)]
         return torch.cat(pieces, axis)
 
-    def _pieces(self, leaf: Any, axis: int | None) -> Sequence[Any]:
+    def _split(self, leaf: Any, axis: int | None) -> Sequence[Any]:
         if not isinstance(leaf, torch.Tensor) or (axis is None and not leaf.requires_grad):
             return [leaf] * len(self.sizes)
         plain = leaf.detach()
@@ -140,7 +138,7 @@ class Batch:
 
 
 def _axis(leaf: Any, dim: int) -> int | None:
-    """The dimension that is the batch's, if the value is per sample; one number per sample has no other."""
+    """Return the batch dimension of a leaf: `dim`, or 0 for a 1-D tensor; None if the leaf has no such dimension."""
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
         return None
     if leaf.dim() == 1:
@@ -148,11 +146,11 @@ def _axis(leaf: Any, dim: int) -> int | None:
     return dim if leaf.dim() > dim else None
 
 
-def _axes(inputs: Any, size: int, *, dim: int, whole: Collection[str]) -> list[int | None]:
-    """Of every leaf, the dimension along which it is cut, None if it is not."""
-    found = ((name, leaf, _axis(leaf, dim)) for name, leaf in named(inputs))
+def _axes(inputs: Any, size: int, *, dim: int, whole_inputs: Collection[str]) -> list[int | None]:
+    """Return the dimension along which each leaf is split, None for leaves that are not split."""
+    found = ((name, leaf, _axis(leaf, dim)) for name, leaf in named_leaves(inputs))
     return [
-        axis if axis is not None and leaf.shape[axis] == size and name not in whole else None
+        axis if axis is not None and leaf.shape[axis] == size and name not in whole_inputs else None
         for name, leaf, axis in found
     ]
 
@@ -171,30 +169,22 @@ def _paths(at: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _paths(f"{at}.{key}", each)
 
 
-def _wants_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
-
-
 @dataclass(frozen=True)
-class Column:
-    """One output, over all micro-batches.
+class JoinedOutput:
+    """One output, joined over all micro-batches.
 
     Args:
-        value: of the whole batch.
-        dim: along which it was joined; None: not at all.
-        weights: of each micro-batch in a mean; None: it is none.
+        value: output of the full batch.
+        dim: dimension of the concatenation; None if the output is not concatenated.
+        weights: weight of each micro-batch in the mean; None if the output is not averaged.
     """
 
     value: Any
     dim: int | None = None
     weights: tuple[float, ...] | None = None
 
-    def without_value(self) -> Column:
-        """The same, without the value, for whoever must not keep it."""
-        return Column(None, dim=self.dim, weights=self.weights)
-
-    def gradients(self, gradient: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
-        """What a gradient of the whole is for each micro-batch."""
+    def split_gradient(self, gradient: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
+        """Split the joined output's gradient into the gradients of the micro-batches' outputs."""
         if self.weights is not None:
             return [gradient * weight for weight in self.weights]
         if self.dim is not None:
@@ -202,13 +192,15 @@ class Column:
         return [gradient, *[None] * (len(sizes) - 1)]
 
 
-def shapes(output: Any) -> tuple[tuple[int, ...] | None, ...]:
-    """Of every leaf of an output, None where it is no tensor."""
+def output_shapes(output: Any) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the shape of each leaf of an output, None for leaves that are not tensors."""
     return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves(output))
 
 
-def batch_dims(few: Sequence[tuple[int, ...] | None], many: Sequence[tuple[int, ...] | None]) -> dict[int, int | None]:
-    """The dimension of each output that differs between two sizes of batch."""
+def infer_batch_dims(
+    few: Sequence[tuple[int, ...] | None], many: Sequence[tuple[int, ...] | None]
+) -> dict[int, int | None]:
+    """Infer each output's batch dimension, None if it has none, from the output shapes for two batch sizes."""
     if few is many or len(few) != len(many):
         return {}
     found: dict[int, int | None] = {}
@@ -220,84 +212,80 @@ def batch_dims(few: Sequence[tuple[int, ...] | None], many: Sequence[tuple[int, 
     return found
 
 
-def form(shapes_: Sequence[tuple[int, ...] | None]) -> tuple[int | None, ...]:
-    """How many dimensions each leaf of an output has, None where it is no tensor."""
+def output_form(shapes_: Sequence[tuple[int, ...] | None]) -> tuple[int | None, ...]:
+    """Return the number of dimensions of each leaf of an output, None for leaves that are not tensors."""
     return tuple(None if each is None else len(each) for each in shapes_)
 
 
-def columns(
+def join_outputs(
     rows: Sequence[Sequence[Any]],
     sizes: Sequence[int],
     *,
     device: torch.device,
     dims: Mapping[int, int | None],
-    known: tuple[int | None, ...] | None = None,
-) -> list[Column]:
-    """The outputs of micro-batches as those of the batch.
+    known_form: tuple[int | None, ...] | None = None,
+) -> list[JoinedOutput]:
+    """Join the outputs of micro-batches.
 
     Args:
-        rows: of each micro-batch, its outputs as a flat list.
-        sizes: samples of each.
-        device: where joined tensors are.
-        dims: position of an output -> its batch dimension as far as it is known; None: it has none.
-        known: the form of the outputs for which that is known; None: any.
+        rows: flat list of outputs of each micro-batch.
+        sizes: number of samples of each micro-batch.
+        device: device of the joined tensors.
+        dims: position of an output -> its batch dimension, None if it has none; absent if not known.
+        known_form: number of dimensions of each output; `dims` applies to this form only. None: to any form.
 
     Raises:
-        ConfigError: an output that differs between micro-batches and has no batch dimension.
+        ConfigError: an output differs between micro-batches, and can be neither concatenated nor averaged.
     """
     if len({len(row) for row in rows}) > 1:
         raise refusals.uneven_outputs([len(row) for row in rows])
-    if known is not None and known != form(shapes(rows[0])):
-        dims = {}  # in evaluation, or without labels, a model may return something else
+    if known_form is not None and known_form != output_form(output_shapes(rows[0])):
+        dims = {}  # not the planned outputs: without labels, for example, a model may return others
     return [
-        _column(values, tuple(sizes), position=position, device=device, dims=dims)
+        _join_output(values, tuple(sizes), position=position, device=device, dims=dims)
         for position, values in enumerate(zip(*rows, strict=True))
     ]
 
 
-def _column(
+def _join_output(
     values: tuple[Any, ...],
     sizes: tuple[int, ...],
     *,
     position: int,
     device: torch.device,
     dims: Mapping[int, int | None],
-) -> Column:
+) -> JoinedOutput:
     first = values[0]
     if len(values) == 1 or all(value is first for value in values):
         is_ours = isinstance(first, torch.Tensor) and not (first.requires_grad and first.is_leaf)
-        # A copy: the user may change it in place, and backward needs the original.
-        return Column(first.detach().to(device, copy=True) if is_ours else first)
+        # A copy, since the user may change the output in place, and backward needs the original.
+        return JoinedOutput(first.detach().to(device, copy=True) if is_ours else first)
     if not isinstance(first, torch.Tensor):
         if any(value != first for value in values):
             if hasattr(first, "__dict__"):
                 raise refusals.not_a_tensor(position, type(first).__name__)
-            raise refusals.unjoinable(position, f"values {first!r} and others")
-        return Column(first)
+            raise refusals.unjoinable(position, f"{first!r} in the first micro-batch, another value in a later one")
+        return JoinedOutput(first)
     if first.dim() == 0 and first.is_floating_point():
         weights = tuple(size / sum(sizes) for size in sizes)
-        return Column(sum(v.detach().to(device) * w for v, w in zip(values, weights, strict=True)), weights=weights)
-    dim = _batch_dim(values, sizes, known=dims.get(position, -1))
+        return JoinedOutput(
+            sum(v.detach().to(device) * w for v, w in zip(values, weights, strict=True)), weights=weights
+        )
+    dim = _batch_dim(values, sizes, known_dim=dims.get(position, -1))
     if dim is not None:
         shapes_ = [tuple(value.shape) for value in values]
         if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes_}) > 1:
             raise refusals.uneven_shapes(position, shapes_)
-        return Column(torch.cat([value.detach().to(device) for value in values], dim), dim=dim)
+        return JoinedOutput(torch.cat([value.detach().to(device) for value in values], dim), dim=dim)
     if first.requires_grad or any(not torch.equal(value, first) for value in values):
         raise refusals.unjoinable(position, f"tensors of {tuple(first.shape)} for {sizes[0]} samples")
-    return Column(first.detach().to(device))
+    return JoinedOutput(first.detach().to(device))
 
 
-def _batch_dim(values: tuple[torch.Tensor, ...], sizes: tuple[int, ...], *, known: int | None) -> int | None:
-    """The dimension that follows the micro-batch's size: the known one, else the first.
-
-    Args:
-        values: of each micro-batch.
-        sizes: samples of each.
-        known: the dimension; None: there is none; -1: not known.
-    """
+def _batch_dim(values: tuple[torch.Tensor, ...], sizes: tuple[int, ...], *, known_dim: int | None) -> int | None:
+    """Return `known_dim` if its length is each micro-batch's size, else None; for -1, the first such dimension."""
     shapes_ = [value.shape for value in values]
     fitting = [dim for dim in range(values[0].dim()) if all(s[dim] == n for s, n in zip(shapes_, sizes, strict=True))]
-    if known == -1:
+    if known_dim == -1:
         return fitting[0] if fitting else None
-    return known if known in fitting else None
+    return known_dim if known_dim in fitting else None

@@ -1,6 +1,6 @@
-"""Objects among the inputs that are neither tensors nor plain values: a forward may write to them, as to a cache.
+"""Opaque inputs: objects such as caches, neither tensors nor plain values, which forward may modify.
 
-They cannot be cut, so that all micro-batches would share them.
+Micro-batches share them, so an object is refused if it holds per-sample tensors or if forward changes it.
 """
 
 from __future__ import annotations
@@ -18,104 +18,112 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced import refusals
-from parallelize.backends.balanced.microbatch_split_join import named, rebuild
+from parallelize.backends.balanced.microbatch_split_join import named_leaves, rebuild
 from parallelize.backends.balanced.segment import version
 from parallelize.errors import ConfigError
 
-__all__ = ["carriers", "changed", "divisible", "fresh", "snapshot", "unchanged", "written_to"]
+__all__ = [
+    "changed_input_error",
+    "changed_inputs",
+    "check_shareable",
+    "copy_opaque_inputs",
+    "forbid_changes",
+    "opaque_inputs",
+    "snapshot",
+]
 
-_PLAIN = (
+_PLAIN_TYPES = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, type),
     *(torch.Tensor, torch.dtype, torch.device, torch.Generator, torch.Size, nn.Module),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
 )
-# Enough for a cache of a hundred layers; an object from which everything can be reached is not followed to its end.
-_FACTS = 10_000
+# Maximum number of objects compared per input: enough for a cache of a hundred layers, in bounded time.
+_MAX_ENTRIES = 10_000
 
-_Facts = list[tuple[Any, Any]]
-
-
-def carriers(inputs: Any) -> dict[str, Any]:
-    """By name, the objects among the inputs that have attributes, and other containers that can change."""
-    return {name: leaf for name, leaf in named(inputs) if _is_carrier(leaf)}
+_Contents = list[tuple[Any, Any]]  # (object, its state) of everything that an input contains
 
 
-def divisible(inputs: Any, *, samples: int, dim: int) -> None:
-    """Make sure that no object holds tensors of the samples.
+def opaque_inputs(inputs: Any) -> dict[str, Any]:
+    """Return the opaque inputs by name: sets, deques, and objects with attributes that are not plain values."""
+    return {name: leaf for name, leaf in named_leaves(inputs) if _is_opaque(leaf)}
+
+
+def check_shareable(inputs: Any, *, samples: int, dim: int) -> None:
+    """Refuse opaque inputs that hold a per-sample tensor.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: dimension `dim` of a tensor in an opaque input has the length `samples`, which is above 1.
     """
-    for name, each in carriers(inputs).items():
-        for thing, _ in _facts(each):
+    for name, each in opaque_inputs(inputs).items():
+        for thing, _ in _contents(each):
             if isinstance(thing, torch.Tensor) and thing.dim() > dim and thing.shape[dim] == samples > 1:
-                raise refusals.carrier(name, type(each).__name__, f"holds a tensor of {tuple(thing.shape)}")
+                raise refusals.opaque_input(name, type(each).__name__, f"holds a tensor of {tuple(thing.shape)}")
 
 
-def fresh(inputs: Any) -> Any:
-    """The inputs, with copies of such objects: what is tried out must not be seen in them.
+def copy_opaque_inputs(inputs: Any) -> Any:
+    """Return the inputs with opaque inputs copied, so that planning does not modify the user's objects.
 
     Raises:
-        ConfigError: one cannot be copied, since it holds a part of a graph of autograd.
+        ConfigError: an object cannot be copied, for example because it holds a tensor with an autograd graph.
     """
-    if not carriers(inputs):
+    if not opaque_inputs(inputs):
         return inputs
-    return rebuild(inputs, [_copied(name, leaf) if _is_carrier(leaf) else leaf for name, leaf in named(inputs)])
+    return rebuild(inputs, [_copy(name, leaf) if _is_opaque(leaf) else leaf for name, leaf in named_leaves(inputs)])
 
 
-def snapshot(inputs: Any) -> dict[str, _Facts]:
-    """What such objects hold."""
-    return {name: _facts(each) for name, each in carriers(inputs).items()}
+def snapshot(inputs: Any) -> dict[str, _Contents]:
+    """Return the contents of each opaque input by name, to compare with `changed_inputs`."""
+    return {name: _contents(each) for name, each in opaque_inputs(inputs).items()}
 
 
-def changed(inputs: Any, before: Mapping[str, _Facts]) -> list[str]:
-    """Names of the objects that hold something else now."""
-    return [name for name, facts in snapshot(inputs).items() if not _is_same(facts, before[name])]
+def changed_inputs(inputs: Any, before: Mapping[str, _Contents]) -> list[str]:
+    """Return the names of the opaque inputs whose contents differ from the snapshot `before`."""
+    return [name for name, contents in snapshot(inputs).items() if not _is_same(contents, before[name])]
 
 
 @contextlib.contextmanager
-def unchanged(inputs: Any) -> Iterator[None]:
-    """While micro-batches run: none may write to what all share.
+def forbid_changes(inputs: Any) -> Iterator[None]:
+    """Check on exit that the micro-batches have not changed an opaque input.
 
     Raises:
-        ConfigError: one did.
+        ConfigError: forward has changed an opaque input.
     """
     before = snapshot(inputs)
     cause: Exception | None = None
     try:
         yield
     except Exception as error:
-        if not changed(inputs, before):
+        if not changed_inputs(inputs, before):
             raise
         cause = error
-    for name in changed(inputs, before):
-        raise written_to(inputs, name) from cause
+    for name in changed_inputs(inputs, before):
+        raise changed_input_error(inputs, name) from cause
 
 
-def written_to(inputs: Any, name: str) -> ConfigError:
-    """What there is to say of an object that forward has changed."""
-    return refusals.carrier(name, type(carriers(inputs)[name]).__name__, "is changed by forward")
+def changed_input_error(inputs: Any, name: str) -> ConfigError:
+    """Build the error for an opaque input that forward has changed."""
+    return refusals.opaque_input(name, type(opaque_inputs(inputs)[name]).__name__, "is changed by forward")
 
 
-def _is_carrier(leaf: Any) -> bool:
-    return not isinstance(leaf, _PLAIN) and (isinstance(leaf, (set, deque)) or hasattr(leaf, "__dict__"))
+def _is_opaque(leaf: Any) -> bool:
+    return not isinstance(leaf, _PLAIN_TYPES) and (isinstance(leaf, (set, deque)) or hasattr(leaf, "__dict__"))
 
 
-def _copied(name: str, leaf: Any) -> Any:
+def _copy(name: str, leaf: Any) -> Any:
     try:
         return copy.deepcopy(leaf)
     except (RuntimeError, TypeError) as error:
-        raise refusals.carrier(name, type(leaf).__name__, "cannot be copied to try the model out") from error
+        raise refusals.opaque_input(name, type(leaf).__name__, "cannot be copied for profiling") from error
 
 
-def _facts(value: Any) -> _Facts:
-    return list(itertools.islice(_walk(value, set()), _FACTS))
+def _contents(value: Any) -> _Contents:
+    return list(itertools.islice(_walk(value, set()), _MAX_ENTRIES))
 
 
 def _walk(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, torch.Tensor):
         yield value, version(value)
-    elif isinstance(value, _PLAIN):
+    elif isinstance(value, _PLAIN_TYPES):
         yield None, (type(value), repr(value) if isinstance(value, (int, float, complex, str, bytes)) else id(value))
     elif id(value) not in seen:
         seen.add(id(value))
@@ -130,6 +138,6 @@ def _walk(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
             yield from _walk(each, seen)
 
 
-def _is_same(one: _Facts, other: _Facts) -> bool:
+def _is_same(one: _Contents, other: _Contents) -> bool:
     pairs = itertools.zip_longest(one, other, fillvalue=(None, None))
     return all(a[0] is b[0] and a[1] == b[1] for a, b in pairs)

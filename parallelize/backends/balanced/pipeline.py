@@ -1,4 +1,4 @@
-"""A plan at work, as a module that DistributedDataParallel can hold."""
+"""Pipeline: runs a model by its plan, as a module that DistributedDataParallel can wrap."""
 
 from __future__ import annotations
 
@@ -11,30 +11,28 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from parallelize.backends.balanced.executor import Executor, Wiring
-from parallelize.backends.balanced.microbatch_split_join import batch_size, take, uneven
-from parallelize.backends.balanced.opaque_inputs import carriers, divisible, unchanged
+from parallelize.backends.balanced import side_effects
+from parallelize.backends.balanced.executor import Executor, ModelForward, PipelineConfig
+from parallelize.backends.balanced.microbatch_split_join import batch_size, first_samples, names_not_per_sample
+from parallelize.backends.balanced.opaque_inputs import check_shareable, forbid_changes, opaque_inputs
 from parallelize.backends.balanced.plan import Plan, remember
-from parallelize.backends.balanced.profiling import Bench
-from parallelize.backends.balanced.side_effects import observed, ordinary
-from parallelize.backends.balanced.stage_threads import Workers
-from parallelize.backends.balanced.state_snapshot import Before, untouched
-from parallelize.backends.balanced.user_forward import Forward
+from parallelize.backends.balanced.profiling import Profiler
+from parallelize.backends.balanced.stage_threads import StageThreads
 from parallelize.plugins.base import Inner
 
 __all__ = ["Pipeline"]
 
 
-class _Modes:
-    """In which of training and evaluation each module of a model has been seen.
+class _SeenModes:
+    """Remembers in which modes, training or evaluation, each module has run.
 
-    Dropout shows itself in training only, and so may what a forward leaves on the model: a plan whose first batch was
-    one of a validation pass does not know of it.
+    Forward can have side effects in training only: dropout draws random numbers, and the model may store state on
+    itself. A plan made in evaluation mode has seen neither.
 
     Args:
-        model: with its modules.
-        evaluated: names of those that planning has seen in evaluation; the others it has seen in training. None: it was
-            that of another model.
+        model: the model whose modules are tracked.
+        evaluated: names of modules that ran in evaluation mode during planning; all other modules ran in training
+            mode. None: no module has run yet.
     """
 
     def __init__(self, model: nn.Module, *, evaluated: Collection[str] | None) -> None:
@@ -44,129 +42,128 @@ class _Modes:
         if evaluated is not None:
             self._seen.update((index, name not in evaluated) for index, name in enumerate(names))
 
-    def are_new(self) -> bool:
-        """Whether a module is in a mode in which it was not seen."""
+    def has_new(self) -> bool:
+        """Return whether any module is in a mode in which it has not run yet."""
         modes = [module.training for module in self._modules]
         if modes != self._latest and not self._seen.issuperset(enumerate(modes)):
             return True
         self._latest = modes
         return False
 
-    def see(self) -> None:
-        """Each module is seen in its mode."""
+    def add(self) -> None:
+        """Record that each module has run in its current mode."""
         self._latest = [module.training for module in self._modules]
         self._seen.update(enumerate(self._latest))
 
 
 class Pipeline(nn.Module):
-    """Runs batches by a plan.
+    """Runs each batch of a model through the stages of a plan.
 
     Args:
-        inner: of the block.
-        forward: what each micro-batch calls.
-        plan: of the model.
-        wiring: the plan's, with the model's own modules.
-        workers: threads for its stages.
-        is_given: whether the plan is an earlier one, of a model whose dropout may have been another.
+        config: configuration built from the plan, see `pipeline_config`.
+        is_plan_given: whether the user passed the plan; the model's dropout may have changed since it was made.
     """
 
     def __init__(
         self,
         inner: Inner,
-        forward: Forward,
+        forward: ModelForward,
         *,
         plan: Plan,
-        wiring: Wiring,
-        workers: Workers,
-        is_given: bool,
+        config: PipelineConfig,
+        threads: StageThreads,
+        is_plan_given: bool,
     ) -> None:
         super().__init__()
         self.inner = inner
         self._forward = forward
         self._plan = plan
-        self._workers = workers
-        self._modes = _Modes(inner.model, evaluated=frozenset(plan.evaluated))
-        self._doubtful = _Modes(inner.model, evaluated=None) if is_given else None
-        self._norms = [module for module in inner.model.modules() if isinstance(module, _BatchNorm)]
-        self._wiring = wiring
-        self._devices = frozenset(stage.device for stage in wiring.stages)
+        self._threads = threads
+        self._modes = _SeenModes(inner.model, evaluated=frozenset(plan.evaluated))
+        self._rng_modes = _SeenModes(inner.model, evaluated=None) if is_plan_given else None
+        self._batch_norms = [module for module in inner.model.modules() if isinstance(module, _BatchNorm)]
+        self._config = config
+        self._devices = frozenset(stage.device for stage in config.stages)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a batch."""
-        is_whole = self._wiring.microbatches == 1
-        if is_whole or not carriers((args, kwargs)):
-            return self._shared(args, kwargs)
+        """Return the model's output for a batch."""
+        if self._config.microbatches == 1 or not opaque_inputs((args, kwargs)):
+            return self._run_split(args, kwargs)
         if not torch.is_grad_enabled():
-            # It is written to as the model wishes, by one micro-batch: text is generated so, with a cache of keys.
-            return self._run(args, kwargs, wiring=replace(self._wiring, microbatches=1))
-        dim = self._wiring.batch_dim
-        divisible((args, kwargs), samples=batch_size((args, kwargs), dim=dim), dim=dim)
-        with unchanged((args, kwargs)):
-            return self._shared(args, kwargs)
+            # A single micro-batch may modify these objects: text generation passes a key-value cache.
+            return self._run(args, kwargs, config=replace(self._config, microbatches=1))
+        dim = self._config.batch_dim
+        check_shareable((args, kwargs), samples=batch_size((args, kwargs), dim=dim), dim=dim)
+        with forbid_changes((args, kwargs)):
+            return self._run_split(args, kwargs)
 
-    def _shared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A batch that is cut into micro-batches as planned."""
-        self._learn((args, kwargs))
-        if self._modes.are_new():
-            self._observe((args, kwargs))
-        if self._doubtful is not None and not self._wiring.draws and self._doubtful.are_new():
-            return self._doubted(self._doubtful, args, kwargs)
-        return self._run(args, kwargs, wiring=self._fitting((args, kwargs)))
+    def _run_split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a batch in micro-batches; if a module is in a new mode, first check forward for side effects."""
+        self._learn_whole_inputs((args, kwargs))
+        if self._modes.has_new():
+            self._check_side_effects((args, kwargs))
+        if self._rng_modes is not None and not self._config.draws and self._rng_modes.has_new():
+            return self._run_checking_rng(self._rng_modes, args, kwargs)
+        return self._run(args, kwargs, config=self._config_for((args, kwargs)))
 
-    def _learn(self, inputs: Any) -> None:
-        """A tensor that is not as long as this batch is not per sample, and never will be."""
-        known = self._wiring.whole_inputs
-        new = uneven(inputs, dim=self._wiring.batch_dim).difference(known)
+    def _learn_whole_inputs(self, inputs: Any) -> None:
+        """Remember the names of inputs with another length than the batch; later batches do not split them either."""
+        known = self._config.whole_inputs
+        new = names_not_per_sample(inputs, dim=self._config.batch_dim).difference(known)
         if new:
-            self._know(whole_inputs=tuple(sorted(new.union(known))))
+            self._update(whole_inputs=tuple(sorted(new.union(known))))
 
-    def _fitting(self, inputs: Any) -> Wiring:
-        """The wiring; for a batch that is smaller than planned, as an epoch's last is, batch norm needs two samples."""
-        wiring = self._wiring
-        if any(norm.training for norm in self._norms):
-            samples = batch_size(inputs, dim=wiring.batch_dim)
-            if samples < min(self._plan.samples, 2 * wiring.microbatches):
-                return replace(wiring, microbatches=max(1, samples // 2))
-        return wiring
+    def _config_for(self, inputs: Any) -> PipelineConfig:
+        """Return the configuration, with fewer micro-batches if batch norm would train on one sample at a time."""
+        config = self._config
+        if any(norm.training for norm in self._batch_norms):
+            samples = batch_size(inputs, dim=config.batch_dim)
+            if samples < min(self._plan.samples, 2 * config.microbatches):
+                return replace(config, microbatches=max(1, samples // 2))
+        return config
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, wiring: Wiring) -> Any:
-        executor = Executor(self._forward, model=self.inner.model, wiring=wiring, workers=self._workers)
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, config: PipelineConfig) -> Any:
+        executor = Executor(module=self._forward, model=self.inner.model, config=config, threads=self._threads)
         return executor.run(args, kwargs)
 
-    def _doubted(self, modes: _Modes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A batch that is run again if its micro-batches have drawn numbers, which the plan does not know of."""
-        before = Before(self.inner.model, self._devices)
-        output = self._run(args, kwargs, wiring=self._fitting((args, kwargs)))
-        modes.see()
+    def _run_checking_rng(self, modes: _SeenModes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a batch; if it draws random numbers, undo this and run it again with a seeded generator per segment."""
+        before = side_effects.StateSnapshot(self.inner.model, self._devices)
+        output = self._run(args, kwargs, config=self._config_for((args, kwargs)))
+        modes.add()
         if not before.has_drawn():
             return output
         before.restore()
-        self._know(draws=True)
-        return self._run(args, kwargs, wiring=self._fitting((args, kwargs)))
+        self._update(draws=True)
+        return self._run(args, kwargs, config=self._config_for((args, kwargs)))
 
-    def _observe(self, inputs: Any) -> None:
-        """Look at what the model does in its new modes, before micro-batches run in them."""
-        model, wiring = self.inner.model, self._fitting(inputs)
-        bench = Bench(
+    def _check_side_effects(self, inputs: Any) -> None:
+        """Run one micro-batch in the current modes of the modules to detect side effects of forward."""
+        model, config = self.inner.model, self._config_for(inputs)
+        profiler = Profiler(
             module=self._forward,
             model=model,
-            stages=wiring.stages,
-            routes=wiring.routes,
-            workers=self._workers,
-            batch_dim=wiring.batch_dim,
+            stages=config.stages,
+            routes=config.routes,
+            threads=self._threads,
+            batch_dim=config.batch_dim,
         )
-        is_grad_enabled = torch.is_grad_enabled()
-        with torch.inference_mode(mode=False), torch.set_grad_enabled(is_grad_enabled), untouched(model, self._devices):
-            part = ordinary(inputs)
-            samples = batch_size(part, dim=wiring.batch_dim)
-            part = take(part, -(-samples // wiring.microbatches), dim=wiring.batch_dim, whole=wiring.whole_inputs)
-            bench = observed(bench, part, microbatches=wiring.microbatches)
-        self._modes.see()
-        if bench.draws and not wiring.draws:
-            self._know(draws=True)
+        is_grad = torch.is_grad_enabled()
+        with (
+            torch.inference_mode(mode=False),
+            torch.set_grad_enabled(is_grad),
+            side_effects.preserving_state(model, self._devices),
+        ):
+            part = side_effects.clone_inference_tensors(inputs)
+            samples = -(-batch_size(part, dim=config.batch_dim) // config.microbatches)
+            part = first_samples(part, samples, dim=config.batch_dim, whole_inputs=config.whole_inputs)
+            profiler = side_effects.check_side_effects(profiler, part, microbatches=config.microbatches)
+        self._modes.add()
+        if profiler.draws and not config.draws:
+            self._update(draws=True)
 
-    def _know(self, **more: Any) -> None:
-        self._wiring = replace(self._wiring, **more)
+    def _update(self, **more: Any) -> None:
+        self._config = replace(self._config, **more)
         self._plan = replace(self._plan, **more)
         remember(self.inner.model, self._plan)

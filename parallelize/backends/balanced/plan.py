@@ -1,4 +1,4 @@
-"""What was decided for a model: to look at, to keep, to pass back."""
+"""Plan: which stage runs which submodules, why, and how long a step takes; can be printed, saved and reused."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a model is divided over devices, what that was predicted to give, and why.
+    """Split of a model over devices, with its predicted and measured times and the reason for it.
 
-    `print(plan)` draws it. `save` and `load` keep it; `BalancedBackend(plan=plan)` uses it without measuring again.
+    `print(plan)` draws the stages. `save` and `load` write and read JSON. `BalancedBackend(plan=plan)` uses a plan
+    without profiling.
 
     Args:
         model: name of the model's class.
-        signature: of its parameters; another model needs another plan.
-        samples: in the batch that was measured.
-        events: names of the submodules that are placed as a whole, in the order of their calls.
-        bounds: the events of stage j are `bounds[j]` to `bounds[j + 1]`.
-        devices: of each stage.
-        microbatches: how many a batch is cut into, at most.
-        recompute: whether activations are computed again in backward.
-        forward_s: of one micro-batch in each stage.
-        backward_s: of one micro-batch in each stage.
-        memory_bytes: of each stage, as far as it was predicted.
-        unsplit_s: of a step on one device; None: none holds the model.
-        predicted_s: of a step by this plan.
-        measured_s: of a step by this plan; None: it was not tried.
-        is_split: whether the model is divided; otherwise it is left alone on its one device.
-        why: what decided, in a sentence.
-        draws: whether the model draws random numbers.
-        evaluated: names of the modules that were in evaluation mode: what they do in training was not seen.
-        whole_inputs: names of tensors among the inputs that are not per sample.
-        output_dims: pairs of an output's position and its batch dimension, None if it has none.
-        output_form: how many dimensions each output had then, None where it was no tensor; None: that is not known.
+        signature: hash of submodules and parameter shapes; the plan can be used for models with the same signature.
+        samples: number of samples in the profiled batch.
+        events: name of the unit (a submodule that is not split further) of each call, in call order.
+        bounds: split points; stage j runs `events[bounds[j]:bounds[j + 1]]`.
+        devices: device of each stage.
+        microbatches: maximum number of micro-batches per batch.
+        recompute: whether activations are recomputed in backward.
+        forward_s: predicted seconds of one micro-batch's forward in each stage.
+        backward_s: predicted seconds of one micro-batch's backward in each stage.
+        memory_bytes: predicted bytes of each stage.
+        unsplit_s: measured seconds of a step on one device; None: the model does not fit on one device.
+        predicted_s: predicted seconds of a step by this plan.
+        measured_s: measured seconds of a step by this plan; None: not measured.
+        is_split: whether the model is split; otherwise it runs unchanged on the one device in `devices`.
+        why: why the model is split this way, or not split.
+        draws: whether forward draws random numbers.
+        evaluated: names of modules that were in evaluation mode, not in training mode, when the plan was made.
+        whole_inputs: names of input tensors that are not per sample, and are therefore not split.
+        output_dims: pairs (position of an output, its batch dimension); None: the output has no batch dimension.
+        output_form: number of dimensions of each output, None for an output that is no tensor; None: not known.
     """
 
     model: str
@@ -79,33 +80,33 @@ class Plan:
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as one device, measured where it was, else predicted; None: not known."""
+        """Return the speedup over one device, measured if possible, else predicted; None: not known."""
         step = self.measured_s or self.predicted_s
         return None if self.unsplit_s is None or not step else self.unsplit_s / step
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON."""
+        """Write the plan as JSON."""
         Path(path).write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read what `save` has written.
+        """Read a plan that `save` has written.
 
         Raises:
-            ConfigError: the file is no plan of this version.
+            ConfigError: the file was not written by `save` of this version.
         """
         try:
-            return _checked(cls(**_values(json.loads(Path(path).read_text()))))
+            return _validate(cls(**_values(json.loads(Path(path).read_text()))))
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"{os.fspath(path)} holds no plan: {error}",
+                f"{os.fspath(path)} is not a plan: {error}",
                 why="it was not written by Plan.save of this version",
-                fix="leave plan= out to measure again, then save parallelize.plan(model)",
+                fix="drop plan= to profile again, then save the new plan: parallelize.plan(model).save(path)",
             ) from error
 
     def __str__(self) -> str:
         if not self.is_split:
-            return f"{self.model}: not divided, on {self.devices[0]}\n  why: {self.why}"
+            return f"{self.model}: not split, on {self.devices[0]}\n  why: {self.why}"
         stages = [self._stage(index) for index in range(len(self.devices))]
         return "\n".join([self._headline(), *_aligned(stages), f"  why: {self.why}"])
 
@@ -125,42 +126,42 @@ class Plan:
         row = [f"  {index}", self.devices[index], span]
         if self.forward_s:
             both = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
-            row.append(_share("time", both, index))
+            row.append(_bar_text("time", both, index))
         if any(self.memory_bytes):
-            row.append(f"{_share('memory', self.memory_bytes, index)} {self.memory_bytes[index] / 2**20:.1f} MiB")
+            row.append(f"{_bar_text('memory', self.memory_bytes, index)} {self.memory_bytes[index] / 2**20:.1f} MiB")
         return row
 
 
 def plan(model: nn.Module) -> Plan:
-    """How a model under `backend="balanced"` is divided over its devices; `print` it to see the stages drawn.
+    """Return the plan by which `backend="balanced"` splits a model over devices; `print` it to see the stages.
 
         with parallel_model(model, backend="balanced"):
             loss_of(model(x)).backward()
             print(parallelize.plan(model))
 
     Args:
-        model: one that is, or was, in such a block and has run a batch there.
+        model: has run a batch inside a block like this one; the block may have ended.
 
     Raises:
-        ConfigError: there is no plan yet.
+        ConfigError: the model has no plan, because it has not run a batch yet.
     """
     found = _plans.get(model)
     if found is None:
         raise ConfigError(
             f"plan({type(model).__name__})",
-            why="a plan is made from the first batch that the model sees under backend='balanced'",
+            why="a plan is made from the first batch that the model runs under backend='balanced'",
             fix="run one batch first: with parallel_model(model, backend='balanced'): model(x)",
         )
     return found
 
 
 def remember(model: nn.Module, found: Plan) -> None:
-    """Let `plan(model)` find a plan."""
+    """Store a plan, which `plan(model)` then returns."""
     _plans[model] = found
 
 
 def signature(model: nn.Module) -> str:
-    """The same for models of the same submodules and parameters."""
+    """Return a hash that is equal for models with the same submodules and parameter shapes."""
     parts = [(name, type(module).__name__) for name, module in model.named_modules()]
     sizes = [(name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters()]
     return hashlib.sha256(repr((parts, sizes)).encode()).hexdigest()[:16]
@@ -173,8 +174,8 @@ def _values(written: dict[str, Any]) -> dict[str, Any]:
     return {**values, "output_dims": tuple((position, dim) for position, dim in values["output_dims"])}
 
 
-def _checked(found: Plan) -> Plan:
-    """The same; a TypeError or ValueError where it is none that `Plan.save` has written."""
+def _validate(found: Plan) -> Plan:
+    """Return the plan; raise TypeError or ValueError if a value has the wrong type or length."""
     kinds: dict[type | tuple[type, ...], tuple[str, ...]] = {
         str: ("model", "signature", "why"),
         int: ("samples", "microbatches"),
@@ -193,20 +194,20 @@ def _checked(found: Plan) -> Plan:
             if not isinstance(value, tuple) or not all(isinstance(each, kind) for each in value):
                 wrong.append(name)
     if wrong:
-        raise TypeError(f"{', '.join(wrong)} is of another type")
+        raise TypeError(f"wrong type of {', '.join(wrong)}")
     stages = len(found.devices)
     steps = [found.forward_s, found.backward_s, found.memory_bytes]
     if not stages or found.microbatches < 1 or any(each and len(each) != stages for each in steps):
-        raise ValueError("its stages do not fit each other")
+        raise ValueError("it needs a device, a micro-batch, and one time and memory size per device")
     if len(found.forward_s) != len(found.backward_s):
-        raise ValueError("its times do not fit each other")
+        raise ValueError("forward_s and backward_s differ in length")
     ends = [0, *found.bounds[1:-1], len(found.events)]
     if found.is_split and (len(found.bounds) != stages + 1 or list(found.bounds) != sorted(set(ends))):
-        raise ValueError("its bounds do not fit its events and devices")
+        raise ValueError("its bounds do not match its events and devices")
     return found
 
 
-def _share(what: str, values: Sequence[float], index: int) -> str:
+def _bar_text(what: str, values: Sequence[float], index: int) -> str:
     share = values[index] / max(sum(values), 1e-12)
     filled = round(share * _BAR)
     return f"{'█' * filled}{'·' * (_BAR - filled)} {share:4.0%} of {what}"

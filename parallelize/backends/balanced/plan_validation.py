@@ -1,10 +1,10 @@
-"""A plan, tried out on a batch: how long a step takes, and whether micro-batches compute what the whole batch does."""
+"""Validation of a plan on one batch: times steps, compares outputs of micro-batches with those of the full batch."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,109 +12,91 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced import refusals, units
-from parallelize.backends.balanced.executor import Executor, Wiring
-from parallelize.backends.balanced.opaque_inputs import fresh
+from parallelize.backends.balanced.executor import Executor, ModelForward, PipelineConfig
+from parallelize.backends.balanced.hardware import synchronized_time
+from parallelize.backends.balanced.opaque_inputs import copy_opaque_inputs
 from parallelize.backends.balanced.plan import Plan
-from parallelize.backends.balanced.profiling import now
-from parallelize.backends.balanced.segment import Stage, run_backward
-from parallelize.backends.balanced.stage_placement import Placement
-from parallelize.backends.balanced.stage_threads import Workers, places
-from parallelize.backends.balanced.state_snapshot import evaluating
-from parallelize.backends.balanced.user_forward import Forward
+from parallelize.backends.balanced.segment import run_backward
+from parallelize.backends.balanced.stage_placement import ModelPlacement
+from parallelize.backends.balanced.stage_threads import StageThreads, stages_on
 from parallelize.runtime.containers import leaves
 
-__all__ = ["Trial", "threads", "wired"]
+__all__ = ["PlanValidation", "pipeline_config"]
 
-# Relative differences of outputs that are rounding, by type.
+# The largest relative difference of outputs that counts as rounding, by dtype.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """Runs a model by plans that may come to nothing.
+class PlanValidation:
+    """Times plans of a model on one batch to choose the fastest, and checks the outputs under the chosen plan."""
 
-    Args:
-        module: what runs a micro-batch.
-        model: the user's.
-        inputs: arguments and keyword arguments of a batch.
-        placement: moves the model.
-        home: where the loop has its targets.
-        batch_dim: of the inputs.
-    """
-
-    module: Forward
+    module: ModelForward
     model: nn.Module
     inputs: Any
-    placement: Placement
-    home: torch.device
+    placement: ModelPlacement
+    output_device: torch.device
     batch_dim: int
 
-    def undivided_s(self) -> float:
-        """Seconds of a step as the user would run it: in her thread, with her threads inside operations."""
+    def unsplit_s(self) -> float:
+        """Return how many seconds one step takes without a pipeline, in the calling thread."""
         return self._seconds(self.module)
 
-    def divided_s(self, plan: Plan) -> float:
-        """Seconds of a step by a plan."""
-        with self._running(plan) as executor:
+    def split_s(self, plan: Plan) -> float:
+        """Return how many seconds one step takes under a plan."""
+        with self._executor(plan) as executor:
             return self._seconds(lambda *args, **kwargs: executor.run(args, kwargs))
 
-    def compare(self, plan: Plan) -> None:
-        """Compare outputs of micro-batches with those of the whole batch, in evaluation mode.
+    def check_outputs(self, plan: Plan) -> None:
+        """Check, in evaluation mode, that micro-batches give the same outputs as the full batch.
 
         Raises:
-            ConfigError: they differ by more than rounding.
+            ConfigError: the outputs differ by more than rounding.
         """
         if plan.microbatches == 1:
             return
-        with evaluating(self.model):
-            whole, again = (self._outputs(replace(plan, microbatches=1)) for _ in range(2))
-            divided = self._outputs(plan)
-        for position, values in enumerate(zip(whole, again, divided, strict=True)):
+        with _evaluation_mode(self.model):
+            unsplit, again = (self._outputs(replace(plan, microbatches=1)) for _ in range(2))
+            split = self._outputs(plan)
+        for position, values in enumerate(zip(unsplit, again, split, strict=True)):
             difference = _difference(values[0], values[2])
-            # A model that draws numbers in evaluation too cannot be compared.
+            # If two runs of the full batch differ, the model is random even in evaluation mode: do not compare.
             if difference > 0 and _difference(values[0], values[1]) == 0:
                 raise refusals.not_sample_by_sample(position, difference)
 
     def _outputs(self, plan: Plan) -> list[Any]:
-        args, kwargs = fresh(self.inputs)
-        with self._running(plan) as executor:
+        args, kwargs = copy_opaque_inputs(self.inputs)
+        with self._executor(plan) as executor:
             return list(leaves(executor.run(args, kwargs)))
 
     @contextlib.contextmanager
-    def _running(self, plan: Plan) -> Iterator[Executor]:
-        wiring = wired(plan, self.model, batch_dim=self.batch_dim, home=self.home)
-        self.placement.put(units.homes(self.model, wiring.routes), wiring.stages)
-        with threads(wiring.stages, microbatches=plan.microbatches) as workers:
-            yield Executor(self.module, model=self.model, wiring=wiring, workers=workers)
+    def _executor(self, plan: Plan) -> Iterator[Executor]:
+        config = pipeline_config(plan, self.model, batch_dim=self.batch_dim, output_device=self.output_device)
+        self.placement.move(units.module_stages(self.model, config.routes), config.stages)
+        with contextlib.closing(StageThreads(config.stages, microbatches=plan.microbatches)) as threads:
+            yield Executor(module=self.module, model=self.model, config=config, threads=threads)
 
     def _seconds(self, call: Callable[..., Any]) -> float:
-        """Of forward and backward, the least of three after one that does not count; leaves no gradients."""
+        """Return the seconds of forward and backward, the best of three runs after a warm-up; store no gradients."""
         wanted = [each for each in self.model.parameters() if each.requires_grad]
         found = []
         for _ in range(4):
-            args, kwargs = fresh(self.inputs)
-            began = now(self.home)
-            outputs = [leaf for leaf in leaves(call(*args, **kwargs)) if _is_differentiable(leaf)]
+            args, kwargs = copy_opaque_inputs(self.inputs)
+            began = synchronized_time(self.output_device)
+            tensors = [leaf for leaf in leaves(call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+            outputs = [tensor for tensor in tensors if tensor.requires_grad]
             if outputs and wanted:
-                ones = [torch.ones_like(each) for each in outputs]
-                run_backward(outputs, ones, inputs=wanted)
-            found.append(now(self.home) - began)
+                run_backward(outputs, [torch.ones_like(each) for each in outputs], inputs=wanted)
+            found.append(synchronized_time(self.output_device) - began)
         return min(found[1:])
 
 
-def wired(plan: Plan, model: nn.Module, *, batch_dim: int, home: torch.device) -> Wiring:
-    """A plan with the model's own modules.
-
-    Args:
-        plan: for this model.
-        model: the user's.
-        batch_dim: of the inputs.
-        home: where joined outputs are.
-    """
+def pipeline_config(plan: Plan, model: nn.Module, *, batch_dim: int, output_device: torch.device) -> PipelineConfig:
+    """Build the pipeline's configuration from a plan and the model's modules."""
     modules = dict(model.named_modules())
-    return Wiring(
-        stages=places([torch.device(device) for device in plan.devices]),
-        routes=units.routes(model, plan.events, plan.bounds),
+    return PipelineConfig(
+        stages=stages_on([torch.device(device) for device in plan.devices]),
+        routes=units.unit_routes(model, plan.events, plan.bounds),
         microbatches=plan.microbatches,
         recomputed=tuple(modules[name] for name in dict.fromkeys(plan.events)) if plan.recompute else (),
         draws=plan.draws,
@@ -122,26 +104,25 @@ def wired(plan: Plan, model: nn.Module, *, batch_dim: int, home: torch.device) -
         whole_inputs=plan.whole_inputs,
         output_dims=dict(plan.output_dims),
         output_form=plan.output_form,
-        home=home,
+        output_device=output_device,
     )
 
 
 @contextlib.contextmanager
-def threads(stages: Sequence[Stage], *, microbatches: int) -> Iterator[Workers]:
-    """The threads of a pipeline, for as long as this lasts."""
-    workers = Workers(stages, microbatches=microbatches)
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation mode and disable gradients; restore each module's mode on exit."""
+    modes = [(module, module.training) for module in model.modules()]
     try:
-        yield workers
+        model.eval()
+        with torch.no_grad():
+            yield
     finally:
-        workers.close()
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        for module, mode in modes:
+            module.training = mode
 
 
 def _difference(one: Any, other: Any) -> float:
-    """The largest difference of two outputs, relative to the largest value; 0 if it is rounding."""
+    """Return the largest difference of two outputs, relative to the largest value of `one`; 0 if it is rounding."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return 0.0
     if one.shape != other.shape:

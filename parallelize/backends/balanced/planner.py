@@ -1,17 +1,18 @@
-"""From a model and its first batch to a plan.
+"""Planner: makes the plan from a model and its first batch.
 
-1  place      whole on the loop's device if it fits there, else spread by bytes: just so that it can run
-2  observe    time every submodule once; the atoms are those that take a small part of the whole
-3  profile    each atom, forward and backward, on two sizes of micro-batch
-4  choose     the schedule with the least predicted step, under every device's memory
-5  try        the best few, beside the undivided model; if they do not win, the model is left alone
-6  compare    outputs of micro-batches with those of the whole batch
+1  place      put the model on the output device; if it does not fit there, split it by the bytes of its parameters
+2  check      run a micro-batch to detect side effects of forward: random numbers, state stored on modules
+3  profile    time every submodule to choose units, which are not split further; time the units at two batch sizes
+4  schedule   choose the stages with the shortest predicted step under every device's memory limit
+5  validate   time the best plans and the unsplit model; if no plan is faster, do not split
+6  compare    check that outputs of micro-batches equal those of the full batch
 
-Submodules and parameters run their hooks meanwhile; buffers, generators and gradients are as before when it is done.
+The model's forward hooks run during planning. Buffers and RNG states are restored at the end; gradients do not change.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -21,59 +22,58 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from parallelize.backends.balanced import refusals, state_snapshot, units
-from parallelize.backends.balanced.costs import Profile, Spot
-from parallelize.backends.balanced.initial_placement import at, spread
-from parallelize.backends.balanced.microbatch_split_join import batch_size, take, uneven
-from parallelize.backends.balanced.opaque_inputs import divisible
+from parallelize.backends.balanced import refusals, side_effects, units
+from parallelize.backends.balanced.executor import ModelForward
+from parallelize.backends.balanced.hardware import DeviceSpec
+from parallelize.backends.balanced.microbatch_split_join import batch_size, first_samples, names_not_per_sample
+from parallelize.backends.balanced.opaque_inputs import check_shareable
 from parallelize.backends.balanced.plan import Plan, signature
-from parallelize.backends.balanced.plan_validation import Trial, threads
-from parallelize.backends.balanced.profiling import Bench, bytes_of_modules, profile, seconds_of_modules
-from parallelize.backends.balanced.schedule import Memory, Schedule, best, candidates, fits_whole, needed_cap
-from parallelize.backends.balanced.side_effects import bearing_parts, observed, ordinary
-from parallelize.backends.balanced.stage_placement import Placement
-from parallelize.backends.balanced.stage_threads import places
-from parallelize.backends.balanced.user_forward import Forward
+from parallelize.backends.balanced.plan_validation import PlanValidation
+from parallelize.backends.balanced.profiling import Profiler, module_bytes, module_seconds, profile_model
+from parallelize.backends.balanced.schedule import (
+    Memory,
+    Profile,
+    Schedule,
+    best_schedule,
+    candidates,
+    fits_device,
+    needed_cap,
+)
+from parallelize.backends.balanced.stage_placement import ModelPlacement, initial_stages, spec_of
+from parallelize.backends.balanced.stage_threads import StageThreads, stages_on
 
-__all__ = ["Planner", "Wishes"]
+__all__ = ["Planner", "PlannerOptions"]
 
 _log = logging.getLogger(__name__)
 
-# A pipeline that wins less than this is not worth its trouble.
-_GAIN = 1.03
-_TRIED = 2
+# The model is split only if the speedup is at least this.
+_MIN_SPEEDUP = 1.03
+_MAX_TIMED_PLANS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Attempt:
-    """One kind of atoms: what they divide, into how many parts per device (None: into all there are)."""
+class _Granularity:
+    """Limits each unit to 1 / `units_per_device` of the mean cost per device; None: units as small as possible."""
 
-    of: Literal["time", "bytes"]
-    parts: int | None
+    cost: Literal["time", "bytes"]
+    units_per_device: int | None
     recompute: bool
 
 
-_BALANCED = _Attempt(of="time", parts=8, recompute=False)
-_FRUGAL = _Attempt(of="bytes", parts=2, recompute=True)
-_FINEST = _Attempt(of="bytes", parts=None, recompute=False)
-# What recompute= allows.
-_ATTEMPTS: Mapping[bool | str, Sequence[_Attempt]] = {
-    "auto": (_BALANCED, _FRUGAL, _FINEST, replace(_FINEST, recompute=True)),
-    True: (replace(_FRUGAL, of="time"), _FRUGAL, replace(_FINEST, recompute=True)),
+_BALANCED = _Granularity(cost="time", units_per_device=8, recompute=False)
+_LOW_MEMORY = _Granularity(cost="bytes", units_per_device=2, recompute=True)
+_FINEST = _Granularity(cost="bytes", units_per_device=None, recompute=False)
+# Granularities to try, in this order, for each value of the option `recompute`.
+_GRANULARITIES: Mapping[bool | str, Sequence[_Granularity]] = {
+    "auto": (_BALANCED, _LOW_MEMORY, _FINEST, replace(_FINEST, recompute=True)),
+    True: (replace(_LOW_MEMORY, cost="time"), _LOW_MEMORY, replace(_FINEST, recompute=True)),
     False: (_BALANCED, _FINEST),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What the user has decided.
-
-    Args:
-        microbatches: how many; None: what is fastest.
-        recompute: activations in backward: True, False, or "auto": if nothing fits otherwise.
-        optimizer_state: bytes that the optimizer keeps, per byte of a trained parameter.
-        batch_dim: of the inputs.
-    """
+class PlannerOptions:
+    """The options of BalancedBackend that affect the plan; `microbatches=None`: choose the fastest number."""
 
     microbatches: int | None = None
     recompute: bool | Literal["auto"] = "auto"
@@ -82,178 +82,166 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Fit:
+    """A schedule that fits the devices, and the measurements from which it was made."""
+
     schedule: Schedule
     profile: Profile
     memory: Memory
     dims: Mapping[int, int | None]
-    form: tuple[int | None, ...]
+    output_form: tuple[int | None, ...]
 
 
+@dataclass(kw_only=True)
 class Planner:
-    """Plans one model.
+    """Makes the plan of one model for the devices in `device_specs`."""
 
-    Args:
-        module: what runs a micro-batch: the user's forward, in the block's precision.
-        model: the user's.
-        spots: the devices.
-        home: where the loop has its targets.
-        placement: moves the model.
-        wishes: the user's.
-    """
-
-    def __init__(
-        self,
-        module: Forward,
-        *,
-        model: nn.Module,
-        spots: Sequence[Spot],
-        home: torch.device,
-        placement: Placement,
-        wishes: Wishes,
-    ) -> None:
-        self._module = module
-        self._model = model
-        self._spots = list(spots)
-        self._home = home
-        self._placement = placement
-        self._wishes = wishes
-        self._devices = frozenset(torch.device(spot.device) for spot in spots)
+    module: ModelForward
+    model: nn.Module
+    device_specs: Sequence[DeviceSpec]
+    output_device: torch.device
+    placement: ModelPlacement
+    options: PlannerOptions
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """The plan for batches like this one.
+        """Make the plan from one batch, given by its arguments.
 
         Raises:
-            ConfigError: a model that cannot be divided, or that fits nowhere.
+            ConfigError: the model cannot be split, or does not fit on the devices.
         """
-        untouched = state_snapshot.untouched(self._model, self._devices)
-        with torch.inference_mode(mode=False), torch.enable_grad(), untouched:
-            inputs = ordinary((args, kwargs))
-            self._samples = batch_size(inputs, dim=self._wishes.batch_dim)
-            if self._wishes.microbatches != 1:
-                divisible(inputs, samples=self._samples, dim=self._wishes.batch_dim)
-            self._whole_inputs = tuple(sorted(uneven(inputs, dim=self._wishes.batch_dim)))
-            return self._plan(inputs)
+        devices = frozenset(torch.device(spec.device) for spec in self.device_specs)
+        with torch.inference_mode(mode=False), torch.enable_grad(), side_effects.preserving_state(self.model, devices):
+            inputs = side_effects.clone_inference_tensors((args, kwargs))
+            self._samples = batch_size(inputs, dim=self.options.batch_dim)
+            if self.options.microbatches != 1:
+                check_shareable(inputs, samples=self._samples, dim=self.options.batch_dim)
+            self._whole_inputs = tuple(sorted(names_not_per_sample(inputs, dim=self.options.batch_dim)))
+            return self._plan_units(inputs)
 
-    def _plan(self, inputs: Any) -> Plan:
-        weight = 1 + _trained_share(self._model) * (1 + self._wishes.optimizer_state)
-        stages, table = spread(self._model, self._spots, home=self._home, bytes_per_byte=weight)
-        self._placement.put(units.homes(self._model, table), stages)
-        with threads(stages, microbatches=1) as workers:
-            bench = Bench(
-                module=self._module,
-                model=self._model,
+    def _plan_units(self, inputs: Any) -> Plan:
+        ratio = 1 + _trained_share(self.model) * (1 + self.options.optimizer_state)
+        output = self.output_device
+        stages, routes = initial_stages(self.model, self.device_specs, output_device=output, memory_ratio=ratio)
+        self.placement.move(units.module_stages(self.model, routes), stages)
+        with contextlib.closing(StageThreads(stages, microbatches=1)) as threads:
+            profiler = Profiler(
+                module=self.module,
+                model=self.model,
                 stages=stages,
-                routes=table,
-                workers=workers,
-                batch_dim=self._wishes.batch_dim,
+                routes=routes,
+                threads=threads,
+                batch_dim=self.options.batch_dim,
             )
-            if not table:
-                return self._alone("it calls no submodules between which it could be divided")
-            microbatches = self._wishes.microbatches
-            with bearing_parts(bench, inputs, microbatches=microbatches):
-                bench = observed(bench, self._part(inputs), microbatches=microbatches)
-                if not bench.run(self._part(inputs)).events:
-                    return self._alone("all of its submodules are called in one checkpoint, which is not divided")
-                found = self._fitting(bench, inputs)
-        trial = Trial(
-            module=self._module,
-            model=self._model,
+            if not routes:
+                return self._leave_unsplit("the model calls no submodules, so there is nowhere to split it")
+            microbatches = self.options.microbatches
+            with side_effects.explain_split_failure(profiler, inputs, microbatches=microbatches):
+                microbatch = self._microbatch(inputs)
+                profiler = side_effects.check_side_effects(profiler, microbatch, microbatches=microbatches)
+                if not profiler.run(microbatch).calls:
+                    return self._leave_unsplit("all submodules are called in one checkpoint, which cannot be split")
+                fit = self._first_fit(profiler, inputs)
+        validation = PlanValidation(
+            module=self.module,
+            model=self.model,
             inputs=inputs,
-            placement=self._placement,
-            home=self._home,
-            batch_dim=self._wishes.batch_dim,
+            placement=self.placement,
+            output_device=self.output_device,
+            batch_dim=self.options.batch_dim,
         )
-        if len(stages) == 1 and fits_whole(found.profile, at(self._home, self._spots), memory=found.memory):
-            self._placement.put(units.homes(self._model, table), stages)
-            found = replace(found, profile=replace(found.profile, unsplit_s=trial.undivided_s()))
-        plan = self._chosen(found, trial, draws=bench.draws)
+        spec = spec_of(self.output_device, self.device_specs)
+        if len(stages) == 1 and fits_device(fit.profile, spec, memory=fit.memory):
+            self.placement.move(units.module_stages(self.model, routes), stages)
+            fit = replace(fit, profile=replace(fit.profile, unsplit_s=validation.unsplit_s()))
+        plan = self._choose(fit, validation, draws=profiler.draws)
         if plan.is_split:
-            trial.compare(plan)
+            validation.check_outputs(plan)
             _log.info("%s", plan)
         return plan
 
-    def _fitting(self, bench: Bench, inputs: Any) -> _Found:
-        """The best schedule of the first kind of atoms with which anything fits.
+    def _first_fit(self, profiler: Profiler, inputs: Any) -> _Fit:
+        """Return the best schedule of the first granularity with which the model fits.
 
-        Small atoms balance best; large ones keep least when they are recomputed; the smallest there are fit where
-        nothing else does. The cap that an error names is of atoms that are chosen by their bytes: those that are chosen
-        by their time are others at every call, and so would be the cap.
+        Small units balance best; large units need the least memory when recomputed; the smallest possible units fit
+        where no others do. The memory limit in the error is that of units chosen by bytes, since units chosen by time
+        differ between runs.
 
         Raises:
-            ConfigError: nothing fits.
+            ConfigError: no schedule fits.
         """
-        part = self._part(inputs)
-        seconds = seconds_of_modules(bench, part)
-        kept = bytes_of_modules(bench, part, called=seconds)
-        tops = units.separate(self._model, kept, at_most=math.inf)
-        wholes: dict[str, tuple[Mapping[int, float], float]] = {
-            "time": (seconds, sum(bench.run(part).forward_s)),
-            "bytes": (kept, sum(kept.get(id(each), 0.0) for each in tops)),
+        microbatch = self._microbatch(inputs)
+        seconds = module_seconds(profiler, microbatch)
+        bytes_kept = module_bytes(profiler, microbatch, called=seconds)
+        outermost = units.choose_units(self.model, bytes_kept, at_most=math.inf)
+        totals: dict[str, tuple[Mapping[int, float], float]] = {
+            "time": (seconds, sum(profiler.run(microbatch).forward_s)),
+            "bytes": (bytes_kept, sum(bytes_kept.get(id(each), 0.0) for each in outermost)),
         }
-        where = {id(module): stage for module, stage in units.homes(self._model, bench.routes)}
+        stage_of = {id(module): stage for module, stage in units.module_stages(self.model, profiler.routes)}
         needed = math.inf
-        for attempt in _ATTEMPTS[self._wishes.recompute]:
-            costs, total = wholes[attempt.of]
-            at_most = total / (attempt.parts * len(self._spots)) if attempt.parts else -1.0
-            found = units.separate(self._model, costs, at_most=at_most)
-            divided = replace(bench, routes={id(module): [where[id(module)]] for module in found})
-            self._placement.put(units.homes(self._model, divided.routes), bench.stages)
-            is_whole = self._wishes.microbatches == 1
-            measured, dims, form = profile(divided, inputs, samples=self._samples, is_whole=is_whole)
-            measured = replace(measured, trained_share=_trained_share(self._model))
-            memory = Memory(optimizer_state=self._wishes.optimizer_state, recompute=attempt.recompute)
-            choose: dict[str, Any] = {"microbatches": self._wishes.microbatches, "memory": memory}
-            schedule = best(measured, self._spots, **choose)
+        for granularity in _GRANULARITIES[self.options.recompute]:
+            costs, total = totals[granularity.cost]
+            parts = granularity.units_per_device
+            at_most = total / (parts * len(self.device_specs)) if parts else -1.0
+            chosen = units.choose_units(self.model, costs, at_most=at_most)
+            split_profiler = replace(profiler, routes={id(module): [stage_of[id(module)]] for module in chosen})
+            self.placement.move(units.module_stages(self.model, split_profiler.routes), profiler.stages)
+            measured, dims, output_form = profile_model(
+                split_profiler, inputs, samples=self._samples, is_never_split=self.options.microbatches == 1
+            )
+            measured = replace(measured, trained_share=_trained_share(self.model))
+            memory = Memory(optimizer_state=self.options.optimizer_state, recompute=granularity.recompute)
+            constraints: dict[str, Any] = {"microbatches": self.options.microbatches, "memory": memory}
+            schedule = best_schedule(measured, self.device_specs, **constraints)
             if schedule is not None:
-                return _Found(schedule, measured, memory, dims, form)
-            if attempt.of == "bytes":
-                needed = min(needed, needed_cap(measured, self._spots, **choose))
-        raise refusals.too_large(needed, [spot.device for spot in self._spots], is_measured=True)
+                return _Fit(schedule, measured, memory, dims, output_form)
+            if granularity.cost == "bytes":
+                needed = min(needed, needed_cap(measured, self.device_specs, **constraints))
+        raise refusals.too_large(needed, [spec.device for spec in self.device_specs], is_measured=True)
 
-    def _part(self, inputs: Any) -> Any:
-        """What a micro-batch may be."""
-        count = 1 if self._wishes.microbatches == 1 else 2
-        return take(inputs, max(1, self._samples // count), dim=self._wishes.batch_dim)
+    def _microbatch(self, inputs: Any) -> Any:
+        """Return the inputs of a trial micro-batch: half of the batch, or all of it if batches are not split."""
+        count = 1 if self.options.microbatches == 1 else 2
+        return first_samples(inputs, max(1, self._samples // count), dim=self.options.batch_dim)
 
-    def _chosen(self, found: _Found, trial: Trial, *, draws: bool) -> Plan:
-        plan = self._described(found, found.schedule, draws=draws)
-        unsplit_s, predicted_s = found.profile.unsplit_s, found.schedule.predicted_s
-        if self._wishes.microbatches is not None or unsplit_s is None:
+    def _choose(self, fit: _Fit, validation: PlanValidation, *, draws: bool) -> Plan:
+        plan = self._make_plan(fit, fit.schedule, draws=draws)
+        unsplit_s, predicted_s = fit.profile.unsplit_s, fit.schedule.predicted_s
+        if self.options.microbatches is not None or unsplit_s is None:
             return plan
         if len(plan.devices) == 1:
-            count = len(self._spots)
-            return self._alone(
-                "there is one device" if count == 1 else f"no division over {count} devices is faster", plan
-            )
-        if unsplit_s < _GAIN * predicted_s:
-            return self._alone(f"a step takes {_ms(unsplit_s)}, divided it would take {_ms(predicted_s)}", plan)
-        others = [self._described(found, each, draws=draws) for each in self._alternatives(found)]
-        tried = [replace(each, measured_s=trial.divided_s(each)) for each in [plan, *others][:_TRIED]]
-        plan = min(tried, key=lambda each: each.measured_s or math.inf)
-        if unsplit_s < _GAIN * (plan.measured_s or math.inf):
-            return self._alone(f"a step takes {_ms(unsplit_s)}, divided {_ms(plan.measured_s or math.inf)}", plan)
+            count = len(self.device_specs)
+            why = "only one device" if count == 1 else f"no split over {count} devices is predicted to be faster"
+            return self._leave_unsplit(why, plan)
+        why = f"a step takes {_ms(unsplit_s)} on one device, and "
+        if unsplit_s < _MIN_SPEEDUP * predicted_s:
+            return self._leave_unsplit(f"{why}is predicted to take {_ms(predicted_s)} if split", plan)
+        others = [self._make_plan(fit, each, draws=draws) for each in self._alternatives(fit)]
+        timed = [replace(each, measured_s=validation.split_s(each)) for each in [plan, *others][:_MAX_TIMED_PLANS]]
+        plan = min(timed, key=lambda each: each.measured_s or math.inf)
+        if unsplit_s < _MIN_SPEEDUP * (plan.measured_s or math.inf):
+            return self._leave_unsplit(f"{why}{_ms(plan.measured_s or math.inf)} if split", plan)
         return plan
 
-    def _alternatives(self, found: _Found) -> list[Schedule]:
-        """Other numbers of micro-batches, the best predictions first."""
-        every = candidates(found.profile, self._spots, microbatches=None, memory=found.memory)
-        best_of: dict[int, Schedule] = {found.schedule.microbatches: found.schedule}
+    def _alternatives(self, fit: _Fit) -> list[Schedule]:
+        """Return the best split for each other number of micro-batches, the shortest predicted step first."""
+        every = candidates(fit.profile, self.device_specs, microbatches=None, memory=fit.memory)
+        best_of: dict[int, Schedule] = {fit.schedule.microbatches: fit.schedule}
         for each in sorted(every, key=lambda each: each.predicted_s):
-            if len(each.spots) > 1:
+            if len(each.devices) > 1:
                 best_of.setdefault(each.microbatches, each)
         return list(best_of.values())[1:]
 
-    def _described(self, found: _Found, schedule: Schedule, *, draws: bool) -> Plan:
-        measured = found.profile
+    def _make_plan(self, fit: _Fit, schedule: Schedule, *, draws: bool) -> Plan:
+        measured = fit.profile
         fits = measured.unsplit_s is not None
         return Plan(
-            model=type(self._model).__name__,
-            signature=signature(self._model),
+            model=type(self.model).__name__,
+            signature=signature(self.model),
             samples=measured.samples,
-            events=tuple(event.atom for event in measured.events),
-            bounds=schedule.bounds,
-            devices=tuple(spot.device for spot in schedule.spots),
+            events=tuple(call.unit for call in measured.calls),
+            bounds=schedule.split_points,
+            devices=tuple(spec.device for spec in schedule.devices),
             microbatches=schedule.microbatches,
             recompute=schedule.recompute,
             forward_s=schedule.forward_s,
@@ -261,32 +249,31 @@ class Planner:
             memory_bytes=schedule.memory_bytes,
             unsplit_s=measured.unsplit_s,
             predicted_s=schedule.predicted_s,
-            why="of all divisions this has the shortest predicted step"
+            why="shortest predicted step of all splits"
             + ("; the model fits on one device, where backend='ddp' is normally faster" if fits else "")
-            + ("; without recomputing, no division fits" if schedule.recompute else ""),
+            + ("; without recomputing, no split fits" if schedule.recompute else ""),
             draws=draws,
-            evaluated=tuple(name for name, module in self._model.named_modules() if not module.training),
+            evaluated=tuple(name for name, module in self.model.named_modules() if not module.training),
             whole_inputs=self._whole_inputs,
-            output_dims=tuple(found.dims.items()),
-            output_form=found.form,
+            output_dims=tuple(fit.dims.items()),
+            output_form=fit.output_form,
         )
 
-    def _alone(self, why: str, plan: Plan | None = None) -> Plan:
-        self._placement.put(units.homes(self._model, {}), places([self._home]))
-        found = plan or Plan(
-            model=type(self._model).__name__,
-            signature=signature(self._model),
+    def _leave_unsplit(self, why: str, plan: Plan | None = None) -> Plan:
+        self.placement.move(units.module_stages(self.model, {}), stages_on([self.output_device]))
+        devices = (str(self.output_device),)
+        unsplit = plan or Plan(
+            model=type(self.model).__name__,
+            signature=signature(self.model),
             samples=self._samples,
             events=(),
             bounds=(0,),
-            devices=(str(self._home),),
+            devices=devices,
             microbatches=1,
         )
-        alone = replace(
-            found, is_split=False, devices=(str(self._home),), why=f"no gain: {why}; consider backend='ddp'"
-        )
-        _log.warning("%s", alone)
-        return alone
+        unsplit = replace(unsplit, is_split=False, devices=devices, why=f"no gain: {why}; consider backend='ddp'")
+        _log.warning("%s", unsplit)
+        return unsplit
 
 
 def _trained_share(model: nn.Module) -> float:

@@ -1,4 +1,4 @@
-"""One model divided over several devices by measured time, which work on different micro-batches at the same time."""
+"""Plug-in of backend="balanced": pipeline parallelism over the devices of one process, balanced by measured time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from typing_extensions import override
 
-from parallelize.backends.balanced.admission import admit
-from parallelize.backends.balanced.engine import BalancedEngine, Request
+from parallelize.backends.balanced.engine import BalancedEngine, EngineOptions
 from parallelize.backends.balanced.plan import Plan
-from parallelize.backends.balanced.planner import Wishes
-from parallelize.backends.ddp_engine import Averaging
+from parallelize.backends.balanced.planner import PlannerOptions
+from parallelize.backends.balanced.refusals import check_supported
+from parallelize.backends.ddp_engine import DDPOptions
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, Fault
 from parallelize.plugins.base import LEVELS, Engine, Inner
@@ -23,26 +23,24 @@ __all__ = ["PLUGIN", "BalancedBackend"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalancedBackend(Averaging):
-    """One model over the devices of a process, in stages that work at the same time on different micro-batches.
+class BalancedBackend(DDPOptions):
+    """Pipeline parallelism: the model is split into stages that run different micro-batches at the same time.
 
-    The stages are chosen on the first batch, by measured time, under each device's memory; where dividing the model
-    does not make it faster, it is left alone on the first device, and a warning says so. Across nodes, each process has
-    such a pipeline, and gradients are averaged with the options of "ddp".
+    The first batch is profiled, and stages are chosen by measured time under each device's memory limit. If splitting
+    does not make the model faster, the model stays on the first device and a warning gives the reason. With several
+    nodes, each node runs such a pipeline, and gradients are averaged over the nodes with the options of "ddp".
 
-    Batch norm normalises each micro-batch by itself; its running statistics are those of the whole batch.
+    Batch norm normalizes each micro-batch separately; its running statistics are updated for the full batch.
 
     Args:
-        devices: in place of the GPUs of `gpus=`; a device may be named twice. Outputs come to the run's first device.
-        microbatches: how many a batch is cut into: a number, which is then used whether or not it gains anything, or
-            "auto".
-        memory: bytes that may be used of each device, or a number for each; None: 90 % of what is free on GPUs.
-        recompute: compute activations again in backward instead of keeping them: True, False, or "auto": if the model
-            does not fit otherwise.
-        batch_norm: "micro", or "full": each batch whole, as one micro-batch.
-        batch_dim: the dimension of the inputs along which samples lie.
-        optimizer_state: bytes that the optimizer keeps, per byte of a trained parameter: 2 for Adam, 0 for SGD.
-        plan: an earlier `parallelize.plan(model)`, used without measuring again; other options must not contradict it.
+        devices: used instead of the GPUs of `gpus=`; may list a device twice. Outputs are on the run's first device.
+        microbatches: number of micro-batches per batch, even if not splitting is faster; "auto": the fastest number.
+        memory: usable bytes of each device, or one number for all; None: 90 % of the free bytes on GPUs, no CPU limit.
+        recompute: whether activations are recomputed in backward; "auto": only if the model does not fit otherwise.
+        batch_norm: "micro": normalize each micro-batch; "full": normalize the full batch by not splitting batches.
+        batch_dim: batch dimension of the inputs.
+        optimizer_state: bytes of optimizer state per byte of a trained parameter: 2 for Adam, 0 for SGD.
+        plan: result of an earlier `parallelize.plan(model)`, used without profiling; other options must agree with it.
     """
 
     name = "balanced"
@@ -61,7 +59,7 @@ class BalancedBackend(Averaging):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("devices", "memory"):  # lists are as good, but cannot be hashed
+        for name in ("devices", "memory"):  # lists are not hashable
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
@@ -71,46 +69,47 @@ class BalancedBackend(Averaging):
 
     @override
     def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
-        """A pipeline that is planned when the first batch comes."""
-        admit(inner)
+        """Return an engine that makes the plan and builds the pipeline on the first batch."""
+        check_supported(inner)
         microbatches = 1 if self.batch_norm == "full" else self.microbatches
-        request = Request(
+        options = EngineOptions(
             devices=devices if self.devices is None else tuple(map(_complete, self.devices)),
-            home=devices[0],
+            output_device=devices[0],
             memory=self.memory,
-            wishes=Wishes(
+            planner=PlannerOptions(
                 microbatches=None if microbatches == "auto" else microbatches,
                 recompute=self.recompute,
                 optimizer_state=self.optimizer_state,
                 batch_dim=self.batch_dim,
             ),
             plan=self.plan,
-            averaging=self if world.world_size > 1 else None,
+            ddp_options=self if world.world_size > 1 else None,
         )
-        return BalancedEngine(inner, request)
+        return BalancedEngine(inner, options)
 
 
 def _complete(name: str) -> torch.device:
-    """A device with its number."""
+    """Return the device with this name; a missing index is 0, but CPU devices have none."""
     device = torch.device(name)
     is_complete = device.type == "cpu" or name.find(":") >= 0
     return device if is_complete else torch.device(device.type, 0)
 
 
 def _faults(options: BalancedBackend) -> Iterator[Fault]:
+    """Yield a fault for each option with an invalid value."""
     given: dict[str, Any] = {name: getattr(options, name) for name in ("microbatches", "recompute", "batch_norm")}
     count = given["microbatches"]
     if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        yield Fault(f"microbatches={count!r}", "it counts the parts of a batch", "use 'auto', or 4, say")
+        yield Fault(f"microbatches={count!r}", "not a positive integer or 'auto'", "use 'auto', or a number such as 4")
     if given["recompute"] not in {True, False, "auto"}:
-        yield Fault(f"recompute={options.recompute!r}", "it is neither on nor off", "use True, False or 'auto'")
+        yield Fault(f"recompute={options.recompute!r}", "unknown value", "use True, False or 'auto'")
     if given["batch_norm"] not in {"micro", "full"}:
-        yield Fault(f"batch_norm={options.batch_norm!r}", "there is no such way", "use 'micro' or 'full'")
+        yield Fault(f"batch_norm={options.batch_norm!r}", "unknown mode", "use 'micro' or 'full'")
     if options.sync_batchnorm:
         yield Fault(
             "sync_batchnorm=True under backend='balanced'",
-            "micro-batches would wait for each other's statistics in the order in which threads happen to run",
-            "drop it, or use batch_norm='full'",
+            "micro-batches run in threads, so ranks would all-reduce statistics in different orders",
+            "drop it; batch_norm='full' normalizes over the full batch of each rank",
         )
     for name in options.devices or ():
         try:
@@ -122,7 +121,7 @@ def _faults(options: BalancedBackend) -> Iterator[Fault]:
 
 
 def _contradictions(options: BalancedBackend) -> Iterator[Fault]:
-    """What was asked for besides a plan that has decided otherwise; a model that is left alone is never cut."""
+    """Yield a fault for each option that disagrees with plan=, if the plan splits the model."""
     plan = options.plan
     if plan is None or not plan.is_split:
         return
@@ -138,15 +137,15 @@ def _contradictions(options: BalancedBackend) -> Iterator[Fault]:
         wrong.append((f"devices {', '.join(plan.devices)}", f"devices={list(options.devices or ())!r}"))
     elif options.memory is not None and plan.memory_bytes:
         caps = options.memory if isinstance(options.memory, tuple) else (options.memory,) * len(plan.devices)
-        # Whichever stage is on whichever device: the largest stages need the largest limits.
+        # The order of devices is free: compare the largest stage with the largest limit, and so on.
         pairs = zip(sorted(plan.memory_bytes, reverse=True), sorted(caps, reverse=True), strict=False)
         if any(needed > cap for needed, cap in pairs):
             wrong.append((f"{max(plan.memory_bytes):.0f} bytes on a device", f"memory={options.memory!r}"))
-    for decided, asked in wrong:
+    for planned, option in wrong:
         yield Fault(
-            f"plan= is for {decided}, with {asked}",
-            "a plan is used as it is: the other option would be ignored",
-            "leave one of the two out; without plan=, another one is made",
+            f"plan= is for {planned}, with {option}",
+            "a plan is used unchanged, so the other option would be ignored",
+            "drop one of the two; without plan=, a new plan is made",
         )
 
 

@@ -1,19 +1,18 @@
-"""How long each atom takes, forward and backward, and what it keeps: measured on the first batch.
+"""Profiling on the first batch: seconds of each unit's forward and backward, and bytes that autograd saves.
 
-Atoms run as they will in the pipeline, each as a segment of its own, in one thread, on two sizes of micro-batch:
+Units run as they will in the pipeline, each in its own segment, but in one thread, on micro-batches of two sizes:
 
-    seconds    ·
-       b ······│·········x      fixed + per_sample * b, for any size of micro-batch
-             · │  x      │
-         ·     │  │      │
-     fixed     small   large
+    seconds   │            x        A line through both gives the time for a micro-batch of b samples:
+              │     x      ╎            fixed + per_sample * b
+        fixed │     ╎      ╎
+              └─────┴──────┴── b
+                 small   large
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,29 +22,35 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from parallelize.backends.balanced.costs import Event, Profile
-from parallelize.backends.balanced.microbatch_run import Tape
-from parallelize.backends.balanced.microbatch_split_join import Batch, batch_dims, form, shapes, take
-from parallelize.backends.balanced.opaque_inputs import changed, fresh, snapshot
+from parallelize.backends.balanced.executor import ModelForward
+from parallelize.backends.balanced.hardware import synchronized_time
+from parallelize.backends.balanced.microbatch_run import MicrobatchRun
+from parallelize.backends.balanced.microbatch_split_join import (
+    SplitBatch,
+    first_samples,
+    infer_batch_dims,
+    output_form,
+    output_shapes,
+)
+from parallelize.backends.balanced.opaque_inputs import changed_inputs, copy_opaque_inputs, snapshot
+from parallelize.backends.balanced.schedule import Profile, UnitCall
 from parallelize.backends.balanced.segment import Stage
-from parallelize.backends.balanced.stage_parameters import Half, Shadows
-from parallelize.backends.balanced.stage_threads import Workers
-from parallelize.backends.balanced.stage_transfer import Crossing
-from parallelize.backends.balanced.thread_local_state import Ambient
-from parallelize.backends.balanced.units import names_of, parameter_bytes
-from parallelize.backends.balanced.user_forward import Forward
+from parallelize.backends.balanced.stage_parameters import StageParameters
+from parallelize.backends.balanced.stage_threads import StageThreads, ThreadLocalState
+from parallelize.backends.balanced.stage_transfer import StageTransfer
+from parallelize.backends.balanced.units import module_names, parameter_bytes
 from parallelize.runtime.containers import leaves
 
-__all__ = ["Bench", "Timings", "bytes_of_modules", "now", "profile", "seconds_of_modules"]
+__all__ = ["Profiler", "Timings", "module_bytes", "module_seconds", "profile_model"]
 
 _REPEATS = 3
 
 
 @dataclass
 class Timings:
-    """One run: its atoms and segments, what each took, and which objects among its inputs it has changed."""
+    """Measurements of one run: seconds and bytes of each unit call, and names of input objects that forward changed."""
 
-    events: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     saved_bytes: list[int] = field(default_factory=list)
@@ -54,207 +59,170 @@ class Timings:
     changed_inputs: list[str] = field(default_factory=list)
 
 
-class _ProfileTape(Tape):
-    """A micro-batch that begins a segment, and looks at the clock, wherever an atom begins."""
+class _ProfiledRun(MicrobatchRun):
+    """Run of a micro-batch that begins a segment at each unit call, and measures the time of each segment."""
 
-    def __init__(
-        self,
-        *,
-        stages: Sequence[Stage],
-        routes: Mapping[int, Sequence[int]],
-        names: Mapping[int, str],
-        seed: int | None,
-        half: Half | None,
-    ) -> None:
-        shadows = Shadows([stage.device for stage in stages], half=half)
-        super().__init__(0, stages=stages, routes=routes, shadows=shadows, seed=seed)
-        self._atoms = {key: names[key] for key in routes}
+    def __init__(self, profiler: Profiler) -> None:
+        devices = [stage.device for stage in profiler.stages]
+        super().__init__(
+            0,
+            stages=profiler.stages,
+            routes=profiler.routes,
+            stage_parameters=StageParameters(devices, half_parameters=profiler.module.half_parameters),
+            seed=0 if profiler.draws else None,
+        )
+        names = module_names(profiler.model)
+        self._unit_names = {key: names[key] for key in profiler.routes}
         self._began = 0.0
         self.timings = Timings()
 
-    def arrive(self, module: nn.Module) -> None:
-        name = self._atoms.get(id(module))
-        if name is None or self.is_again:
+    def enter_module(self, module: nn.Module) -> None:
+        name = self._unit_names.get(id(module))
+        if name is None or self.is_recomputing:
             return
-        if self.timings.events:
+        if self.timings.calls:
             self.move_to(self._routes[id(module)][0])
         elif self.segment.stage != self._routes[id(module)][0]:
-            # What runs before the first atom is the first event's.
+            # Operations before the first unit ran on another stage: each segment must be one unit call, so drop theirs.
             self.move_to(self._routes[id(module)][0])
             self.segments.pop(0)
             self.timings.forward_s.pop()
             self.timings.input_bytes.pop()
-        self.timings.events.append(name)
+        self.timings.calls.append(name)
 
     def move_to(self, stage: int) -> None:
         super().move_to(stage)
-        self._began = now(self.device)
+        self._began = synchronized_time(self.device)
 
-    def _leave(self) -> None:
-        if self.segment is not self.outside:
-            self.timings.forward_s.append(now(self.device) - self._began)
-            self.timings.input_bytes.append(sum(_bytes(each.local) for each in self.segment.imports.values()))
-        super()._leave()
-
-
-def now(device: torch.device) -> float:
-    """Seconds, when the device has done what it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
+    def _leave_stage(self) -> None:
+        if self.segment is not self.user_segment:
+            self.timings.forward_s.append(synchronized_time(self.device) - self._began)
+            copies = [each.copy for each in self.segment.imports.values()]
+            self.timings.input_bytes.append(sum(copy.numel() * copy.element_size() for copy in copies))
+        super()._leave_stage()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Where a model is profiled.
+class Profiler:
+    """Runs and measures micro-batches of a model; `routes` maps the id of a unit to the stages of its calls."""
 
-    Args:
-        module: what runs a micro-batch.
-        model: the user's.
-        stages: where its atoms are for now.
-        routes: id of an atom -> the stages of its calls.
-        workers: threads for these stages.
-        batch_dim: of the inputs.
-        draws: whether the model draws random numbers.
-    """
-
-    module: Forward
+    module: ModelForward
     model: nn.Module
     stages: tuple[Stage, ...]
     routes: Mapping[int, Sequence[int]]
-    workers: Workers
+    threads: StageThreads
     batch_dim: int
     draws: bool = True
 
     def run(self, inputs: Any, *, counts_saved: bool = False) -> Timings:
-        """Forward and backward of one micro-batch, segment by segment."""
-        inputs = fresh(inputs)
-        names = names_of(self.model)
-        tape = _ProfileTape(
-            stages=self.stages,
-            routes=self.routes,
-            names=names,
-            seed=0 if self.draws else None,
-            half=self.module.half,
-        )
-        ambient = Ambient(frozenset(stage.device for stage in self.stages))
-        measure = functools.partial(self._measure, tape, inputs, counts_saved=counts_saved)
-        timings: Timings = self.workers.forward(ambient.run, measure).result()
+        """Measure forward and backward of one micro-batch; with `counts_saved`, also the bytes that autograd saves."""
+        inputs = copy_opaque_inputs(inputs)
+        run = _ProfiledRun(self)
+        thread_state = ThreadLocalState(frozenset(stage.device for stage in self.stages))
+        measure = functools.partial(self._measure, run, inputs, counts_saved=counts_saved)
+        timings: Timings = self.threads.forward(thread_state.run, measure).result()
         return timings
 
-    def _measure(self, tape: _ProfileTape, inputs: Any, *, counts_saved: bool) -> Timings:
-        batch = Batch(inputs, microbatches=1, dim=self.batch_dim)
-        for piece in batch.parts[0]:
-            if isinstance(piece, torch.Tensor):
-                tape.bring(piece)
+    def _measure(self, run: _ProfiledRun, inputs: Any, *, counts_saved: bool) -> Timings:
+        batch = SplitBatch(inputs, microbatches=1, dim=self.batch_dim)
+        run.mark_inputs(batch.parts[0])
         args, kwargs = batch.inputs(0)
         before = snapshot(inputs)
         with contextlib.ExitStack() as stack:
-            saved = stack.enter_context(_saved(tape, self.model)) if counts_saved else {}
-            output = tape.run(lambda: self.module(*args, **kwargs), crossing=Crossing(tape))
+            saved = stack.enter_context(_count_saved_bytes(run, self.model)) if counts_saved else {}
+            output = run.call_forward(lambda: self.module(*args, **kwargs), transfer=StageTransfer(run))
         for leaf in leaves(output):
-            waiting = tape.hand_out(leaf)[1] if isinstance(leaf, torch.Tensor) else None
-            if waiting is not None:
-                waiting.grad = torch.ones_like(waiting)
-        timings = tape.timings
-        timings.output_shapes = shapes(output)
-        timings.changed_inputs = changed(inputs, before)
-        timings.saved_bytes = [saved.get(segment.key, 0) for segment in tape.segments]
-        for segment in reversed(tape.segments):
+            output_leaf = run.export_output(leaf)[1] if isinstance(leaf, torch.Tensor) else None
+            if output_leaf is not None:
+                output_leaf.grad = torch.ones_like(output_leaf)
+        timings = run.timings
+        timings.output_shapes = output_shapes(output)
+        timings.changed_inputs = changed_inputs(inputs, before)
+        timings.saved_bytes = [saved.get(segment.key, 0) for segment in run.segments]
+        for segment in reversed(run.segments):
             device = self.stages[segment.stage].device
-            began = now(device)
+            began = synchronized_time(device)
             segment.backward()
-            timings.backward_s.insert(0, now(device) - began)
+            timings.backward_s.insert(0, synchronized_time(device) - began)
         return timings
 
 
-def profile(
-    bench: Bench, inputs: Any, *, samples: int, is_whole: bool = False
+def profile_model(
+    profiler: Profiler, inputs: Any, *, samples: int, is_never_split: bool = False
 ) -> tuple[Profile, dict[int, int | None], tuple[int | None, ...]]:
-    """Measure a model.
-
-    Args:
-        bench: where.
-        inputs: arguments and keyword arguments of the first batch.
-        samples: in it.
-        is_whole: whether it will never be cut: some models cannot bear it.
+    """Profile a model at two micro-batch sizes; with `is_never_split`, on the full batch only, as forward may need it.
 
     Returns:
-        What was measured; for each output that is a tensor its batch dimension, None if it has none; and the form of
-        the outputs.
-
-    Raises:
-        ConfigError: forward leaves something behind on the model, so that micro-batches would disturb each other.
+        The profile; position of each output tensor -> its batch dimension, None if it has none; and the number of
+        dimensions of each output, None for an output that is no tensor.
     """
-    least = 2 if samples >= 4 and _has_batchnorm(bench.model) else 1
-    small, large = (samples, samples) if is_whole else (max(least, samples // 16), max(least, samples // 2))
+    has_batchnorm = any(isinstance(module, _BatchNorm) for module in profiler.model.modules())
+    least = 2 if samples >= 4 and has_batchnorm else 1
+    small, large = (samples, samples) if is_never_split else (max(least, samples // 16), max(least, samples // 2))
     sizes = [small, large] if small < large else [large]
-    rows = [_fastest(bench, take(inputs, size, dim=bench.batch_dim)) for size in sizes]
-    memory = bench.run(take(inputs, large, dim=bench.batch_dim), counts_saved=True)
+    rows = [_fastest(profiler, first_samples(inputs, size, dim=profiler.batch_dim)) for size in sizes]
+    memory = profiler.run(first_samples(inputs, large, dim=profiler.batch_dim), counts_saved=True)
     few, many = rows[0], rows[-1]
-    if few.events != many.events:
-        few = many  # branches that depend on data: one size has to do
+    if few.calls != many.calls:
+        few = many  # the calls depend on the data: use one size only
     seen: dict[int, int] = {}
-    events = []
-    modules = dict(bench.model.named_modules())
-    for i, name in enumerate(many.events):
+    calls = []
+    modules = dict(profiler.model.named_modules())
+    for i, name in enumerate(many.calls):
         new = parameter_bytes(modules[name], seen)
         seen |= new
-        ahead = _line(few.forward_s[i], many.forward_s[i], small, large)
-        back = _line(few.backward_s[i], many.backward_s[i], small, large)
-        is_known = memory.events == many.events
-        events.append(
-            Event(
-                atom=name,
-                forward_fixed_s=ahead[0],
-                forward_per_sample_s=ahead[1],
-                backward_fixed_s=back[0],
-                backward_per_sample_s=back[1],
+        forward_line = _fit_line(few.forward_s[i], many.forward_s[i], small, large)
+        backward_line = _fit_line(few.backward_s[i], many.backward_s[i], small, large)
+        is_known = memory.calls == many.calls
+        calls.append(
+            UnitCall(
+                unit=name,
+                forward_fixed_s=forward_line[0],
+                forward_per_sample_s=forward_line[1],
+                backward_fixed_s=backward_line[0],
+                backward_per_sample_s=backward_line[1],
                 parameter_bytes=sum(new.values()),
                 saved_bytes=memory.saved_bytes[i] / large if is_known else 0.0,
                 input_bytes=many.input_bytes[i] / large,
             )
         )
-    dims = batch_dims(rows[0].output_shapes, rows[-1].output_shapes)
-    found = Profile(events=tuple(events), samples=samples, least_samples=small)
-    return found, dims, form(many.output_shapes)
+    dims = infer_batch_dims(rows[0].output_shapes, rows[-1].output_shapes)
+    found = Profile(calls=tuple(calls), samples=samples, least_samples=small)
+    return found, dims, output_form(many.output_shapes)
 
 
-def seconds_of_modules(bench: Bench, inputs: Any) -> dict[int, float]:
-    """id of each submodule that a forward calls -> seconds in its calls."""
+def module_seconds(profiler: Profiler, inputs: Any) -> dict[int, float]:
+    """Return the seconds that all forward calls of a submodule take, by id of each called submodule."""
     began: list[tuple[nn.Module, float]] = []
     found: dict[int, float] = {}
-    known = names_of(bench.model)
-    device = bench.stages[0].device
+    known = module_names(profiler.model)
+    device = profiler.stages[0].device
 
     def before(module: nn.Module, _args: Any) -> None:
         if id(module) in known:
-            began.append((module, now(device)))
+            began.append((module, synchronized_time(device)))
 
     def after(module: nn.Module, _args: Any, _output: Any) -> None:
         if id(module) in known and began and began[-1][0] is module:
-            found[id(module)] = found.get(id(module), 0.0) + now(device) - began.pop()[1]
+            found[id(module)] = found.get(id(module), 0.0) + synchronized_time(device) - began.pop()[1]
 
     with contextlib.ExitStack() as stack, torch.no_grad():
-        bench.run(inputs)
+        profiler.run(inputs)
         stack.callback(register_module_forward_pre_hook(before).remove)
         stack.callback(register_module_forward_hook(after).remove)
-        bench.run(inputs)
+        profiler.run(inputs)
     return found
 
 
-def bytes_of_modules(bench: Bench, inputs: Any, *, called: Collection[int]) -> dict[int, float]:
-    """id of each submodule that a forward calls -> bytes of its parameters and of what it keeps for backward.
+def module_bytes(profiler: Profiler, inputs: Any, *, called: Collection[int]) -> dict[int, float]:
+    """Return the bytes of a submodule's parameters and saved tensors, by id of each called submodule.
 
-    Args:
-        bench: its atoms are the finest there are.
-        inputs: of a micro-batch.
-        called: ids of the submodules.
+    The profiler's units must be the submodules without submodules.
     """
-    timings = bench.run(inputs, counts_saved=True)
-    modules = dict(bench.model.named_modules())
+    timings = profiler.run(inputs, counts_saved=True)
+    modules = dict(profiler.model.named_modules())
     kept: dict[int, int] = {}
-    for name, saved in zip(timings.events, timings.saved_bytes, strict=True):
+    for name, saved in zip(timings.calls, timings.saved_bytes, strict=True):
         kept[id(modules[name])] = kept.get(id(modules[name]), 0) + saved
     return {
         id(module): sum(parameter_bytes(module).values()) + sum(kept.get(id(part), 0) for part in module.modules())
@@ -263,21 +231,21 @@ def bytes_of_modules(bench: Bench, inputs: Any, *, called: Collection[int]) -> d
     }
 
 
-def _fastest(bench: Bench, inputs: Any) -> Timings:
-    """The least of several runs, after one that does not count."""
-    bench.run(inputs)
-    best = bench.run(inputs)
+def _fastest(profiler: Profiler, inputs: Any) -> Timings:
+    """Return each unit call's shortest times over several runs, after a warm-up."""
+    profiler.run(inputs)
+    best = profiler.run(inputs)
     for _ in range(_REPEATS - 1):
-        again = bench.run(inputs)
-        if again.events != best.events:
+        again = profiler.run(inputs)
+        if again.calls != best.calls:
             return again
         best.forward_s = [min(pair) for pair in zip(best.forward_s, again.forward_s, strict=True)]
         best.backward_s = [min(pair) for pair in zip(best.backward_s, again.backward_s, strict=True)]
     return best
 
 
-def _line(at_small: float, at_large: float, small: int, large: int) -> tuple[float, float]:
-    """The line through two measurements, as (fixed, per sample), neither below zero."""
+def _fit_line(at_small: float, at_large: float, small: int, large: int) -> tuple[float, float]:
+    """Return (fixed seconds, seconds per sample) of the line through two measurements; both are at least 0."""
     if large == small:
         return at_large, 0.0
     per_sample = min(max(0.0, (at_large - at_small) / (large - small)), at_large / large)
@@ -285,8 +253,8 @@ def _line(at_small: float, at_large: float, small: int, large: int) -> tuple[flo
 
 
 @contextlib.contextmanager
-def _saved(tape: Tape, model: nn.Module) -> Iterator[dict[int, int]]:
-    """Key of a segment -> bytes that autograd keeps for it, each storage once and parameters not at all."""
+def _count_saved_bytes(run: MicrobatchRun, model: nn.Module) -> Iterator[dict[int, int]]:
+    """Yield the bytes that autograd saves, by segment key; each storage is counted once, parameters are not counted."""
     seen = {each.untyped_storage().data_ptr() for each in model.parameters()}
     found: dict[int, int] = {}
 
@@ -294,16 +262,8 @@ def _saved(tape: Tape, model: nn.Module) -> Iterator[dict[int, int]]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            found[tape.segment.key] = found.get(tape.segment.key, 0) + storage.nbytes()
+            found[run.segment.key] = found.get(run.segment.key, 0) + storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _has_batchnorm(model: nn.Module) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in model.modules())

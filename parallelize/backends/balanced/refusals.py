@@ -1,243 +1,262 @@
-"""What this backend will not run, each with the reason."""
+"""Errors for models, batches and calls that this backend does not support."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
 from parallelize.errors import ConfigError
+from parallelize.plugins.base import Inner
 
 __all__ = [
     "another_model",
-    "carrier",
+    "captured_tensor",
     "changed_view",
-    "compiled",
-    "cut_wrongly",
+    "check_supported",
     "double_backward",
-    "escaped",
     "inner_gradient",
     "no_batch",
     "not_a_tensor",
     "not_sample_by_sample",
-    "one_value",
-    "other_weights",
+    "one_value_per_channel",
+    "opaque_input",
+    "other_parameters",
     "packed_sequence",
     "second_backward",
+    "split_failure",
     "stateful",
     "too_large",
     "uneven_outputs",
     "uneven_shapes",
     "unjoinable",
-    "unsupported",
 ]
 
-_WHOLE = "use BalancedBackend(microbatches=1), which runs each batch whole, or backend='ddp'"
-_NO_CACHE = "train a language model of Hugging Face with model.config.use_cache = False"
+_NO_SPLIT = "use BalancedBackend(microbatches=1), which does not split batches, or backend='ddp'"
+_NO_CACHE = "train a Hugging Face language model with model.config.use_cache = False"
+
+_UNSUPPORTED = (
+    DataParallel,
+    DistributedDataParallel,
+    FSDPModule,
+    FullyShardedDataParallel,
+    nn.SyncBatchNorm,
+    torch.jit.ScriptModule,
+)
+
+
+def check_supported(inner: Inner) -> None:
+    """Check that operations of the model can be intercepted.
+
+    Raises:
+        ConfigError: the model is compiled or scripted, or one of its modules is already parallel.
+    """
+    if not inner.is_replicable:
+        raise _compiled("")
+    for name, module in inner.model.named_modules():
+        if isinstance(module, _UNSUPPORTED):
+            raise ConfigError(
+                f"{name or 'the model'} is a {type(module).__name__}",
+                why="it has its own threads, processes or graph, which cannot be split into stages",
+                fix="use the plain module in its place, or backend='ddp'",
+            )
+        is_optimized = type(module).__name__ == "OptimizedModule"
+        if is_optimized or getattr(module, "_compiled_call_impl", None) is not None:
+            raise _compiled(name)
 
 
 def no_batch(dim: int) -> ConfigError:
-    """No argument has a batch dimension."""
+    """Build the error for inputs without a batch dimension."""
     return ConfigError(
         f"no argument of the model has a dimension {dim}",
-        why="a batch is cut into micro-batches along its batch dimension",
-        fix="pass the batch as tensors, in containers if you like; name its dimension: BalancedBackend(batch_dim=1)",
+        why="a batch is split into micro-batches along its batch dimension",
+        fix="pass tensors, alone or in containers; set their batch dimension: BalancedBackend(batch_dim=1)",
     )
 
 
-def one_value(channels: int) -> ConfigError:
-    """Batch norm in training, on a micro-batch with one value per channel."""
+def one_value_per_channel(channels: int) -> ConfigError:
+    """Build the error for training batch norm on a micro-batch with one value per channel."""
     return ConfigError(
-        f"batch norm over {channels} channels sees one value per channel in a micro-batch",
-        why="its variance is not defined: micro-batches are normalised by themselves",
+        f"batch norm over {channels} channels gets one value per channel in a micro-batch",
+        why="each micro-batch is normalized separately, and one value has no variance",
         fix="use larger batches or fewer micro-batches, BalancedBackend(batch_norm='full'), or group norm",
     )
 
 
 def packed_sequence() -> ConfigError:
-    """A PackedSequence among the inputs."""
+    """Build the error for a PackedSequence among the inputs."""
     return ConfigError(
-        "a PackedSequence among the model's inputs",
-        why="its samples are interleaved, so it cannot be cut into micro-batches",
-        fix="pass the padded tensor with its lengths, pack inside forward and unpack with total_length=, or use "
-        "backend='ddp'",
+        "an input of the model is a PackedSequence",
+        why="its samples are interleaved, so it cannot be split into micro-batches",
+        fix="pass the padded tensor with its lengths, and in forward pack it and call pad_packed_sequence with "
+        "total_length=; or use backend='ddp'",
     )
 
 
-def carrier(name: str, kind: str, what: str) -> ConfigError:
-    """An object among the inputs that micro-batches cannot share."""
+def opaque_input(name: str, kind: str, what: str) -> ConfigError:
+    """Build the error for an input object that micro-batches cannot share."""
     return ConfigError(
         f"argument {name} of the model, a {kind}, {what}",
-        why="such an object cannot be cut: micro-batches, which run at the same time, would all use this one",
-        fix="pass tensors, in containers if you like; call the model under torch.no_grad(), where such a batch runs "
-        f"whole; {_NO_CACHE}; or {_WHOLE}",
+        why="it cannot be split, so micro-batches, which run at the same time, would all use the same object",
+        fix="pass tensors, alone or in containers; call the model under torch.no_grad(), where a batch with such an "
+        f"object is not split; {_NO_CACHE}; or {_NO_SPLIT}",
     )
 
 
 def not_a_tensor(position: int, kind: str) -> ConfigError:
-    """An object among the outputs, another one in each micro-batch."""
+    """Build the error for an output object that differs between micro-batches."""
     return ConfigError(
         f"output {position} of the model is a {kind}",
-        why="nothing says how those of the micro-batches make one of the whole batch",
-        fix=f"return tensors, in containers if you like; {_NO_CACHE}; or {_WHOLE}",
+        why="the objects that micro-batches return cannot be joined into one object",
+        fix=f"return tensors, alone or in containers; {_NO_CACHE}; or {_NO_SPLIT}",
     )
 
 
 def uneven_outputs(counts: Sequence[int]) -> ConfigError:
-    """Micro-batches that return different structures."""
+    """Build the error for micro-batches that return different numbers of values."""
     return ConfigError(
         f"micro-batches return {' and '.join(map(str, sorted(set(counts))))} values",
-        why="outputs of different structure cannot be joined to those of one batch",
-        fix=_WHOLE,
+        why="outputs with different numbers of values cannot be joined",
+        fix=_NO_SPLIT,
     )
 
 
-def cut_wrongly(dimensions: Mapping[str, int], error: Exception) -> ConfigError:
-    """A forward that fails on a part of a batch, and not on the whole."""
+def split_failure(dimensions: Mapping[str, int], error: Exception) -> ConfigError:
+    """Build the error for a forward that fails on a part of a batch, but not on the full batch."""
     listed = ", ".join(f"{name} along dimension {dim}" for name, dim in list(dimensions.items())[:4])
     more = f" and {len(dimensions) - 4} more" if len(dimensions) > 4 else ""
     return ConfigError(
-        f"forward fails on a part of the batch ({type(error).__name__}), not on the whole; cut were arguments "
+        f"forward fails on a part of the batch ({type(error).__name__}), but not on the full batch; split arguments: "
         f"{listed}{more}",
-        why="what is as long as the first tensor is taken for samples, whatever it is (lists of samples cannot be told "
-        "from other lists); and a part lacks what forward may need of all samples",
-        fix="pass samples as one tensor, and what is not per sample in another shape; name the batch dimension: "
-        f"BalancedBackend(batch_dim=...); write no batch size into forward; or {_WHOLE}",
+        why="every tensor as long as the first one is split along the batch, also inside lists; forward may need all "
+        "samples of one of them",
+        fix="pass a list of samples as one tensor; give tensors that are not per sample another length; set "
+        f"BalancedBackend(batch_dim=...); use no constant batch size in forward; or {_NO_SPLIT}",
     )
 
 
 def uneven_shapes(position: int, shapes: Sequence[tuple[int, ...]]) -> ConfigError:
-    """An output that follows the number of samples, and is of another length in another micro-batch besides."""
+    """Build the error for micro-batch outputs whose shapes differ outside of the batch dimension."""
     return ConfigError(
         f"output {position} of the model: tensors of {' and '.join(map(str, dict.fromkeys(shapes)))}",
-        why="micro-batches differ in another dimension than that of the samples, so that they cannot be joined",
-        fix="pad to a length that does not depend on the samples, as pad_packed_sequence(total_length=) does; or "
-        f"{_WHOLE}",
+        why="outputs of micro-batches that differ outside of the batch dimension cannot be joined",
+        fix=f"pad to a fixed length, for example with pad_packed_sequence(total_length=); or {_NO_SPLIT}",
     )
 
 
 def unjoinable(position: int, what: str) -> ConfigError:
-    """An output that is neither per sample nor the same for all."""
+    """Build the error for an output that is neither per sample nor equal in all micro-batches."""
     return ConfigError(
         f"output {position} of the model: {what}",
-        why="it differs between micro-batches and no dimension of it follows the number of samples, so that nothing "
-        "says what it is for the whole batch",
-        fix=f"return it per sample, or as a mean over samples (a scalar); or {_WHOLE}",
+        why="it differs between micro-batches, and no dimension is as long as a micro-batch, so it cannot be joined",
+        fix=f"return it per sample, or as a mean over samples (a scalar); or {_NO_SPLIT}",
     )
 
 
 def changed_view(shape: tuple[int, ...]) -> ConfigError:
-    """A tensor whose view was changed in place on another stage."""
+    """Build the error for a tensor whose view was changed in place on another stage."""
     return ConfigError(
         f"a tensor of {shape} shares memory with one that another stage has changed in place",
-        why="stages work on copies of each other's tensors, and the change did not reach this one",
-        fix="write y = f(x) instead of changing a view in place; or use BalancedBackend(plan=...) with another cut, or "
-        "backend='ddp'",
+        why="that stage changed its own copy of the memory, so this tensor still has its old values",
+        fix="write y = f(x) instead of changing a view in place; use BalancedBackend(plan=...) with other split "
+        "points; or use backend='ddp'",
     )
 
 
 def double_backward() -> ConfigError:
-    """create_graph=True."""
+    """Build the error for create_graph=True."""
     return ConfigError(
         "backward(create_graph=True), or grad(create_graph=True), through a model under backend='balanced'",
-        why="its backward runs in pieces, in threads of the stages, and leaves no graph that could be differentiated",
-        fix="compute what needs second derivatives (a gradient penalty) outside of the block, or use backend='ddp'",
+        why="backward runs separately in each stage's thread, and records no graph",
+        fix="compute a loss that needs second derivatives (a gradient penalty) outside the block, or use backend='ddp'",
     )
 
 
 def second_backward() -> ConfigError:
-    """Another backward through the same forward."""
+    """Build the error for a second backward through the same forward."""
     return ConfigError(
         "a second backward through one forward of a model under backend='balanced'",
-        why="the first one has run through all stages and has freed what they kept, retain_graph=True or not",
+        why="the first backward has freed the saved tensors of all stages, even with retain_graph=True",
         fix="add the losses and call backward once on the sum, or call the model again",
     )
 
 
-def escaped() -> ConfigError:
-    """A gradient for a tensor that a hook has taken out of a micro-batch."""
+def captured_tensor() -> ConfigError:
+    """Build the error for a loss on a tensor that a hook has captured inside a micro-batch."""
     return ConfigError(
-        "a loss on a tensor from inside a model under backend='balanced', which a hook, or forward, has put elsewhere",
-        why="it belongs to one micro-batch on one stage, whose backward runs there, and the model's gradients would "
-        "not have its part",
-        fix="let forward return it, and compute the loss on what the model returns; or detach it, or use backend='ddp'",
+        "a loss on a tensor from inside a model under backend='balanced', stored by a hook or by forward",
+        why="the tensor belongs to one micro-batch on one stage, so other stages would miss this loss's gradients",
+        fix="return the tensor from forward and compute the loss on the output; detach it; or use backend='ddp'",
     )
 
 
 def inner_gradient() -> ConfigError:
-    """torch.autograd.grad, or backward, inside forward."""
+    """Build the error for torch.autograd.grad, or backward, inside forward."""
     return ConfigError(
         "forward differentiates (torch.autograd.grad, or backward) by an argument, a parameter, or a tensor from "
         "another submodule",
-        why="its graph is in pieces, one per stage, and a gradient would have the last piece only",
-        fix="let forward return what is differentiated, and call torch.autograd.grad on the model's output; or use "
-        "backend='ddp'",
+        why="each stage has its own autograd graph, so the gradient would cover only the last stage",
+        fix="return the tensor from forward, and call torch.autograd.grad on the model's output; or use backend='ddp'",
     )
 
 
-def other_weights(shape: tuple[int, ...]) -> ConfigError:
-    """Recomputing finds other parameters than forward did."""
+def other_parameters(shape: tuple[int, ...]) -> ConfigError:
+    """Build the error for a recomputation that uses other parameters than forward."""
     return ConfigError(
-        f"what is computed again in backward uses a parameter of {shape} that forward has not used",
-        why="parameters that are replaced for one call, by torch.func.functional_call, are the old ones in backward",
-        fix="use BalancedBackend(recompute=False) and no checkpoint inside the model, or call backward before the "
-        "parameters are put back",
+        f"recomputation in backward uses a parameter of {shape} that forward has not used",
+        why="torch.func.functional_call replaces parameters for one call, but backward runs after that call",
+        fix="use BalancedBackend(recompute=False) and no checkpoints in the model, or call backward before the "
+        "parameters are restored",
     )
 
 
 def stateful(names: Sequence[str]) -> ConfigError:
-    """Forward leaves something on the model."""
+    """Build the error for a forward that stores state on the model."""
     listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return ConfigError(
         f"forward changes {listed} of the model",
-        why="several micro-batches are in the model at the same time, and would read what another one has left there",
-        fix=f"pass such values as arguments and results of modules; or {_WHOLE}",
+        why="micro-batches run at the same time, and would read each other's values",
+        fix=f"pass such values between modules as arguments and return values; or {_NO_SPLIT}",
     )
 
 
 def not_sample_by_sample(position: int, difference: float) -> ConfigError:
-    """Outputs of micro-batches that are not those of the batch."""
+    """Build the error for outputs of micro-batches that differ from those of the full batch."""
     return ConfigError(
-        f"output {position} of the model, computed in micro-batches, differs from that of the whole batch by "
+        f"output {position} of the model, computed in micro-batches, differs from that of the full batch by "
         f"{difference:.3g}",
-        why="the model mixes samples of a batch, takes an argument apart that is not per sample but as long as the "
-        "batch, or its loss is no mean over samples",
-        fix=f"compute such a loss outside of the model, name the batch dimension in BalancedBackend(batch_dim=...); or "
-        f"{_WHOLE}",
+        why="a sample's output depends on other samples; or an argument as long as the batch was split although it is "
+        "not per sample; or the loss is not a mean over samples",
+        fix=f"compute such a loss outside of the model; set BalancedBackend(batch_dim=...); or {_NO_SPLIT}",
     )
 
 
 def too_large(needed_bytes: float, devices: Sequence[str], *, is_measured: bool) -> ConfigError:
-    """No partition fits; unless the model has run, only what its parameters need is known."""
-    what = "its best division" if is_measured else "even without activations, its best division"
+    """Build the error for a model that no split fits; `is_measured`: whether the bytes include activations."""
+    what = "the best split" if is_measured else "even without activations, the best split"
     return ConfigError(
         f"the model does not fit on {', '.join(devices)}",
         why=f"{what} needs {needed_bytes / 2**20:.1f} MiB ({needed_bytes:.0f} bytes) on every device",
-        fix="use more or larger devices or a smaller batch, raise memory=, or keep less: "
+        fix="use more or larger devices or a smaller batch, raise memory=, or save memory: "
         "BalancedBackend(recompute='auto', optimizer_state=...)",
     )
 
 
 def another_model(expected: str, given: str) -> ConfigError:
-    """A plan that was made for other parameters or devices."""
+    """Build the error for a plan made for another model or other devices."""
     return ConfigError(
         f"plan= is for {expected}, and this is {given}",
-        why="a plan names the submodules and devices of the model that it was made for",
-        fix="leave plan= out to measure again, then save parallelize.plan(model)",
+        why="a plan refers to submodules and devices by name",
+        fix="drop plan= to profile again, then save the new plan: parallelize.plan(model).save(path)",
     )
 
 
-def compiled(name: str) -> ConfigError:
-    """torch.compile around or inside the model."""
+def _compiled(name: str) -> ConfigError:
     return ConfigError(
         f"{name or 'the model'} is compiled",
-        why="a compiled graph does not tell when it uses a tensor of another stage",
-        fix="pass the plain model, or use backend='ddp', which runs compiled models",
-    )
-
-
-def unsupported(name: str, kind: str) -> ConfigError:
-    """A module that is parallel, or scripted, itself."""
-    return ConfigError(
-        f"{name or 'the model'} is a {kind}",
-        why="it brings threads, processes or a graph of its own, which cannot be divided over stages",
-        fix="use the plain module in its place, or backend='ddp'",
+        why="operations of a compiled graph cannot be intercepted to transfer tensors between stages",
+        fix="pass the uncompiled model, or use backend='ddp', which runs compiled models",
     )

@@ -1,18 +1,18 @@
-"""How long a step will take, and with how many micro-batches, stages and devices it takes least.
+"""Schedule: predicts the time of a step, and chooses the fastest number of micro-batches, stages and device order.
 
-The loop is the user's, so the loss lies between the phases: all forwards, then all backwards, last micro-batch first.
-Each phase fills and drains the pipeline on its own. k = 3 stages, m = 4 micro-batches:
+The user's loop computes the loss of the full batch, so all forward passes run before all backward passes, which begin
+with the last micro-batch. Each phase fills and drains the pipeline. With k = 3 stages and m = 4 micro-batches:
 
     stage 0   0 1 2 3                         3 2 1 0
     stage 1     0 1 2 3          loss       3 2 1 0
     stage 2       0 1 2 3                 3 2 1 0
               ───────────── time ──────────────────────>
 
-    T = sum of the stages' forwards  + (m - 1) * the slowest forward
-      + sum of the stages' backwards + (m - 1) * the slowest backward
+    step = sum of all stages' forward times  + (m - 1) * the slowest stage's forward time
+         + sum of all stages' backward times + (m - 1) * the slowest stage's backward time
 
-Of k equal stages the pipeline is at best k * m / (m + k - 1) times as fast as one device. Starting backwards before all
-forwards have ended (1F1B) needs the loss inside the pipeline; it would save memory, not time.
+With k equal stages the pipeline is at best k * m / (m + k - 1) times as fast as one device. Starting backward passes
+before all forward passes have ended (1F1B) would need the loss inside the pipeline, and save memory but not time.
 
 Source: GPipe, https://arxiv.org/abs/1811.06965
 """
@@ -24,22 +24,86 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from parallelize.backends.balanced.costs import Profile, Spot
-from parallelize.backends.balanced.partition import Chain, Seats, smallest_cap, split_two_phase, stage_costs
+from parallelize.backends.balanced.hardware import DeviceSpec
+from parallelize.backends.balanced.partition import Chain, Slots, smallest_cap, split_two_phase, stage_costs
 
-__all__ = ["Memory", "Schedule", "best", "candidates", "fits_whole", "ideal_speedup", "needed_cap", "step_s"]
+__all__ = [
+    "Memory",
+    "Profile",
+    "Schedule",
+    "UnitCall",
+    "best_schedule",
+    "candidates",
+    "fits_device",
+    "ideal_speedup",
+    "needed_cap",
+    "step_s",
+]
 
-# Orders of unlike devices that are tried at most.
-_ORDERS = 24
+# Maximum number of device orders that are tried.
+_MAX_ORDERS = 24
+
+_Specs = Sequence[DeviceSpec]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCall:
+    """Measured cost of one call of a unit (a submodule that is not split further), up to the next unit's call.
+
+    A micro-batch of b samples takes `fixed + per_sample * b` seconds. The fixed part (Python overhead, kernel launches,
+    loading weights from memory) does not shrink with the micro-batch.
+
+    Args:
+        unit: the submodule's name in the model.
+        parameter_bytes: bytes of the parameters and buffers that no earlier call has used.
+        saved_bytes: bytes per sample that autograd saves for backward.
+        input_bytes: bytes per sample to transfer if a stage begins at this call, or to keep for recomputation.
+    """
+
+    unit: str
+    forward_fixed_s: float
+    forward_per_sample_s: float
+    backward_fixed_s: float
+    backward_per_sample_s: float
+    parameter_bytes: int
+    saved_bytes: float
+    input_bytes: float
+
+    def forward_s(self, samples: float) -> float:
+        """Return the seconds of forward for a micro-batch of this many samples."""
+        return self.forward_fixed_s + self.forward_per_sample_s * samples
+
+    def backward_s(self, samples: float) -> float:
+        """Return the seconds of backward for a micro-batch of this many samples."""
+        return self.backward_fixed_s + self.backward_per_sample_s * samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Measured costs of a model on its first batch.
+
+    Args:
+        calls: costs of each unit call, in call order.
+        samples: number of samples in the batch.
+        unsplit_s: seconds of a step on the full batch without a pipeline; None: the model does not fit on one device.
+        trained_share: fraction of the parameters that require grad.
+        least_samples: size of the smallest measured micro-batch.
+    """
+
+    calls: tuple[UnitCall, ...]
+    samples: int
+    unsplit_s: float | None = None
+    trained_share: float = 1.0
+    least_samples: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """How much a parameter and an activation take.
+    """Assumptions for predicting how much memory a stage uses.
 
     Args:
-        optimizer_state: bytes that the optimizer keeps, per byte of a trained parameter.
-        recompute: whether activations are computed again in backward.
+        optimizer_state: bytes of optimizer state per byte of a trained parameter.
+        recompute: whether activations are recomputed in backward.
     """
 
     optimizer_state: float = 2.0
@@ -48,21 +112,19 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One way to run a step.
+    """Stages, their devices and a number of micro-batches, with the predicted times and memory.
 
     Args:
-        spots: the device of each stage, in order; no stage is empty.
-        bounds: the events of stage j are `bounds[j]` to `bounds[j + 1]`.
-        microbatches: how many.
-        recompute: whether activations are computed again in backward.
-        forward_s: predicted, of one micro-batch in each stage.
-        backward_s: predicted, of one micro-batch in each stage.
-        memory_bytes: predicted, of each stage.
-        predicted_s: of a step.
+        devices: device of each stage, in order; no stage is empty.
+        split_points: stage j runs `calls[split_points[j]:split_points[j + 1]]`.
+        forward_s: predicted seconds of one micro-batch's forward in each stage.
+        backward_s: predicted seconds of one micro-batch's backward in each stage.
+        memory_bytes: predicted bytes of each stage.
+        predicted_s: predicted seconds of a step.
     """
 
-    spots: tuple[Spot, ...]
-    bounds: tuple[int, ...]
+    devices: tuple[DeviceSpec, ...]
+    split_points: tuple[int, ...]
     microbatches: int
     recompute: bool
     forward_s: tuple[float, ...]
@@ -72,111 +134,103 @@ class Schedule:
 
 
 def step_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:
-    """Seconds of a step whose stages take so long for one micro-batch."""
+    """Return the predicted seconds of a step, given the seconds of each stage for one micro-batch."""
     return sum(math.fsum(phase) + (microbatches - 1) * max(phase) for phase in (forward_s, backward_s))
 
 
 def ideal_speedup(stages: int, microbatches: int) -> float:
-    """How many times as fast as one device equal stages are, were there nothing but the bubble."""
+    """Return the speedup of equal stages over one device if only filling and draining the pipeline cost time."""
     return stages * microbatches / (microbatches + stages - 1)
 
 
-def candidates(
-    profile: Profile, spots: Sequence[Spot], *, microbatches: int | None, memory: Memory
-) -> Iterator[Schedule]:
-    """Every schedule worth a comparison: the best partition for each number of micro-batches and order of devices.
-
-    Args:
-        profile: the model.
-        spots: the devices there are; the last stage goes to the first of them if all are alike.
-        microbatches: how many; None: 1, 2, 4, ... up to the number of samples.
-        memory: what is kept.
-    """
-    choices = _powers(profile) if microbatches is None else [min(microbatches, profile.samples)]
-    for m, order in itertools.product(choices, _orders(spots)):
-        found = _fitted(profile, order, m=m, memory=memory)
+def candidates(profile: Profile, devices: _Specs, *, microbatches: int | None, memory: Memory) -> Iterator[Schedule]:
+    """Yield the best schedule for each order of devices and number of micro-batches (None: try 1, 2, 4, ...)."""
+    choices = _microbatch_counts(profile) if microbatches is None else [min(microbatches, profile.samples)]
+    for m, order in itertools.product(choices, _device_orders(devices)):
+        found = _schedule_for(profile, order, m=m, memory=memory)
         if found is not None:
             yield found
 
 
-def best(profile: Profile, spots: Sequence[Spot], *, microbatches: int | None, memory: Memory) -> Schedule | None:
-    """The fastest of the candidates; None: nothing fits."""
-    found = candidates(profile, spots, microbatches=microbatches, memory=memory)
+def best_schedule(profile: Profile, devices: _Specs, *, microbatches: int | None, memory: Memory) -> Schedule | None:
+    """Return the candidate with the shortest predicted step; None if no split fits the devices."""
+    found = candidates(profile, devices, microbatches=microbatches, memory=memory)
     return min(found, key=lambda each: each.predicted_s, default=None)
 
 
-def needed_cap(profile: Profile, spots: Sequence[Spot], *, microbatches: int | None, memory: Memory) -> float:
-    """Bytes that each device would have to hold for the most frugal schedule to fit."""
+def needed_cap(profile: Profile, devices: _Specs, *, microbatches: int | None, memory: Memory) -> float:
+    """Return the smallest memory limit per device, in bytes, under which any schedule fits."""
     m = min(microbatches or profile.samples, profile.samples)
-    return smallest_cap(_memory(profile, m=m, memory=memory), len(spots))
+    return smallest_cap(_memory(profile, m=m, memory=memory), len(devices))
 
 
-def fits_whole(profile: Profile, spot: Spot, *, memory: Memory) -> bool:
-    """Whether one device holds the model and what the whole batch keeps for backward."""
-    return math.fsum(_memory(profile, m=1, memory=replace(memory, recompute=False))) <= spot.cap_bytes
+def fits_device(profile: Profile, spec: DeviceSpec, *, memory: Memory) -> bool:
+    """Return whether a device can hold the model and, without recomputation, the activations of the full batch."""
+    return math.fsum(_memory(profile, m=1, memory=replace(memory, recompute=False))) <= spec.cap_bytes
 
 
-def _powers(profile: Profile) -> list[int]:
-    # More micro-batches than 64 only add overhead; smaller ones than were measured may behave in another way.
+def _microbatch_counts(profile: Profile) -> list[int]:
+    # More than 64 micro-batches only add overhead. Smaller ones than measured may behave differently.
     most = profile.samples // profile.least_samples
     return [2**power for power in range(7) if 2**power <= max(1, most)]
 
 
-def _orders(spots: Sequence[Spot]) -> Iterator[tuple[Spot, ...]]:
-    """Orders of the devices over the stages, each kind of order once.
+def _device_orders(devices: Sequence[DeviceSpec]) -> Iterator[tuple[DeviceSpec, ...]]:
+    """Yield the orders in which devices can be assigned to stages; of equivalent orders, only the first.
 
-    The loop's targets are on the first device, so the last stage is there where devices are alike: outputs, targets and
-    loss then meet without a copy, and only the input travels.
+    The first order puts the last stage on the first device, which holds the training loop's targets: outputs, targets
+    and loss are then on one device, and only the input is copied.
     """
     seen: set[tuple[tuple[float, float, float], ...]] = set()
-    first, *others = spots
-    for order in itertools.islice(itertools.permutations((*others, first)), _ORDERS):
-        kinds = tuple((spot.cap_bytes, spot.speed, spot.bytes_per_s) for spot in order)
+    first, *others = devices
+    for order in itertools.islice(itertools.permutations((*others, first)), _MAX_ORDERS):
+        kinds = tuple((spec.cap_bytes, spec.speed, spec.bytes_per_s) for spec in order)
         if kinds not in seen:
             seen.add(kinds)
             yield order
 
 
 def _memory(profile: Profile, *, m: int, memory: Memory) -> list[float]:
-    """Bytes per event: parameters with gradients and optimizer state, and what all m micro-batches keep for backward.
+    """Return bytes of each call: parameters, gradients, optimizer state, and activations saved by all m micro-batches.
 
-    With recomputing that is each event's input, and what one micro-batch's event keeps while it is computed again.
+    With recomputation, only the call's inputs are saved, plus the activations of the micro-batch being recomputed.
     """
     weight = 1 + profile.trained_share * (1 + memory.optimizer_state)
     samples = math.ceil(profile.samples / m)
     return [
-        weight * event.parameter_bytes
-        + (event.input_bytes * profile.samples + event.saved_bytes * samples if memory.recompute else 0.0)
-        + (0.0 if memory.recompute else event.saved_bytes * profile.samples)
-        for event in profile.events
+        weight * call.parameter_bytes
+        + (call.input_bytes * profile.samples + call.saved_bytes * samples if memory.recompute else 0.0)
+        + (0.0 if memory.recompute else call.saved_bytes * profile.samples)
+        for call in profile.calls
     ]
 
 
-def _fitted(profile: Profile, order: tuple[Spot, ...], *, m: int, memory: Memory) -> Schedule | None:
+def _schedule_for(profile: Profile, order: tuple[DeviceSpec, ...], *, m: int, memory: Memory) -> Schedule | None:
     samples = profile.samples / m
-    forward = [event.forward_s(samples) for event in profile.events]
-    backward = [event.backward_s(samples) for event in profile.events]
+    forward = [call.forward_s(samples) for call in profile.calls]
+    backward = [call.backward_s(samples) for call in profile.calls]
     if memory.recompute:
         backward = [b + f for b, f in zip(backward, forward, strict=True)]
-    rate = min(spot.bytes_per_s for spot in order)
+    rate = min(spec.bytes_per_s for spec in order)
     needs = _memory(profile, m=m, memory=memory)
-    cut = [event.input_bytes * samples / rate for event in profile.events]
-    chain = Chain(forward=forward, backward=backward, memory=needs, cut=cut)
-    seats = Seats(caps=[spot.cap_bytes for spot in order], speeds=[spot.speed for spot in order])
-    bounds = split_two_phase(chain, seats)
-    if bounds is None:
+    transfer = [call.input_bytes * samples / rate for call in profile.calls]
+    chain = Chain(forward=forward, backward=backward, memory=needs, transfer=transfer)
+    slots = Slots(caps=[spec.cap_bytes for spec in order], speeds=[spec.speed for spec in order])
+    split_points = split_two_phase(chain, slots)
+    if split_points is None:
         return None
-    used = [j for j in range(len(order)) if bounds[j] < bounds[j + 1]]
-    ahead, back = stage_costs(forward, chain, seats, bounds), stage_costs(backward, chain, seats, bounds)
-    fixed = math.fsum(event.forward_fixed_s + event.backward_fixed_s for event in profile.events)
+    used = [j for j in range(len(order)) if split_points[j] < split_points[j + 1]]
+    forward_s = stage_costs(forward, chain, slots, split_points)
+    backward_s = stage_costs(backward, chain, slots, split_points)
+    fixed = math.fsum(call.forward_fixed_s + call.backward_fixed_s for call in profile.calls)
     return Schedule(
-        spots=tuple(order[j] for j in used),
-        bounds=(0, *(bounds[j + 1] for j in used)),
+        devices=tuple(order[j] for j in used),
+        split_points=(0, *(split_points[j + 1] for j in used)),
         microbatches=m,
         recompute=memory.recompute,
-        forward_s=tuple(ahead[j] for j in used),
-        backward_s=tuple(back[j] for j in used),
-        memory_bytes=tuple(math.fsum(needs[bounds[j] : bounds[j + 1]]) for j in used),
-        # One interpreter launches everything: what is fixed per micro-batch is done one after the other.
-        predicted_s=max(step_s([ahead[j] for j in used], [back[j] for j in used], m), m * fixed),
+        forward_s=tuple(forward_s[j] for j in used),
+        backward_s=tuple(backward_s[j] for j in used),
+        memory_bytes=tuple(math.fsum(needs[split_points[j] : split_points[j + 1]]) for j in used),
+        # All stages share one Python interpreter, so the fixed costs of micro-batches do not overlap.
+        predicted_s=max(step_s([forward_s[j] for j in used], [backward_s[j] for j in used], m), m * fixed),
     )

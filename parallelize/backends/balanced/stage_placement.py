@@ -1,8 +1,9 @@
-"""Parameters, buffers, gradients and optimizer state on the devices of their stages, and back."""
+"""Placement: moves parameters, buffers, gradients and optimizer state to the devices of their stages, and back."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,65 +12,104 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from parallelize.backends.balanced import refusals, units
+from parallelize.backends.balanced.hardware import DeviceSpec
+from parallelize.backends.balanced.partition import Chain, Slots, smallest_cap, split_one_phase
 from parallelize.backends.balanced.segment import Stage
+from parallelize.backends.balanced.stage_threads import stages_on
 
-__all__ = ["Placement"]
+__all__ = ["ModelPlacement", "initial_stages", "spec_of"]
 
 
-class Placement:
-    """Where the tensors of a model are, from the entry of a block to its end.
+class ModelPlacement:
+    """Moves a model's tensors between devices during a block, and back at its end.
 
-    Parameters stay the objects they are, so that optimizers made before the block go on. What an optimizer keeps for a
-    parameter follows it at the next step.
-
-    Args:
-        model: whose.
+    Parameters stay the same objects, so optimizers created before the block keep working. Before each optimizer step,
+    the optimizer's state is moved to the devices of its parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._former = [(tensor, tensor.device) for tensor in _tensors(model)]
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        self._original_devices = [(tensor, tensor.device) for tensor in tensors]
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Let optimizers' state follow the parameters while this lasts; at the end all go back where they were."""
+    def restoring(self) -> Iterator[None]:
+        """Keep optimizer state on its parameters' devices; on exit, move all tensors to their original devices."""
         handle = register_optimizer_step_pre_hook(self._before_step)
         try:
             yield
         finally:
             handle.remove()
-            for tensor, device in self._former:
-                _move(tensor, device)
+            for tensor, device in self._original_devices:
+                _move_tensor(tensor, device)
             for optimizer in self._optimizers:
-                _follow(optimizer)
+                _move_optimizer_state(optimizer)
 
-    def put(self, homes: Sequence[tuple[nn.Module, int]], stages: Sequence[Stage]) -> None:
-        """Move every tensor to the stage of the first module that holds it.
-
-        Args:
-            homes: modules with their stages, in the order in which they are called as far as it is known.
-            stages: with their devices.
-        """
+    def move(self, module_stages: Sequence[tuple[nn.Module, int]], stages: Sequence[Stage]) -> None:
+        """Move each parameter and buffer to the device of the earliest stage of the modules that contain it."""
         seen: set[int] = set()
-        for module, stage in sorted(homes, key=lambda home: home[1]):
+        for module, stage in sorted(module_stages, key=lambda pair: pair[1]):
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    _move(tensor, stages[stage].device)
+                    _move_tensor(tensor, stages[stage].device)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._optimizers.add(optimizer)
-        _follow(optimizer)
+        _move_optimizer_state(optimizer)
 
 
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+def spec_of(device: torch.device, specs: Sequence[DeviceSpec]) -> DeviceSpec:
+    """Return the spec of a device; if the pipeline does not use the device, a spec that no model fits."""
+    found = [spec for spec in specs if spec.device == str(device)]
+    return found[0] if found else DeviceSpec(device=str(device), cap_bytes=-1.0)
+
+
+def initial_stages(
+    model: nn.Module, specs: Sequence[DeviceSpec], *, output_device: torch.device, memory_ratio: float
+) -> tuple[tuple[Stage, ...], dict[int, list[int]]]:
+    """Return stages that can hold an unprofiled model, and the stage of each submodule without submodules.
+
+    If the full model fits on the output device, there is one stage, on this device.
+
+    Args:
+        model: model whose submodules are placed in the order in which they were added; their call order is not known.
+        specs: specs of the devices; the last submodules go to the first device, which holds the loop's targets.
+        output_device: device on which outputs are returned.
+        memory_ratio: bytes of parameter, gradient and optimizer state, per byte of parameter.
+
+    Raises:
+        ConfigError: the parameters alone do not fit.
+    """
+    leaf_modules = units.leaf_modules(model)
+    seen: dict[int, int] = {}
+    sizes: list[float] = []
+    for module in leaf_modules:
+        new = units.parameter_bytes(module, seen)
+        seen |= new
+        sizes.append(memory_ratio * sum(new.values()))
+    own = memory_ratio * sum(units.parameter_bytes(model, seen).values())
+    if sum(sizes) + own <= spec_of(output_device, specs).cap_bytes:
+        return stages_on([output_device]), {id(module): [0] for module in leaf_modules}
+    order = [*specs[1:], specs[0]]
+    sizes = [sizes[0] + own, *sizes[1:]] if sizes else [own]
+    nothing = [0.0] * len(sizes)
+    split_points = split_one_phase(
+        sizes,
+        Chain(forward=sizes, backward=nothing, memory=sizes, transfer=nothing),
+        Slots(caps=[spec.cap_bytes for spec in order], speeds=[1.0] * len(order)),
+    )
+    if split_points is None or not leaf_modules:
+        needed_bytes = smallest_cap(sizes, len(order))
+        raise refusals.too_large(needed_bytes, [spec.device for spec in specs], is_measured=False)
+    stages = stages_on([torch.device(spec.device) for spec in order])
+    intervals = enumerate(itertools.pairwise(split_points))
+    return stages, {id(module): [stage] for stage, (i, j) in intervals for module in leaf_modules[i:j]}
 
 
 @torch.no_grad()
-def _move(tensor: torch.Tensor, device: torch.device) -> None:
+def _move_tensor(tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device == device:
         return
     gradient, tensor.grad = tensor.grad, None
@@ -77,8 +117,8 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
     tensor.grad = None if gradient is None else gradient.to(device)
 
 
-def _follow(optimizer: torch.optim.Optimizer) -> None:
-    """Bring what an optimizer keeps for each parameter to that parameter; counters stay where they are."""
+def _move_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Move an optimizer's state, except step counters, to the devices of its parameters."""
     state: dict[Any, Any] = optimizer.state
     for parameter, kept in state.items():
         if not isinstance(parameter, torch.Tensor) or not isinstance(kept, dict):

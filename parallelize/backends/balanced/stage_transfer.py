@@ -1,9 +1,9 @@
-"""Where tensors cross from one segment to another: every operation of a forward passes here.
+"""Transfer of tensors between stages: intercepts every operation of forward and moves its arguments to the stage.
 
-torch's functions and methods     Crossing, a function mode of the micro-batch's thread
-autograd.Function.apply           replaced, since no mode sees it
-checkpoint                        replaced: in backward it computes again, where no mode is
-calls of modules                  global hooks, since those on the module would go along with its copies and pickles
+torch's functions and methods     StageTransfer, a function mode of the micro-batch's thread
+autograd.Function.apply           patched, since function modes do not intercept it
+checkpoint                        patched, since it recomputes in backward, where no function mode is active
+calls of modules                  global hooks, since hooks on a module would be copied and pickled with the module
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from parallelize.backends.balanced import refusals
-from parallelize.backends.balanced.activation_checkpoint import divisible_checkpoints, reentrant
-from parallelize.backends.balanced.captured_tensors import closed
-from parallelize.backends.balanced.microbatch_run import Tape, active
+from parallelize.backends.balanced.activation_checkpoint import checkpoint_reentrant, intercept_checkpoints
+from parallelize.backends.balanced.microbatch_run import MicrobatchRun, active_run
+from parallelize.backends.balanced.segment import guard_gradients
 from parallelize.runtime.containers import leaves
 
-__all__ = ["Crossing", "watching"]
+__all__ = ["StageTransfer", "intercept_operations"]
 
 _Tensor: Any = torch.Tensor
 
-# Questions that do not need the tensor to be here.
-_QUESTIONS = frozenset(
+# Operations that only read metadata, and need no transfer.
+_METADATA = frozenset(
     {
         *(getattr(_Tensor, name).__get__ for name in ("is_leaf", "layout", "ndim", "requires_grad", "shape")),
         *(_Tensor.dim, _Tensor.element_size, _Tensor.is_complex, _Tensor.is_floating_point, _Tensor.ndimension),
@@ -44,91 +44,81 @@ _ADD_IN_PLACE = _Tensor.add_
 _BACKWARD = frozenset({torch.autograd.backward, _Tensor.backward})
 
 
-class Crossing(TorchFunctionMode):
-    """Brings every operation's arguments to the segment that runs, and marks its results.
+class StageTransfer(TorchFunctionMode):
+    """Moves each operation's arguments to the current segment, and marks its results as produced there."""
 
-    Args:
-        tape: the micro-batch's.
-    """
-
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, run: MicrobatchRun) -> None:
         super().__init__()
-        self._tape = tape
+        self._run = run
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation."""
+        """Run an operation in the current segment."""
         del types
         kwargs = kwargs or {}
-        if func in _QUESTIONS:
+        if func in _METADATA:
             return func(*args, **kwargs)
-        tape = self._tape
+        run = self._run
         if func is _DEVICE:
-            return tape.device_of(*args)
+            return run.device_of(*args)
         if func is _DTYPE:
-            return tape.dtype_of(*args)
+            return run.dtype_of(*args)
         if func is F.batch_norm:
-            output = tape.moments.batch_norm(args, kwargs, localize=lambda value: _localized(tape, value))
-        elif func is _ADD_IN_PLACE and tape.is_again and not args[0].is_floating_point():
-            return args[0]  # batch norm's counter has counted this call before
+            output = run.moments.batch_norm(args, kwargs, localize=lambda value: _to_stage(run, value))
+        elif func is _ADD_IN_PLACE and run.is_recomputing and not args[0].is_floating_point():
+            return args[0]  # forward has already counted this call in num_batches_tracked
         elif func is torch.autograd.grad or func in _BACKWARD:
-            _check_gradients(tape, func, args, kwargs)
-            return _called(tape, func, args, kwargs)
+            _check_gradients(run, func, args, kwargs)
+            return _call_on_stage(run, func, args, kwargs)
         else:
-            return _called(tape, func, args, kwargs)
-        _claim(tape, output)
+            return _call_on_stage(run, func, args, kwargs)
+        _mark_outputs(run, output)
         return output
 
 
-class _Watch:
-    """What runs need of the process as a whole, there as long as anybody watches: twice would be seen twice."""
+class _Interception:
+    """Process-wide hooks and patches, which all pipelines share."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._watchers = 0
-        self._given_back = contextlib.ExitStack()
-
-    def begin(self) -> None:
-        with self._lock:
-            self._watchers += 1
-            if self._watchers == 1:
-                self._given_back.callback(register_module_forward_pre_hook(_arrive).remove)
-                self._given_back.callback(register_module_forward_hook(_show).remove)
-                self._given_back.enter_context(_visible_functions())
-                self._given_back.enter_context(divisible_checkpoints(Crossing))
-
-    def end(self) -> None:
-        with self._lock:
-            self._watchers -= 1
-            if self._watchers == 0:
-                self._given_back.close()
+        self.lock = threading.Lock()
+        self.install_count = 0
+        self.cleanup = contextlib.ExitStack()
 
 
-_watch = _Watch()
+_interception = _Interception()
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[None]:
-    """While this lasts, runs on any thread see modules and autograd functions."""
-    _watch.begin()
+def intercept_operations() -> Iterator[None]:
+    """Intercept module calls, autograd functions and checkpoints of micro-batches, on all threads."""
+    with _interception.lock:
+        _interception.install_count += 1
+        if _interception.install_count == 1:
+            _interception.cleanup.callback(register_module_forward_pre_hook(_before_module).remove)
+            _interception.cleanup.callback(register_module_forward_hook(_after_module).remove)
+            _interception.cleanup.enter_context(_intercept_functions())
+            _interception.cleanup.enter_context(intercept_checkpoints(StageTransfer))
     try:
         yield
     finally:
-        _watch.end()
+        with _interception.lock:
+            _interception.install_count -= 1
+            if _interception.install_count == 0:
+                _interception.cleanup.close()
 
 
 @contextlib.contextmanager
-def _visible_functions() -> Iterator[None]:
+def _intercept_functions() -> Iterator[None]:
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        tape = active()
+        run = active_run()
         own = original.__get__(None, cls)
-        if cls is CheckpointFunction:  # outside of micro-batches too: planning asks for the gradients of some tensors
-            return reentrant(*args)
-        return own(*args, **kwargs) if tape is None else _called(tape, own, args, kwargs)
+        if cls is CheckpointFunction:  # not only in micro-batches: planning needs autograd.grad, which torch's refuses
+            return checkpoint_reentrant(*args)
+        return own(*args, **kwargs) if run is None else _call_on_stage(run, own, args, kwargs)
 
     replacement = classmethod(apply)
     function.apply = replacement
@@ -139,52 +129,52 @@ def _visible_functions() -> Iterator[None]:
             function.apply = original
 
 
-def _arrive(module: nn.Module, _args: Any) -> None:
-    tape = active()
-    if tape is not None and not tape.is_bound:
-        tape.arrive(module)
+def _before_module(module: nn.Module, _args: Any) -> None:
+    run = active_run()
+    if run is not None and not run.must_stay_in_segment:
+        run.enter_module(module)
 
 
-def _show(module: nn.Module, args: Any, output: Any) -> None:
-    """Close what the module's own hooks are about to see: a loss on it is refused before it frees anything."""
-    tape = active()
-    if tape is not None and not tape.is_again and (module._forward_hooks or module._forward_pre_hooks):
+def _after_module(module: nn.Module, args: Any, output: Any) -> None:
+    """Guard the tensors that the module's forward hooks may capture: a loss on one would free the segment's graph."""
+    run = active_run()
+    if run is not None and not run.is_recomputing and (module._forward_hooks or module._forward_pre_hooks):
         for leaf in leaves((args, output)):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                closed(leaf)
+                guard_gradients(leaf)
 
 
-def _called(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    own = tuple([_localized(tape, each) for each in args])
-    output = func(*own, **{name: _localized(tape, each) for name, each in kwargs.items()} if kwargs else {})
-    # An operation in place returns its argument, which may be a buffer: it is not this segment's.
+def _call_on_stage(run: MicrobatchRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    own = tuple([_to_stage(run, each) for each in args])
+    output = func(*own, **{name: _to_stage(run, each) for name, each in kwargs.items()} if kwargs else {})
+    # An in-place operation returns its argument, which the segment has not produced: it may be a buffer.
     if not (own and output is own[0]):
-        _claim(tape, output)
+        _mark_outputs(run, output)
     return output
 
 
-def _check_gradients(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let pass what is differentiated within one segment: by tensors that it has made itself."""
+def _check_gradients(run: MicrobatchRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse differentiation inside forward, except with respect to tensors that the current segment produced."""
     inputs = () if func in _BACKWARD else kwargs.get("inputs", args[1] if len(args) > 1 else ())
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-    if not inputs or not all(isinstance(each, torch.Tensor) and tape.is_made_here(each) for each in inputs):
+    if not inputs or not all(isinstance(each, torch.Tensor) and run.is_produced_here(each) for each in inputs):
         raise refusals.inner_gradient()
 
 
-def _localized(tape: Tape, value: Any) -> Any:
+def _to_stage(run: MicrobatchRun, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return tape.local(value)
+        return run.localize(value)
     kind = type(value)
     if kind is list or kind is tuple:
-        return kind([_localized(tape, each) for each in value])
+        return kind([_to_stage(run, each) for each in value])
     if kind is dict:
-        return {name: _localized(tape, each) for name, each in value.items()}
+        return {name: _to_stage(run, each) for name, each in value.items()}
     return value
 
 
-def _claim(tape: Tape, output: Any) -> None:
+def _mark_outputs(run: MicrobatchRun, output: Any) -> None:
     if isinstance(output, torch.Tensor):
-        tape.claim(output)
+        run.mark_produced(output)
     elif isinstance(output, (tuple, list)):
         for each in output:
-            _claim(tape, each)
+            _mark_outputs(run, each)

@@ -1,4 +1,4 @@
-"""Which submodules are placed as a whole, and the stage of each of their calls."""
+"""Units: the submodules that are not split further, and the stage of each of their calls."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
-__all__ = ["finest", "homes", "names_of", "parameter_bytes", "routes", "separate"]
+__all__ = ["choose_units", "leaf_modules", "module_names", "module_stages", "parameter_bytes", "unit_routes"]
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
-    """id of each submodule -> the first of its names."""
+def module_names(model: nn.Module) -> dict[int, str]:
+    """Return the first name of each submodule, by the id of the submodule."""
     names: dict[int, str] = {}
     for name, module in model.named_modules():
         names.setdefault(id(module), name)
     return names
 
 
-def finest(model: nn.Module) -> list[nn.Module]:
-    """The submodules that have no submodules, in the order in which they were added."""
+def leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the submodules without submodules, in the order in which they were added."""
     return [module for module in model.modules() if module is not model and not any(True for _ in module.children())]
 
 
-def separate(model: nn.Module, costs: Mapping[int, float], *, at_most: float) -> list[nn.Module]:
-    """Submodules that together do all that submodules do, each a small part of it where it could be divided.
+def choose_units(model: nn.Module, costs: Mapping[int, float], *, at_most: float) -> list[nn.Module]:
+    """Return units: submodules that together cover the model, each of which costs little or cannot be split.
 
     Args:
-        model: whose.
-        costs: id of a module -> what its calls cost, seconds or bytes; of those that were called.
-        at_most: a module that costs more is divided into the submodules it calls.
+        model: the user's model.
+        costs: id of each called module -> cost of its calls, in seconds or bytes.
+        at_most: a module that costs more than this is replaced by its submodules, if any of them is called.
     """
     found: list[nn.Module] = []
     seen: set[int] = set()
 
-    def divide(module: nn.Module) -> None:
+    def visit(module: nn.Module) -> None:
         for child in module.children():
             if id(child) in seen:
                 continue
@@ -42,30 +42,30 @@ def separate(model: nn.Module, costs: Mapping[int, float], *, at_most: float) ->
             calls_others = any(id(each) in costs for each in child.modules() if each is not child)
             is_called = id(child) in costs
             if calls_others and not (is_called and costs[id(child)] <= at_most):
-                divide(child)
+                visit(child)
             else:
                 found.append(child)
 
-    divide(model)
+    visit(model)
     return found
 
 
-def routes(model: nn.Module, events: Sequence[str], bounds: Sequence[int]) -> dict[int, list[int]]:
-    """id of an atom -> the stage of each of its calls.
+def unit_routes(model: nn.Module, calls: Sequence[str], split_points: Sequence[int]) -> dict[int, list[int]]:
+    """Return the stages of the calls of each unit, by the id of the unit.
 
     Args:
-        model: whose submodules.
-        events: names of the atoms, in the order of their calls.
-        bounds: the events of stage j are `bounds[j]` to `bounds[j + 1]`.
+        model: the model that contains the units.
+        calls: name of the unit of each call, in call order.
+        split_points: stage j runs `calls[split_points[j]:split_points[j + 1]]`.
     """
     modules = dict(model.named_modules())
     found: dict[int, list[int]] = {}
-    for stage, (begin, end) in enumerate(itertools.pairwise(bounds)):
-        for name in events[begin:end]:
+    for stage, (begin, end) in enumerate(itertools.pairwise(split_points)):
+        for name in calls[begin:end]:
             found.setdefault(id(modules[name]), []).append(stage)
-    # What was not called while the events were recorded (an expert without tokens, layers after an early exit) belongs
-    # to what was added before it.
-    inside = {id(part) for name in dict.fromkeys(events) for part in modules[name].modules()}
+    # Modules that were not called (an expert without tokens, layers after an early exit) are assigned to the stage of
+    # the module that was added before them.
+    inside = {id(part) for name in dict.fromkeys(calls) for part in modules[name].modules()}
     last = 0
     for module in model.modules():
         if id(module) in found:
@@ -75,28 +75,28 @@ def routes(model: nn.Module, events: Sequence[str], bounds: Sequence[int]) -> di
     return found
 
 
-def homes(model: nn.Module, table: Mapping[int, Sequence[int]]) -> list[tuple[nn.Module, int]]:
-    """Every submodule with the stage on which its parameters and buffers live: where it is first called.
+def module_stages(model: nn.Module, routes: Mapping[int, Sequence[int]]) -> list[tuple[nn.Module, int]]:
+    """Return every submodule with the stage of its parameters and buffers: the stage of its first call.
 
-    What containers hold themselves goes to the stage of the first atom inside them.
+    Parameters that a container owns itself are on the first stage of the units inside it.
     """
     found: list[tuple[nn.Module, int]] = []
     seen: set[int] = set()
 
-    def settle(module: nn.Module, around: int | None) -> int:
-        own = table[id(module)][0] if around is None and id(module) in table else around
-        children = [settle(child, own) for child in module.children()]
-        stage = own if own is not None else min(children, default=0)
+    def assign_stage(module: nn.Module, parent_stage: int | None) -> int:
+        own_stage = routes[id(module)][0] if parent_stage is None and id(module) in routes else parent_stage
+        children = [assign_stage(child, own_stage) for child in module.children()]
+        stage = own_stage if own_stage is not None else min(children, default=0)
         if id(module) not in seen:
             seen.add(id(module))
             found.append((module, stage))
         return stage
 
-    settle(model, None)
+    assign_stage(model, None)
     return found
 
 
 def parameter_bytes(module: nn.Module, seen: Collection[int] = ()) -> dict[int, int]:
-    """id of each parameter and buffer of a module that is not in `seen` -> its bytes."""
+    """Return the bytes of each parameter and buffer of a module, by its id; leave out ids in `seen`."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     return {id(each): each.numel() * each.element_size() for each in tensors if id(each) not in seen}

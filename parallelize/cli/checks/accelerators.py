@@ -1,4 +1,4 @@
-"""The GPUs of this machine, and whether this torch can use them."""
+"""Doctor check: the GPUs of this machine, and whether this torch can use them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from parallelize.cli.findings import Check, Finding, fault, warning
 __all__ = ["CHECK", "Accelerators", "Gpu", "gather", "judge"]
 
 _GIB = 1 << 30
-_MOST_IN_USE = 0.1  # of a GPU's memory, before it is worth a word
+_IN_USE_FRACTION = 0.1  # a GPU counts as in use if more of its memory is taken
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU that this process sees.
+    """One GPU that is visible to this process.
 
     Args:
-        name: its model.
-        capability: such as "9.0".
-        memory_bytes: all of it.
-        free_bytes: what nobody uses now.
+        name: model of the GPU.
+        capability: compute capability, such as "9.0".
+        memory_bytes: total memory.
+        free_bytes: free memory.
     """
 
     name: str
@@ -38,17 +38,17 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerators:
-    """What torch was built for, and what is there.
+    """The GPUs of the machine, and the build of torch.
 
     Args:
-        build: such as "CUDA 13.0", "ROCm 6.4" or "CPU".
-        driver: version of NVIDIA's driver; None: it is not loaded.
-        present: NVIDIA GPUs of the machine, seen by this process or not.
-        mask: CUDA_VISIBLE_DEVICES; None: not set.
-        init_error: why CUDA does not start, in torch's words; None: it does, or there is nothing to start.
-        gpus: those that this process sees.
-        architectures: what this torch holds kernels for: "sm_90", "compute_90".
-        apart: pairs of GPUs that cannot reach each other's memory.
+        build: platform that torch was built for, such as "CUDA 13.0", "ROCm 6.4" or "CPU".
+        driver: version of the NVIDIA driver; None: no driver is loaded.
+        present: number of NVIDIA GPUs of the machine, visible to this process or not.
+        mask: value of CUDA_VISIBLE_DEVICES; None: not set.
+        init_error: torch's error when it initializes CUDA; None: no error, or no GPU.
+        gpus: the GPUs that are visible to this process.
+        architectures: architectures that this torch has kernels for, such as "sm_90" and "compute_90".
+        apart: pairs of GPUs without peer access.
     """
 
     build: str = "CPU"
@@ -62,7 +62,7 @@ class Accelerators:
 
 
 def gather(environ: Mapping[str, str]) -> Accelerators:
-    """Ask torch and the system; this starts CUDA in this process where there is a GPU."""
+    """Query torch and the system about GPUs; initialize CUDA in this process if a GPU exists."""
     cuda, hip = torch.version.cuda, torch.version.hip
     build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU"
     present = len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
@@ -102,33 +102,33 @@ def _gpu(index: int) -> Gpu:
 
 
 def judge(facts: Accelerators) -> Iterator[Finding]:
-    """GPUs that cannot be used, or not as well as it seems."""
-    yield from _unusable(facts)
+    """Yield a finding for each problem that prevents or limits the use of GPUs."""
+    yield from _judge_build_and_mask(facts)
     for index, gpu in enumerate(facts.gpus):
-        yield from _of_one(index, gpu, facts)
+        yield from _judge_gpu(index, gpu, facts)
     models = Counter(gpu.name for gpu in facts.gpus)
     if len(models) > 1:
         yield warning(
             "gpus-differ",
             "GPUs of several models: " + ", ".join(f"{count} x {name}" for name, count in models.items()),
-            why="ranks wait for each other at every step, so that the slowest sets the pace",
-            fix="name the equal ones: gpus=[...]",
+            why="ranks wait for each other at every step: the slowest GPU limits all",
+            fix="use GPUs of one model: gpus=[...]",
         )
     if facts.apart:
         yield warning(
             "no-peer-access",
             "no peer access between GPUs " + ", ".join(f"{a} and {b}" for a, b in facts.apart),
-            why="what they tell each other goes through the memory of the host",
-            fix="nvidia-smi topo -m shows how they are joined; inside a virtual machine ask for ACS to be off",
+            why="they communicate through host memory",
+            fix="run nvidia-smi topo -m to see how they are connected; in a virtual machine have ACS disabled",
         )
 
 
-def _unusable(facts: Accelerators) -> Iterator[Finding]:
+def _judge_build_and_mask(facts: Accelerators) -> Iterator[Finding]:
     if facts.present and facts.build == "CPU":
         yield warning(
             "torch-without-cuda",
-            f"{facts.present} NVIDIA GPU(s), and a torch that was built for the CPU",
-            why="functions run on the CPU here",
+            f"{facts.present} NVIDIA GPU(s), and a CPU build of torch",
+            why="functions run on the CPU",
             fix="install a CUDA build of torch: https://pytorch.org/get-started/locally",
         )
     elif facts.init_error is not None and not _hides_all(facts):
@@ -136,74 +136,74 @@ def _unusable(facts: Accelerators) -> Iterator[Finding]:
             "gpus-unusable",
             f"torch for {facts.build} cannot use the GPU(s), driver {facts.driver or 'not loaded'}",
             why=facts.init_error,
-            fix="update the driver, or install a torch for an older CUDA: nvidia-smi names the newest that fits",
+            fix="update the driver, or install a torch for an older CUDA: nvidia-smi shows the newest one",
         )
     if facts.build != "CPU" and facts.present and _hides_all(facts):
         yield warning(
             "gpus-hidden",
             f"CUDA_VISIBLE_DEVICES={facts.mask!r} hides all of {facts.present} GPU(s)",
-            why="functions run on the CPU here",
-            fix="unset CUDA_VISIBLE_DEVICES, or name GPUs in it",
+            why="functions run on the CPU",
+            fix="unset CUDA_VISIBLE_DEVICES, or list GPUs in it",
         )
-    beyond = [each for each in _entries(facts.mask) if each.isdecimal() and int(each) >= facts.present > 0]
+    beyond = [each for each in _mask_entries(facts.mask) if each.isdecimal() and int(each) >= facts.present > 0]
     if beyond and facts.build != "CPU":
         yield fault(
             "mask-beyond",
             f"CUDA_VISIBLE_DEVICES={facts.mask!r} on a machine of {facts.present} GPU(s)",
-            why=f"there is no {', '.join(beyond)}, and CUDA ignores all that comes after it",
-            fix=f"name GPUs from 0 to {facts.present - 1}",
+            why=f"no GPU {', '.join(beyond)} exists, and CUDA ignores every later entry",
+            fix=f"list GPUs from 0 to {facts.present - 1}",
         )
 
 
-def _entries(mask: str | None) -> list[str]:
+def _mask_entries(mask: str | None) -> list[str]:
     return [each.strip() for each in (mask or "").split(",") if each.strip()]
 
 
 def _hides_all(facts: Accelerators) -> bool:
-    return facts.mask is not None and _entries(facts.mask)[:1] in ([], ["-1"])
+    return facts.mask is not None and _mask_entries(facts.mask)[:1] in ([], ["-1"])
 
 
-def _of_one(index: int, gpu: Gpu, facts: Accelerators) -> Iterator[Finding]:
+def _judge_gpu(index: int, gpu: Gpu, facts: Accelerators) -> Iterator[Finding]:
     if facts.architectures and not _is_covered(gpu.capability, facts.architectures):
         yield fault(
             "gpu-architecture",
             f"GPU {index}, {gpu.name}, has compute capability {gpu.capability}",
-            why=f"this torch holds kernels for {', '.join(facts.architectures)} only",
-            fix="install a torch that was built for it: https://pytorch.org/get-started/locally",
+            why=f"this torch has kernels for {', '.join(facts.architectures)} only",
+            fix="install a torch that was built for this capability: https://pytorch.org/get-started/locally",
         )
     used = gpu.memory_bytes - gpu.free_bytes
-    if used > _MOST_IN_USE * gpu.memory_bytes:
+    if used > _IN_USE_FRACTION * gpu.memory_bytes:
         yield warning(
             "gpu-in-use",
             f"GPU {index}: {used / _GIB:.0f} of {gpu.memory_bytes / _GIB:.0f} GiB are in use",
-            why="another program is on it: yours gets less memory and time than it seems",
-            fix="nvidia-smi names the program; or leave this GPU out: gpus=[...]",
+            why="another program uses it: less memory and compute is left for yours",
+            fix="run nvidia-smi to see the program, or use other GPUs: gpus=[...]",
         )
 
 
 def _is_covered(capability: str, architectures: tuple[str, ...]) -> bool:
-    """Whether binary code of the same major version, or an intermediate code that is no newer, is there.
+    """Return whether a GPU runs one of the architectures: sm of its major version, or compute (PTX), and not newer.
 
     Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#binary-compatibility
     """
     major, minor = map(int, capability.split("."))
     for each in architectures:
         found = re.match(r"(sm|compute)_(\d+)(\d)", each)
-        if found is None:  # gfx942: ROCm has other rules
+        if found is None:  # such as gfx942: ROCm has no such rule
             return True
-        theirs = int(found[2]), int(found[3])
-        if theirs <= (major, minor) and (found[1] == "compute" or theirs[0] == major):
+        built_for = int(found[2]), int(found[3])
+        if built_for <= (major, minor) and (found[1] == "compute" or built_for[0] == major):
             return True
     return False
 
 
 def _summary(facts: Accelerators) -> str:
     if not facts.gpus:
-        return f"torch for {facts.build}, no GPU in use: functions run on the CPU"
+        return f"torch for {facts.build}, no usable GPU: functions run on the CPU"
     models = Counter(f"{gpu.name} ({gpu.memory_bytes / _GIB:.0f} GiB)" for gpu in facts.gpus)
     listed = ", ".join(f"{count} x {name}" for name, count in models.items())
-    masked = f", CUDA_VISIBLE_DEVICES={facts.mask}" if facts.mask is not None else ""
-    return f"torch for {facts.build}, driver {facts.driver}, {listed}{masked}"
+    renumbered = f", CUDA_VISIBLE_DEVICES={facts.mask}" if facts.mask is not None else ""
+    return f"torch for {facts.build}, driver {facts.driver}, {listed}{renumbered}"
 
 
 CHECK = Check("accelerators", gather, _summary, judge)

@@ -1,4 +1,4 @@
-"""Which apex is installed: NVIDIA's with amp, NVIDIA's without, or PyPI's, which is another program."""
+"""Doctor check: which apex package is installed: NVIDIA's with apex.amp, NVIDIA's without it, or PyPI's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FIX = "use amp_engine='native', which has the same levels; or build an Apex fro
 
 @dataclass(frozen=True, kw_only=True)
 class Apex:
-    """What `import apex` leads to.
+    """The module that `import apex` finds.
 
     Args:
-        place: its file; None: there is none.
-        has_amp: whether it is one that amp_engine="apex" can use.
-        is_nvidia: whether it has anything of NVIDIA's.
+        place: file of the module; None: apex is not installed.
+        has_amp: whether amp_engine="apex" can use it.
+        is_nvidia: whether it has modules of NVIDIA's Apex.
         error: why it cannot be imported; None: it can.
     """
 
@@ -32,22 +32,22 @@ class Apex:
 
 
 def gather(_environ: Mapping[str, str]) -> Apex:
-    """Import it, if it is there."""
+    """Import apex, if it is installed."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return Apex()
     place = spec.origin or "?"
     try:
-        found = importlib.import_module("apex")
-    except Exception as error:  # noqa: BLE001 - a broken package raises what it likes
+        module = importlib.import_module("apex")
+    except Exception as error:  # noqa: BLE001 - a broken package may raise anything
         return Apex(place=place, error=f"{type(error).__name__}: {error}")
-    known = ("normalization", "optimizers", "parallel", "contrib")
-    is_nvidia = any(importlib.util.find_spec(f"apex.{name}") is not None for name in known)
-    return Apex(place=place, has_amp=hasattr(found, "amp"), is_nvidia=is_nvidia)
+    nvidia_modules = ("normalization", "optimizers", "parallel", "contrib")
+    is_nvidia = any(importlib.util.find_spec(f"apex.{name}") is not None for name in nvidia_modules)
+    return Apex(place=place, has_amp=hasattr(module, "amp"), is_nvidia=is_nvidia)
 
 
 def judge(facts: Apex) -> Iterator[Finding]:
-    """An apex that amp_engine="apex" refuses."""
+    """Yield a warning for an apex that amp_engine="apex" cannot use."""
     if facts.place is None or facts.has_amp:
         return
     if facts.error is not None:
@@ -55,12 +55,12 @@ def judge(facts: Apex) -> Iterator[Finding]:
     elif facts.is_nvidia:
         name, why = "apex-without-amp", "NVIDIA removed apex.amp in 2025"
     else:
-        name, why = "apex-unrelated", "the package that pip finds under the name apex is not NVIDIA's"
+        name, why = "apex-unrelated", "PyPI's package named apex is not NVIDIA's"
     yield warning(name, f"amp_engine='apex' does not work with {facts.place}", why=why, fix=_FIX)
 
 
 def _summary(facts: Apex) -> str:
-    return "none, and only amp_engine='apex' needs it" if facts.place is None else facts.place
+    return "not installed; only amp_engine='apex' needs it" if facts.place is None else facts.place
 
 
 CHECK = Check("apex", gather, _summary, judge)

@@ -1,4 +1,4 @@
-"""Slurm and other launchers: whether this process is in a job, and what it has been told."""
+"""Doctor check: Slurm and other launchers, and the variables that they set for this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parallelize.cli.findings import Check, Finding, fault, warning
-from parallelize.cluster.slurm_allocation import allocated
+from parallelize.cluster.slurm_allocation import current_allocation
 from parallelize.cluster.world import World, detect
 from parallelize.errors import ConfigError, Fault
 from parallelize.launchers.slurm.commands import query
@@ -19,17 +19,17 @@ _COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What is known of a cluster.
+    """Slurm's commands and job, and the launcher of this process.
 
     Args:
-        commands: Slurm's, as far as they are found.
-        controller: what `scontrol ping` says; None: it does not answer.
-        job_id: of the Slurm job this process is in; None: in none.
-        num_nodes: nodes of that job, or of its step.
-        gpus_on_node: of that job, here; None: Slurm does not count them.
-        is_task: whether srun has started this process, and not the job's script or a shell.
-        placed: "rank 1 of 4", where a launcher has placed this process; None: nobody has.
-        contradictions: what is wrong with the variables of launchers.
+        commands: the Slurm commands that exist on this machine.
+        controller: output of `scontrol ping`; None: it failed.
+        job_id: ID of the Slurm job of this process; None: it runs outside of Slurm jobs.
+        num_nodes: number of nodes of that job, or of its step.
+        gpus_on_node: number of GPUs of that job on this node; None: Slurm does not report it.
+        is_task: whether srun started this process; false in the batch script or a shell.
+        placed: "rank 1 of 4" if a launcher started this process; None: no launcher did.
+        contradictions: faults in the environment variables of launchers.
     """
 
     commands: tuple[str, ...] = ()
@@ -43,9 +43,9 @@ class Cluster:
 
 
 def gather(environ: Mapping[str, str]) -> Cluster:
-    """Look for Slurm's commands, ask its controller, read the variables of launchers."""
+    """Look for Slurm's commands, ping its controller, and read the environment variables of launchers."""
     commands = tuple(name for name in _COMMANDS if shutil.which(name))
-    allocation = allocated(environ)
+    allocation = current_allocation(environ)
     world: World | None = None
     contradictions: tuple[Fault, ...] = ()
     try:
@@ -65,39 +65,39 @@ def gather(environ: Mapping[str, str]) -> Cluster:
 
 
 def judge(facts: Cluster) -> Iterator[Finding]:
-    """A cluster that is there in part, or not to be reached; launchers that contradict themselves."""
-    absent = [name for name in _COMMANDS if name not in facts.commands]
-    if absent and (facts.commands or facts.job_id):
+    """Yield findings about Slurm's commands and controller, a process without srun, and launchers' variables."""
+    missing = [name for name in _COMMANDS if name not in facts.commands]
+    if missing and (facts.commands or facts.job_id):
         yield warning(
             "slurm-commands-missing",
-            f"Slurm without {', '.join(absent)}",
-            why="submit, Job and the addresses of nodes are had by these commands",
-            fix="module load slurm, or add their folder to PATH",
+            f"Slurm without {', '.join(missing)}",
+            why="submit, Job and the addresses of nodes need these commands",
+            fix="module load slurm, or add the folder of the commands to PATH",
         )
     if "scontrol" in facts.commands and "UP" not in (facts.controller or ""):
         yield warning(
             "slurm-controller-down",
             f"Slurm's controller does not answer: {facts.controller or 'scontrol ping failed'}",
-            why="nothing can be submitted from here",
-            fix="without a cluster this does no harm; else ask its operators, or check SLURM_CONF",
+            why="no job can be submitted from this machine",
+            fix="ignore this if you do not use Slurm; else ask the cluster's administrators, or check SLURM_CONF",
         )
     if facts.job_id is not None and facts.num_nodes > 1 and not facts.is_task:
         yield warning(
             "slurm-one-of-several-nodes",
-            f"Slurm job {facts.job_id} has {facts.num_nodes} nodes, and this process is on one of them alone",
-            why="a call here would be refused, or use this node only",
-            fix="start the script by srun; srun parallelize doctor looks at every node",
+            f"Slurm job {facts.job_id} has {facts.num_nodes} nodes, and srun did not start this process",
+            why="a call in this process would be refused, or use this node only",
+            fix="start the script with srun; srun parallelize doctor checks every node",
         )
     for each in facts.contradictions:
         yield fault("launcher-variables", each.what, why=each.why, fix=each.fix)
 
 
 def _summary(facts: Cluster) -> str:
-    placed = facts.placed or "started by no launcher"
+    placed = facts.placed or "not started by a launcher"
     if facts.job_id is not None:
-        gpus = "" if facts.gpus_on_node is None else f", {facts.gpus_on_node} GPU(s) here"
+        gpus = "" if facts.gpus_on_node is None else f", {facts.gpus_on_node} GPU(s) on this node"
         return f"{placed}, in Slurm job {facts.job_id} of {facts.num_nodes} node(s){gpus}"
-    return f"{placed}, {'Slurm found' if facts.commands else 'no Slurm'}, in no job"
+    return f"{placed}, {'Slurm found' if facts.commands else 'no Slurm'}, not in a job"
 
 
 CHECK = Check("cluster", gather, _summary, judge)

@@ -1,4 +1,4 @@
-"""Shared memory, by which loaders' batches come, and the folder in which a call's data lies."""
+"""Doctor check: free space in /dev/shm, for DataLoader batches, and in the temporary folder, for data of calls."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from parallelize.cli.findings import Check, Finding, fault, warning
 
 __all__ = ["CHECK", "Memory", "gather", "judge"]
 
-_SHM = Path("/dev/shm")  # noqa: S108 - it is measured, nothing is put there
+_SHM = Path("/dev/shm")  # noqa: S108 - only measured, never written
 _MIB = 1 << 20
-_LITTLE_SHM = 256 * _MIB
-_LITTLE_TMP = 1024 * _MIB
-# The fork server listens at a socket <folder>/pymp-xxxxxxxx/listener-xxxxxxxx; a socket's name has 107 bytes at most.
-_LONGEST_TMP = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+_LOW_SHM_BYTES = 256 * _MIB
+_LOW_TMP_BYTES = 1024 * _MIB
+# The fork server listens on <folder>/pymp-xxxxxxxx/listener-xxxxxxxx; a socket path has at most 107 bytes.
+_MAX_TMP_NAME_BYTES = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Places that processes share.
+    """Sizes and free space of shared memory and of the temporary folder.
 
     Args:
-        system: as in sys.platform.
-        shm_bytes: size of /dev/shm; None: it is not there.
-        shm_free_bytes: what is free of it.
-        folder: the folder for temporary files (TMPDIR); None: none can be written.
-        folder_free_bytes: free space there.
+        system: value of sys.platform.
+        shm_bytes: size of /dev/shm; None: it does not exist.
+        shm_free_bytes: free space in /dev/shm.
+        folder: the folder for temporary files (TMPDIR); None: none is writable.
+        folder_free_bytes: free space in that folder.
     """
 
     system: str = "linux"
@@ -41,7 +41,7 @@ class Memory:
 
 
 def gather(_environ: Mapping[str, str]) -> Memory:
-    """Ask the file systems."""
+    """Read the free space of /dev/shm and of the temporary folder."""
     shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
     try:
         folder = tempfile.gettempdir()
@@ -57,53 +57,52 @@ def gather(_environ: Mapping[str, str]) -> Memory:
 
 
 def judge(facts: Memory) -> Iterator[Finding]:
-    """Too little of either, or none."""
+    """Yield a finding if /dev/shm or the temporary folder is missing or nearly full."""
     if facts.system == "linux":
-        yield from _shared(facts)
+        yield from _judge_shared_memory(facts)
     if facts.folder is None:
         yield fault(
             "no-temporary-folder",
-            "no folder for temporary files can be written",
-            why="a call's arguments and results lie in a file there",
+            "no writable folder for temporary files",
+            why="the arguments and results of a call are written to a file there",
             fix="export TMPDIR=<a folder on a local disk>",
         )
         return
-    if len(facts.folder.encode()) > _LONGEST_TMP:
+    if len(facts.folder.encode()) > _MAX_TMP_NAME_BYTES:
         yield fault(
             "temporary-folder-long",
-            f"the folder for temporary files has a name of {len(facts.folder.encode())} bytes: {facts.folder}",
-            why=f"the fork server listens at a socket in it, whose name is short: {_LONGEST_TMP} bytes are left",
-            fix="export TMPDIR=/tmp, or another short name",
+            f"the path of the temporary folder has {len(facts.folder.encode())} bytes: {facts.folder}",
+            why=f"the fork server needs a socket in it, which allows at most {_MAX_TMP_NAME_BYTES} bytes",
+            fix="export TMPDIR=/tmp, or another short path",
         )
-    if facts.folder_free_bytes < _LITTLE_TMP:
+    if facts.folder_free_bytes < _LOW_TMP_BYTES:
         yield warning(
             "temporary-folder-full",
             f"{facts.folder_free_bytes // _MIB} MiB are free in {facts.folder}",
-            why="a call's arguments and results, models included, lie in a file there",
-            fix="make room, or export TMPDIR=<a folder on a larger disk>",
+            why="the arguments and results of a call, models included, are written to a file there",
+            fix="free some space, or export TMPDIR=<a folder on a larger disk>",
         )
 
 
-def _shared(facts: Memory) -> Iterator[Finding]:
+def _judge_shared_memory(facts: Memory) -> Iterator[Finding]:
     if facts.shm_bytes is None:
         yield fault(
             "no-shared-memory",
-            "there is no /dev/shm",
-            why="batches of a DataLoader with workers, and NCCL's between GPUs, travel through it",
-            fix="mount -t tmpfs tmpfs /dev/shm; or num_workers=0",
+            f"{_SHM} does not exist",
+            why="DataLoader workers and NCCL send data through it",
+            fix="mount -t tmpfs tmpfs /dev/shm; or use num_workers=0",
         )
-    elif facts.shm_free_bytes < _LITTLE_SHM:
+    elif facts.shm_free_bytes < _LOW_SHM_BYTES:
         yield warning(
             "little-shared-memory",
             f"{facts.shm_free_bytes // _MIB} of {facts.shm_bytes // _MIB} MiB are free in /dev/shm",
-            why="batches of a DataLoader with workers, and NCCL's between GPUs, travel through it: "
-            "a process that finds none is ended by SIGBUS",
-            fix="start the container with --shm-size=8g (or --ipc=host); else remove stale files there",
+            why="DataLoader workers and NCCL send data through it: a process is killed by SIGBUS when it is full",
+            fix="start the container with --shm-size=8g (or --ipc=host); else delete stale files in /dev/shm",
         )
 
 
 def _summary(facts: Memory) -> str:
-    shm = "none" if facts.shm_bytes is None else f"{facts.shm_free_bytes // _MIB} MiB free"
+    shm = "missing" if facts.shm_bytes is None else f"{facts.shm_free_bytes // _MIB} MiB free"
     return f"{_SHM} {shm}, {facts.folder} {facts.folder_free_bytes // _MIB} MiB free"
 
 

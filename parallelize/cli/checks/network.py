@@ -1,4 +1,4 @@
-"""The interfaces by which processes reach each other, on this machine and across nodes."""
+"""Doctor check: the network interfaces and addresses that processes use, on this machine and between nodes."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parallelize.cli.findings import Check, Finding, fault
-from parallelize.cluster.network import address_of, address_towards, interface_of, own_name_is_reachable, reachable
+from parallelize.cluster import network
 from parallelize.errors import LaunchError
 
 __all__ = ["CHECK", "Network", "gather", "judge"]
 
-# A documentation address (RFC 5737): nobody has it, and the way there is the way to everywhere.
-_ELSEWHERE = "192.0.2.254"
+# A documentation address (RFC 5737): no host has it, so its route is the default route.
+_OUTSIDE_ADDRESS = "192.0.2.254"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Addresses and names, as this machine knows them.
+    """Network interfaces and host names, as this machine resolves them.
 
     Args:
-        interfaces: name -> IPv4 address, of those that have one.
-        host: this machine's name.
-        name_is_reachable: whether that name leads to an address that other machines can reach.
-        outward: the interface by which other nodes are reached: MASTER_ADDR if it is set; None: there is none.
-        loopback_error: why nothing can listen at 127.0.0.1; None: it can.
-        gloo_names: GLOO_SOCKET_IFNAME; None: not set.
-        nccl_names: NCCL_SOCKET_IFNAME; None: not set.
-        master: MASTER_ADDR; None: not set.
-        master_error: why MASTER_ADDR leads nowhere; None: it leads somewhere, or is not set.
+        interfaces: interface name -> IPv4 address, for interfaces that have an address.
+        host: host name of this machine.
+        name_is_reachable: whether the host name resolves to an address that other machines can reach.
+        outward: interface of the route to MASTER_ADDR or, if not set, of the default route; None: no route.
+        loopback_error: why listening on 127.0.0.1 fails; None: it works.
+        gloo_names: value of GLOO_SOCKET_IFNAME; None: not set.
+        nccl_names: value of NCCL_SOCKET_IFNAME; None: not set.
+        master: value of MASTER_ADDR; None: not set.
+        master_error: why MASTER_ADDR cannot be resolved; None: it can, or is not set.
     """
 
     interfaces: Mapping[str, str]
@@ -44,15 +44,15 @@ class Network:
 
 
 def gather(environ: Mapping[str, str]) -> Network:
-    """Ask the system; nothing is sent, but names may be looked up."""
-    addresses = {name: address_of(name) for _, name in socket.if_nameindex()}
+    """Read interfaces and routes; only host name look-ups use the network."""
+    addresses = {name: network.address_of(name) for _, name in socket.if_nameindex()}
     master = environ.get("MASTER_ADDR")
     error = _master_error(master) if master else None
     return Network(
         interfaces={name: address for name, address in addresses.items() if address is not None},
         host=socket.gethostname(),
-        name_is_reachable=own_name_is_reachable(),
-        outward=_outward(master if master and error is None else _ELSEWHERE),
+        name_is_reachable=network.is_hostname_reachable(),
+        outward=_outward_interface(master if master and error is None else _OUTSIDE_ADDRESS),
         loopback_error=_loopback_error(),
         gloo_names=environ.get("GLOO_SOCKET_IFNAME") or None,
         nccl_names=environ.get("NCCL_SOCKET_IFNAME") or None,
@@ -63,16 +63,16 @@ def gather(environ: Mapping[str, str]) -> Network:
 
 def _master_error(master: str) -> str | None:
     try:
-        reachable(master)
+        network.resolvable_address(master)
     except LaunchError as error:
         return error.faults[0].why
     return None
 
 
-def _outward(address: str) -> str | None:
+def _outward_interface(address: str) -> str | None:
     try:
-        return interface_of(address_towards(address))
-    except OSError:  # there is no way out of this machine
+        return network.interface_of(network.source_address_for(address))
+    except OSError:  # no route
         return None
 
 
@@ -85,29 +85,29 @@ def _loopback_error() -> str | None:
 
 
 def judge(facts: Network) -> Iterator[Finding]:
-    """Names and addresses by which processes would not find each other."""
+    """Yield a fault for each interface name or address with which processes could not connect."""
     known = ", ".join(facts.interfaces) or "none"
     if facts.loopback_error is not None:
         yield fault(
             "loopback-down",
-            f"nothing can listen at 127.0.0.1: {facts.loopback_error}",
-            why="the processes of one machine meet there",
+            f"cannot listen on 127.0.0.1: {facts.loopback_error}",
+            why="the processes of one machine connect there",
             fix="ip link set lo up",
         )
-    strange = [name for name in _listed(facts.gloo_names) if name not in facts.interfaces]
-    if strange:
+    unknown = [name for name in _split_names(facts.gloo_names) if name not in facts.interfaces]
+    if unknown:
         yield fault(
             "gloo-interface-unknown",
             f"GLOO_SOCKET_IFNAME={facts.gloo_names}",
-            why=f"no interface of this machine with an address is called {', '.join(strange)}; it has: {known}",
-            fix="unset GLOO_SOCKET_IFNAME, or name one of those",
+            why=f"no interface with an address is named {', '.join(unknown)}; this machine has: {known}",
+            fix="unset GLOO_SOCKET_IFNAME, or set it to one of those",
         )
     if facts.nccl_names is not None and not _nccl_matches(facts.nccl_names, list(facts.interfaces)):
         yield fault(
             "nccl-interface-unknown",
             f"NCCL_SOCKET_IFNAME={facts.nccl_names}",
-            why=f"it leaves NCCL no interface of this machine; it has: {known}",
-            fix="unset NCCL_SOCKET_IFNAME, or let it match one of those",
+            why=f"it matches no interface; this machine has: {known}",
+            fix="unset NCCL_SOCKET_IFNAME, or set it so that it matches one of those",
         )
     if facts.master_error is not None:
         yield fault(
@@ -118,28 +118,27 @@ def judge(facts: Network) -> Iterator[Finding]:
         )
 
 
-def _listed(names: str | None) -> list[str]:
+def _split_names(names: str | None) -> list[str]:
     return [name.strip() for name in (names or "").split(",") if name.strip()]
 
 
 def _nccl_matches(names: str, interfaces: list[str]) -> bool:
-    """Whether NCCL finds an interface: names are beginnings, after "=" whole, after "^" what it must not take.
+    """Return whether names of NCCL_SOCKET_IFNAME match: they are prefixes, exact after "=", and excluded after "^".
 
     Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
     """
-    rest = names.lstrip("^=")
-    listed, is_whole, is_not = _listed(rest), "=" in names[:2], names.startswith("^")
-    matching = {each for each in interfaces for name in listed if (each == name if is_whole else each.startswith(name))}
-    return len(matching) < len(interfaces) if is_not else bool(matching)
+    listed, is_exact, is_negated = _split_names(names.lstrip("^=")), "=" in names[:2], names.startswith("^")
+    matching = {each for each in interfaces for name in listed if (each == name if is_exact else each.startswith(name))}
+    return len(matching) < len(interfaces) if is_negated else bool(matching)
 
 
 def _summary(facts: Network) -> str:
     outward = facts.outward and f"{facts.outward} ({facts.interfaces.get(facts.outward, '?')})"
     if outward is None:
-        return f"{facts.host}: alone, no way to other nodes"
-    told = not facts.name_is_reachable and facts.gloo_names is None
-    how = f"; gloo is told so, for {facts.host!r} leads elsewhere" if told else ""
-    return f"to other nodes by {outward}{how}"
+        return f"{facts.host}: no route to other nodes"
+    needs_override = not facts.name_is_reachable and facts.gloo_names is None
+    how = f"; gloo uses it too, because {facts.host!r} resolves to another address" if needs_override else ""
+    return f"route to other nodes by {outward}{how}"
 
 
 CHECK = Check("network", gather, _summary, judge)

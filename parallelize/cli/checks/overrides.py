@@ -1,4 +1,4 @@
-"""Variables that change what calls do without a word in the code."""
+"""Doctor check: environment variables that override options in the code, or slow programs down."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from parallelize.errors import ConfigError, Fault
 
 __all__ = ["CHECK", "Overrides", "gather", "judge"]
 
-# Name, value (None: any but "0") -> what it costs.
+# (Name, value) -> why the variable slows programs down; value None: any value but "0".
 _FOR_DEBUGGING = {
-    ("CUDA_LAUNCH_BLOCKING", None): "every kernel is waited for: the GPU stands idle between them",
-    ("NCCL_P2P_DISABLE", None): "GPUs reach each other through the host's memory only",
-    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "every collective is compared between the ranks before it runs",
+    ("CUDA_LAUNCH_BLOCKING", None): "every kernel launch blocks: the GPU is idle between kernels",
+    ("NCCL_P2P_DISABLE", None): "GPUs communicate through host memory only",
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "ranks compare every collective before it runs",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """Variables of this process.
+    """Environment variables of this process that change calls.
 
     Args:
-        options: PARALLELIZE_<OPTION> variables and what they say.
-        refusals: what is wrong with them.
-        debugging: variables that make programs slow, and what they say.
+        options: PARALLELIZE_<OPTION> variables and their values.
+        refusals: faults in these variables.
+        debugging: variables for debugging, which slow programs down, and their values.
     """
 
     options: Mapping[str, str]
@@ -35,7 +35,7 @@ class Overrides:
 
 
 def gather(environ: Mapping[str, str]) -> Overrides:
-    """Read the variables as a call would."""
+    """Parse the environment variables as a call does."""
     refusals: tuple[Fault, ...] = ()
     try:
         Config.parse().merged(environ)
@@ -49,24 +49,24 @@ def gather(environ: Mapping[str, str]) -> Overrides:
 
 
 def judge(facts: Overrides) -> Iterator[Finding]:
-    """Variables that a call refuses, that win over the code, that cost time."""
+    """Yield findings for variables that a call refuses, that override the code, or that slow programs down."""
     for each in facts.refusals:
         yield fault("override-refused", each.what, why=each.why, fix=each.fix)
     if facts.options and not facts.refusals:
         yield warning(
             "override-set",
             " ".join(f"{name}={text}" for name, text in facts.options.items()),
-            why="every call in this environment does as these say, whatever its code says",
-            fix=f"unset {' '.join(facts.options)}, if this is not what you want",
+            why="these override the options in the code, for every call in this environment",
+            fix=f"unset {' '.join(facts.options)}, unless this is intended",
         )
     for (name, value), why in _FOR_DEBUGGING.items():
-        said = facts.debugging.get(name, "0").strip()
-        if said.upper() == value or (value is None and said != "0"):
-            yield warning("debugging-variable", f"{name}={said}", why=why, fix=f"unset {name}")
+        value_set = facts.debugging.get(name, "0").strip()
+        if value_set.upper() == value or (value is None and value_set != "0"):
+            yield warning("debugging-variable", f"{name}={value_set}", why=why, fix=f"unset {name}")
 
 
 def _summary(facts: Overrides) -> str:
-    return ", ".join([*facts.options, *facts.debugging]) or "no variable changes what calls do"
+    return ", ".join([*facts.options, *facts.debugging]) or "no variable changes calls"
 
 
 CHECK = Check("variables", gather, _summary, judge)

@@ -1,4 +1,4 @@
-"""Free ports, and the one at which nodes meet."""
+"""Doctor check: the range of ephemeral ports, and whether one of them and MASTER_PORT are free."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallelize.cli.findings import Check, Finding, fault, warning
-from parallelize.cluster.network import is_own
+from parallelize.cluster.network import is_local_address
 
 __all__ = ["CHECK", "Ports", "gather", "judge"]
 
-_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FEW = 1000
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FEW_PORTS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ports:
-    """What may be listened at.
+    """The ephemeral ports and MASTER_PORT of this machine.
 
     Args:
-        first: the lowest port that the system hands out; 0: it does not say.
-        last: the highest.
-        error: why it hands out none; None: it does.
-        master_port: MASTER_PORT; None: not set.
-        taken_by_another: whether another program listens at MASTER_PORT of this machine.
+        first: lowest ephemeral port; 0: unknown.
+        last: highest ephemeral port; 0: unknown.
+        error: why listening on an ephemeral port fails; None: it works.
+        master_port: value of MASTER_PORT; None: not set.
+        taken_by_another: whether another program listens on MASTER_PORT of this machine.
     """
 
     first: int = 0
@@ -37,22 +37,22 @@ class Ports:
 
 
 def gather(environ: Mapping[str, str]) -> Ports:
-    """Listen for a moment."""
+    """Read the range of ephemeral ports, and try to listen on a port of it and on MASTER_PORT."""
     text = environ.get("MASTER_PORT", "").strip()
-    number = int(text) if text.isdecimal() and 0 < int(text) < 65536 else 0
+    port = int(text) if text.isdecimal() and 0 < int(text) < 65536 else 0
     master = environ.get("MASTER_ADDR", "").strip() or "127.0.0.1"
-    first, last = map(int, _RANGE.read_text().split()) if _RANGE.exists() else (0, 0)
+    first, last = map(int, _EPHEMERAL_RANGE.read_text().split()) if _EPHEMERAL_RANGE.exists() else (0, 0)
     return Ports(
         first=first,
         last=last,
         error=_listen_error("127.0.0.1", 0),
         master_port=text or None,
-        taken_by_another=bool(number) and is_own(master) and _listen_error(master, number) is not None,
+        taken_by_another=bool(port) and is_local_address(master) and _listen_error(master, port) is not None,
     )
 
 
 def _listen_error(address: str, port: int) -> str | None:
-    with contextlib.suppress(socket.gaierror):  # a name that leads nowhere is another check's
+    with contextlib.suppress(socket.gaierror):  # the network check reports this error
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         try:
             with socket.create_server((address, port), family=family):
@@ -63,19 +63,19 @@ def _listen_error(address: str, port: int) -> str | None:
 
 
 def judge(facts: Ports) -> Iterator[Finding]:
-    """Ports that cannot be had."""
+    """Yield a finding if no port is free, the range is small, or MASTER_PORT is invalid or taken."""
     if facts.error is not None:
         yield fault(
             "no-free-port",
             f"no free port: {facts.error}",
-            why="the processes of a call meet at one",
-            fix="end what holds them: ss -s counts sockets",
+            why="the processes of a call connect through a port",
+            fix="end programs with many sockets; ss -s shows their number",
         )
-    if facts.last and facts.last - facts.first < _FEW:
+    if facts.last and facts.last - facts.first < _FEW_PORTS:
         yield warning(
             "few-ports",
-            f"the system hands out ports {facts.first} to {facts.last} only",
-            why="every pair of processes needs some, and each stays taken for a minute after its use",
+            f"only ports {facts.first} to {facts.last} are ephemeral",
+            why="every pair of processes uses several, and each stays in TIME_WAIT for a minute after use",
             fix="sysctl net.ipv4.ip_local_port_range='32768 60999'",
         )
     if facts.master_port is not None and not (facts.master_port.isdecimal() and 0 < int(facts.master_port) < 65536):
@@ -88,15 +88,15 @@ def judge(facts: Ports) -> Iterator[Finding]:
     if facts.taken_by_another:
         yield fault(
             "master-port-taken",
-            f"MASTER_PORT={facts.master_port} is taken on this machine, which MASTER_ADDR names",
-            why="node 0 of a run must listen there",
-            fix="export another MASTER_PORT to all nodes; `ss -ltnp` names the program that has this one",
+            f"MASTER_PORT={facts.master_port} is in use on this machine (MASTER_ADDR)",
+            why="node 0 of a run must listen on it",
+            fix="export another MASTER_PORT on all nodes; `ss -ltnp` shows the program that uses this one",
         )
 
 
 def _summary(facts: Ports) -> str:
-    handed_out = f"{facts.first} to {facts.last} are handed out" if facts.last else "handed out by the system"
-    return handed_out + (f", MASTER_PORT={facts.master_port}" if facts.master_port else "")
+    ephemeral = f"ephemeral ports {facts.first} to {facts.last}" if facts.last else "ephemeral ports unknown"
+    return ephemeral + (f", MASTER_PORT={facts.master_port}" if facts.master_port else "")
 
 
 CHECK = Check("ports", gather, _summary, judge)

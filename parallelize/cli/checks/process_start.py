@@ -1,4 +1,4 @@
-"""How this system starts processes."""
+"""Doctor check: how this system starts processes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 from parallelize.cli.findings import Check, Finding, warning
 
-__all__ = ["CHECK", "Starting", "gather", "judge"]
+__all__ = ["CHECK", "ProcessStart", "gather", "judge"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Starting:
-    """Ways to start a process.
+class ProcessStart:
+    """The ways in which this system can start processes, and the cores for them.
 
     Args:
-        system: as in sys.platform.
-        methods: what multiprocessing offers.
-        has_pidfd: whether workers hear at once that their caller is gone.
-        cores: processor cores that this process may use.
-        omp_threads: OMP_NUM_THREADS; None: not set.
+        system: value of sys.platform.
+        methods: the start methods that multiprocessing supports.
+        has_pidfd: whether os.pidfd_open exists, which notifies workers at once when their caller ends.
+        cores: number of CPU cores that this process may use.
+        omp_threads: value of OMP_NUM_THREADS; None: not set.
     """
 
     system: str = "linux"
@@ -32,9 +32,9 @@ class Starting:
     omp_threads: str | None = None
 
 
-def gather(environ: Mapping[str, str]) -> Starting:
-    """Ask Python."""
-    return Starting(
+def gather(environ: Mapping[str, str]) -> ProcessStart:
+    """Query Python about the system."""
+    return ProcessStart(
         system=sys.platform,
         methods=tuple(multiprocessing.get_all_start_methods()),
         has_pidfd=hasattr(os, "pidfd_open"),
@@ -43,25 +43,25 @@ def gather(environ: Mapping[str, str]) -> Starting:
     )
 
 
-def judge(facts: Starting) -> Iterator[Finding]:
-    """What makes starting slow, or is not tried."""
+def judge(facts: ProcessStart) -> Iterator[Finding]:
+    """Yield a warning for a system that is not tested, or that starts processes slowly."""
     if not facts.system.startswith("linux"):
         yield warning(
             "system-untried",
             f"system {facts.system}",
-            why="only Linux is tried: elsewhere processes start by spawn, and have nobody who watches them as closely",
-            fix="use Linux for what matters; if the last line of this table is ok, calls work",
+            why="only Linux is tested: other systems start processes by spawn, and detect the end of the caller later",
+            fix="use Linux in production; if the last line of this table is ok, calls work",
         )
     if "forkserver" not in facts.methods:
         yield warning(
             "no-forkserver",
             f"Python starts processes by {', '.join(facts.methods)} only",
-            why="without a fork server every call imports torch anew in every rank: seconds instead of milliseconds",
-            fix="none on this system",
+            why="without a fork server every rank of every call imports torch: seconds instead of milliseconds",
+            fix="use a system with fork, such as Linux",
         )
 
 
-def _summary(facts: Starting) -> str:
+def _summary(facts: ProcessStart) -> str:
     threads = f", OMP_NUM_THREADS={facts.omp_threads}" if facts.omp_threads else ""
     method = "forkserver" if "forkserver" in facts.methods else "spawn"
     return f"by {method}, {facts.cores} cores{threads}"

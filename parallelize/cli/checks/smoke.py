@@ -1,4 +1,4 @@
-"""Two ranks that start, meet and reduce: what every call does, with the time it takes."""
+"""Doctor check: starts two ranks as a call does, runs an all_reduce on them, and measures the time of both."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from parallelize.call.task import Task
 from parallelize.cli.findings import Check, Finding, fault
 from parallelize.cluster.devices import Hardware, probe
 from parallelize.config.config import ENV_PREFIX, Config
-from parallelize.config.layout import lay_out
+from parallelize.config.layout import compute_layout
 from parallelize.errors import Fault, ParallelizeError
 from parallelize.launchers.elastic.plugin import ElasticLauncher
 from parallelize.runtime.context import device
 
-__all__ = ["CHECK", "Smoke", "exchange", "gather", "judge"]
+__all__ = ["CHECK", "Smoke", "gather", "judge", "measure_all_reduce"]
 
 _MESSAGE_BYTES = 16 << 20
-_ROUNDS = 5
+_REPETITIONS = 5
 _TIMEOUT_S = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class Smoke:
-    """What came of an all_reduce of two ranks.
+    """The result of an all_reduce of two ranks.
 
     Args:
-        carrier: "nccl" between two GPUs, else "gloo" on the CPU.
-        started_s: from the call to its value, less the exchange; processes were started and met in it.
-        exchanged_mb_per_s: bytes of a message over the median time of its reduction, in 10^6 per second.
-        is_right: whether every sum was what it had to be.
-        error: why there are no numbers; None: there are.
+        carrier: the process-group backend: "nccl" between two GPUs, else "gloo" on the CPU.
+        started_s: seconds that the call took without the all_reduces: to start processes and initialize the group.
+        exchanged_mb_per_s: size of the tensor divided by the median time of an all_reduce, in 10^6 bytes per second.
+        is_right: whether every sum was correct.
+        error: why the call failed; None: it succeeded.
     """
 
     carrier: str
@@ -45,68 +45,69 @@ class Smoke:
     error: Fault | None = None
 
 
-def exchange(message_bytes: int, rounds: int) -> tuple[list[float], bool]:
-    """Reduce a message a few times; on every rank of a run.
+def measure_all_reduce(message_bytes: int, repetitions: int) -> tuple[list[float], bool]:
+    """All-reduce a tensor of ones several times; runs on every rank.
 
     Returns:
-        Seconds of each round after the first, and whether all sums were right.
+        Seconds of each repetition after the first, and whether all sums were correct.
     """
     message = torch.ones(message_bytes // 4, device=device())
     times = []
-    for _ in range(rounds + 1):  # the first sets up what the others use
+    for _ in range(repetitions + 1):  # the first one opens connections, and is not counted
         dist.barrier()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         dist.all_reduce(message)
         if message.device.type != "cpu":
             torch.accelerator.synchronize()
-        times.append(time.perf_counter() - begun)
-    return times[1:], bool((message == dist.get_world_size() ** (rounds + 1)).all())
+        times.append(time.perf_counter() - start)
+    return times[1:], bool((message == dist.get_world_size() ** (repetitions + 1)).all())
 
 
 def gather(environ: Mapping[str, str]) -> Smoke:
-    """Start two ranks as a call does: on two GPUs where there are, else on the CPU."""
+    """Run an all_reduce on two ranks, started as by a call: on two GPUs if this machine has them, else on the CPU."""
     hardware = probe()
     has_gpus = hardware.device_type == "cuda" and hardware.count > 1
-    # What the environment asks of calls is another check's; this one must have two ranks.
+    # PARALLELIZE_ variables could change the number of ranks; the check "variables" covers them.
     environ = {name: text for name, text in environ.items() if not name.startswith(ENV_PREFIX)}
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="parallelize-") as folder:
-        asked = {"gpus": 2} if has_gpus else {"processes": 2}
-        config = Config.parse(**asked, timeout=_TIMEOUT_S, logs=folder)
-        task = Task(exchange, (_MESSAGE_BYTES, _ROUNDS), {}, lay_out(config, hardware if has_gpus else Hardware()))
+        options = {"gpus": 2} if has_gpus else {"processes": 2}
+        config = Config.parse(**options, timeout=_TIMEOUT_S, logs=folder)
+        layout = compute_layout(config, hardware if has_gpus else Hardware())
+        task = Task(measure_all_reduce, (_MESSAGE_BYTES, _REPETITIONS), {}, layout)
         carrier = "nccl" if has_gpus else "gloo"
         try:
             times, is_right = ElasticLauncher().launch(task, node=None, environ=environ)[0].value
-        except Exception as error:  # noqa: BLE001 - whatever stops two ranks from talking is what is looked for
-            return Smoke(carrier=carrier, error=_told(error))
+        except Exception as error:  # noqa: BLE001 - any failure is the finding
+            return Smoke(carrier=carrier, error=_fault_of(error))
     median = sorted(times)[len(times) // 2]
     return Smoke(
         carrier=carrier,
-        started_s=time.perf_counter() - begun - sum(times),
+        started_s=time.perf_counter() - start - sum(times),
         exchanged_mb_per_s=_MESSAGE_BYTES / median / 1e6,
         is_right=is_right,
     )
 
 
-def _told(error: Exception) -> Fault:
-    fix = "see the findings above; TORCH_CPP_LOG_LEVEL=INFO NCCL_DEBUG=INFO parallelize doctor says more"
+def _fault_of(error: Exception) -> Fault:
+    fix = "see the findings above; run TORCH_CPP_LOG_LEVEL=INFO NCCL_DEBUG=INFO parallelize doctor for details"
     if isinstance(error, ParallelizeError):
         first = error.faults[0]
         return Fault(first.what, first.why, first.fix)
     lines = str(error).strip().splitlines() or [""]
-    return Fault(f"{type(error).__name__}: {lines[0]}", "two ranks on this machine could not talk", fix)
+    return Fault(f"{type(error).__name__}: {lines[0]}", "two ranks on this machine could not communicate", fix)
 
 
 def judge(facts: Smoke) -> Iterator[Finding]:
-    """Whether calls of several processes work here."""
+    """Yield a fault if the two ranks failed or returned wrong sums."""
     if facts.error is not None:
         yield fault("smoke-failed", facts.error.what, why=facts.error.why, fix=facts.error.fix)
     elif not facts.is_right:
         yield fault(
             "smoke-wrong",
-            f"two ranks reduced ones over {facts.carrier}, and the sums are wrong",
-            why="what one process sent is not what the other got",
-            fix="NCCL_P2P_DISABLE=1 parallelize doctor tells whether it is the way between GPUs; do not train here",
+            f"an all_reduce of two ranks over {facts.carrier} returned wrong sums",
+            why="data was corrupted between the two processes",
+            fix="do not train here; run NCCL_P2P_DISABLE=1 parallelize doctor: if it works, GPU peer access is broken",
         )
 
 

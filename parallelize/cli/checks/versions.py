@@ -1,4 +1,4 @@
-"""Versions of Python and of the packages that this one stands on."""
+"""Doctor check: versions of Python and of the packages that parallelize requires."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from parallelize.version import __version__
 
 __all__ = ["CHECK", "CHECKED_WITH", "Versions", "gather", "judge"]
 
-CHECKED_WITH = "2.13"  # the torch whose agent starts the workers in our own tests; .ci/constraints.txt pins it
+CHECKED_WITH = "2.13"  # the newest torch that our tests run with; .ci/constraints.txt pins it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """What is installed.
+    """Installed and required versions.
 
     Args:
-        python: the interpreter's version.
-        own: this package's.
-        installed: version of each package that this one needs; None: it is not installed.
-        least: the oldest that this package admits, by name.
-        has_numpy: whether NumPy is there: torch does not ask for it, and complains in every process without it.
+        python: version of the interpreter.
+        own: version of parallelize.
+        installed: required package -> its version; None: not installed.
+        least: required package -> its minimum version.
+        has_numpy: whether NumPy is installed; without NumPy, torch warns in every process.
     """
 
     python: str
@@ -38,12 +38,12 @@ class Versions:
 
 
 def gather(_environ: Mapping[str, str]) -> Versions:
-    """Read from the metadata of what is installed; a checkout that was never installed declares nothing."""
+    """Read versions and requirements from package metadata; a checkout that is not installed has no requirements."""
     declared: list[str] = []
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         declared = importlib.metadata.requires("parallelize") or []
-    read = (re.match(r"([\w.-]+)\s*>=\s*([\d.]+)[^;]*$", line) for line in declared)  # no extras: those have a ";"
-    least = {found[1]: found[2] for found in read if found is not None}
+    matches = (re.match(r"([\w.-]+)\s*>=\s*([\d.]+)[^;]*$", line) for line in declared)  # no extras: those have a ";"
+    least = {match[1]: match[2] for match in matches if match is not None}
     return Versions(
         python=platform.python_version(),
         own=__version__,
@@ -61,7 +61,7 @@ def _version(name: str) -> str | None:
 
 
 def judge(facts: Versions) -> Iterator[Finding]:
-    """Packages that are absent or too old, and a torch that nobody has tried."""
+    """Yield a finding for each package that is missing or too old, and for a torch newer than the tested one."""
     for name, version in facts.installed.items():
         least = facts.least.get(name, "0")
         if version is None or _numbers(version) < _numbers(least):
@@ -75,7 +75,7 @@ def judge(facts: Versions) -> Iterator[Finding]:
         yield warning(
             "no-numpy",
             "NumPy is not installed",
-            why="torch says so in every process, and arrays of a dataset cannot become tensors",
+            why="torch warns about it in every process, and datasets of arrays do not work",
             fix="pip install numpy",
         )
     torch = facts.installed.get("torch") or "0"
@@ -83,13 +83,13 @@ def judge(facts: Versions) -> Iterator[Finding]:
         yield warning(
             "torch-unchecked",
             f"torch {torch}",
-            why=f"its launch agent is no stable interface, and releases after {CHECKED_WITH} were not tried",
+            why=f"this package uses private parts of torch, and is tested with torch up to {CHECKED_WITH}",
             fix="update parallelize; if the last line of this table is ok, calls work",
         )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """2.13.0+cpu as (2, 13, 0)."""
+    """Return "2.13.0+cpu" as (2, 13, 0)."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 

@@ -1,8 +1,11 @@
-"""torch elastic's agent, taught what a function call needs: prompt ends, whole process trees, silent deaths.
+"""torch elastic's agent, which starts, monitors and stops the workers of one node.
 
 caller ── Agent.run ──> rendezvous ──> fork server ──> worker (own process group) ──> its children
-│  every 20 ms: has any worker ended?
-└─ one failed: SIGTERM to the others, SIGKILL to what is left of each group, FAILED (or a restart)
+│  every 20 ms: has a worker exited?
+└─ one failed: SIGTERM to the other workers, SIGKILL to every process group, then FAILED or a restart
+
+Unlike LocalElasticAgent, it detects failures within 20 ms, kills the workers' child processes too, and detects a worker
+that exits with code 0 before its function returns.
 """
 
 from __future__ import annotations
@@ -16,11 +19,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed.elastic.multiprocessing.api as torch_api
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -28,56 +30,27 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["MONITOR_INTERVAL_S", "Agent", "Death", "Peers"]
+from parallelize.launchers.elastic.failures import WorkerExit
+from parallelize.launchers.elastic.peers import MultiNode, SingleNode
+
+__all__ = ["MONITOR_INTERVAL_S", "STOP_GRACE_S", "Agent"]
 
 MONITOR_INTERVAL_S = 0.02
-STOP_GRACE_S = 3.0  # what `finally` blocks of the other workers get after a failure
-_STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+STOP_GRACE_S = 3.0  # between SIGTERM and SIGKILL: time for the `finally` blocks of the other workers
+_SIGTERM_EXIT_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
-_PRELOAD = ["parallelize.launchers.elastic.preload"]
-_starting = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Death:
-    """A worker that ended by itself before all were done.
-
-    Args:
-        rank: its global rank.
-        host: its host's name.
-        pid: its process.
-        exitcode: as in multiprocessing: negative is minus the signal's number.
-        seen_at: when the agent noticed, seconds since the epoch.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    exitcode: int
-    seen_at: float
-
-
-class Peers(Protocol):
-    """The other nodes of a run, as the agent of one needs them; `Alone` where there are none."""
-
-    def has_failed(self, attempt: int) -> bool:
-        """Whether a worker of another node has ended early in this attempt, or a node is gone."""
-
-    def all_done(self, attempt: int) -> bool:
-        """Whether the workers of every node have returned, those of this one having done so."""
-
-    def report(self, attempt: int, deaths: Sequence[Death]) -> None:
-        """The workers of this node have been stopped, after a failure here (`deaths`) or on another node."""
+_PRELOADED_MODULES = ["parallelize.launchers.elastic.preload"]
+_start_lock = threading.Lock()
 
 
 class Agent(LocalElasticAgent):
     """Runs the workers of one node.
 
     Args:
-        spec: role, processes, entry point, rendezvous.
-        logs_specs: where their output goes.
-        start_method: "forkserver", or "spawn" where there is none.
-        after_start: called with the number of the attempt when its workers have been started.
+        spec: torch elastic's description of the workers: role, number, entry point, rendezvous.
+        logs_specs: files for the workers' stdout and stderr.
+        start_method: "forkserver", or "spawn" on systems without it.
+        after_start: called with the attempt number after the workers of that attempt were started.
         peers: the other nodes.
     """
 
@@ -88,19 +61,19 @@ class Agent(LocalElasticAgent):
         *,
         start_method: str,
         after_start: Callable[[int], None],
-        peers: Peers,
+        peers: SingleNode | MultiNode,
     ) -> None:
         super().__init__(spec, logs_specs, start_method=start_method)
         self._after_start = after_start
         self._peers = peers
-        self._returned: RunResult | None = None
+        self._success: RunResult | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
-        """As torch elastic's, and neither a store nor files are kept: its thread ends with the run.
+        """Run the workers until they end; before returning, release the store, its thread and all files.
 
-        This object is one that only the garbage collector frees: until then every rank of every call would keep four
-        files open. And in a process forked by then (a DataLoader's worker), where that thread never was, freeing the
-        store ends in a crash.
+        The agent is in a reference cycle: without the release, each call would keep four files per rank open until the
+        garbage collector runs. A process forked before that (a DataLoader worker) would lack the store's thread and
+        crash when freeing the store.
         """
         try:
             result: RunResult = super().run(*args, **kwargs)
@@ -111,48 +84,48 @@ class Agent(LocalElasticAgent):
 
     @property
     def attempt(self) -> int:
-        """How often the group has been restarted."""
+        """Number of restarts so far."""
         return self._worker_group.spec.max_restarts - self._remaining_restarts
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._returned = None
-        self._close_files()  # of the attempt before
-        with _undisturbed():
-            with _starting, _hidden_main(), _spared():
+        self._success = None
+        self._close_files()  # of the previous attempt
+        with _deferred_signals():
+            with _start_lock, _hidden_main_module(), _blocked_signals():
                 if self._start_method == "forkserver":
-                    multiprocessing.set_forkserver_preload(_PRELOAD)
-                    _ensure_own_server()
+                    multiprocessing.set_forkserver_preload(_PRELOADED_MODULES)
+                    _ensure_own_fork_server()
                 started: dict[int, Any] = super()._start_workers(worker_group)
             self._after_start(self.attempt)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        deaths = self._find_deaths(worker_group)
-        if deaths or self._peers.has_failed(self.attempt):
-            self._ask_to_end(STOP_GRACE_S)
-            # Once more: the connections of a worker that was killed close well before it is seen to be gone.
-            known = {death.rank for death in deaths}
-            late = [each for each in self._find_deaths(worker_group) if each.exitcode not in _STOPPED]
-            deaths += [each for each in late if each.rank not in known]
-            self._end()
-            self._peers.report(self.attempt, deaths)
-            return RunResult(state=WorkerState.FAILED, failures=self._as_failures(worker_group, deaths))
-        if self._returned is None and all(map(self._has_returned, range(len(self._processes())))):
-            # Not asked before: when a worker dies under its eyes, it waits 30 s for the others and logs at length.
-            self._returned = super()._monitor_workers(worker_group)
-        if self._returned is not None and self._peers.all_done(self.attempt):
-            return self._returned
+        exits = self._find_early_exits(worker_group)
+        if exits or self._peers.has_failed(self.attempt):
+            self._terminate_workers(STOP_GRACE_S)
+            # Look again: peers fail on the closed connections of a killed worker before its exit is visible here.
+            known = {each.rank for each in exits}
+            late = [each for each in self._find_early_exits(worker_group) if each.exitcode not in _SIGTERM_EXIT_CODES]
+            exits += [each for each in late if each.rank not in known]
+            self._kill_worker_groups()
+            self._peers.report(self.attempt, exits)
+            return RunResult(state=WorkerState.FAILED, failures=self._process_failures(worker_group, exits))
+        if self._success is None and all(map(self._has_returned, range(len(self._processes())))):
+            # Only after all have returned: if a worker died, torch elastic would wait 30 s for the other workers.
+            self._success = super()._monitor_workers(worker_group)
+        if self._success is not None and self._peers.all_done(self.attempt):
+            return self._success
         return RunResult(state=WorkerState.HEALTHY)
 
     def _exit_barrier(self) -> None:
-        """Nothing to wait for: a call has succeeded when the workers of all nodes have returned."""
+        """Skip torch elastic's barrier: `peers.all_done` has already waited for the other nodes."""
 
-    def _find_deaths(self, worker_group: WorkerGroup) -> list[Death]:
-        """Workers that ended without the value that torch elastic waits for: it would wait for ever."""
+    def _find_early_exits(self, worker_group: WorkerGroup) -> list[WorkerExit]:
+        """Return the workers that exited without a return value, for which torch elastic would wait forever."""
         ended = [(local, each) for local, each in enumerate(self._processes()) if each.exitcode is not None]
         host = socket.gethostname()
         return [
-            Death(worker_group.workers[local].global_rank, host, each.pid or 0, each.exitcode or 0, time.time())
+            WorkerExit(worker_group.workers[local].global_rank, host, each.pid or 0, each.exitcode or 0, time.time())
             for local, each in ended
             if each.exitcode != 0 or not self._has_returned(local)
         ]
@@ -161,12 +134,12 @@ class Agent(LocalElasticAgent):
         context: Any = self._pcontext
         return local_rank in context._return_values or not context._ret_vals[local_rank].empty()
 
-    def _as_failures(self, worker_group: WorkerGroup, deaths: Sequence[Death]) -> dict[int, ProcessFailure]:
+    def _process_failures(self, worker_group: WorkerGroup, exits: Sequence[WorkerExit]) -> dict[int, ProcessFailure]:
         ranks = [(worker.global_rank, local) for local, worker in enumerate(worker_group.workers)]
-        exits = {death.rank: death.exitcode for death in deaths}
+        exitcodes = {each.rank: each.exitcode for each in exits}
         processes = self._processes()
         return {
-            rank: ProcessFailure(local, processes[local].pid or 0, exits.get(rank, -signal.SIGTERM), error_file="")
+            rank: ProcessFailure(local, processes[local].pid or 0, exitcodes.get(rank, -signal.SIGTERM), error_file="")
             for rank, local in ranks
         }
 
@@ -175,7 +148,7 @@ class Agent(LocalElasticAgent):
         return [] if context is None else list(context.processes)
 
     def _close_files(self) -> None:
-        """Close the pipes to workers that have ended, and those of their values."""
+        """Close the pipes and sentinels of exited workers, and the queues of their return values."""
         context: Any = self._pcontext
         for queue in getattr(context, "_ret_vals", {}).values():
             queue.close()
@@ -185,28 +158,28 @@ class Agent(LocalElasticAgent):
         self._pcontext = None
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:  # torch 2.11 has no timeout
-        self._ask_to_end(STOP_GRACE_S)
-        self._end()
+        self._terminate_workers(STOP_GRACE_S)
+        self._kill_worker_groups()
         super()._shutdown(*args, **kwargs)
 
-    def _ask_to_end(self, grace_s: float) -> None:
-        """SIGTERM to every worker, and time for its `finally` blocks."""
+    def _terminate_workers(self, grace_s: float) -> None:
+        """Send SIGTERM to every worker and wait up to `grace_s` for their `finally` blocks."""
         processes = self._processes()
         for process in processes:
-            _signal(process.pid, signal.SIGTERM, of_group=False)
+            _send_signal(process.pid, signal.SIGTERM, of_group=False)
         end = time.monotonic() + grace_s
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
 
-    def _end(self) -> None:
-        """SIGKILL for every worker that is left, and for all that any of them started."""
+    def _kill_worker_groups(self) -> None:
+        """Send SIGKILL to the process group of every worker: the worker and its child processes."""
         for process in self._processes():
-            _signal(process.pid, signal.SIGKILL, of_group=True)
+            _send_signal(process.pid, signal.SIGKILL, of_group=True)
             process.join()
 
 
-def _ensure_own_server() -> None:
-    """Forget a fork server that is not this process's, but that of the process it was forked by."""
+def _ensure_own_fork_server() -> None:
+    """Make this process start its own fork server if it was forked from a process that has one."""
     server: Any = forkserver._forkserver
     try:
         server.ensure_running()
@@ -215,14 +188,14 @@ def _ensure_own_server() -> None:
         server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
-def _signal(pid: int | None, number: signal.Signals, *, of_group: bool) -> None:
+def _send_signal(pid: int | None, number: signal.Signals, *, of_group: bool) -> None:
     if pid is None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if not of_group:
             os.kill(pid, number)
             return
-        # A worker leads a group of its own; before it got that far it is in the fork server's, which must live.
+        # A worker leads its own process group. Until setsid() it is in the fork server's, which must survive.
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(pid) != pid:
                 os.kill(pid, number)
@@ -230,41 +203,41 @@ def _signal(pid: int | None, number: signal.Signals, *, of_group: bool) -> None:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Keep back a signal that comes while processes start: broken off in the middle, a start leaves them to nobody.
+def _deferred_signals() -> Iterator[None]:
+    """Defer signals that arrive while processes start: an interrupted start would leave orphaned processes.
 
-    torch elastic takes signals over at each start, with a handler that raises. The block ends when ours are in force
-    again, and they get what came.
+    At each start torch elastic installs a handler that raises an exception. When this block ends, our handlers have
+    been installed again, and receive the deferred signals.
     """
-    came: list[int] = []
+    received: list[int] = []
 
-    def keep(signum: int, frame: FrameType | None) -> None:
+    def defer(signum: int, frame: FrameType | None) -> None:
         del frame
-        came.append(signum)
+        received.append(signum)
 
     original = torch_api._terminate_process_handler
-    torch_api._terminate_process_handler = keep
+    torch_api._terminate_process_handler = defer
     try:
         yield
     finally:
         torch_api._terminate_process_handler = original
-    for number in came:
+    for number in received:
         signal.raise_signal(number)
 
 
 @contextlib.contextmanager
-def _spared() -> Iterator[None]:
-    """Start processes that no signal to their whole group ends: they are not yet in one of their own.
+def _blocked_signals() -> Iterator[None]:
+    """Block SIGINT, SIGUSR1 and SIGUSR2 in started processes until they have their own process group and handlers.
 
-    A terminal sends Ctrl-C to all of the caller's, and some clusters send a job's warning, USR1 or USR2, to every
-    process of it. What is blocked here is blocked in the fork server too; it and a worker unblock what they can bear.
+    A terminal sends Ctrl-C to the caller's whole process group, and some clusters send USR1 or USR2 to every process
+    of a job as a warning. The fork server inherits the mask; it and the workers unblock the signals that they handle.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     try:
-        resource_tracker.ensure_running()  # it ignores SIGINT, and its start ends with SIGINT unblocked in this thread
+        resource_tracker.ensure_running()  # first, since starting it unblocks SIGINT in this thread
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         yield
     finally:
@@ -272,11 +245,11 @@ def _spared() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hidden_main() -> Iterator[None]:
-    """Let no worker import the caller's __main__ again: a script without a guard would run once per rank.
+def _hidden_main_module() -> Iterator[None]:
+    """Keep workers from importing the caller's __main__: a script without `if __name__` would run once per rank.
 
-    multiprocessing tells a child where __main__ came from, and the child executes it; what a worker needs of it comes
-    with the task.
+    multiprocessing passes the path of __main__ to a child, which executes that file. The task already contains all
+    that a worker needs of __main__.
     """
     chosen = multiprocessing.get_start_method(allow_none=True)
     main = sys.modules["__main__"]
@@ -289,4 +262,4 @@ def _hidden_main() -> Iterator[None]:
     finally:
         for name, value in hidden.items():
             setattr(main, name, value)
-        multiprocessing.set_start_method(chosen, force=True)  # which multiprocessing settles when it starts a child
+        multiprocessing.set_start_method(chosen, force=True)  # starting a child sets a default method

@@ -1,133 +1,157 @@
-"""Which of several failures is the cause, and how the caller hears of it."""
+"""Builds the caller's exception from the failures of the workers: the root cause, with rank, host and traceback."""
 
 from __future__ import annotations
 
 import re
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from parallelize.call.task import Outcome, text_of
+from parallelize.call.task import Outcome, error_text
 from parallelize.errors import ParallelizeError, SyncError, WorkerError
-from parallelize.hang_detection.stack_frames import site_in
-from parallelize.launchers.elastic.agent import Death
+from parallelize.hang_detection.stack_frames import call_site_in
 
-__all__ = ["is_echo", "verdict", "was_stopped"]
+__all__ = ["WorkerExit", "caller_exception", "is_secondary", "was_stopped"]
 
-# What a rank says when a peer is gone, raised again or not: torch's own types, and gloo's plain RuntimeErrors.
-_ECHO = re.compile(r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE)
-# What gloo says before it aborts, and the beginning of the last stack that Python's faulthandler then prints: main's.
-_MISMATCH = re.compile(r"gloo::EnforceNotMet.*?(op\.preamble[^\n]*?)\. Received data size", re.DOTALL)
-_STACK = "(most recent call first):"
+# Errors of a rank whose peer is lost, raised directly or re-raised: torch's types, and gloo's plain RuntimeErrors.
+_PEER_LOST = re.compile(r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE)
+# gloo's message before it aborts the process; faulthandler then prints each thread's stack, the main thread's last.
+_GLOO_SIZE_MISMATCH = re.compile(r"gloo::EnforceNotMet.*?(op\.preamble[^\n]*?)\. Received data size", re.DOTALL)
+_STACK_HEADER = "(most recent call first):"
 _TAIL_LINES = 20
-_FIXES = {
+_FIX_BY_SIGNAL = {
     "SIGKILL": "if you did not send it, the kernel did: look for 'Out of memory' in its log, and use less memory",
     "SIGSEGV": "a compiled extension failed: its stack is in the rank's output",
-    "SIGTERM": "if you did not send it, the machine did: look into the log of its job scheduler",
+    "SIGTERM": "if you did not send it, the machine did: look in the log of its job scheduler",
 }
 
 
-def verdict(
+@dataclass(frozen=True)
+class WorkerExit:
+    """A worker process that exited without returning, and without being stopped by the agent.
+
+    Args:
+        rank: global rank of the worker.
+        host: name of its host.
+        pid: its process ID.
+        exitcode: as in multiprocessing: the negative signal number if a signal killed it.
+        seen_at: when the agent noticed, in seconds since the epoch.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    exitcode: int
+    seen_at: float
+
+
+def caller_exception(
     outcomes: Sequence[Outcome],
-    deaths: Sequence[Death],
+    exits: Sequence[WorkerExit],
     *,
     world_size: int,
     output: Callable[[int], tuple[str, str]],
     earlier: Sequence[BaseException] = (),
 ) -> BaseException:
-    """The exception to raise in the caller: the earliest cause, with rank, host and traceback as notes.
+    """Return the exception to raise in the caller: the earliest root cause, with rank, host and traceback as notes.
 
     Args:
-        outcomes: of every rank that left one.
-        deaths: workers that ended by themselves, as the agents noticed them.
-        world_size: ranks in all.
-        output: what a rank has printed to stdout and to stderr.
-        earlier: what ended the attempts before this one.
+        outcomes: the outcomes that ranks have written.
+        exits: workers that exited without returning, as the agents noticed them.
+        world_size: number of ranks.
+        output: returns the stdout and the stderr of a rank.
+        earlier: the exceptions of the previous attempts.
     """
-    told = {outcome.rank: outcome for outcome in outcomes}
+    by_rank = {outcome.rank: outcome for outcome in outcomes}
     failed = [outcome for outcome in outcomes if outcome.error is not None]
-    silent = {death.rank: death for death in deaths if death.rank not in {outcome.rank for outcome in failed}}
-    cause = _cause(failed, list(silent.values()))
-    if isinstance(cause, Death):
-        error, notes = _of_death(cause, output(cause.rank), outcomes)
+    silent = {each.rank: each for each in exits if each.rank not in {outcome.rank for outcome in failed}}
+    cause = _first_cause(failed, list(silent.values()))
+    if isinstance(cause, WorkerExit):
+        error, notes = _error_of_exit(cause, output(cause.rank), outcomes)
     else:
-        error, notes = _of_outcome(cause, world_size)
-    said = {rank: _account(told.get(rank), silent.get(rank)) for rank in range(world_size) if rank != cause.rank}
-    notes.append(f"the others: {_grouped(said)}" if said else "there is no other rank")
-    notes += (f"attempt {attempt} had failed with {_line(before)}" for attempt, before in enumerate(earlier))
-    noted = _noted(error, notes)
-    if isinstance(noted, WorkerError):
-        noted.rank, noted.host = cause.rank, cause.host
-    return noted
+        error, notes = _error_of_outcome(cause, world_size)
+    others = [rank for rank in range(world_size) if rank != cause.rank]
+    texts = {rank: _describe_rank(by_rank.get(rank), silent.get(rank)) for rank in others}
+    notes.append(f"the others: {_group_ranks(texts)}" if texts else "no other rank exists")
+    notes += (f"attempt {attempt} had failed with {_one_line(before)}" for attempt, before in enumerate(earlier))
+    error = _with_notes(error, notes)
+    if isinstance(error, WorkerError):
+        error.rank, error.host = cause.rank, cause.host
+    return error
 
 
-def _cause(failed: Sequence[Outcome], silent: Sequence[Death]) -> Outcome | Death:
-    """The first to fail by itself; a death is noticed late, an echo is early."""
-    causes = [each for each in failed if not was_stopped(each) and not is_echo(each)]
-    first_cause = min(causes, key=_when, default=None)
-    first_death = min(silent, key=lambda death: death.seen_at, default=None)
-    if first_cause is not None and (first_death is None or _when(first_cause) <= first_death.seen_at):
+def _first_cause(failed: Sequence[Outcome], silent: Sequence[WorkerExit]) -> Outcome | WorkerExit:
+    """Return the earliest failure that is not secondary; an exit may be noticed after secondary errors it causes."""
+    causes = [each for each in failed if not was_stopped(each) and not is_secondary(each)]
+    first_cause = min(causes, key=_failed_at, default=None)
+    first_exit = min(silent, key=lambda each: each.seen_at, default=None)
+    if first_cause is not None and (first_exit is None or _failed_at(first_cause) <= first_exit.seen_at):
         return first_cause
-    return first_death or min(failed, key=_when)
+    return first_exit or min(failed, key=_failed_at)
 
 
-def _when(outcome: Outcome) -> float:
+def _failed_at(outcome: Outcome) -> float:
     return float("inf") if outcome.failed_at is None else outcome.failed_at
 
 
 def was_stopped(outcome: Outcome) -> bool:
-    """Whether a rank ended because it was asked to, and not of itself."""
+    """Return whether a rank was ended by SIGTERM, which the agent sends to stop workers."""
     return isinstance(outcome.error, SystemExit) and outcome.error.code == 128 + signal.SIGTERM
 
 
-def is_echo(outcome: Outcome) -> bool:
-    """Whether a rank failed because another one had, as torch tells it or as it says itself."""
-    return _lost_another(outcome) or (isinstance(outcome.error, ParallelizeError) and outcome.error.is_echo)
+def is_secondary(outcome: Outcome) -> bool:
+    """Return whether a rank failed because another rank had: a lost connection, or an error marked as secondary."""
+    return _is_connection_loss(outcome) or (isinstance(outcome.error, ParallelizeError) and outcome.error.is_secondary)
 
 
-def _lost_another(outcome: Outcome) -> bool:
-    # A SyncError may come of an echo, and says what that one does not.
-    return bool(_ECHO.search(outcome.traceback)) and not isinstance(outcome.error, SyncError)
+def _is_connection_loss(outcome: Outcome) -> bool:
+    # A SyncError that was raised from a connection error explains that error and is kept.
+    return bool(_PEER_LOST.search(outcome.traceback)) and not isinstance(outcome.error, SyncError)
 
 
-def _of_outcome(outcome: Outcome, world_size: int) -> tuple[BaseException, list[str]]:
+def _error_of_outcome(outcome: Outcome, world_size: int) -> tuple[BaseException, list[str]]:
     error = outcome.error
     assert error is not None
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
-        ended = -signal.SIGTERM if was_stopped(outcome) else code
-        error = _worker_error(outcome.rank, outcome.host, ended, how=f"SystemExit({error.code!r})")
+        exitcode = -signal.SIGTERM if was_stopped(outcome) else code
+        error = _worker_error(outcome.rank, outcome.host, exitcode, why=f"SystemExit({error.code!r})")
     where = f"rank {outcome.rank} of {world_size} on {outcome.host} (pid {outcome.pid}) raised this:"
     return error, [where, outcome.traceback.rstrip()]
 
 
-def _of_death(death: Death, output: tuple[str, str], outcomes: Sequence[Outcome]) -> tuple[BaseException, list[str]]:
+def _error_of_exit(
+    worker_exit: WorkerExit, output: tuple[str, str], outcomes: Sequence[Outcome]
+) -> tuple[BaseException, list[str]]:
     _, err = output
-    mismatch = _MISMATCH.search(err)
+    mismatch = _GLOO_SIZE_MISMATCH.search(err)
     if mismatch is not None:
-        return _of_mismatch(death, mismatch[1], err, outcomes)
-    error = _worker_error(death.rank, death.host, death.exitcode, how="it left no exception")
-    # Of each a part, and the reason last: it is on stderr, and what was printed before must not crowd it out.
+        return _size_mismatch_error(worker_exit, mismatch[1], err, outcomes)
+    error = _worker_error(worker_exit.rank, worker_exit.host, worker_exit.exitcode, why="it ended without an exception")
+    # The end of each stream; stderr is last, because it usually contains the reason.
     tail = "\n".join(line for text in output for line in text.splitlines()[-_TAIL_LINES:])
-    return error, [f"last lines of rank {death.rank}:\n{tail}"] if tail else []
+    return error, [f"last lines of rank {worker_exit.rank}:\n{tail}"] if tail else []
 
 
-def _of_mismatch(death: Death, said: str, err: str, outcomes: Sequence[Outcome]) -> tuple[SyncError, list[str]]:
-    """Gloo ends a process without an exception when it gets more than it asked for."""
-    stack = err[err.rindex(_STACK) if _STACK in err else 0 :]
-    places = {death.rank: site_in(stack), **{each.rank: site_in(each.traceback) for each in outcomes}}
-    told = "; ".join(f"rank {rank} was at {place}" for rank, place in sorted(places.items()) if place)
+def _size_mismatch_error(
+    worker_exit: WorkerExit, message: str, err: str, outcomes: Sequence[Outcome]
+) -> tuple[SyncError, list[str]]:
+    """Build the error for a process that gloo aborted after receiving more data than its collective expects."""
+    stack = err[err.rindex(_STACK_HEADER) if _STACK_HEADER in err else 0 :]
+    lines = {worker_exit.rank: call_site_in(stack), **{each.rank: call_site_in(each.traceback) for each in outcomes}}
+    where = "; ".join(f"rank {rank} was at {line}" for rank, line in sorted(lines.items()) if line)
     error = SyncError(
-        f"rank {death.rank} got data of another size than its collective is for{told and f': {told}'}",
-        why=f"ranks are in different collectives, or give them tensors of different shapes or types ({said.strip()})",
-        fix="make the same calls on every rank, with the same shapes and types in the same order",
+        f"rank {worker_exit.rank} received data of another size than its collective expects{where and f': {where}'}",
+        why=f"ranks are in different collectives, or pass tensors of different shapes or dtypes ({message.strip()})",
+        fix="make the same calls on every rank, with the same shapes and dtypes in the same order",
     )
-    return error, [f"rank {death.rank} on {death.host} (pid {death.pid}) was ended by gloo"]
+    return error, [f"rank {worker_exit.rank} on {worker_exit.host} (pid {worker_exit.pid}) was ended by gloo"]
 
 
-def _worker_error(rank: int, host: str, exitcode: int, *, how: str) -> WorkerError:
+def _worker_error(rank: int, host: str, exitcode: int, *, why: str) -> WorkerError:
     name = _signal_name(exitcode)
-    fix = _FIXES.get(name or "", "raise an exception instead, so that its reason can be shown here")
-    error = WorkerError(f"rank {rank} on {host} {_ended(exitcode)}", why=how, fix=fix)
+    fix = _FIX_BY_SIGNAL.get(name or "", "raise an exception instead, so that its reason can be shown here")
+    error = WorkerError(f"rank {rank} on {host} {_describe_exit(exitcode)}", why=why, fix=fix)
     error.exitcode, error.signal_name = exitcode, name
     return error
 
@@ -137,59 +161,59 @@ def _signal_name(exitcode: int) -> str | None:
     return known.get(-exitcode, f"signal {-exitcode}") if exitcode < 0 else None
 
 
-def _ended(exitcode: int) -> str:
+def _describe_exit(exitcode: int) -> str:
     name = _signal_name(exitcode)
     return f"was ended by {name}" if name else f"ended with exit code {exitcode}"
 
 
-def _account(outcome: Outcome | None, death: Death | None) -> str:
-    """What became of a rank that is not the cause, in a few words."""
-    if death is not None:
-        return _ended(death.exitcode)
+def _describe_rank(outcome: Outcome | None, worker_exit: WorkerExit | None) -> str:
+    """Describe in a few words how a rank other than the root cause ended."""
+    if worker_exit is not None:
+        return _describe_exit(worker_exit.exitcode)
     if outcome is None or was_stopped(outcome):
         return "stopped"
     if outcome.error is None:
         return "had returned"
-    return "lost the connection" if _lost_another(outcome) else _line(outcome.error)
+    return "lost the connection" if _is_connection_loss(outcome) else _one_line(outcome.error)
 
 
-def _line(error: BaseException) -> str:
-    reason = text_of(error).strip().partition("\n")[0]
+def _one_line(error: BaseException) -> str:
+    reason = error_text(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {reason[:120]}" if reason else type(error).__name__
 
 
-def _grouped(said: dict[int, str]) -> str:
-    """Ranks by what is said of them, on one line however many they are."""
+def _group_ranks(texts: dict[int, str]) -> str:
+    """Join the texts of all ranks into one line; ranks with the same text share an entry."""
     ranks: dict[str, list[int]] = {}
-    for rank, words in said.items():
-        ranks.setdefault(words, []).append(rank)
-    return "; ".join(f"rank{'s' * (len(each) > 1)} {_ranges(each)}: {words}" for words, each in ranks.items())
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    return "; ".join(f"rank{'s' * (len(each) > 1)} {_format_ranges(each)}: {text}" for text, each in ranks.items())
 
 
-def _ranges(ranks: Sequence[int]) -> str:
-    """1, 2, 3, 7 as 1-3, 7."""
+def _format_ranges(ranks: Sequence[int]) -> str:
+    """Format 1, 2, 3, 7 as "1-3, 7"."""
     starts = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
-def _noted(error: BaseException, notes: Sequence[str]) -> BaseException:
-    """The error with the notes; one that takes none, as its class has it, is stood in for."""
+def _with_notes(error: BaseException, notes: Sequence[str]) -> BaseException:
+    """Return the error with the notes added, or a WorkerError in its place if its class refuses notes."""
     try:
         for note in notes:
-            _note(error, note)
-    except Exception as exc:  # noqa: BLE001 - a user's class raises what it likes
+            _add_note(error, note)
+    except Exception as exc:  # noqa: BLE001 - a user's class may raise anything
         stand_in = WorkerError(
-            f"{type(error).__name__}: {text_of(error)}",
-            why=f"a worker raised it, and it takes no notes: {_line(exc)}",
-            fix="see the worker's traceback; to catch it by its type, leave add_note and __notes__ as Python has them",
+            f"{type(error).__name__}: {error_text(error)}",
+            why=f"a worker raised it, and it accepts no notes: {_one_line(exc)}",
+            fix="see the worker's traceback; to catch it by its type, do not override add_note and __notes__",
         )
-        return _noted(stand_in, notes)
+        return _with_notes(stand_in, notes)
     return error
 
 
-def _note(error: BaseException, text: str) -> None:
+def _add_note(error: BaseException, text: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(text)
-    else:  # Python 3.10 prints no notes, but whoever looks finds them where 3.11 keeps them
+    else:  # Python 3.10 prints no notes; store them where 3.11 does
         error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]  # not in 3.10's stub

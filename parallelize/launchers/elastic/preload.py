@@ -1,14 +1,14 @@
-"""What the fork server imports, once, before its first worker; nothing of it touches a GPU.
+"""Modules that the fork server imports once, before it forks the first worker; none of them initializes a GPU.
 
-The caller started it with SIGINT blocked, so that Ctrl-C breaks off none of these imports. From here on it is heard
-again: the fork server ignores it, and whatever else the caller starts with it finds it as it was.
+The fork server is started with SIGINT blocked, so that Ctrl-C does not interrupt these imports. This module unblocks it
+at the end: the fork server ignores SIGINT, but the processes that it starts must not inherit the blocked signal.
 """
 
-import torch._dynamo  # DistributedDataParallel imports it: a second per rank
-import torch.distributed.elastic.multiprocessing  # noqa: F401 - whose function a worker runs first
+import torch._dynamo  # DistributedDataParallel imports it, which takes a second per rank
+import torch.distributed.elastic.multiprocessing  # noqa: F401 - every worker starts in a function of torch's module
 
-from parallelize.worker.shutdown import hear_interrupts
+from parallelize.worker.shutdown import unblock_sigint
 
 __all__ = []
 
-hear_interrupts()
+unblock_sigint()

@@ -1,7 +1,7 @@
-"""How the nodes of a run meet: a fresh store for every round, on the one address that was given.
+"""torch elastic's rendezvous for a fixed set of nodes: each round gets a new store at the given address.
 
-torch elastic's own rendezvous shares one store across rounds, whose keys go stale: a restarted group then joins the
-old one's (https://github.com/pytorch/pytorch/issues/135712).
+torch elastic's own rendezvous reuses one store for all rounds, so restarted workers read stale keys of the previous
+round (https://github.com/pytorch/pytorch/issues/135712).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["Rendezvous"]
 
 
 class Rendezvous(RendezvousHandler):
-    """A round: a fresh store for the workers, served by node 0, and the place where its agents agree on ranks.
+    """Rendezvous of the agents; in each round node 0 serves a new store for the workers.
 
     Args:
-        address: on which node 0 serves the store; reached by all nodes.
-        node_rank: this node.
-        num_nodes: nodes in all.
-        timeout: of every wait on the store.
-        agents: a store of all agents; None: one node, which meets itself in the workers' store.
-        before_again: called before each round but the first; raises where there cannot be one.
+        address: address at which node 0 serves the store; reachable from all nodes.
+        node_rank: rank of this node.
+        num_nodes: number of nodes.
+        timeout: limit of every wait on the store.
+        agent_store: store shared by all agents; None: there is one node, whose agent uses the workers' store.
+        before_restart: called before each round except the first; raises if a restart is impossible.
     """
 
     def __init__(
@@ -37,57 +37,57 @@ class Rendezvous(RendezvousHandler):
         node_rank: int = 0,
         num_nodes: int = 1,
         timeout: timedelta,
-        agents: dist.Store | None,
-        before_again: Callable[[], None],
+        agent_store: dist.Store | None,
+        before_restart: Callable[[], None],
     ) -> None:
         self._address, self._timeout = address, timeout
         self._node_rank, self._num_nodes = node_rank, num_nodes
-        self._agents, self._before_again = agents, before_again
-        self._served: dist.TCPStore | None = None
+        self._agent_store, self._before_restart = agent_store, before_restart
+        self._worker_store: dist.TCPStore | None = None
         self._rounds = itertools.count()
 
     def get_backend(self) -> str:
-        """A name for torch elastic's logs."""
+        """Return the name of this rendezvous, for torch elastic's logs."""
         return "parallelize"
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers join the store that node 0's agent serves: it outlives each of them."""
+        """True: workers connect to the store of node 0's agent, which outlives the workers."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """A fresh store, and this node's rank in the round."""
-        number = next(self._rounds)
-        if number:
-            self._before_again()
+        """Start a round: return its new store and this node's rank."""
+        round_number = next(self._rounds)
+        if round_number:
+            self._before_restart()
         if self._node_rank == 0:
-            self._served = serve_store(self._address, 0, self._timeout)
-        if self._agents is None:
-            assert self._served is not None
-            agents, port = dist.PrefixStore("agents", self._served), self._served.port
+            self._worker_store = serve_store(self._address, 0, self._timeout)
+        if self._agent_store is None:
+            assert self._worker_store is not None
+            agent_store, port = dist.PrefixStore("agents", self._worker_store), self._worker_store.port
         else:
-            agents = dist.PrefixStore(f"round/{number}", self._agents)
-            if self._served is not None:
-                agents.set("port", str(self._served.port))
-            port = int(agents.get("port"))
-        return RendezvousInfo(agents, self._node_rank, self._num_nodes, RendezvousStoreInfo(self._address, port))
+            agent_store = dist.PrefixStore(f"round/{round_number}", self._agent_store)
+            if self._worker_store is not None:
+                agent_store.set("port", str(self._worker_store.port))
+            port = int(agent_store.get("port"))
+        return RendezvousInfo(agent_store, self._node_rank, self._num_nodes, RendezvousStoreInfo(self._address, port))
 
     def is_closed(self) -> bool:
-        """Never: a run ends with its agent."""
+        """Return False: a run ends with its agent."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to tell anybody."""
+        """Do nothing: a run ends with its agent."""
 
     def num_nodes_waiting(self) -> int:
-        """None: the nodes of a run are fixed."""
+        """Return 0: the nodes of a run are fixed."""
         return 0
 
     def get_run_id(self) -> str:
-        """A name for torch elastic's logs."""
+        """Return the name of the run, for torch elastic's logs."""
         return "parallelize"
 
     def shutdown(self) -> bool:
-        """Close the store."""
-        self._served = None
+        """Close the workers' store."""
+        self._worker_store = None
         return True

@@ -1,4 +1,4 @@
-"""The caller's signal handlers while workers run: a signal ends the workers first, then is hers."""
+"""Handles SIGTERM, Ctrl-C etc. while workers run: the workers are stopped first, then the caller's handler runs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 
 from parallelize.errors import LaunchError
 
-__all__ = ["Signals"]
+__all__ = ["StopSignals"]
 
-_STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name))
+_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_STOP_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
 
-class _Stopped(BaseException):
-    """A signal asked the caller to stop; passes through torch elastic, which then ends the workers."""
+class _StopRequested(BaseException):
+    """Raised by our handler; passes through torch elastic's agent, which then stops the workers."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
 
-def _deliver(number: int) -> None:
-    """Let the handlers that are in force have a signal; what they raise comes from here, not from torch elastic."""
+def _redeliver(number: int) -> None:
+    """Deliver a signal to the caller's handler; hide torch elastic's frames if the handler raises an exception."""
     try:
         signal.raise_signal(number)
     except BaseException as raised:
@@ -33,47 +34,47 @@ def _deliver(number: int) -> None:
         raise
 
 
-class Signals:
-    """Ours while workers run, the caller's again before she hears of the signal.
+class StopSignals:
+    """Installs the launcher's handlers of stop signals while workers run.
 
-    Python lets only the main thread have handlers: in another thread nothing is touched, and nothing needs to be.
+    Python allows signal handlers in the main thread only: in another thread this class does nothing.
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, Any] = {}
+        self._callers_handlers: dict[int, Any] = {}
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[Signals]:
-        """Handlers are as before at the end; a signal that came meanwhile is delivered to them, workers gone.
+    def handled(self) -> Iterator[StopSignals]:
+        """Install our handlers for the block; then restore the caller's handlers and deliver a signal that arrived.
 
         Raises:
-            LaunchError: the caller's handler returned, so that nothing else would end the call.
+            LaunchError: a stop signal arrived, and the caller's handler returned instead of raising.
         """
-        stopped: _Stopped | None = None
+        stopped: _StopRequested | None = None
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.getsignal(number) for number in _STOPPING}
-            self.take()
+            self._callers_handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+            self.install()
         try:
             yield self
-        except _Stopped as signalled:
-            stopped = signalled
+        except _StopRequested as request:
+            stopped = request
         finally:
-            for number, handler in self._before.items():
+            for number, handler in self._callers_handlers.items():
                 signal.signal(number, handler)
         if stopped is not None:
-            _deliver(stopped.number)
+            _redeliver(stopped.number)
             raise LaunchError(
                 f"stopped by {signal.Signals(stopped.number).name}",
-                why="the signal's handler in this process returned, and the workers are gone",
-                fix="raise in the handler, or call again",
+                why="this process's own handler of the signal returned, after the workers had been stopped",
+                fix="raise an exception in that handler to end the program, or call the function again",
             )
 
-    def take(self) -> None:
-        """Install ours; torch elastic installs its own at every start, which never go away and ignore nohup."""
-        for number, handler in self._before.items():
+    def install(self) -> None:
+        """Install our handlers, also after each start of workers: torch elastic replaces them, even SIG_IGN (nohup)."""
+        for number, handler in self._callers_handlers.items():
             signal.signal(number, handler if handler == signal.SIG_IGN else self._stop)
 
     def _stop(self, number: int, _frame: FrameType | None) -> None:
-        for each in self._before:
-            signal.signal(each, signal.SIG_IGN)  # the workers are being ended: once is enough
-        raise _Stopped(number)
+        for each in self._callers_handlers:
+            signal.signal(each, signal.SIG_IGN)  # ignore further signals while the workers are stopped
+        raise _StopRequested(number)

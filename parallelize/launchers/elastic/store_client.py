@@ -1,8 +1,8 @@
-"""The line to the store of the run's nodes: every question on it ends, by an answer or by giving the line up.
+"""Client of the store that the nodes of a run share: every request returns in time or marks the store as lost.
 
-torch's store waits without end for the answer of a host that has vanished. So a thread asks, and the agent waits for
-the thread as long as it waits for a node that says nothing. The thread also says, every second of a call, that this
-node is there: the agent itself may be starting processes, or ending them.
+torch's TCPStore client waits forever for a host that has vanished. Therefore a thread makes the requests, and callers
+wait for each reply with a timeout. The same thread sends this node's heartbeat every second, even while the agent is
+busy starting or stopping processes.
 """
 
 from __future__ import annotations
@@ -16,83 +16,83 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["Line"]
+__all__ = ["StoreClient"]
 
 T = TypeVar("T")
 
-_BEAT_EVERY_S = 1.0
+_HEARTBEAT_EVERY_S = 1.0
 
 
-class Line:
-    """A store that may be on another host.
+class StoreClient:
+    """Requests to a store that may be on another host, each with a deadline.
 
     Args:
-        store: torch's.
-        patience_s: how long an answer may take.
+        store: the store.
+        timeout_s: timeout of each request; after the first timeout all requests fail immediately.
 
     Attributes:
-        beats: the key that is set again and again; "": none.
+        heartbeat_key: key that is set to the current time every second; "": no heartbeat is sent.
     """
 
-    def __init__(self, store: dist.Store, patience_s: float) -> None:
-        self.store, self._patience_s = store, patience_s
-        self._questions: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+    def __init__(self, store: dist.Store, timeout_s: float) -> None:
+        self.store, self._timeout_s = store, timeout_s
+        self._requests: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
         self._is_lost = False
-        self.beats = ""
-        self._beaten = 0.0
-        # A daemon: it may be in a question that is never answered when this process ends.
-        threading.Thread(target=self._answer, name="parallelize-line", daemon=True).start()
+        self.heartbeat_key = ""
+        self._last_heartbeat = 0.0
+        # A daemon thread, because it may be blocked in a request when this process ends.
+        threading.Thread(target=self._serve_requests, name="parallelize-store-client", daemon=True).start()
 
-    def under(self, prefix: str) -> dist.Store:
-        """The part of the store with such names, for others."""
+    def prefixed(self, prefix: str) -> dist.Store:
+        """Return the store with a prefix before its keys; requests to it bypass this client's timeout."""
         return dist.PrefixStore(prefix, self.store)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a value."""
-        self._ask(lambda: self.store.set(key, value))  # type: ignore[arg-type]  # it takes bytes, too
+        """Set the value of a key."""
+        self._request(lambda: self.store.set(key, value))  # type: ignore[arg-type]  # set() accepts bytes too
 
     def get(self, key: str) -> bytes:
-        """A value that is there."""
-        return self._ask(lambda: self.store.get(key))
+        """Return the value of a key that exists."""
+        return self._request(lambda: self.store.get(key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of them are there."""
-        return self._ask(lambda: self.store.check(list(keys)))
+        """Return whether all keys exist."""
+        return self._request(lambda: self.store.check(list(keys)))
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        """The answer to a question.
+    def _request(self, request: Callable[[], T]) -> T:
+        """Make a request in the thread and wait for its result.
 
         Raises:
-            DistNetworkError: there was none in time, now or earlier.
-            DistError, RuntimeError: the store's own.
+            DistNetworkError: this request or an earlier one timed out.
+            DistError, RuntimeError: raised by the store.
         """
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
         if not self._is_lost:
-            self._questions.put((question, answers))
+            self._requests.put((request, replies))
         try:
-            answer, error = answers.get(block=not self._is_lost, timeout=self._patience_s)
+            reply, error = replies.get(block=not self._is_lost, timeout=self._timeout_s)
         except queue.Empty:
             self._is_lost = True
-            raise dist.DistNetworkError(f"no answer within {self._patience_s:g} s") from None
+            raise dist.DistNetworkError(f"no answer within {self._timeout_s:g} s") from None
         if error is not None:
             raise error
-        return answer  # type: ignore[no-any-return]  # what the question's function returns
+        return reply  # type: ignore[no-any-return]  # the result of `request`
 
-    def _answer(self) -> None:
+    def _serve_requests(self) -> None:
         while True:
-            self._beat()
+            self._send_heartbeat_if_due()
             try:
-                question, answers = self._questions.get(timeout=_BEAT_EVERY_S)
+                request, replies = self._requests.get(timeout=_HEARTBEAT_EVERY_S)
             except queue.Empty:
                 continue
             try:
-                answers.put((question(), None))
-            except BaseException as exc:  # noqa: BLE001 - it belongs to the thread that has asked
-                answers.put((None, exc))
+                replies.put((request(), None))
+            except BaseException as exc:  # noqa: BLE001 - re-raised in the thread that made the request
+                replies.put((None, exc))
 
-    def _beat(self) -> None:
+    def _send_heartbeat_if_due(self) -> None:
         now = time.monotonic()
-        if self.beats and now - self._beaten >= _BEAT_EVERY_S:
-            self._beaten = now
-            with contextlib.suppress(dist.DistError, RuntimeError):  # the next question says so
-                self.store.set(self.beats, str(now))
+        if self.heartbeat_key and now - self._last_heartbeat >= _HEARTBEAT_EVERY_S:
+            self._last_heartbeat = now
+            with contextlib.suppress(dist.DistError, RuntimeError):  # the next request raises the error
+                self.store.set(self.heartbeat_key, str(now))

@@ -1,13 +1,16 @@
-"""The variables of a worker: the caller's, with its GPUs and its share of the cores."""
+"""Environment variables of the workers: the caller's, with CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS set."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Mapping
 
-from parallelize.cluster.devices import compose_mask
+from parallelize.cluster.devices import compose_visible_devices
 from parallelize.config.layout import Layout
 
-__all__ = ["worker_environ"]
+__all__ = ["available_cores", "terminal_columns", "worker_environ"]
 
 _MASK = "CUDA_VISIBLE_DEVICES"
 
@@ -15,22 +18,32 @@ _MASK = "CUDA_VISIBLE_DEVICES"
 def worker_environ(
     environ: Mapping[str, str], layout: Layout, *, cores: int, columns: int | None = None, interface: str | None = None
 ) -> dict[str, str]:
-    """What every worker of a node finds in its environment, besides its ranks.
+    """Return the environment variables for all workers of this node; rank variables are not included.
 
     Args:
-        environ: the caller's variables; what the user has set there stays.
+        environ: the caller's variables; only CUDA_VISIBLE_DEVICES is overwritten.
         layout: the processes of the node.
-        cores: processor cores this node's processes may use.
-        columns: width of the caller's terminal, for progress bars; None: it has none.
-        interface: the network interface that leads to the other nodes; None: left for gloo to find.
+        cores: processor cores that this node's processes may use.
+        columns: width of the caller's terminal, for progress bars; None: no terminal.
+        interface: network interface to the other nodes; None: gloo chooses one.
     """
     changed = dict(environ)
     if layout.device_type == "cuda":
         changed.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-        changed[_MASK] = compose_mask(environ.get(_MASK), layout.indices)
+        changed[_MASK] = compose_visible_devices(environ.get(_MASK), layout.indices)
     changed["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(max(1, cores // layout.local_world_size))
     if columns is not None:
         changed.setdefault("COLUMNS", str(columns))
     if interface is not None:
         changed.setdefault("GLOO_SOCKET_IFNAME", interface)
     return changed
+
+
+def available_cores() -> int:
+    """Return the number of processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def terminal_columns() -> int | None:
+    """Return the width of the terminal on stderr; None: stderr is not a terminal."""
+    return shutil.get_terminal_size().columns if sys.stderr is not None and sys.stderr.isatty() else None

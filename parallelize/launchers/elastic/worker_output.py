@@ -1,4 +1,4 @@
-"""What workers print: each rank's streams in files, shown live where the user wants to see them."""
+"""stdout and stderr of the workers: redirected to a file per rank, and copied live to the caller's streams."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from typing import TextIO
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 
-__all__ = ["RankFiles", "Stream", "open_standard_streams", "shown"]
+__all__ = ["OutputTail", "RankFiles", "forwarded", "open_standard_streams"]
 
-_LOOK_EVERY_S = 0.03
+_POLL_EVERY_S = 0.03
 
 
 def open_standard_streams() -> None:
-    """Let 0, 1 and 2 be open, for good: closed (`>&-`), their numbers go to the next files and sockets.
+    """Open the file descriptors 0, 1 and 2 on /dev/null if they are closed (`>&-`).
 
-    Workers redirect 1 and 2, whatever that has become.
+    Otherwise the next files and sockets would get these numbers, and workers, which redirect 1 and 2, would close them.
     """
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
             lowest_free = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(lowest_free, True)  # noqa: FBT003 - it takes no keyword
+            os.set_inheritable(lowest_free, True)  # noqa: FBT003 - set_inheritable takes no keyword
 
 
 class RankFiles(LogsSpecs):
-    """Names for the files that torch elastic redirects output to: rank3.out, rank3.err; rank3.1.out after a restart.
+    """The files to which torch elastic redirects output: rank3.out, rank3.err; rank3.1.out after a restart.
 
     Args:
-        folder: where they are; made if needed.
+        folder: folder of the files; created if missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,21 +47,21 @@ class RankFiles(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Where the files are."""
+        """The folder of the files."""
         return str(self._folder)
 
     def path(self, rank: int, attempt: int, stream: str) -> Path:
-        """The file of one rank's stream ("out" or "err") in one attempt."""
-        again = f".{attempt}" if attempt else ""
-        return self._folder / f"rank{rank}{again}.{stream}"
+        """Return the file of one rank's stream ("out" or "err") in one attempt."""
+        restart = f".{attempt}" if attempt else ""
+        return self._folder / f"rank{rank}{restart}.{stream}"
 
-    def texts(self, rank: int, attempt: int) -> tuple[str, str]:
-        """What a rank has printed in one attempt, to stdout and to stderr; "" if it is not of this node."""
+    def read_output(self, rank: int, attempt: int) -> tuple[str, str]:
+        """Return a rank's stdout and stderr of one attempt; "" for a rank of another node."""
         out, err = (self.path(rank, attempt, stream) for stream in ("out", "err"))
-        return _text(out), _text(err)
+        return _read_text(out), _read_text(err)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """The files of one attempt, by local rank, as torch elastic asks for them; what an earlier run left is gone."""
+        """Return the files of one attempt by local rank, for torch elastic; remove the files of an earlier run."""
         outs, errs, errors = {}, {}, {}
         for local_rank, env in envs.items():
             rank, attempt = int(env["RANK"]), int(env["TORCHELASTIC_RESTART_COUNT"])
@@ -69,28 +69,28 @@ class RankFiles(LogsSpecs):
             errs[local_rank] = str(self.path(rank, attempt, "err"))
             errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(self._folder / f".rank{rank}.error.json")
             if not attempt:
-                self._forget(rank)
+                self._remove_old_files(rank)
         return LogsDest(stdouts=outs, stderrs=errs, error_files=errors)
 
-    def _forget(self, rank: int) -> None:
-        """Remove what an earlier run left: it would be shown as this one's until a worker empties it."""
+    def _remove_old_files(self, rank: int) -> None:
+        """Remove the files of an earlier run: their text would be shown until a worker truncates them."""
         for path in self._folder.iterdir():
             if re.fullmatch(rf"rank{rank}(\.\d+)?\.(out|err)", path.name):
                 path.unlink()
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
 @dataclass
-class Stream:
-    """One file being shown.
+class OutputTail:
+    """Copies new text of a file to a stream.
 
     Args:
         path: the file; may not exist yet.
-        to: where its text goes; None: this process has no such stream.
-        prefix: put before each line; "": text goes on as it comes, so that progress bars stay what they are.
+        to: the stream; None: this process has no such stream.
+        prefix: added to each line; "": text is copied unchanged, which keeps progress bars intact.
     """
 
     path: Path
@@ -102,8 +102,8 @@ class Stream:
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
 
-    def forward(self, *, last: bool) -> None:
-        """Pass on what is new: under a prefix whole lines, else whole characters; the `last` time everything."""
+    def forward(self, *, is_last: bool) -> None:
+        """Copy new text: complete lines if there is a prefix, else complete characters; everything if `is_last`."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -111,40 +111,40 @@ class Stream:
         except FileNotFoundError:
             return
         self._offset += len(new)
-        text = self._pending + self._decoder.decode(new, final=last)
-        end = len(text) if last or not self.prefix else max(text.rfind("\n"), text.rfind("\r")) + 1
+        text = self._pending + self._decoder.decode(new, final=is_last)
+        end = len(text) if is_last or not self.prefix else max(text.rfind("\n"), text.rfind("\r")) + 1
         self._pending = text[end:]
-        self._show(text[:end])
+        self._write(text[:end])
 
-    def _show(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         if self.prefix:
-            # Of what a bar wrote over itself since the last look, the last state is enough.
+            # If a progress bar overwrote its line several times, keep the final state.
             lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
             text = "".join(f"{self.prefix}{line}\n" for line in lines if line.strip())
         if not text or self.to is None:
             return
         encoding = getattr(self.to, "encoding", None) or "utf-8"
-        with contextlib.suppress(Exception):  # closed, or the user's own and no whole stream; the file has it all
+        with contextlib.suppress(Exception):  # the stream may be closed or lack methods; the file keeps the text
             self.to.write(text.encode(encoding, errors="replace").decode(encoding))
             self.to.flush()
 
 
 @contextlib.contextmanager
-def shown(streams: Sequence[Stream]) -> Iterator[None]:
-    """Show the streams while the block runs, and the rest of them at its end."""
+def forwarded(tails: Sequence[OutputTail]) -> Iterator[None]:
+    """Copy new text of the files in a thread while the block runs, and the remaining text when the block ends."""
     done = threading.Event()
 
-    def follow() -> None:
-        while not done.wait(_LOOK_EVERY_S):
-            for stream in streams:
-                stream.forward(last=False)
+    def forward_new() -> None:
+        while not done.wait(_POLL_EVERY_S):
+            for tail in tails:
+                tail.forward(is_last=False)
 
-    follower = threading.Thread(target=follow, name="parallelize-output", daemon=True)
-    follower.start()
+    thread = threading.Thread(target=forward_new, name="parallelize-output", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         done.set()
-        follower.join()
-        for stream in streams:
-            stream.forward(last=True)
+        thread.join()
+        for tail in tails:
+            tail.forward(is_last=True)

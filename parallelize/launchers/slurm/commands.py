@@ -1,4 +1,4 @@
-"""Slurm's commands: run, answered as text, their refusals as errors."""
+"""Runs Slurm's commands (sbatch, scancel, scontrol, ...) and raises errors if they fail."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from pathlib import Path
 
 from parallelize.errors import ConfigError, LaunchError
 
-__all__ = ["cancel", "outer_environ", "query", "queue", "requeue"]
+__all__ = ["cancel", "query", "requeue", "submit_script", "without_job_variables"]
 
 _TIMEOUT_S = 60.0
 
-# What a job sees of itself. `sbatch` and `srun` would take most of it for options of the new job.
-_OF_A_JOB = re.compile(r"(SLURM_(?!CONF$)|SLURMD_|SBATCH_|SRUN_)")
+# Variables that Slurm sets in a job. `sbatch` and `srun` would read most of them as options of the new job.
+_JOB_VARIABLE = re.compile(r"(SLURM_(?!CONF$)|SLURMD_|SBATCH_|SRUN_)")
 
 
-def outer_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables without those of a job that this process may be in."""
-    return {name: value for name, value in environ.items() if not _OF_A_JOB.match(name)}
+def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those that Slurm sets if this process runs in a job."""
+    return {name: value for name, value in environ.items() if not _JOB_VARIABLE.match(name)}
 
 
-def queue(script: Path, *, options: Sequence[str] = (), environ: Mapping[str, str]) -> str:
-    """Queue a job script; the job's number.
+def submit_script(script: Path, *, options: Sequence[str] = (), environ: Mapping[str, str]) -> str:
+    """Submit a job script with sbatch; return the job ID.
 
     Args:
-        script: its path.
-        options: of sbatch, before the script.
-        environ: the job gets these, less what belongs to a job around this process.
+        script: path of the script.
+        options: options of sbatch.
+        environ: environment variables for the job; those of a Slurm job around this process are removed.
 
     Raises:
-        LaunchError: this machine has no sbatch, or it does not answer.
-        ConfigError: Slurm refuses the job; its words are in the error.
+        LaunchError: sbatch is not installed, or does not end in time.
+        ConfigError: Slurm refuses the job; the error contains its message.
     """
     command = ["sbatch", "--parsable", *options, str(script)]
-    done = _run(command, environ=outer_environ(environ))
+    done = _run(command, environ=without_job_variables(environ))
     if done.returncode != 0:
-        said = done.stderr.strip().removeprefix("sbatch: error: ")
+        message = done.stderr.strip().removeprefix("sbatch: error: ")
         raise ConfigError(
             f"Slurm refuses the job script {script}",
-            why=said or f"sbatch ended with exit code {done.returncode}",
+            why=message or f"sbatch ended with exit code {done.returncode}",
             fix="correct the options of SlurmLauncher; `sinfo` lists partitions, `sacctmgr show assoc` accounts",
         )
-    return done.stdout.strip().partition(";")[0]  # "12;cluster" where there are several
+    return done.stdout.strip().partition(";")[0]  # "12;cluster" if there are several clusters
 
 
 def query(*command: str) -> str | None:
-    """What a command says; None: it is not there, does not answer, or does not know."""
+    """Return the stdout of a command, or None if the command is not installed, times out or fails."""
     with contextlib.suppress(LaunchError):
         done = _run(command)
         if done.returncode == 0:
@@ -57,24 +57,16 @@ def query(*command: str) -> str | None:
 
 
 def cancel(job_id: str) -> None:
-    """End a job, queued or running; one that has ended is left alone.
-
-    Raises:
-        LaunchError: Slurm does not do it.
-    """
-    _checked("scancel", job_id)
+    """Cancel a queued or running job; do nothing if it has ended. Raises LaunchError if scancel fails."""
+    _run_or_raise("scancel", job_id)
 
 
 def requeue(job_id: str) -> None:
-    """Put a running job back into the queue.
-
-    Raises:
-        LaunchError: Slurm does not do it.
-    """
-    _checked("scontrol", "requeue", job_id)
+    """Put a running job back into the queue. Raises LaunchError if scontrol fails."""
+    _run_or_raise("scontrol", "requeue", job_id)
 
 
-def _checked(*command: str) -> None:
+def _run_or_raise(*command: str) -> None:
     done = _run(command)
     if done.returncode != 0:
         raise LaunchError(
@@ -94,17 +86,17 @@ def _run(command: Sequence[str], environ: Mapping[str, str] | None = None) -> su
             timeout=_TIMEOUT_S,
             env=environ,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the caller: it must not cut a submission in half
+            start_new_session=True,  # Ctrl-C must not interrupt a submission
         )
     except FileNotFoundError:
         raise LaunchError(
             f"this machine has no {command[0]!r}",
-            why="the Slurm launcher hands calls to Slurm's own commands",
-            fix="run it on a login node of the cluster, or write the job with sbatch_script() and take it there",
+            why="the Slurm launcher runs Slurm's own commands",
+            fix="run it on a login node of the cluster, or write the job with sbatch_script() and copy it there",
         ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"`{' '.join(command)}` gave no answer for {_TIMEOUT_S:g} s",
+            f"`{' '.join(command)}` did not end within {_TIMEOUT_S:g} s",
             why="Slurm's controller is busy or down",
             fix="try `scontrol ping`, and again later",
         ) from None

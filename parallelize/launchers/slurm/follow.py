@@ -1,4 +1,4 @@
-"""A caller waits for its job: the queue's words until it runs, its output from then on."""
+"""Waits for a job in the caller's terminal: shows the job's state while it is queued, then its output."""
 
 from __future__ import annotations
 
@@ -9,68 +9,71 @@ from typing import Any, TextIO
 
 from parallelize.call.task import Outcome
 from parallelize.launchers.slurm.job import Job
-from parallelize.launchers.slurm.job_state import State
+from parallelize.launchers.slurm.job_state import JobState
 
-__all__ = ["watched"]
+__all__ = ["follow"]
 
 
-def watched(job: Job[Any], *, out: TextIO | None = None, err: TextIO | None = None) -> list[Outcome]:
-    """What came of a job, waited for in sight of the user; Ctrl-C says how to go on without it, a second one ends it.
+def follow(job: Job[Any], *, out: TextIO | None = None, err: TextIO | None = None) -> list[Outcome]:
+    """Wait for a job while showing its state and output; return its outcomes.
+
+    The first Ctrl-C prints how to cancel the job and keeps waiting; the second cancels it.
 
     Args:
         job: the job.
-        out: gets its output; None: this process's.
-        err: gets what the queue says; None: this process's.
+        out: stream for the job's output; None: sys.stdout.
+        err: stream for the job's state; None: sys.stderr.
 
     Raises:
         BaseException: as `Job.result` does.
-        KeyboardInterrupt: the second Ctrl-C; the job is cancelled.
+        KeyboardInterrupt: at the second Ctrl-C; the job is cancelled.
     """
-    screen = _Screen(job, out or sys.stdout, err or sys.stderr)
-    is_warned = False
+    display = _JobDisplay(job, out or sys.stdout, err or sys.stderr)
+    is_interrupted = False
     while True:
         try:
-            return job.outcomes(watch=screen.show)
+            return job.outcomes(watch=display.show)
         except KeyboardInterrupt:
-            if is_warned:
+            if is_interrupted:
                 job.cancel()
-                screen.say(f"cancelled job {job.id}")
+                display.write_line(f"cancelled job {job.id}")
                 raise
-            is_warned = True
-            screen.say(f"job {job.id} goes on without this process; `scancel {job.id}` or Ctrl-C again ends it")
+            is_interrupted = True
+            how = f"`scancel {job.id}` or Ctrl-C again cancels it"
+            display.write_line(f"job {job.id} continues without this process; {how}")
         finally:
-            screen.forward()
+            display.forward()
 
 
-class _Screen:
-    """Shows a job: one line that changes on a terminal, a line for every change elsewhere."""
+class _JobDisplay:
+    """Shows a job's output and state; the state is one overwritten line on a terminal, else a line per change."""
 
     def __init__(self, job: Job[Any], out: TextIO, err: TextIO) -> None:
         self._job, self._out, self._err = job, out, err
         self._started = time.monotonic()
-        self._said = ""
+        self._last_line = ""
         self._offset = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may arrive in two parts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
 
-    def show(self, state: State | None) -> None:
-        """The state as last known, and what is new of the output."""
+    def show(self, state: JobState | None) -> None:
+        """Show the last known state and the new output."""
         text = f"slurm job {self._job.id}: {state or 'submitted'}"
         if self._err.isatty() and (state is None or state.name == "PENDING"):
             self._err.write(f"\r{text}, {time.monotonic() - self._started:.0f} s\x1b[K")
             self._err.flush()
-            self._said = ""
-        elif text != self._said:
-            self.say(text)
-            self._said = text
+            self._last_line = ""
+        elif text != self._last_line:
+            self.write_line(text)
+            self._last_line = text
         self.forward()
 
-    def say(self, text: str) -> None:
-        """A line of its own."""
+    def write_line(self, text: str) -> None:
+        """Write a message on its own line."""
         self._err.write(("\r\x1b[K" if self._err.isatty() else "") + text + "\n")
         self._err.flush()
 
     def forward(self) -> None:
-        """Pass on what the job has printed since."""
+        """Copy the job's new output to the output stream."""
         try:
             with self._job.log.open("rb") as log:
                 log.seek(self._offset)

@@ -1,4 +1,4 @@
-"""The job script: what a person reads, keeps and hands to sbatch, and what `submit` queues."""
+"""The sbatch script of a job, the wrapper that srun starts on each node, and the formats of sbatch's options."""
 
 from __future__ import annotations
 
@@ -6,51 +6,55 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
-from parallelize.errors import ConfigError
+from parallelize.errors import ConfigError, Fault
 
-__all__ = ["GUARD", "Script"]
+__all__ = ["WRAPPER", "JobScript", "format_memory", "format_time_limit"]
 
-_FLAG = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
+_OPTION_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
+# minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]
+_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 
-_TO_ITS_END = """\
-# A signal ends a wait, not the step.
+_WAIT_FOR_STEP = """\
+# A trapped signal interrupts wait: wait again until the step has ended.
 while true; do
     wait "$step"; code=$?
     kill -0 "$step" 2>/dev/null || exit "$code"
 done"""
 
-GUARD = f"""\
+WRAPPER = f"""\
 #!/bin/bash
-# srun's task on each node: runs a command. Slurm asks tasks to end (TERM) some time before it ends them; while the job
-# runs, it is being preempted, and the training is told to stop; else it was cancelled, and the command ends at once.
-asked_to_end() {{
+# srun's task on each node: runs a command. Slurm sends TERM some time before KILL. If the job is still RUNNING, it is
+# being preempted: ask the training to stop. Otherwise it was cancelled: terminate the command.
+on_term() {{
     state="$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID")"
     if [ "$state" = RUNNING ]; then touch "$stop"; else kill "$step"; fi
 }}
-trap asked_to_end TERM
+trap on_term TERM
 "$@" &
 step=$!
-{_TO_ITS_END}
+{_WAIT_FOR_STEP}
 """
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
-    """A job script.
+class JobScript:
+    """A script for sbatch; `str()` is its text.
 
     Args:
-        flags: options of sbatch by name, in order; True: a flag without a value.
+        options: options of sbatch, by long name and in order; True: a flag without a value; False: omitted.
         modules: environment modules to load, after a purge.
-        env: variables to export.
-        setup: shell lines, run as they are.
+        env: environment variables to export.
+        setup: shell lines, copied unchanged.
         step: the command that srun starts once on every node.
         srun: options of srun.
         folder: the job's folder.
     """
 
-    flags: Mapping[str, str | int | bool]
+    options: Mapping[str, str | int | bool]
     modules: Sequence[str]
     env: Mapping[str, str]
     setup: Sequence[str]
@@ -59,23 +63,19 @@ class Script:
     folder: Path
 
     def __str__(self) -> str:
-        """The script's text.
-
-        Raises:
-            ConfigError: an option of sbatch that would not stay on its line.
-        """
+        """Return the script's text; raise ConfigError if an option of sbatch contains a line break."""
         return "\n".join(["#!/bin/bash", *self._directives(), *self._preparation(), "", *self._run(), ""])
 
     def _directives(self) -> Iterator[str]:
-        for name, value in self.flags.items():
-            if _FLAG.fullmatch(name) is None or set(str(value)) & {"\n", "\r"}:
+        for name, value in self.options.items():
+            if _OPTION_NAME.fullmatch(name) is None or set(str(value)) & {"\n", "\r"}:
                 raise ConfigError(
                     f"sbatch option {name}={value!r}",
                     why="it would end its line in the job script, and what follows would be a command",
                     fix="use the long name of an option, and a value without line breaks",
                 )
             if value is not False:
-                # sbatch takes quotes as a shell does.
+                # sbatch parses quotes as a shell does.
                 yield f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(str(value))}"
 
     def _preparation(self) -> Iterator[str]:
@@ -97,8 +97,42 @@ class Script:
         yield 'export stop="$folder/stop.$job.$attempt"'
         yield """trap 'touch "$stop"' USR2"""
         yield ""
-        yield f"""{shlex.join(["srun", *self.srun])} bash "$folder/guard.sh" \\"""
+        yield f"""{shlex.join(["srun", *self.srun])} bash "$folder/wrapper.sh" \\"""
         yield f"    {shlex.join(self.step)} \\"
         yield """    "$folder" --job "$job" --attempt "$attempt" --index "${SLURM_ARRAY_TASK_ID:-0}" &"""
         yield "step=$!"
-        yield _TO_ITS_END
+        yield _WAIT_FOR_STEP
+
+
+def format_time_limit(value: object) -> str | Fault:
+    """Return `value` in the format of sbatch's --time, or a Fault if `value` is invalid.
+
+    Args:
+        value: Slurm's text ("4:00:00", "1-02:00:00"; "15:00" is minutes and seconds, "15" is minutes), minutes as int,
+            or a timedelta, rounded up to a second.
+
+    Source: https://slurm.schedmd.com/sbatch.html#OPT_time
+    """
+    if isinstance(value, timedelta) and value > timedelta(0):
+        seconds = -(-value // timedelta(seconds=1))
+        return f"{seconds // 86400}-{seconds // 3600 % 24:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return str(value)
+    if isinstance(value, str) and _TIME.fullmatch(value.strip()):
+        return value.strip()
+    return Fault(
+        f"time={value!r}", "it is not a time limit of Slurm", "use '4:00:00', '1-02:00:00', minutes or a timedelta"
+    )
+
+
+def format_memory(value: object) -> str | Fault:
+    """Return `value` in the format of sbatch's --mem (per node), or a Fault if `value` is invalid.
+
+    Args:
+        value: Slurm's text ("64G", "2000M"), or megabytes as int.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return str(value)
+    if isinstance(value, str) and _MEMORY.fullmatch(value.strip()):
+        return value.strip()
+    return Fault(f"mem={value!r}", "it is not a memory size of Slurm", "use '64G', or megabytes as a number")

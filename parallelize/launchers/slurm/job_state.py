@@ -1,4 +1,4 @@
-"""What Slurm says about a job: from its accounting, its queue or its memory, whichever answers."""
+"""Queries the state of a Slurm job with squeue, scontrol and sacct."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from parallelize.launchers.slurm.commands import query
 
-__all__ = ["ENDED", "State", "look_up"]
+__all__ = ["JobState", "query_state"]
 
-ENDED = frozenset(
+_END_STATES = frozenset(
     {
         "BOOT_FAIL",
         "CANCELLED",
@@ -26,12 +26,12 @@ ENDED = frozenset(
 
 
 @dataclass(frozen=True)
-class State:
+class JobState:
     """A job's state.
 
     Args:
-        name: Slurm's word, such as "PENDING".
-        reason: why it waits or ended, in Slurm's words; "" if Slurm gives none.
+        name: Slurm's name of the state, such as "PENDING".
+        reason: Slurm's reason for waiting or ending; "" if it gives none.
     """
 
     name: str
@@ -39,40 +39,40 @@ class State:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come of the job."""
-        return self.name in ENDED
+        """Whether the job has ended."""
+        return self.name in _END_STATES
 
     def __str__(self) -> str:
         return f"{self.name} ({self.reason})" if self.reason else self.name
 
 
-def look_up(job_id: str) -> State | None:
-    """The state of a job, "12" or "12_3"; None: nobody knows it any more.
+def query_state(job_id: str) -> JobState | None:
+    """Return the state of a job, "12" or "12_3"; None: Slurm has no record of the job, or does not respond.
 
-    The queue is asked first: accounting, where a cluster has it, lags behind and may still tell of the attempt before a
-    requeue. The controller remembers an ended job for some minutes, accounting for ever.
+    squeue is queried first: sacct lags behind, and may still report the attempt before a requeue. scontrol shows an
+    ended job for some minutes. sacct shows it forever, but needs accounting, which not every cluster has.
 
     Source: https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
     """
-    return _queue(job_id) or _controller(job_id) or _accounting(job_id)
+    return _from_squeue(job_id) or _from_scontrol(job_id) or _from_sacct(job_id)
 
 
-def _queue(job_id: str) -> State | None:
-    said = query("squeue", "--noheader", "--array", "--states=all", "--format=%T|%r", f"--jobs={job_id}")
-    return None if not said else _of(*said.splitlines()[0].split("|", 1))
+def _from_squeue(job_id: str) -> JobState | None:
+    output = query("squeue", "--noheader", "--array", "--states=all", "--format=%T|%r", f"--jobs={job_id}")
+    return None if not output else _parse(*output.splitlines()[0].split("|", 1))
 
 
-def _controller(job_id: str) -> State | None:
-    said = query("scontrol", "show", "job", job_id, "--oneliner")
-    found = re.search(r"\bJobState=(\S+) Reason=(\S+)", said or "")
-    return None if found is None else _of(found[1], found[2])
+def _from_scontrol(job_id: str) -> JobState | None:
+    output = query("scontrol", "show", "job", job_id, "--oneliner")
+    match = re.search(r"\bJobState=(\S+) Reason=(\S+)", output or "")
+    return None if match is None else _parse(match[1], match[2])
 
 
-def _accounting(job_id: str) -> State | None:
-    said = query("sacct", "--allocations", "--noheader", "--parsable2", "--format=State", f"--jobs={job_id}")
-    # "CANCELLED by 1000"
-    return None if not said else _of(*(said.splitlines()[0].split(" ", 1)))
+def _from_sacct(job_id: str) -> JobState | None:
+    output = query("sacct", "--allocations", "--noheader", "--parsable2", "--format=State", f"--jobs={job_id}")
+    # the output may be "CANCELLED by 1000"
+    return None if not output else _parse(*(output.splitlines()[0].split(" ", 1)))
 
 
-def _of(name: str, reason: str = "") -> State:
-    return State(name, "" if reason in ("None", "(null)") else reason)
+def _parse(name: str, reason: str = "") -> JobState:
+    return JobState(name, "" if reason in ("None", "(null)") else reason)

@@ -1,13 +1,13 @@
-"""Calls as jobs of a Slurm cluster: from the login node to a returned value.
+"""The Slurm launcher: submits calls as jobs from a login node and returns their values.
 
     login node      train.submit(...)  ── sbatch job.sh ──>  queue
                     Job.result()       <── result ──┐           │
     shared folder   task, log, result, stop         │           v
-    node 0..n       srun, one task per node: step ──┴── elastic starts a process per GPU, joins the other nodes
+    node 0..n       srun, one task per node: step ──┴── elastic launcher: a process per GPU, on all nodes
 
-One script serves `submit` and `sbatch_script`. Slurm's own commands suffice: submitit, which was tried first, finds a
-call by a job number that a script to keep does not have yet, saves checkpoints inside a signal handler, and waits for
-ever for a killed task where a cluster has no accounting.
+`submit` and `sbatch_script` write the same script. submitit is not used: it finds a call by its job ID, but a script
+that is submitted later has no ID yet. It also saves checkpoints inside a signal handler, and on a cluster without
+accounting it waits forever for a killed task.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from pathlib import Path
 from typing import Any
 
 from parallelize.call.task import Outcome, Task
-from parallelize.cluster.devices import Gpus, Hardware
+from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import Node
 from parallelize.config.config import Config
-from parallelize.config.layout import Layout, lay_out
+from parallelize.config.gpus import Gpus
+from parallelize.config.layout import Layout, compute_layout
 from parallelize.errors import ConfigError, Fault
-from parallelize.launchers.batch_launcher import Queue
-from parallelize.launchers.slurm import commands, value_formats
-from parallelize.launchers.slurm.follow import watched
+from parallelize.launchers.batch_launcher import BatchLauncher
+from parallelize.launchers.slurm import commands
+from parallelize.launchers.slurm.follow import follow
 from parallelize.launchers.slurm.job import Job
 from parallelize.launchers.slurm.job_folder import JobFolder
-from parallelize.launchers.slurm.job_script import GUARD, Script
+from parallelize.launchers.slurm.job_script import WRAPPER, JobScript, format_memory, format_time_limit
 
 __all__ = ["PLUGIN", "SlurmLauncher"]
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_OURS = frozenset({"nodes", "ntasks", "ntasks-per-node", "array", "output", "signal", "open-mode", "parsable", "wrap"})
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_RESERVED_OPTIONS = frozenset(
+    {"nodes", "ntasks", "ntasks-per-node", "array", "output", "signal", "open-mode", "parsable", "wrap"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmLauncher(Queue):
-    """Each call is a job: `num_nodes` nodes, `gpus` of each; a call waits for its job, `submit` does not.
+class SlurmLauncher(BatchLauncher):
+    """Runs each call as a Slurm job on `num_nodes` nodes with `gpus` GPUs each; `submit` does not wait for it.
 
     | test-tube's SlurmCluster               | here                                                          |
     |----------------------------------------|---------------------------------------------------------------|
@@ -61,27 +64,27 @@ class SlurmLauncher(Queue):
     | python_cmd                             | `python=`                                                     |
 
     Args:
-        folder: where jobs leave logs and results; all nodes must see it. "~" is the home folder.
-        partition: as sbatch has it, like the next three.
-        account: who pays.
-        qos: quality of service.
-        constraint: features of the nodes, as "a100&ib".
-        time: limit: "4:00:00", "1-02:00:00", minutes, or a timedelta; None: the partition's.
+        folder: for logs and results, on a file system that all nodes share. "~" is the home folder.
+        partition: partition of the cluster, as for sbatch.
+        account: account that the job is charged to.
+        qos: quality of service, as for sbatch.
+        constraint: required features of the nodes, such as "a100&ib".
+        time: time limit: "4:00:00", "1-02:00:00", minutes, or a timedelta; None: the partition's limit.
         mem: memory of each node, "64G" or megabytes; None: the cluster's default.
-        cpus_per_task: cores for each process (each GPU); None: the cluster's default.
-        gpu_type: of the GPUs, as "a100"; None: any.
-        modules: environment modules to load, after a purge, as "NCCL/2.4.7-1-cuda.10.0".
-        env: variables for the job, beside the caller's.
-        setup: shell lines before the start, as "source env.sh".
-        sbatch: any other option of sbatch by its long name; True: a flag without a value.
-        mail_user: address that gets `mail_type` mails.
-        mail_type: events, as sbatch has them.
-        stop_before: how long before the time limit `should_stop()` turns true; Slurm may be a minute early.
-        max_requeues: how often a job that was told to stop, and has stopped, goes on; 0: never.
-        python: the interpreter on the nodes, with its arguments; None: this one.
+        cpus_per_task: cores of each process (each GPU); None: the cluster's default.
+        gpu_type: type of the GPUs, such as "a100"; None: any.
+        modules: environment modules to load, after a purge, such as "NCCL/2.4.7-1-cuda.10.0".
+        env: environment variables of the job, in addition to the caller's.
+        setup: shell lines to run before the processes start, such as "source env.sh".
+        sbatch: other options of sbatch, by long name; True: a flag without a value.
+        mail_user: e-mail address that Slurm notifies.
+        mail_type: events to notify about, as for sbatch, such as "END,FAIL".
+        stop_before: how long before the time limit `should_stop()` becomes true; Slurm may signal a minute early.
+        max_requeues: how often to requeue a job whose function returns after `should_stop()` was true; 0: never.
+        python: command that starts Python on the nodes; None: this interpreter.
 
     Raises:
-        ConfigError: every fault of the options at once.
+        ConfigError: options are invalid; the error lists all of them.
     """
 
     name = "slurm"
@@ -111,110 +114,111 @@ class SlurmLauncher(Queue):
             raise ConfigError.of(faults)
 
     def _faults(self) -> Iterator[Fault]:
-        limits = {value_formats.time_limit: self.time, value_formats.memory: self.mem}
-        written = [write(value) for write, value in limits.items() if value is not None]
-        yield from (each for each in written if isinstance(each, Fault))
-        for name, least in (("cpus_per_task", 1), ("max_requeues", 0)):
+        values = {format_time_limit: self.time, format_memory: self.mem}
+        formatted = [convert(value) for convert, value in values.items() if value is not None]
+        yield from (each for each in formatted if isinstance(each, Fault))
+        for name, minimum in (("cpus_per_task", 1), ("max_requeues", 0)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                yield Fault(f"{name}={value!r}", f"it is a whole number from {least}", f"use {name}={least}, say")
-        span: object = self.stop_before
-        if not isinstance(span, timedelta) or span < timedelta(seconds=1):
-            yield Fault(f"stop_before={span!r}", "it is a span of time", "use timedelta(minutes=5), say")
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
+                yield Fault(f"{name}={value!r}", f"it must be an integer >= {minimum}", f"use {name}={minimum} or more")
+        stop_before: object = self.stop_before
+        if not isinstance(stop_before, timedelta) or stop_before < timedelta(seconds=1):
+            yield Fault(f"stop_before={stop_before!r}", "it must be a timedelta >= 1 s", "use timedelta(minutes=5)")
         for name in ("modules", "setup"):
             if isinstance(value := getattr(self, name), str):
-                yield Fault(f"{name}={value!r}", "it is one text, where a list is read", f"use {name}=[{value!r}]")
+                yield Fault(f"{name}={value!r}", "it must be a list of strings", f"use {name}=[{value!r}]")
         for name in self.env:
-            if not _VARIABLE.fullmatch(name):
-                yield Fault(f"env={{{name!r}: ...}}", "no variable has such a name", "use letters, digits and _")
+            if not _VARIABLE_NAME.fullmatch(name):
+                yield Fault(f"env={{{name!r}: ...}}", "it is not a valid variable name", "use letters, digits and _")
         for name in self.sbatch:
-            if name.lstrip("-").replace("_", "-") in _OURS:
+            if name.lstrip("-").replace("_", "-") in _RESERVED_OPTIONS:
                 fix = "use num_nodes=, gpus=, processes=, folder=, stop_before= or submit_many() instead"
-                yield Fault(f"sbatch={{{name!r}: ...}}", "the request decides it", fix)
+                yield Fault(f"sbatch={{{name!r}: ...}}", "the launcher sets this option itself", fix)
 
     def plan(self, config: Config) -> Layout:
-        """The processes of each node, were its GPUs those that the request names."""
+        """Return the layout of the job, with as many GPUs on each node as `config` requests."""
         config = config.changed(launcher=None, num_nodes=config.num_nodes or 1)
         gpus = config.gpus
         if gpus is not None and gpus.indices is not None:
             raise ConfigError(
-                f"{gpus.asked} with launcher='slurm'",
+                f"{gpus.as_option} with launcher='slurm'",
                 why="Slurm decides which GPUs of a node a job gets",
                 fix=f"use gpus={len(gpus.indices)}",
             )
         if gpus == Gpus.ALL or (gpus is None and config.processes is None):
+            reason = "neither gpus= nor processes= is a number"
             raise ConfigError(
-                "neither gpus= nor processes= is a number" if gpus is None else f"{gpus.asked} with launcher='slurm'",
-                why="Slurm has to be asked for so many, before anybody sees the node",
+                reason if gpus is None else f"{gpus.as_option} with launcher='slurm'",
+                why="a Slurm job requests a fixed number of GPUs before its nodes are known",
                 fix="use gpus=4 (on each node), or processes=2 to run on CPUs",
             )
         count = 0 if gpus is None else gpus.count or 0
-        return lay_out(config, Hardware("cuda", count) if count else Hardware())
+        return compute_layout(config, Hardware("cuda", count) if count else Hardware())
 
     def launch(self, task: Task, *, node: Node | None, environ: Mapping[str, str]) -> list[Outcome]:
-        """Queue the call, wait for its job with its state and output on the screen, and return its outcomes."""
-        del node  # the job finds its own
+        """Submit the call, show the state and output of its job until the job ends, and return the outcomes."""
+        del node  # Slurm chooses the nodes
         (job,) = self.submit([task], at_most=None, environ=environ)
-        return watched(job)
+        return follow(job)
 
     def submit(self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]) -> list[Job[Any]]:
-        """Queue the calls; several are one job array."""
-        folder = JobFolder.make(self._parent(), tasks[0].name)
-        folder.write_calls(tasks, guard=GUARD)
+        """Submit the calls: one as a job, several as a job array."""
+        folder = JobFolder.make(self._jobs_folder(), tasks[0].name)
+        folder.write_calls(tasks, wrapper=WRAPPER)
         folder.script.write_text(str(self._script(tasks[0], folder, is_array=len(tasks) > 1)))
         limit = "" if at_most is None else f"%{at_most}"
         array = [f"--array=0-{len(tasks) - 1}{limit}"] if len(tasks) > 1 else []
-        job_id = commands.queue(folder.script, options=array, environ=environ)
+        job_id = commands.submit_script(folder.script, options=array, environ=environ)
         folder.link(job_id)
         ids = [f"{job_id}_{index}" for index in range(len(tasks))] if array else [job_id]
         return [Job(each, folder, all_ranks=task.all_ranks) for each, task in zip(ids, tasks, strict=True)]
 
     def write_script(self, task: Task, path: Path) -> None:
-        """Write the script to `path`; what it needs is in a folder beside it, `path` with ".job" at its end."""
+        """Write the job script to `path`, and the job's files to the folder `path` + ".job"."""
         folder = JobFolder(path.resolve().with_name(path.name + ".job"))
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.write_calls([task], guard=GUARD)
+        folder.write_calls([task], wrapper=WRAPPER)
         path.write_text(str(self._script(task, folder, is_array=False)))
 
-    def _parent(self) -> Path:
+    def _jobs_folder(self) -> Path:
         return Path(self.folder).expanduser().resolve()
 
-    def _script(self, task: Task, folder: JobFolder, *, is_array: bool) -> Script:
+    def _script(self, task: Task, folder: JobFolder, *, is_array: bool) -> JobScript:
         layout = task.layout
         cores = None if self.cpus_per_task is None else self.cpus_per_task * layout.local_world_size
-        output = folder.log("%A_%a" if is_array else "%j")
+        output = folder.log_file("%A_%a" if is_array else "%j")
         python = self.python or [sys.executable]
-        return Script(
-            flags={**self._flags(task.name, layout, cores), "output": str(output), "open-mode": "append"},
+        return JobScript(
+            options={**self._sbatch_options(task.name, layout, cores), "output": str(output), "open-mode": "append"},
             modules=self.modules,
             env=self.env,
             setup=self.setup,
-            # srun does not take --cpus-per-task from the job since Slurm 22.05.
+            # Since Slurm 22.05 srun does not inherit --cpus-per-task from the job.
             srun=["--kill-on-bad-exit=1", *([] if cores is None else [f"--cpus-per-task={cores}"])],
             step=[*python, "-u", "-m", "parallelize.launchers.slurm.step", "--max-requeues", str(self.max_requeues)],
             folder=folder.path,
         )
 
-    def _flags(self, name: str, layout: Layout, cores: int | None) -> dict[str, str | int | bool]:
+    def _sbatch_options(self, name: str, layout: Layout, cores: int | None) -> dict[str, str | int | bool]:
         gpus = len(layout.indices)
-        flags: dict[str, str | int | None] = {
+        options: dict[str, str | int | None] = {
             "job-name": re.sub(r"[^\w.-]+", "-", name),
             "partition": self.partition,
             "account": self.account,
             "qos": self.qos,
             "constraint": self.constraint,
             "nodes": layout.num_nodes,
-            "ntasks-per-node": 1,  # the task starts the node's processes
+            "ntasks-per-node": 1,  # this task starts all processes of its node
             "cpus-per-task": cores,
             "gres": (f"gpu:{self.gpu_type}:{gpus}" if self.gpu_type else f"gpu:{gpus}") if gpus else None,
-            "mem": None if self.mem is None else str(value_formats.memory(self.mem)),
-            "time": None if self.time is None else str(value_formats.time_limit(self.time)),
+            "mem": None if self.mem is None else str(format_memory(self.mem)),
+            "time": None if self.time is None else str(format_time_limit(self.time)),
             "signal": f"B:USR2@{int(self.stop_before.total_seconds())}",
             "mail-user": self.mail_user,
             "mail-type": self.mail_type if self.mail_user else None,
         }
-        asked = {name.lstrip("-").replace("_", "-"): value for name, value in self.sbatch.items()}
-        return {**{name: value for name, value in flags.items() if value is not None}, "requeue": True, **asked}
+        extra = {name.lstrip("-").replace("_", "-"): value for name, value in self.sbatch.items()}
+        return {**{name: value for name, value in options.items() if value is not None}, "requeue": True, **extra}
 
 
 PLUGIN = SlurmLauncher

@@ -1,4 +1,4 @@
-"""A function is found again by its name or shipped by value; a call and its outcome cross files whole."""
+"""Functions are pickled by name or by value; calls and their outcomes are written to files and read back."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Home:
         (torch.nn.functional.relu, 0),
     ],
 )
-def test_a_function_that_has_a_name_goes_by_it(function: Callable[..., Any], depth: int) -> None:
-    """The name leads to the very function, behind its decorators."""
-    reference = FunctionRef.to(function)
+def test_a_named_function_is_pickled_by_name(function: Callable[..., Any], depth: int) -> None:
+    """The name resolves to the same function, below its decorators."""
+    reference = FunctionRef.of(function)
     assert (reference.value, reference.depth) == (None, depth)
     assert reference.resolve() is function
 
@@ -81,31 +81,31 @@ def shadowed() -> int:
     [lambda: 5, functools.partial(plain), first_shadowed, math.sqrt.__call__],
     ids=["lambda", "partial", "shadowed", "bound"],
 )
-def test_a_function_without_a_name_goes_by_value(function: Callable[..., Any]) -> None:
-    """No name, or one that leads elsewhere."""
-    reference = FunctionRef.to(function)
+def test_a_function_without_a_name_is_pickled_by_value(function: Callable[..., Any]) -> None:
+    """It has no name, or its name refers to another object."""
+    reference = FunctionRef.of(function)
     assert reference.value is function
     assert reference.resolve() is function
 
 
-def test_a_module_loaded_by_path_has_no_name_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its functions go by value, even if another module of that name can be imported."""
+def test_a_module_loaded_by_path_is_pickled_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are its functions, even if another module of that name can be imported."""
     (tmp_path / "colorsys.py").write_text("def function(): return 1\n")
     spec = importlib.util.spec_from_file_location("colorsys", tmp_path / "colorsys.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, "colorsys", module)
-    assert FunctionRef.to(module.function).value is module.function
+    assert FunctionRef.of(module.function).value is module.function
     monkeypatch.syspath_prepend(tmp_path)
-    assert FunctionRef.to(module.function).value is None
+    assert FunctionRef.of(module.function).value is None
 
 
 def layout() -> Layout:
     return Layout(Config.parse(processes=2), 1, ((CPU,),) * 2)
 
 
-def test_a_call_crosses_a_file(tmp_path: Path) -> None:
-    """Function, arguments, layout and what is wanted."""
+def test_a_task_is_written_and_read(tmp_path: Path) -> None:
+    """Function, arguments, layout and `all_ranks` survive."""
     Task(plain, (1, "a$$b"), {"key": [2]}, layout(), all_ranks=True).write(tmp_path / "task")
     task = Task.read(tmp_path / "task", device=CPU)
     assert task == Task(plain, (1, "a$$b"), {"key": [2]}, layout(), all_ranks=True)
@@ -119,15 +119,15 @@ def uses_a_lock() -> bool:
     return lock.acquire(blocking=False)
 
 
-def test_a_lock_beside_a_function_that_has_a_name_does_no_harm(tmp_path: Path) -> None:
-    """What travels by name takes no globals along, and is not blamed for an argument."""
+def test_globals_of_a_function_pickled_by_name_may_be_unpicklable(tmp_path: Path) -> None:
+    """They are not pickled, nor named in the error on an argument."""
     Task(uses_a_lock, (), {}, layout()).write(tmp_path / "task")
-    with pytest.raises(ConfigError, match="argument 0 cannot travel"):
+    with pytest.raises(ConfigError, match="argument 0 cannot be pickled"):
         Task(uses_a_lock, (lock,), {}, layout()).write(tmp_path / "task")
 
 
-def test_an_option_that_cannot_travel_is_named(tmp_path: Path) -> None:
-    """Hooks are part of the request, and of what is shipped."""
+def test_an_option_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+    """Functions among the options are pickled with the call."""
 
     def connect(world: World) -> None:
         print(lock)
@@ -140,21 +140,21 @@ def test_an_option_that_cannot_travel_is_named(tmp_path: Path) -> None:
 WORLD = World(rank=1, local_rank=1, world_size=2, local_world_size=2)
 
 
-def test_a_returned_outcome_brings_value_and_trained_tensors(tmp_path: Path) -> None:
-    """Every parameter and buffer of each module, by name."""
+def test_the_outcome_of_a_return_has_value_and_trained_tensors(tmp_path: Path) -> None:
+    """Every parameter and buffer of each module is in it, by name."""
     net = nn.BatchNorm1d(2)
     Outcome.returned(WORLD, {"loss": 0.5}, [net]).write(tmp_path / "outcome")
     outcome = Outcome.read(tmp_path / "outcome")
     assert (outcome.rank, outcome.value, outcome.error) == (1, {"loss": 0.5}, None)
-    assert outcome.trained[0].keys() == net.state_dict().keys()
+    assert outcome.module_tensors[0].keys() == net.state_dict().keys()
 
 
 def failing() -> None:
     raise KeyError("lr")
 
 
-def test_a_raised_outcome_brings_error_traceback_and_time(tmp_path: Path) -> None:
-    """What the caller needs to tell what happened, and when."""
+def test_the_outcome_of_an_exception_has_error_traceback_and_time(tmp_path: Path) -> None:
+    """The caller shows them to the user."""
     with pytest.raises(KeyError) as caught:
         failing()
     Outcome.raised(WORLD, caught.value).write(tmp_path / "outcome")
@@ -164,8 +164,8 @@ def test_a_raised_outcome_brings_error_traceback_and_time(tmp_path: Path) -> Non
     assert outcome.failed_at is not None
 
 
-def test_an_error_in_anothers_place_shows_their_traceback_once() -> None:
-    """What torch said of a wait for a rank that is gone stays as one line; another cause keeps its own traceback."""
+def test_an_error_with_its_causes_traceback_shows_it_once() -> None:
+    """torch's error, which the watchdog has explained, is shown as one line; any other cause keeps its traceback."""
     try:
         raise RuntimeError("closed by peer")
     except RuntimeError as error:
@@ -176,9 +176,9 @@ def test_an_error_in_anothers_place_shows_their_traceback_once() -> None:
     assert text.startswith("RuntimeError: closed by peer\n")
 
 
-def test_a_value_that_cannot_travel_is_refused_when_written(tmp_path: Path) -> None:
-    """The worker learns of it while it can still say so."""
-    with pytest.raises(WorkerError, match=r"the returned value\[1\] cannot travel(.|\n)*fix: return plain values"):
+def test_a_value_that_cannot_be_pickled_is_refused_when_written(tmp_path: Path) -> None:
+    """The worker can still report the error then."""
+    with pytest.raises(WorkerError, match=r"the returned value\[1\] cannot be pickled(.|\n)*fix: return plain values"):
         Outcome.returned(WORLD, [1, lock]).write(tmp_path / "outcome")
 
 
@@ -191,15 +191,15 @@ class SpeechlessError(Exception):
         raise ValueError("nothing to say")
 
 
-def test_an_exception_without_a_text_is_stood_in_for(tmp_path: Path) -> None:
-    """What its __str__ raises is not taken for what happened."""
+def test_an_exception_whose_str_raises_is_replaced(tmp_path: Path) -> None:
+    """The error of its __str__ does not hide the exception."""
     Outcome.raised(WORLD, SpeechlessError()).write(tmp_path / "outcome")
     error = Outcome.read(tmp_path / "outcome").error
-    assert str(error).startswith("SpeechlessError: (its text cannot be had: __str__ raised ValueError)\n")
+    assert str(error).startswith("SpeechlessError: (no text: its __str__ raised ValueError)\n")
 
 
 def test_an_exception_that_python_cannot_format_has_its_frames() -> None:
-    """Python counts with the attributes of a SyntaxError, which a parser of the user's may fill with anything."""
+    """Python calculates with the attributes of a SyntaxError, to which a user's parser may have assigned anything."""
     try:
         raise SyntaxError("bad config", ("a.toml", 1, "column 3", "x = 1"))
     except SyntaxError as error:
@@ -215,8 +215,8 @@ class HoldsALockError(Exception):
         self.lock = lock
 
 
-def test_an_exception_that_cannot_travel_is_stood_in_for(tmp_path: Path) -> None:
-    """Its type and text are in the message."""
+def test_an_exception_that_cannot_be_pickled_is_replaced(tmp_path: Path) -> None:
+    """Its type and text are in the message of the WorkerError."""
     Outcome.raised(WORLD, HoldsALockError()).write(tmp_path / "outcome")
     error = Outcome.read(tmp_path / "outcome").error
     assert isinstance(error, WorkerError)

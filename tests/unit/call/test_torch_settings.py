@@ -1,4 +1,4 @@
-"""What a script sets in torch travels."""
+"""torch settings of a script, applied in another process."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from parallelize.call.torch_settings import Settings
+from parallelize.call.torch_settings import TorchSettings
 
 
-def _in_a_fork(act: Callable[[], Settings]) -> Settings:
-    """What `act` gives in a process of its own, whose settings nobody else has."""
+def _in_a_fork(act: Callable[[], TorchSettings]) -> TorchSettings:
+    """Return the result of `act` in a forked process, whose settings do not affect this one."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.write(writer, pickle.dumps(act()))
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader, "rb") as answer:
-        said = answer.read()
+    with os.fdopen(reader, "rb") as pipe:
+        pickled = pipe.read()
     os.waitpid(child, 0)
-    found: Settings = pickle.loads(said)
-    return found
+    settings: TorchSettings = pickle.loads(pickled)
+    return settings
 
 
 LINES = [
@@ -56,27 +56,27 @@ LINES = [
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_line_of_the_script_holds_in_another_process(line: str) -> None:
-    """Both would read the same of every setting, and of none of them what torch refuses to say."""
+    """Every setting that torch allows to read is equal in both processes."""
 
-    def set_here() -> Settings:
+    def run_line() -> TorchSettings:
         exec(line)
-        return Settings.here()
+        return TorchSettings.capture()
 
-    def settled() -> Settings:
-        there.settle()
-        there.settle_device()
-        return Settings.here()
+    def apply() -> TorchSettings:
+        settings.apply()
+        settings.apply_default_device()
+        return TorchSettings.capture()
 
-    there = _in_a_fork(set_here)
-    assert _in_a_fork(settled) == there
-    assert (there != Settings.here()) == (line != "pass")
+    settings = _in_a_fork(run_line)
+    assert _in_a_fork(apply) == settings
+    assert (settings != TorchSettings.capture()) == (line != "pass")
 
 
-def test_a_default_gpu_is_each_ranks_own() -> None:
-    """The caller's number of it says nothing in a worker; no GPU is asked."""
+def test_the_index_of_a_default_gpu_is_dropped() -> None:
+    """The caller's index is meaningless in a worker; no GPU is initialized."""
     torch.set_default_device("cuda:1")
     try:
-        assert Settings.here().device == "cuda"
+        assert TorchSettings.capture().device == "cuda"
     finally:
         torch.set_default_device(None)
-    assert Settings.here().device is None
+    assert TorchSettings.capture().device is None

@@ -1,4 +1,4 @@
-"""Checkpoints as files: whole or not at all, plain values only, every damage told."""
+"""Checkpoint files: atomic writes, safe types only, every damage detected."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parallelize import ConfigError, ParallelizeError, load, save
-from parallelize.checkpoint.atomic_write import clear_leftovers, replace_file
-from parallelize.checkpoint.checksum import digest
-from parallelize.checkpoint.file_format import read
+from parallelize.checkpoint.atomic_write import remove_stale_temp_files, replace_file
+from parallelize.checkpoint.checksum import checksum_of
+from parallelize.checkpoint.file_format import read_file
 
 VALUES = {
     "none": None,
@@ -42,7 +42,7 @@ VALUES = {
 
 
 def equal(a, b):
-    """Whether values are the same, tensors among them."""
+    """Return whether two nested values are equal, with equal types and bitwise equal tensors."""
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
@@ -52,8 +52,8 @@ def equal(a, b):
     return type(a) is type(b) and a == b
 
 
-def test_plain_values_come_back(tmp_path):
-    """Numbers, texts, tensors and their containers come back as they were, types and order included."""
+def test_plain_values_are_restored(tmp_path):
+    """Numbers, strings, tensors and their containers are restored exactly, types and order included."""
     save(tmp_path / "new" / "a.pt", **VALUES)
     found = load(tmp_path / "new" / "a.pt")
     assert found.keys() == VALUES.keys()
@@ -61,8 +61,8 @@ def test_plain_values_come_back(tmp_path):
         assert equal(found[name], value), name
 
 
-def test_subclasses_of_numbers_are_plain(tmp_path):
-    """NumPy's float, which is a float, is one when it comes back."""
+def test_subclasses_of_numbers_become_built_in_types(tmp_path):
+    """A NumPy float is loaded as a Python float."""
     numpy = pytest.importorskip("numpy")
     save(tmp_path / "a.pt", best=numpy.float64(0.1), nested={"deep": [numpy.float64(0.2)]})
     found = load(tmp_path / "a.pt")
@@ -70,20 +70,20 @@ def test_subclasses_of_numbers_are_plain(tmp_path):
 
 
 class Phase(str, enum.Enum):
-    """As text, an enumeration gives its own name."""
+    """An enum of strings: str() of a member returns its qualified name."""
 
     WARM = "warm"
 
 
 class Level(enum.IntEnum):
-    """A number with a name."""
+    """An enum of integers."""
 
     HIGH = 3
 
 
 @pytest.mark.parametrize("numpy", ["str_", "float64", "int64", "bytes_", None])
-def test_keys_and_elements_are_plain(tmp_path, numpy):
-    """Whatever subclass they are of, keys, elements of sets and names can be read again, as what they equal."""
+def test_keys_and_elements_become_built_in_types(tmp_path, numpy):
+    """Keys, set elements and values of subclasses are saved as the built-in values that they equal."""
     pairs = [(Phase.WARM, "warm"), (Level.HIGH, 3)]
     if numpy is not None:
         raw = {"str_": "a", "float64": 0.5, "int64": 7, "bytes_": b"b"}[numpy]
@@ -94,8 +94,8 @@ def test_keys_and_elements_are_plain(tmp_path, numpy):
         assert repr(load(tmp_path / "a.pt")) == repr(expected)
 
 
-def test_names_are_plain(tmp_path):
-    """A name of a subclass of str, which ** lets through, is a str in the file."""
+def test_names_become_str(tmp_path):
+    """A name of a subclass of str, which ** accepts, is a str in the file."""
     save(tmp_path / "a.pt", **{Phase.WARM: 1})
     assert repr(load(tmp_path / "a.pt")) == "{'warm': 1}"
 
@@ -103,24 +103,24 @@ def test_names_are_plain(tmp_path):
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        (object(), "thing is a builtins.object"),
-        ({"a": [lambda: 0]}, r"thing\['a'\]\[0\] is a builtins.function"),
-        ({Path("x"): 1}, "a key of thing is a pathlib"),
-        (torch.eye(2).to_sparse(), "thing is no dense tensor"),
-        (torch.empty(1, device="meta"), "thing is no dense tensor"),
+        (object(), "obj is of type builtins.object"),
+        ({"a": [lambda: 0]}, r"obj\['a'\]\[0\] is of type builtins.function"),
+        ({Path("x"): 1}, "a key of obj is of type pathlib"),
+        (torch.eye(2).to_sparse(), "obj is not a dense tensor"),
+        (torch.empty(1, device="meta"), "obj is not a dense tensor"),
         (torch.utils.data.DataLoader([1]), "the position of a DataLoader"),
     ],
 )
-def test_what_is_not_plain_is_refused_when_saved(tmp_path, value, named):
-    """The error says which value it is, and what to save instead; no file is made."""
+def test_unsafe_types_are_rejected_when_saved(tmp_path, value, named):
+    """The error names the value and what to save instead; no file is made."""
     with pytest.raises(ConfigError, match=named) as caught:
-        save(tmp_path / "a.pt", thing=value)
+        save(tmp_path / "a.pt", obj=value)
     assert caught.value.faults[0].fix
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_and_folders_are_refused(tmp_path):
-    """A call without anything to save, and one that names a folder, say so."""
+def test_nothing_to_save_and_folders_are_rejected(tmp_path):
+    """save() without objects, and to an existing folder, raises."""
     with pytest.raises(ConfigError, match="nothing to save"):
         save(tmp_path / "a.pt")
     with pytest.raises(ConfigError, match="it is a folder"):
@@ -139,7 +139,7 @@ class Hostile:
 
 @pytest.mark.parametrize("how", ["torch.save", "in a checkpoint", "pickle", "legacy"])
 def test_a_hostile_file_is_not_run(tmp_path, how):
-    """No code in a file is executed; where it has the form of a checkpoint the error names what it would have run."""
+    """No code in a file is run; for a file in our format the error names the function that it would have called."""
     hostile, path = Hostile(f"touch {tmp_path / 'run'}"), tmp_path / "a.pt"
     if how == "torch.save":
         torch.save(hostile, path)
@@ -149,17 +149,17 @@ def test_a_hostile_file_is_not_run(tmp_path, how):
         path.write_bytes(pickle.dumps(hostile))
     else:
         save(path, a=1)
-        whole = torch.load(path, weights_only=True)
-        whole["content"]["entries"]["a"][2] = hostile
-        torch.save(whole, path)
-    with pytest.raises(ConfigError, match=r"posix.system|no checkpoint of") as caught:
+        stored = torch.load(path, weights_only=True)
+        stored["content"]["entries"]["a"][2] = hostile
+        torch.save(stored, path)
+    with pytest.raises(ConfigError, match=r"posix.system|not a checkpoint of") as caught:
         load(path)
     assert caught.value.faults[0].fix
     assert not (tmp_path / "run").exists()
 
 
 def test_the_hostile_file_would_have_run(tmp_path):
-    """The check above can fail: a reader that trusts the file runs it."""
+    """Meta-test: torch.load with weights_only=False runs the command."""
     torch.save(Hostile(f"touch {tmp_path / 'run'}"), tmp_path / "a.pt")
     torch.load(tmp_path / "a.pt", weights_only=False)
     assert (tmp_path / "run").exists()
@@ -173,31 +173,31 @@ def test_the_hostile_file_would_have_run(tmp_path):
         (None, "no such file"),
     ],
 )
-def test_foreign_files_are_told(tmp_path, content, why):
-    """What no checkpoint is, is said to be none, and why."""
+def test_other_files_are_rejected(tmp_path, content, why):
+    """The error says why a file is not a checkpoint."""
     if content is not None:
         (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(ConfigError, match=why):
         load(tmp_path / "a.pt")
 
 
-def test_weights_of_torch_save_are_told(tmp_path):
-    """A file of torch.save is told from a checkpoint; the fix is the line that loads it."""
+def test_weights_of_torch_save_are_rejected(tmp_path):
+    """A torch.save file is recognized, and the fix is the line that loads it."""
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
-    with pytest.raises(ConfigError, match="something else in it") as caught:
+    with pytest.raises(ConfigError, match="it holds something else") as caught:
         load(tmp_path / "a.pt")
     assert "torch.load(path, weights_only=True)" in caught.value.faults[0].fix
 
 
-def test_another_format_is_told(tmp_path):
-    """A file of a format to come names both formats."""
+def test_another_format_is_rejected(tmp_path):
+    """The error for a file of a newer format names both format numbers."""
     torch.save({"parallelize checkpoint": 7}, tmp_path / "a.pt")
     with pytest.raises(ConfigError, match="has format 7, this version reads 1"):
         load(tmp_path / "a.pt")
 
 
-def test_zip_archives_are_told(tmp_path):
-    """An archive of something else is damaged or foreign, never a crash."""
+def test_zip_archives_are_rejected(tmp_path):
+    """A zip archive of something else raises an error of this library."""
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
         archive.writestr("hello", "world")
     with pytest.raises(ParallelizeError, match=r"a\.pt"):
@@ -206,7 +206,7 @@ def test_zip_archives_are_told(tmp_path):
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory):
-    """The bytes of a checkpoint."""
+    """Return the bytes of a checkpoint file."""
     path = tmp_path_factory.mktemp("intact") / "a.pt"
     save(path, model=nn.Linear(40, 30), text="a" * 50, number=1 / 3)
     return path.read_bytes()
@@ -214,19 +214,19 @@ def intact(tmp_path_factory):
 
 @settings(max_examples=300)
 @given(data=st.data())
-def test_damage_is_told_or_harmless(tmp_path_factory, intact, data):
-    """Any bytes changed, cut off or added: an error of this library, or the very content that was saved."""
+def test_damage_is_detected_or_harmless(tmp_path_factory, intact, data):
+    """A file with changed, removed or added bytes raises an error of this library or loads exactly what was saved."""
     position = data.draw(st.integers(0, len(intact) - 1))
-    piece = data.draw(st.binary(min_size=1, max_size=20))
+    inserted = data.draw(st.binary(min_size=1, max_size=20))
     damaged = data.draw(
         st.sampled_from(
             [
                 intact[:position],
-                intact[:position] + piece + intact[position + len(piece) :],
-                intact[:position] + intact[position + len(piece) :],
-                intact + piece,
-                piece,
-                b"PK\x03\x04" + piece,
+                intact[:position] + inserted + intact[position + len(inserted) :],
+                intact[:position] + intact[position + len(inserted) :],
+                intact + inserted,
+                inserted,
+                b"PK\x03\x04" + inserted,
             ]
         )
     )
@@ -238,34 +238,34 @@ def test_damage_is_told_or_harmless(tmp_path_factory, intact, data):
         found = load(path, model=model, rng=False)
     except ParallelizeError:
         assert torch.equal(model.weight, before)
-    else:  # padding between records, and times in the archive's table, mean nothing
+    else:  # padding between records and time stamps in the zip directory are not content
         assert found == {"text": "a" * 50, "number": 1 / 3}
         path.with_name("intact.pt").write_bytes(intact)
-        assert read(path).fingerprint == read(path.with_name("intact.pt")).fingerprint
+        assert read_file(path).checksum == read_file(path.with_name("intact.pt")).checksum
 
 
 @given(st.integers(0, 3 * 2**15), st.integers(0, 7))
 @settings(max_examples=50)
-def test_every_bit_is_in_the_fingerprint(index, bit):
-    """One bit anywhere in a tensor makes another fingerprint; so do a type, a shape and an order."""
+def test_every_bit_changes_the_checksum(index, bit):
+    """One flipped bit in a tensor changes the checksum; so do its dtype, its shape and the order of values."""
     tensor = torch.zeros(3 * 2**15 + 1, dtype=torch.uint8)
-    before = digest({"x": tensor})
+    before = checksum_of({"x": tensor})
     tensor[index] = 1 << bit
-    assert digest({"x": tensor}) != before
-    assert digest([tensor.view(torch.int8)]) != digest([tensor])
-    assert digest([tensor[:4].view(2, 2)]) != digest([tensor[:4]])
-    assert digest([1, 2.0]) != digest([2.0, 1])
+    assert checksum_of({"x": tensor}) != before
+    assert checksum_of([tensor.view(torch.int8)]) != checksum_of([tensor])
+    assert checksum_of([tensor[:4].view(2, 2)]) != checksum_of([tensor[:4]])
+    assert checksum_of([1, 2.0]) != checksum_of([2.0, 1])
 
 
-def test_views_have_the_fingerprint_of_their_values():
-    """How values lie in memory is not in the fingerprint."""
-    whole = torch.arange(100_000, dtype=torch.int16)
-    for view in (whole[1:], whole[3:50_001], whole.view(1000, 100).T):
-        assert digest(view) == digest(view.clone(memory_format=torch.contiguous_format))
+def test_memory_layout_does_not_change_the_checksum():
+    """A view has the same checksum as a contiguous copy of it."""
+    tensor = torch.arange(100_000, dtype=torch.int16)
+    for view in (tensor[1:], tensor[3:50_001], tensor.view(1000, 100).T):
+        assert checksum_of(view) == checksum_of(view.clone(memory_format=torch.contiguous_format))
 
 
 def test_a_failing_writer_leaves_the_old_file(tmp_path):
-    """Where writing fails, the file that was there is still there, and nothing beside it."""
+    """If writing fails, the old file is still there, and no other file."""
     (tmp_path / "a").write_text("old")
 
     def write(path):
@@ -280,7 +280,7 @@ def test_a_failing_writer_leaves_the_old_file(tmp_path):
 
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_link_is_followed(tmp_path, exists):
-    """Saving to a link replaces what it leads to, there yet or not, and leaves the link and nothing beside it."""
+    """Saving to a symbolic link replaces its target, which may not exist yet, and leaves the link and no other file."""
     (tmp_path / "scratch").mkdir()
     (tmp_path / "last.pt").symlink_to(Path("scratch", "real.pt"))
     if exists:
@@ -292,16 +292,16 @@ def test_a_link_is_followed(tmp_path, exists):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["last.pt", "scratch"]
 
 
-def test_an_unwritable_place_is_told(tmp_path):
-    """A place that no file can be made in is an error with the reason."""
+def test_an_unwritable_path_raises(tmp_path):
+    """The error for a path that cannot be written has the reason."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ParallelizeError, match="cannot write") as caught:
         save(tmp_path / "file" / "a.pt", a=1)
     assert "still there" in caught.value.faults[0].fix
 
 
-def test_leftovers_of_the_dead_are_cleared(tmp_path):
-    """The next writer removes what a killed one has left, and not what a living one writes."""
+def test_temporary_files_of_killed_writers_are_removed(tmp_path):
+    """The next writer removes the temporary file of a killed process, but not of a living one."""
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     host = os.uname().nodename
@@ -310,7 +310,7 @@ def test_leftovers_of_the_dead_are_cleared(tmp_path):
         (tmp_path / name).write_text("")
     replace_file(tmp_path / "a", lambda path: path.write_text("new"))
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(names[1:])
-    clear_leftovers(tmp_path, re.compile("b"))
+    remove_stale_temp_files(tmp_path, re.compile("b"))
     assert not (tmp_path / names[2]).exists()
 
 
@@ -323,12 +323,12 @@ for number in range(1, 100000):
 
 
 def kill_while_saving(path: Path, delays_s: list[float]) -> list[int]:
-    """Kill a process that saves in a loop after each of the delays; what is loaded then."""
+    """Kill a process that saves in a loop, after each of the delays; return the numbers loaded after each kill."""
     found = []
     for delay_s in delays_s:
         with subprocess.Popen([sys.executable, "-c", SAVING, path], stdout=subprocess.PIPE) as process:
             process.stdout.readline()
-            # The time at which it dies is what is tested: nothing is waited for.
+            # The time of the kill is what is tested, so there is no event to wait for.
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(delay_s)
             process.send_signal(signal.SIGKILL)
@@ -339,8 +339,8 @@ def kill_while_saving(path: Path, delays_s: list[float]) -> list[int]:
     return found
 
 
-def test_a_kill_leaves_the_old_or_the_new_one(tmp_path):
-    """Killed while it saves, a process leaves a checkpoint that is whole, and no heap of other files."""
+def test_a_kill_leaves_the_old_or_the_new_file(tmp_path):
+    """After a kill during a save the file is a complete checkpoint, and no temporary files pile up."""
     found = kill_while_saving(tmp_path / "a.pt", [0.05, 0.11, 0.17, 0.23])
     assert max(found) > 1
     save(tmp_path / "a.pt", a=1)
@@ -349,7 +349,7 @@ def test_a_kill_leaves_the_old_or_the_new_one(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_hundreds_of_kills_leave_the_old_or_the_new_one(tmp_path):
-    """The same, several hundred times."""
+def test_hundreds_of_kills_leave_the_old_or_the_new_file(tmp_path):
+    """The same with 300 kills."""
     delays = torch.rand(300, generator=torch.Generator().manual_seed(0)).mul(0.3).tolist()
     assert len(kill_while_saving(tmp_path / "a.pt", delays)) > 250

@@ -1,4 +1,4 @@
-"""What goes from things into a checkpoint and back, in one process."""
+"""save() and load() of models, optimizers and other objects, in one process."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import random
 
 import pytest
 import torch
-from ranks import place
+from ranks import as_rank
 from torch import nn
 
 from parallelize import ConfigError, load, parallel_model, save
-from parallelize.checkpoint.checksum import digest
+from parallelize.checkpoint.checksum import checksum_of
 
 
 class Tagged(nn.Module):
-    """Has a version of its own, tied weights, a buffer that is not saved, and extra state."""
+    """Has its own state-dict version, tied weights, a non-persistent buffer and extra state."""
 
     _version = 3
 
@@ -45,7 +45,7 @@ class Tagged(nn.Module):
 
 
 def trained(steps: int = 3):
-    """A model, its optimizer and scheduler after some steps."""
+    """Return a model, its optimizer and its scheduler after some steps."""
     torch.manual_seed(0)
     model = Tagged()
     optimizer = torch.optim.AdamW(
@@ -64,18 +64,18 @@ def step(model, optimizer, scheduler, steps: int) -> None:
         scheduler.step()
 
 
-def as_it_is(*things):
-    """A deep copy of the state of things."""
-    return copy.deepcopy([each.state_dict() for each in things])
+def copy_states(*objects):
+    """Return deep copies of the state dicts."""
+    return copy.deepcopy([each.state_dict() for each in objects])
 
 
 def assert_equal(a, b):
-    """Bitwise, whatever the containers hold."""
-    assert digest(a) == digest(b)
+    """Compare nested values bitwise."""
+    assert checksum_of(a) == checksum_of(b)
 
 
-def test_training_goes_on_as_if_nothing_had_been(tmp_path):
-    """Model, optimizer, scheduler and random generators of a new process go on bitwise as the old ones."""
+def test_a_resumed_run_matches_an_uninterrupted_one(tmp_path):
+    """Training from a loaded model, optimizer, scheduler and RNG state is bitwise as without the interruption."""
     model, optimizer, scheduler = trained()
     model.extra = {"tokens": 7}
     save(tmp_path / "a.pt", model=model, optimizer=optimizer, scheduler=scheduler, epoch=2)
@@ -84,22 +84,22 @@ def test_training_goes_on_as_if_nothing_had_been(tmp_path):
     assert load(tmp_path / "a.pt", model=others[0], optimizer=others[1], scheduler=others[2]) == {"epoch": 2}
     assert (others[0].extra, others[0].version_seen) == ({"tokens": 7}, 3)
     step(*others, 4)
-    assert_equal(as_it_is(*others), as_it_is(model, optimizer, scheduler))
+    assert_equal(copy_states(*others), copy_states(model, optimizer, scheduler))
 
 
-def test_nothing_is_kept_of_the_file(tmp_path):
-    """What was loaded has memory of its own: the file may be overwritten in place."""
+def test_loaded_tensors_do_not_share_memory_with_the_file(tmp_path):
+    """Loaded tensors do not change when the file is overwritten in place."""
     model, optimizer, _ = trained()
     save(tmp_path / "a.pt", model=model, optimizer=optimizer, x=torch.ones(5))
     others = trained(0)
-    found = load(tmp_path / "a.pt", model=others[0], optimizer=others[1])
+    values = load(tmp_path / "a.pt", model=others[0], optimizer=others[1])
     (tmp_path / "a.pt").write_bytes(b"\0" * (tmp_path / "a.pt").stat().st_size)
-    assert_equal(as_it_is(*others[:2]), as_it_is(model, optimizer))
-    assert_equal(found["x"], torch.ones(5))
+    assert_equal(copy_states(*others[:2]), copy_states(model, optimizer))
+    assert_equal(values["x"], torch.ones(5))
 
 
 def test_weights_have_their_clean_names(tmp_path):
-    """A model in a block, compiled or not, is saved under the names that it has without this library."""
+    """A model in a block is saved under the names that its weights have outside of it."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     names = list(model.state_dict())
     with parallel_model(model):
@@ -107,11 +107,11 @@ def test_weights_have_their_clean_names(tmp_path):
     other = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     load(tmp_path / "a.pt", model=other)
     assert list(other.state_dict()) == names
-    assert_equal(as_it_is(other), as_it_is(model))
+    assert_equal(copy_states(other), copy_states(model))
 
 
-def test_the_loss_scale_goes_along(tmp_path):
-    """A block with loss scaling goes on with the scale of the one that was saved; a plain model ignores it."""
+def test_the_loss_scale_is_saved(tmp_path):
+    """A block with loss scaling resumes with the saved loss scale; a model outside a block ignores it."""
     scaled = {"backend": "ddp", "amp": "O1"}
 
     def session(model):
@@ -138,27 +138,27 @@ def test_the_loss_scale_goes_along(tmp_path):
     load(tmp_path / "a.pt", model=model)
 
 
-def test_generators_are_left_alone_when_asked(tmp_path):
-    """With rng=False, and in a world of another size, random numbers go on as they were."""
+def test_rng_states_can_be_left_alone(tmp_path):
+    """With rng=False, or in a world of another size, load() leaves the RNG states alone."""
     save(tmp_path / "a.pt", x=1)
     drawn = torch.rand(1), random.random()
     for restored, options in ((True, {}), (False, {"rng": False})):
         load(tmp_path / "a.pt", **options)
         assert ((torch.rand(1), random.random()) == drawn) is restored
     load(tmp_path / "a.pt")
-    with place(1, 3):
+    with as_rank(1, 3):
         load(tmp_path / "a.pt")
     assert (torch.rand(1), random.random()) == drawn
     load(tmp_path / "a.pt")
     random.random()
-    with place(1, 3):
+    with as_rank(1, 3):
         load(tmp_path / "a.pt")
     assert random.random() != drawn[1]
 
 
 @pytest.mark.parametrize("order", [["model", "optimizer"], ["optimizer", "model"]])
 def test_lazy_modules_get_their_shapes(tmp_path, order):
-    """Into a model that has not seen a batch yet, and its optimizer, goes what was saved of one that has."""
+    """A checkpoint of an initialized model loads into an uninitialized lazy one and its optimizer."""
 
     def lazy():
         model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 1))
@@ -172,16 +172,16 @@ def test_lazy_modules_get_their_shapes(tmp_path, order):
 
     model, optimizer = trained_once(*lazy())
     save(tmp_path / "a.pt", model=model, optimizer=optimizer)
-    things = dict(zip(["model", "optimizer"], lazy(), strict=True))
-    load(tmp_path / "a.pt", **{name: things[name] for name in order})
-    assert_equal(as_it_is(*things.values()), as_it_is(model, optimizer))
+    objects = dict(zip(["model", "optimizer"], lazy(), strict=True))
+    load(tmp_path / "a.pt", **{name: objects[name] for name in order})
+    assert_equal(copy_states(*objects.values()), copy_states(model, optimizer))
     assert_equal(
-        as_it_is(*trained_once(things["model"], things["optimizer"])), as_it_is(*trained_once(model, optimizer))
+        copy_states(*trained_once(objects["model"], objects["optimizer"])), copy_states(*trained_once(model, optimizer))
     )
 
 
 def mismatches():
-    """What cannot take the state of `trained()`, and what the error says of it."""
+    """Return objects that do not fit the state of `trained()`, each with the expected message."""
     model, optimizer, _ = trained(0)
     wide = Tagged()
     wide.norm = nn.BatchNorm1d(5)
@@ -192,14 +192,14 @@ def mismatches():
     return {
         "shape": ({"model": wide}, r"norm.weight has shape \(4,\) in the checkpoint, \(5,\) in the model"),
         "missing": ({"model": more}, "no third.weight, third.bias in the checkpoint"),
-        "unknown": ({"model": less}, "the checkpoint has norm.weight, .*, the model has not"),
+        "unknown": ({"model": less}, "the checkpoint has norm.weight, .*, the model does not"),
         "kind": ({"model": optimizer}, "model=AdamW.*, where the checkpoint holds a model"),
         "name": ({"models": model}, "models= is not in .*\n.*\n.*did you mean 'model'"),
-        "class": ({"optimizer": torch.optim.SGD(model.parameters(), lr=1)}, "it was AdamW and is SGD"),
+        "class": ({"optimizer": torch.optim.SGD(model.parameters(), lr=1)}, "saved from AdamW, loaded into SGD"),
         "groups": ({"optimizer": torch.optim.AdamW(model.parameters())}, "groups of 1 and 2 parameters"),
         "parameter": (
             {"optimizer": torch.optim.AdamW([{"params": wide.first.parameters()}, {"params": wide.norm.parameters()}])},
-            r"parameter 1 had shape \(4,\) and has \(5,\)",
+            r"parameter 1 has shape \(4,\) in the checkpoint, \(5,\) in the optimizer",
         ),
         "value": ({"epoch": 3}, r"load\(path\)\['epoch'\]"),
         "several": ({"model": wide, "models": model, "scheduler": optimizer}, "3 faults"),
@@ -207,24 +207,24 @@ def mismatches():
 
 
 @pytest.mark.parametrize("case", mismatches())
-def test_what_does_not_fit_changes_nothing(tmp_path, case):
-    """Every fault is told at once, with a fix, and nothing has changed: not even what would have fitted."""
+def test_a_mismatch_changes_nothing(tmp_path, case):
+    """All faults are reported at once, each with a fix, and no object has changed."""
     model, optimizer, scheduler = trained(2)
     save(tmp_path / "a.pt", model=model, optimizer=optimizer, scheduler=scheduler, epoch=2)
-    things, message = mismatches()[case]
+    objects, message = mismatches()[case]
     fitting = {"model": trained(5)[0], "optimizer": trained(5)[1], "scheduler": trained(5)[2]}
-    things = {**fitting, **things}
-    objects = [each for each in things.values() if hasattr(each, "state_dict")]
-    before, generator = as_it_is(*objects), torch.get_rng_state()
+    objects = {**fitting, **objects}
+    stateful = [each for each in objects.values() if hasattr(each, "state_dict")]
+    before, generator = copy_states(*stateful), torch.get_rng_state()
     with pytest.raises(ConfigError, match=message) as caught:
-        load(tmp_path / "a.pt", **things)
+        load(tmp_path / "a.pt", **objects)
     assert all(each.fix for each in caught.value.faults)
-    assert_equal(as_it_is(*objects), before)
+    assert_equal(copy_states(*stateful), before)
     assert torch.equal(torch.get_rng_state(), generator)
 
 
 class Stubborn:
-    """Takes no state."""
+    """Raises whenever its state is loaded."""
 
     def state_dict(self):
         return {"x": 1}
@@ -233,19 +233,19 @@ class Stubborn:
         raise KeyError("not this one")
 
 
-def test_a_thing_that_refuses_leaves_the_others_as_they_were(tmp_path):
-    """When one thing's own load_state_dict raises, what was loaded before it gets its state back."""
+def test_an_object_that_raises_leaves_the_others_unchanged(tmp_path):
+    """If one object's load_state_dict raises, objects that were loaded before it are restored."""
     model, _, scheduler = trained(2)
     save(tmp_path / "a.pt", scheduler=scheduler, model=model, stubborn=Stubborn())
     others = trained(5)
-    before = as_it_is(*others)
+    before = copy_states(*others)
     with pytest.raises(KeyError, match="not this one"):
         load(tmp_path / "a.pt", scheduler=others[2], model=others[0], stubborn=Stubborn())
-    assert_equal(as_it_is(*others), before)
+    assert_equal(copy_states(*others), before)
 
 
 class Refusing(Tagged):
-    """Takes no extra state that is marked, when its weights have been loaded already."""
+    """Raises for marked extra state, which is set after the weights have been loaded."""
 
     def set_extra_state(self, state):
         if "marked" in state:
@@ -254,7 +254,7 @@ class Refusing(Tagged):
 
 
 class Hooked(nn.Linear):
-    """Has nothing of its own but a hook."""
+    """A Linear with a load_state_dict hook."""
 
     def __init__(self) -> None:
         super().__init__(1, 1)
@@ -262,31 +262,31 @@ class Hooked(nn.Linear):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["plain", "tagged", "hooked", "refusing"])))
-def test_a_model_that_refuses_leaves_the_others_as_they_were(tmp_path, order):
-    """When a model's own code raises, all models get their weights and extra state back, whatever the order."""
+def test_a_model_that_raises_leaves_the_others_unchanged(tmp_path, order):
+    """If a model's own code raises, all models get their weights and extra state back, in any order."""
 
-    def things():
+    def models():
         return {"plain": nn.Linear(1, 1), "tagged": Tagged(), "hooked": Hooked(), "refusing": Refusing()}
 
-    saved, others = things(), things()
+    saved, others = models(), models()
     saved["tagged"].extra, saved["refusing"].extra = {"tokens": 1}, {"marked": True}
     save(tmp_path / "a.pt", **saved)
-    before = as_it_is(*others.values())
+    before = copy_states(*others.values())
     with pytest.raises(KeyError, match="not this one"):
         load(tmp_path / "a.pt", **{name: others[name] for name in order})
-    assert_equal(as_it_is(*others.values()), before)
+    assert_equal(copy_states(*others.values()), before)
     del saved["refusing"].extra["marked"]
     save(tmp_path / "a.pt", **saved)
     load(tmp_path / "a.pt", **others)
-    assert_equal(as_it_is(*others.values()), as_it_is(*saved.values()))
+    assert_equal(copy_states(*others.values()), copy_states(*saved.values()))
 
 
-def test_what_does_not_take_its_own_state_back_is_told(tmp_path, caplog):
-    """The first failure is raised, the others have their states back, and the log names the one that has not."""
+def test_an_object_that_cannot_be_restored_is_logged(tmp_path, caplog):
+    """The first error is raised, the other objects are restored, and the log names the object that is not."""
     save(tmp_path / "a.pt", first=Stubborn(), hooked=Hooked())
     hooked = Hooked()
-    before = as_it_is(hooked)
+    before = copy_states(hooked)
     with pytest.raises(KeyError, match="not this one"):
         load(tmp_path / "a.pt", hooked=hooked, first=Stubborn())
-    assert_equal(as_it_is(hooked), before)
-    assert "first= has refused the state that it had, too: KeyError" in caplog.text
+    assert_equal(copy_states(hooked), before)
+    assert "first= could not be restored to its previous state: KeyError" in caplog.text

@@ -1,4 +1,4 @@
-"""The command line of `parallelize run`, and what its script is, without running any."""
+"""The command line of `parallelize run`, and which scripts use the decorator; runs no script."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from parallelize import ConfigError
 from parallelize.cli.arguments import Command, help_text, parse
 from parallelize.cli.main import main
-from parallelize.cli.uses_decorator import starts_itself
+from parallelize.cli.uses_decorator import uses_decorator
 from parallelize.config.config import Config
 from parallelize.config.options import FROM_TEXT
 
@@ -25,8 +25,8 @@ from parallelize.config.options import FROM_TEXT
         ("--gpus= train.py -- ", Command("train.py", False, (), {"gpus": ""})),
     ],
 )
-def test_what_is_meant(words: str, command: Command) -> None:
-    """Options before and after the script, with a space or "=", and the script's own arguments after --."""
+def test_valid_command_lines(words: str, command: Command) -> None:
+    """Options before and after the script, with a space or "=", and the arguments of the script after --."""
     if "--gpus=" in words:
         with pytest.raises(ConfigError, match="gpus=''"):
             parse(words.split())
@@ -50,22 +50,22 @@ def test_what_is_meant(words: str, command: Command) -> None:
         ("a.py --gpus 2 --processes 2", ["gpus=2 with processes=2"]),
     ],
 )
-def test_what_is_refused(words: str, faults: list[str]) -> None:
-    """Every fault of a command line at once, by what was written."""
+def test_invalid_command_lines(words: str, faults: list[str]) -> None:
+    """All faults of a command line are reported at once, each with the word that was passed."""
     with pytest.raises(ConfigError) as caught:
         parse(words.split())
     assert sorted(fault.what for fault in caught.value.faults) == sorted(faults)
 
 
-def test_names_of_elsewhere_and_slips_lead_to_ours() -> None:
-    """An option that there is not says which is meant, and where a script's own arguments go."""
+def test_misspelt_options_get_a_suggestion() -> None:
+    """The error for an unknown option suggests a similar one, and says where arguments of the script go."""
     with pytest.raises(ConfigError, match="did you mean '--num-nodes'") as caught:
         parse(["a.py", "--num-node", "2"])
     assert "come after --" in caught.value.faults[0].fix
 
 
 def test_help_fits_a_screen() -> None:
-    """A line in Config's words for each option that text can give, in 25 lines of 120 columns at most."""
+    """One line per option with text from Config's docstring, at most 25 lines of 120 columns."""
     lines = help_text().splitlines()
     assert len(lines) <= 25
     assert max(map(len, lines)) <= 120
@@ -75,7 +75,7 @@ def test_help_fits_a_screen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "message"),
     [
         ([], 0, "usage: parallelize run"),
         (["--help"], 0, "usage: parallelize run"),
@@ -83,25 +83,25 @@ def test_help_fits_a_screen() -> None:
         (["run", "a.py", "--help"], 0, "--backend"),
         (["--version"], 0, "parallelize "),
         (["rnu"], 2, "did you mean 'run'"),
-        (["run", "nowhere.py"], 2, "there is no such file"),
-        (["run", "-m", "nowhere.at_all"], 2, "there is no such module"),
+        (["run", "nowhere.py"], 2, "no such file"),
+        (["run", "-m", "nowhere.at_all"], 2, "no such module"),
         (["run", "-m", "json"], 2, "a package without __main__"),
         (["run", "nowhere.py", "--gpu", "2"], 2, "fix: "),
     ],
 )
-def test_codes(
-    arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_exit_codes(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0 for what was told, 2 for what was refused: what, why and fix, without a traceback."""
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the command looks for modules from where it was called
+    """0 for output on request; 2 for a refused request, with what, why and fix, and no traceback."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command looks for modules in the current folder
     assert main(arguments) == code
     out, err = capsys.readouterr()
-    assert says in (err if code else out)
+    assert message in (err if code else out)
     assert "Traceback" not in err
     assert err == "" if code == 0 else "why: " in err
 
 
-STARTING = [
+DECORATED = [
     "from parallelize import distributed\n@distributed(gpus=2)\ndef f(): ...",
     "from parallelize import distributed as spread\nf = spread()(len)",
     "import parallelize\n@parallelize.distributed()\ndef f(): ...",
@@ -111,7 +111,7 @@ STARTING = [
     "this is no Python",
     "nul = '\0'",
 ]
-STARTED = [
+UNDECORATED = [
     "",
     "from parallelize import parallel_model, rank\nprint(rank())",
     "from parallelize import distributed",
@@ -123,18 +123,18 @@ STARTED = [
 ]
 
 
-@pytest.mark.parametrize("source", STARTING)
-def test_scripts_that_start_processes_themselves(source: str) -> None:
-    """Those that use the decorator, by whatever name, and those that Python itself will refuse."""
-    assert starts_itself(source)
+@pytest.mark.parametrize("source", DECORATED)
+def test_scripts_that_use_the_decorator(source: str) -> None:
+    """Scripts that use the decorator, under any name, and source that does not parse."""
+    assert uses_decorator(source)
 
 
-@pytest.mark.parametrize("source", STARTED)
-def test_scripts_that_are_started_in_every_process(source: str) -> None:
-    """All others, those that only import the decorator or something of its name included."""
-    assert not starts_itself(source)
+@pytest.mark.parametrize("source", UNDECORATED)
+def test_scripts_that_do_not_use_the_decorator(source: str) -> None:
+    """All other scripts, also those that only import the decorator, or use another object of its name."""
+    assert not uses_decorator(source)
 
 
 def test_every_option_of_the_command_line_is_one_of_config() -> None:
-    """The table of options as text names fields of Config, and nothing else."""
+    """The options that text can set are fields of Config."""
     assert FROM_TEXT.keys() <= set(Config.parse().options())

@@ -1,4 +1,4 @@
-"""Every finding of the doctor, provoked by facts; facts in which all is well provoke none."""
+"""Every finding of the doctor, from facts that cause it; facts without a problem cause none."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from parallelize.cli.checks import (
 from parallelize.cli.checks.accelerators import Accelerators, Gpu
 from parallelize.cli.checks.apex import Apex
 from parallelize.cli.checks.cluster import Cluster
-from parallelize.cli.checks.collectives import Carriers
+from parallelize.cli.checks.collectives import Collectives
 from parallelize.cli.checks.limits import Limits
 from parallelize.cli.checks.memory import Memory
 from parallelize.cli.checks.network import Network
 from parallelize.cli.checks.overrides import Overrides
 from parallelize.cli.checks.ports import Ports
-from parallelize.cli.checks.process_start import Starting
+from parallelize.cli.checks.process_start import ProcessStart
 from parallelize.cli.checks.smoke import Smoke
 from parallelize.cli.checks.versions import Versions
 from parallelize.cli.doctor import CHECKS, document, table
@@ -48,17 +48,17 @@ CUDA = Accelerators(
     build="CUDA 13.0", driver="580.65.06", present=2, gpus=(H100, H100), architectures=("sm_80", "sm_90")
 )
 SLURM = ("sbatch", "srun", "squeue", "scontrol", "scancel")
-WRONG = Fault("RANK=7", "it goes from 0 to 3 there", "check the variables")
+FAULT = Fault("RANK=7", "it goes from 0 to 3 there", "check the variables")
 LAN = {"lo": "127.0.0.1", "eth0": "10.0.0.2"}
 
 
 def but(facts: Any, **changes: Any) -> Any:
-    """Facts that differ in some way."""
+    """Return facts with some fields changed."""
     return dataclasses.replace(facts, **changes)
 
 
-# Facts of a sound machine, for each check.
-SOUND: list[tuple[Check[Any], Any]] = [
+# For each check facts without a problem.
+FACTS_WITHOUT_FINDINGS: list[tuple[Check[Any], Any]] = [
     (versions.CHECK, Versions(python="3.11", own="1.0", installed={"torch": "2.13.0+cu130"}, least={"torch": "2.11"})),
     (versions.CHECK, Versions(python="3.11", own="1.0", installed={"wrapt": "2.10"}, least={"wrapt": "2.2"})),
     (accelerators.CHECK, Accelerators()),
@@ -69,8 +69,8 @@ SOUND: list[tuple[Check[Any], Any]] = [
     (accelerators.CHECK, but(CUDA, architectures=("sm_75", "compute_75"))),
     (accelerators.CHECK, but(CUDA, architectures=("gfx942",))),
     (accelerators.CHECK, but(CUDA, gpus=(but(H100, capability="9.1"),), architectures=("sm_90",))),
-    (collectives.CHECK, Carriers()),
-    (collectives.CHECK, Carriers(nccl="2.27.5", gpus=8)),
+    (collectives.CHECK, Collectives()),
+    (collectives.CHECK, Collectives(nccl="2.27.5", gpus=8)),
     (network.CHECK, Network(interfaces=LAN, host="a", outward="eth0", master="10.0.0.1")),
     (network.CHECK, Network(interfaces={"lo": "127.0.0.1"})),
     *(
@@ -83,7 +83,7 @@ SOUND: list[tuple[Check[Any], Any]] = [
     (limits.CHECK, Limits()),
     (limits.CHECK, Limits(files=1024, locked_bytes=65536, processes=4096, container_processes=4096)),
     (limits.CHECK, Limits(infiniband=("mlx5_0",))),
-    (process_start.CHECK, Starting()),
+    (process_start.CHECK, ProcessStart()),
     (cluster.CHECK, Cluster()),
     (cluster.CHECK, Cluster(commands=SLURM, controller="Slurmctld(primary) at head is UP", job_id="7", num_nodes=1)),
     (
@@ -100,8 +100,8 @@ SOUND: list[tuple[Check[Any], Any]] = [
     (smoke.CHECK, Smoke(carrier="gloo", started_s=0.5, exchanged_mb_per_s=1000.0)),
 ]
 
-# Finding, a part of what it says, and the check and facts that provoke it.
-PROVOKED: list[tuple[str, str, Check[Any], Any]] = [
+# Finding, a part of its message, and the check and facts that cause it.
+FACTS_WITH_FINDING: list[tuple[str, str, Check[Any], Any]] = [
     (
         "version-too-old",
         "torch 2.9.1+cpu",
@@ -136,9 +136,14 @@ PROVOKED: list[tuple[str, str, Check[Any], Any]] = [
     ("gpus-differ", "1 x NVIDIA H100, 1 x T4", accelerators.CHECK, but(CUDA, gpus=(H100, but(H100, name="T4")))),
     ("gpu-in-use", "GPU 0: 40 of 80 GiB", accelerators.CHECK, but(CUDA, gpus=(but(H100, free_bytes=40 * GIB),))),
     ("no-peer-access", "GPUs 0 and 1, 2 and 3", accelerators.CHECK, but(CUDA, apart=((0, 1), (2, 3)))),
-    ("no-torch-distributed", "torch.distributed", collectives.CHECK, Carriers(has_distributed=False, has_gloo=False)),
-    ("no-gloo", "without gloo", collectives.CHECK, Carriers(has_gloo=False)),
-    ("no-nccl", "2 GPU(s)", collectives.CHECK, Carriers(gpus=2)),
+    (
+        "no-torch-distributed",
+        "torch.distributed",
+        collectives.CHECK,
+        Collectives(has_distributed=False, has_gloo=False),
+    ),
+    ("no-gloo", "without gloo", collectives.CHECK, Collectives(has_gloo=False)),
+    ("no-nccl", "2 GPU(s)", collectives.CHECK, Collectives(gpus=2)),
     ("loopback-down", "Cannot assign", network.CHECK, Network(interfaces={}, loopback_error="Cannot assign")),
     ("gloo-interface-unknown", "=eth7", network.CHECK, Network(interfaces=LAN, gloo_names="eth7")),
     ("gloo-interface-unknown", "=eth0,ib0", network.CHECK, Network(interfaces=LAN, gloo_names="eth0,ib0")),
@@ -176,8 +181,8 @@ PROVOKED: list[tuple[str, str, Check[Any], Any]] = [
     ("few-processes", "9 more", limits.CHECK, Limits(processes=9)),
     ("few-processes-in-container", "9 more", limits.CHECK, Limits(container_processes=9)),
     ("locked-memory", "64 KiB", limits.CHECK, Limits(locked_bytes=65536, infiniband=("mlx5_0",))),
-    ("system-untried", "darwin", process_start.CHECK, Starting(system="darwin")),
-    ("no-forkserver", "by spawn only", process_start.CHECK, Starting(methods=("spawn",))),
+    ("system-untried", "darwin", process_start.CHECK, ProcessStart(system="darwin")),
+    ("no-forkserver", "by spawn only", process_start.CHECK, ProcessStart(methods=("spawn",))),
     (
         "slurm-commands-missing",
         "without srun",
@@ -198,11 +203,11 @@ PROVOKED: list[tuple[str, str, Check[Any], Any]] = [
         cluster.CHECK,
         Cluster(commands=SLURM, controller="is UP", job_id="7", num_nodes=4),
     ),
-    ("launcher-variables", "RANK=7", cluster.CHECK, Cluster(contradictions=(WRONG,))),
+    ("launcher-variables", "RANK=7", cluster.CHECK, Cluster(contradictions=(FAULT,))),
     ("apex-broken", "/apex", apex.CHECK, Apex(place="/apex", error="ImportError: no fused_adam")),
     ("apex-without-amp", "/apex", apex.CHECK, Apex(place="/apex", is_nvidia=True)),
     ("apex-unrelated", "/apex", apex.CHECK, Apex(place="/apex")),
-    ("override-refused", "RANK=7", overrides.CHECK, Overrides(options={"X": "1"}, refusals=(WRONG,), debugging={})),
+    ("override-refused", "RANK=7", overrides.CHECK, Overrides(options={"X": "1"}, refusals=(FAULT,), debugging={})),
     (
         "override-set",
         "PARALLELIZE_GPUS=2 PARALLELIZE_SEED=1",
@@ -217,11 +222,11 @@ PROVOKED: list[tuple[str, str, Check[Any], Any]] = [
             ("TORCH_DISTRIBUTED_DEBUG", "detail"),
         ]
     ),
-    ("smoke-failed", "RANK=7", smoke.CHECK, Smoke(carrier="gloo", error=WRONG)),
+    ("smoke-failed", "RANK=7", smoke.CHECK, Smoke(carrier="gloo", error=FAULT)),
     ("smoke-wrong", "over nccl", smoke.CHECK, Smoke(carrier="nccl", is_right=False)),
 ]
 
-FAULTS = {
+FAULT_IDS = {
     "check-failed",
     "gloo-interface-unknown",
     "gpu-architecture",
@@ -247,69 +252,69 @@ FAULTS = {
 }
 
 
-def names_in_source() -> set[str]:
-    """Every finding that the source can make."""
+def ids_in_source() -> set[str]:
+    """Return the id of every finding in the source."""
     folder = Path(parallelize.__file__).parent / "cli"
     source = "".join(path.read_text() for path in folder.rglob("*.py"))
     direct = re.findall(r"\b(?:fault|warning)\(\s*\"([\w-]+)\"", source)
     return {*direct, *re.findall(r"name, why = \"([\w-]+)\"", source)}
 
 
-@pytest.mark.parametrize(("check", "facts"), SOUND)
-def test_a_sound_machine_has_none(check: Check[Any], facts: Any) -> None:
-    """Facts in which all is well are judged so, and fit on a line or two."""
+@pytest.mark.parametrize(("check", "facts"), FACTS_WITHOUT_FINDINGS)
+def test_facts_without_findings(check: Check[Any], facts: Any) -> None:
+    """Facts without a problem cause no finding, and their summary fits on two lines."""
     assert list(check.judge(facts)) == []
     assert 0 < len(check.summary(facts)) < 200
 
 
-@pytest.mark.parametrize(("name", "says", "check", "facts"), PROVOKED)
-def test_finding(name: str, says: str, check: Check[Any], facts: Any) -> None:
-    """The facts provoke this finding and no other; it says what, why and how to fix it."""
+@pytest.mark.parametrize(("name", "message", "check", "facts"), FACTS_WITH_FINDING)
+def test_finding(name: str, message: str, check: Check[Any], facts: Any) -> None:
+    """The facts cause this finding only; it has what, why and fix."""
     (found,) = check.judge(facts)
-    assert (found.id, found.severity) == (name, "fault" if name in FAULTS else "warning")
-    assert says in found.fault.what
+    assert (found.id, found.severity) == (name, "fault" if name in FAULT_IDS else "warning")
+    assert message in found.fault.what
     assert all((found.fault.what, found.fault.why, found.fault.fix))
     assert len(check.summary(facts)) > 0
 
 
-def test_every_finding_is_provoked() -> None:
-    """No finding of the source is without facts here that provoke it, and each name has one severity."""
-    assert names_in_source() == {name for name, *_ in PROVOKED} | {"check-failed"}
-    assert names_in_source() >= FAULTS
+def test_every_finding_has_facts() -> None:
+    """Every finding in the source has facts here that cause it."""
+    assert ids_in_source() == {name for name, *_ in FACTS_WITH_FINDING} | {"check-failed"}
+    assert ids_in_source() >= FAULT_IDS
 
 
-def test_every_check_has_facts_here() -> None:
-    """No check is without facts of a sound machine."""
-    assert {check.name for check, _ in SOUND} == {check.name for check in CHECKS}
+def test_every_check_has_facts_without_findings() -> None:
+    """Every check has facts here without a problem."""
+    assert {check.name for check, _ in FACTS_WITHOUT_FINDINGS} == {check.name for check in CHECKS}
 
 
-def test_the_torch_that_is_tried_is_the_pinned_one() -> None:
-    """The newest torch that the doctor takes for tried is the one that our tests run with."""
+def test_the_checked_torch_is_the_pinned_one() -> None:
+    """The newest torch that the doctor accepts without a warning is the one that our tests run with."""
     pinned = (Path(__file__).parents[3] / ".ci" / "constraints.txt").read_text()
     assert f"torch=={versions.CHECKED_WITH}." in pinned
 
 
-def broken(_environ: object) -> None:
+def raises(_environ: object) -> None:
     raise OSError("strange machine")
 
 
-def judged(_facts: object) -> Iterator[Finding]:
+def two_findings(_facts: object) -> Iterator[Finding]:
     yield warning("x", "a thing " * 30, why="a reason", fix="a way")
     yield fault("y", "another", why="a reason", fix="a way")
 
 
-def test_a_check_that_cannot_be_made_is_told() -> None:
-    """A check that raises is a fault of its own, with what it raised."""
-    result = Check("ports", broken, str, judged).run({})
+def test_a_check_that_raises_is_a_finding() -> None:
+    """A check that raises is a fault, with the exception in its message."""
+    result = Check("ports", raises, str, two_findings).run({})
     assert (result.status, [finding.id for finding in result.findings]) == ("fault", ["check-failed"])
     assert "OSError: strange machine" in result.findings[0].fault.what
 
 
 def test_the_table_is_aligned() -> None:
-    """A line per check, what, why and fix of each finding below it, none wider than a screen."""
+    """One line per check, with what, why and fix of each finding below it, and none wider than a screen."""
     results = [
         Result("ports", "all " * 40, (), {}),
-        Result("limits", "few", tuple(judged(None)), {}),
+        Result("limits", "few", tuple(two_findings(None)), {}),
     ]
     lines = table(results).splitlines()
     assert lines[0].startswith("ok       ports          all all")
@@ -319,9 +324,9 @@ def test_the_table_is_aligned() -> None:
     assert max(map(len, lines)) <= 118
 
 
-def test_the_document_is_stable() -> None:
-    """The fields of --json, and nothing in it that is no JSON."""
-    said = document([Result("limits", "few", tuple(judged(None)), {"files": 3})])
+def test_the_fields_of_the_document() -> None:
+    """The fields of --json are these, and all are JSON values."""
+    said = document([Result("limits", "few", tuple(two_findings(None)), {"files": 3})])
     assert set(said) == {"schema", "version", "host", "status", "checks"}
     assert (said["schema"], said["status"], said["version"]) == (1, "fault", parallelize.__version__)
     (check,) = json.loads(json.dumps(said))["checks"]

@@ -1,4 +1,4 @@
-"""`parallelize run`: scripts in real processes, their results, their ends."""
+"""`parallelize run`: scripts in real processes, their results, how they end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from parallelize.cli.run_script import _say_gpus
+from parallelize.cli.run_script import _renumber_gpus
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
-from parallelize.config.layout import lay_out
+from parallelize.config.layout import compute_layout
 from parallelize.runtime.context import Runtime, _active
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -30,7 +30,7 @@ CLEAN = {name: text for name, text in os.environ.items() if not name.startswith(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Writes files, and runs `parallelize run` with some words beside them."""
+    """Write files, and run `parallelize run` in their folder."""
 
     def run(
         words: str, files: dict[str, str], *, env: dict[str, str] | None = None, before: tuple[str, ...] = ()
@@ -48,8 +48,8 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-# Undecorated: a class of __main__ that travels, a loader with workers, every helper outside and inside of a block, an
-# imported function that is decorated with options of its own, something at exit.
+# Undecorated: a class of __main__ that is pickled, a loader with workers, every helper outside and inside of a block,
+# an imported decorated function with its own options, an atexit handler.
 PLAIN = """
     import atexit, io, json, pathlib, sys
     import torch, torch.distributed as dist
@@ -97,7 +97,7 @@ PLAIN = """
     if is_main():
         print(json.dumps(said))
 """
-BESIDE = """
+DECORATED_IMPORT = """
     import torch
     from parallelize import distributed, parallel_model, rank
 
@@ -109,9 +109,9 @@ BESIDE = """
 """
 
 
-def test_a_script_that_decorates_nothing(run: Run, tmp_path: Path) -> None:
-    """It runs as __main__ in every process, its helpers work everywhere in it, a decorated import joins them."""
-    done = run("--processes 2 --seed 5 plain.py -- --lr 0.1", {"plain.py": PLAIN, "beside.py": BESIDE})
+def test_an_undecorated_script(run: Run, tmp_path: Path) -> None:
+    """It runs as __main__ in every process, its helpers work everywhere in it, and a decorated import joins them."""
+    done = run("--processes 2 --seed 5 plain.py -- --lr 0.1", {"plain.py": PLAIN, "beside.py": DECORATED_IMPORT})
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     drawn = said.pop("drawn")
@@ -128,12 +128,12 @@ def test_a_script_that_decorates_nothing(run: Run, tmp_path: Path) -> None:
         "train": [0, "torch.bfloat16", "fsdp"],
         "device": "cpu",
     }
-    assert drawn[0] != drawn[1]  # a block under seed= gives every rank streams of its own, here as in a decorated call
+    assert drawn[0] != drawn[1]  # a block under seed= gives each rank a separate RNG, as in a decorated call
     assert sorted(path.name for path in tmp_path.glob("at_exit.*")) == ["at_exit.0", "at_exit.1"]
 
 
-def test_the_same_script_alone(run: Run) -> None:
-    """With nothing asked for there is one process on a machine without GPUs, which is this one; -m runs it too."""
+def test_the_same_script_in_one_process(run: Run) -> None:
+    """With one process it runs in this process; -m runs it too."""
     plain = PLAIN.replace("from beside import train", "train = list")
     done = run("--processes 1 -m pkg.plain -- x", {"pkg/plain.py": plain})
     assert done.returncode == 0, done.stderr
@@ -142,8 +142,8 @@ def test_the_same_script_alone(run: Run) -> None:
     assert said["argv"][1:] == ["x"]
 
 
-def test_options_win_over_the_block_and_over_the_environment(run: Run) -> None:
-    """What a block says gives way to the command line, as it does to the environment, which gives way too."""
+def test_options_override_the_block_and_the_environment(run: Run) -> None:
+    """Options of the command line override those of a block and those of the environment."""
     script = """
         import torch
         from parallelize import parallel_model
@@ -172,22 +172,22 @@ DECORATED = """
 """
 
 
-def test_a_script_that_decorates(run: Run) -> None:
-    """It runs once, its calls have the options of the command line, and it is Python's own process and exit code."""
+def test_a_decorated_script(run: Run) -> None:
+    """It runs once, its calls have the options of the command line, and its exit code is the command's."""
     done = run("--processes 2 --amp bf16 s.py -- -x", {"s.py": DECORATED}, before=("-X", "utf8", "-m", "parallelize"))
     assert done.stdout == "top __main__ ['s.py', '-x'] 1 [(0, True), (1, True)]\n", done.stderr
     assert (done.returncode, done.stderr) == (7, "")
 
 
 def test_a_request_that_does_not_fit_this_machine(run: Run) -> None:
-    """Refused before anything is started, without a traceback, with exit code 2."""
+    """Refused before anything starts, without a traceback, with exit code 2."""
     done = run("--processes 2 --backend dp --num-nodes 3 s.py", {"s.py": "print('never')"})
     assert (done.stdout, done.returncode) == ("", 2)
     assert done.stderr.splitlines()[-2].startswith("  why: ")
     assert "Traceback" not in done.stderr
 
 
-ENDING = """
+ENDINGS = """
     import os, signal, sys
     from parallelize import barrier, rank
     how = sys.argv[1]
@@ -210,8 +210,8 @@ ENDING = """
 @pytest.mark.timeout(180)  # it starts a script over and over
 @pytest.mark.parametrize("processes", [1, 2])
 def test_how_a_script_ends(processes: int, run: Run) -> None:
-    """Its own exception, with the traceback of the rank and nothing of ours before it; its own exit code."""
-    script = {"s.py": ENDING}
+    """An exception has the traceback of the rank without frames of ours; the exit code is that of the script."""
+    script = {"s.py": ENDINGS}
     rank = processes - 1
 
     def ended(how: str) -> tuple[int, str]:
@@ -239,8 +239,8 @@ def test_how_a_script_ends(processes: int, run: Run) -> None:
         assert (code, "was ended by SIGKILL" in said) == (128 + signal.SIGKILL, True)
 
 
-def test_what_is_no_python(run: Run) -> None:
-    """Python itself says what is wrong with a script, once."""
+def test_a_script_with_a_syntax_error(run: Run) -> None:
+    """The SyntaxError is printed once."""
     done = run("--processes 2 s.py", {"s.py": "def f(:\n"})
     assert done.returncode == 1
     assert done.stderr.count("SyntaxError") == 1
@@ -248,7 +248,7 @@ def test_what_is_no_python(run: Run) -> None:
 
 
 def test_torchrun_may_start_it(run: Run) -> None:
-    """Where a launcher has placed the processes, each runs the script, and nothing more is started."""
+    """Under torchrun each process runs the script, and no other process is started."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "parallelize")
     script = "import sys\nfrom parallelize import all_gather, rank\nsys.stdout.write(f'{all_gather(rank())}\\n')\n"
     done = run("s.py", {"s.py": script}, before=torchrun)
@@ -267,7 +267,7 @@ WAITING = """
 
 
 def test_ctrl_c(tmp_path: Path) -> None:
-    """Ctrl-C in a terminal: `finally` blocks of the script run in every process, and all of them are gone."""
+    """Ctrl-C in a terminal runs the `finally` blocks of the script in every process, and ends all processes."""
     (tmp_path / "s.py").write_text(textwrap.dedent(WAITING))
     command = [sys.executable, "-m", "parallelize", "run", "--processes", "2", "s.py"]
     with subprocess.Popen(
@@ -282,29 +282,29 @@ def test_ctrl_c(tmp_path: Path) -> None:
         end = time.monotonic() + 40
         while len(list(tmp_path.glob("ready.*"))) < 2 and time.monotonic() < end:
             time.sleep(0.02)
-        family = psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert sorted(path.name for path in tmp_path.glob("finally.*")) == ["finally.0", "finally.1"]
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
 
 
 @pytest.mark.soak
 def test_several_nodes(tmp_path: Path) -> None:
-    """The same command on each node, with the place where they meet: one world of all their processes."""
+    """The same command on each node, with MASTER_ADDR and MASTER_PORT, is one world of all processes."""
     (tmp_path / "s.py").write_text("from parallelize import all_gather, rank\nprint(all_gather(rank()))\n")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     command = [sys.executable, "-m", "parallelize", "run", "--num-nodes", "2", "--processes", "1", "s.py"]
     nodes = [
         subprocess.Popen(
             command,
             cwd=tmp_path,
-            env={**CLEAN, **place, "NODE_RANK": str(node)},
+            env={**CLEAN, **address, "NODE_RANK": str(node)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -317,17 +317,18 @@ def test_several_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "is_worker", "said"), [("2,3", True, "0,1"), ("2,3", False, "2,3"), ("3,", True, "0,"), ("0", True, "0")]
+    ("requested", "is_worker", "expected"),
+    [("2,3", True, "0,1"), ("2,3", False, "2,3"), ("3,", True, "0,"), ("0", True, "0")],
 )
 def test_gpus_are_named_as_the_process_numbers_them(
-    asked: str, is_worker: bool, said: str, monkeypatch: pytest.MonkeyPatch
+    requested: str, is_worker: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker sees the GPUs of the run only, and counts them from 0; a process that nobody masked sees them all."""
-    layout = lay_out(Config.parse(gpus=asked), Hardware("cuda", 4))
-    token = _active.set(Runtime(World(), layout.masked() if is_worker else layout))
-    monkeypatch.setenv("PARALLELIZE_GPUS", asked)
+    """A worker sees only the GPUs of the run, counted from 0; a process without a mask sees all."""
+    layout = compute_layout(Config.parse(gpus=requested), Hardware("cuda", 4))
+    token = _active.set(Runtime(World(), layout.renumbered() if is_worker else layout))
+    monkeypatch.setenv("PARALLELIZE_GPUS", requested)
     try:
-        _say_gpus()
+        _renumber_gpus()
     finally:
         _active.reset(token)
-    assert os.environ["PARALLELIZE_GPUS"] == said
+    assert os.environ["PARALLELIZE_GPUS"] == expected

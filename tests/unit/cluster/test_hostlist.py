@@ -1,4 +1,4 @@
-"""What Slurm's short forms of hosts and counts mean."""
+"""Parsing of Slurm's compressed lists of hosts and task counts."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def test_first_host(nodelist, first):
 
 @given(hostlists())
 def test_first_of_any_list(hosts):
-    """The first host of a short form is the first of the list written out."""
+    """The first host of a compressed list is the first one of the expanded list."""
     assert first_host(hosts.text) == hosts.names[0]
 
 
 @pytest.mark.parametrize(
     "nodelist", ["n[1-", "n[", "n]", "n[]", "n[a]", "a,,b", ",a", "", "n[1-2", "a b", "n[1-2,]", "a,n[1-"]
 )
-def test_refuses_what_is_no_list(nodelist):
-    """A list that Slurm cannot have written is refused, shown as it is."""
+def test_refuses_malformed_lists(nodelist):
+    """A malformed host list is refused, and the error shows it."""
     with pytest.raises(ConfigError) as caught:
         first_host(nodelist)
     (fault,) = caught.value.faults
@@ -61,21 +61,21 @@ def test_refuses_what_is_no_list(nodelist):
     ],
 )
 def test_tasks_on(counts, node, found):
-    """Tasks on a node and nodes in all; a beyond-the-last node has none."""
+    """Returns the tasks on a node and the number of nodes; a node past the end has no tasks."""
     assert tasks_on(node, counts) == found
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=4), st.integers(0, 20))
 def test_tasks_on_any_node(runs, node):
-    """The short form counts as the list written out does."""
+    """A compressed list gives the same counts as the expanded one."""
     text = ",".join(f"{count}(x{repeat})" if repeat > 1 else f"{count}" for count, repeat in runs)
     full = [count for count, repeat in runs for _ in range(repeat)]
     assert tasks_on(node, text) == (full[node] if node < len(full) else 0, len(full))
 
 
 @pytest.mark.parametrize("counts", ["", "x", "2(3)", "2(x)", "2,,1", "-1", "2 (x2)"])
-def test_refuses_what_counts_nothing(counts):
-    """Counts that Slurm cannot have written are refused, shown as they are."""
+def test_refuses_malformed_counts(counts):
+    """Malformed counts are refused, and the error shows them."""
     with pytest.raises(ConfigError) as caught:
         tasks_on(0, counts)
     (fault,) = caught.value.faults

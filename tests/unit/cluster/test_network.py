@@ -1,4 +1,4 @@
-"""Addresses of hosts whose names lead nowhere."""
+"""Addresses of hosts whose names do not resolve."""
 
 from __future__ import annotations
 
@@ -6,44 +6,44 @@ from pathlib import Path
 
 import pytest
 
-from parallelize.cluster.network import reachable
+from parallelize.cluster.network import resolvable_address
 from parallelize.errors import LaunchError
 
-NOWHERE = "no-such-host.invalid"
+UNKNOWN_HOST = "no-such-host.invalid"
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
-    reachable.cache_clear()
+def empty_cache() -> None:
+    resolvable_address.cache_clear()
 
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only command there is, made by the test."""
+    """Path of a fake scontrol, the only command on PATH; it does not exist yet."""
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path / "scontrol"
 
 
-def says(scontrol: Path, text: str) -> None:
+def write_scontrol(scontrol: Path, text: str) -> None:
     scontrol.write_text(f"#!/bin/sh\necho '{text}'\n")
     scontrol.chmod(0o755)
 
 
 def test_a_name_that_resolves_is_kept() -> None:
-    """Nobody is asked about localhost."""
-    assert reachable("localhost") == "localhost"
+    """localhost is returned unchanged."""
+    assert resolvable_address("localhost") == "localhost"
 
 
 def test_slurm_is_asked_for_a_name_that_does_not(scontrol: Path) -> None:
-    """The node's address is the one by which Slurm reaches it."""
-    says(scontrol, "NodeName=n1 Arch=x86_64 NodeAddr=127.0.0.9 NodeHostName=n1")
-    assert reachable(NOWHERE) == "127.0.0.9"
+    """Slurm's NodeAddr is used for a name that does not resolve."""
+    write_scontrol(scontrol, "NodeName=n1 Arch=x86_64 NodeAddr=127.0.0.9 NodeHostName=n1")
+    assert resolvable_address(UNKNOWN_HOST) == "127.0.0.9"
 
 
 @pytest.mark.parametrize("text", [None, "Node not found", "NodeName=n1 NodeAddr=also-no-such-host.invalid"])
-def test_a_host_that_nobody_knows_is_an_error(scontrol: Path, text: str | None) -> None:
-    """No scontrol, no such node, or a node address that is another unknown name: says what to export."""
+def test_an_unknown_host_is_an_error(scontrol: Path, text: str | None) -> None:
+    """Without scontrol, node or a node address that resolves, the error names the variable to export."""
     if text is not None:
-        says(scontrol, text)
+        write_scontrol(scontrol, text)
     with pytest.raises(LaunchError, match="export MASTER_ADDR"):
-        reachable(NOWHERE)
+        resolvable_address(UNKNOWN_HOST)

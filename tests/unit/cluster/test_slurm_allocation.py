@@ -1,11 +1,11 @@
-"""Where a call runs inside a Slurm job: variables as recorded on a real cluster of two nodes (Slurm 22.05)."""
+"""Placement inside a Slurm job, with variables recorded on a real two-node cluster (Slurm 22.05)."""
 
 from __future__ import annotations
 
 import pytest
 
 from parallelize.cluster.devices import Hardware
-from parallelize.cluster.slurm_allocation import Allocation, allocated, sbatch_lines
+from parallelize.cluster.slurm_allocation import Allocation, current_allocation, sbatch_lines
 from parallelize.config.config import Config
 from parallelize.config.placement import place
 from parallelize.errors import ConfigError
@@ -51,68 +51,68 @@ CPU, TWO_GPUS, EIGHT_GPUS = Hardware(), Hardware("cuda", 2), Hardware("cuda", 8)
     ],
 )
 def test_the_allocation_is_read(environ: dict[str, str], expected: Allocation | None) -> None:
-    """A step's own nodes count in a step, the job's elsewhere."""
-    assert allocated(environ) == expected
+    """The number of nodes is the step's inside a step, else the job's."""
+    assert current_allocation(environ) == expected
 
 
 def test_a_task_takes_nodes_and_gpus_from_the_allocation() -> None:
-    """Nothing asked for: two nodes, two GPUs on each, as the task's own rank."""
+    """A request without numbers runs on the allocation's two nodes with two GPUs each, as the task's rank."""
     placement = place(Config.parse(), TWO_GPUS, TASK)
     assert placement.world is not None
     assert (placement.world.rank, placement.layout.num_nodes, placement.layout.local_world_size) == (2, 2, 2)
 
 
 def test_gpus_of_other_jobs_are_left_alone() -> None:
-    """Where Slurm hides no GPUs, a call in a one-node shell takes as many as the job has."""
+    """Where Slurm hides no GPUs, a call in a one-node shell uses as many as the job has."""
     assert place(Config.parse(), EIGHT_GPUS, SHELL).layout.local_world_size == 2
 
 
 def test_a_shell_on_a_compute_node_launches_by_itself() -> None:
-    """`srun --pty` is nobody's rank, whatever the job around it has."""
+    """`srun --pty` is no rank of a run, however many tasks its job has."""
     placement = place(Config.parse(processes=2), CPU, SHELL)
     assert (placement.world, placement.node, placement.layout.num_nodes) == (None, None, 1)
 
 
-@pytest.mark.parametrize("asked", [{}, {"num_nodes": 2}])
-def test_a_job_script_without_srun_is_refused_on_several_nodes(asked: dict[str, int]) -> None:
+@pytest.mark.parametrize("options", [{}, {"num_nodes": 2}])
+def test_a_job_script_without_srun_is_refused_on_several_nodes(options: dict[str, int]) -> None:
     """The error has the job's number and the line to use instead."""
     with pytest.raises(ConfigError, match="in one process of Slurm job 65") as refused:
-        place(Config.parse(processes=2, **asked), CPU, BATCH)
+        place(Config.parse(processes=2, **options), CPU, BATCH)
     assert "srun python train.py" in str(refused.value)
     assert "#SBATCH --nodes=2\n    #SBATCH --ntasks-per-node=2\n" in str(refused.value)
 
 
 def test_a_job_script_without_srun_may_use_its_own_node() -> None:
-    """num_nodes=1 says so."""
+    """num_nodes=1 runs the call on the first node."""
     assert place(Config.parse(processes=2, num_nodes=1), CPU, BATCH).layout.world_size == 2
 
 
-def test_a_job_script_may_name_the_place_to_meet() -> None:
-    """MASTER_ADDR and MASTER_PORT are a launcher of the user's own: nothing is refused."""
-    meeting = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}
-    assert place(Config.parse(processes=2, num_nodes=2), CPU, {**BATCH, **meeting}).node is not None
+def test_a_job_script_may_set_the_rendezvous() -> None:
+    """With MASTER_ADDR and MASTER_PORT the user starts the nodes, so several nodes are accepted."""
+    rendezvous = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"}
+    assert place(Config.parse(processes=2, num_nodes=2), CPU, {**BATCH, **rendezvous}).node is not None
 
 
 def test_a_mismatch_with_the_tasks_names_lines_that_match() -> None:
-    """Four GPUs asked for where srun has started two tasks per node: one error, with nodes, tasks and GPUs to write."""
+    """A request for four GPUs where srun started two tasks per node fails with the lines to set."""
     with pytest.raises(ConfigError) as refused:
         place(Config.parse(gpus=4, num_nodes=3), EIGHT_GPUS, {**TASK, "SLURM_GPUS_ON_NODE": "8"})
-    said = str(refused.value)
-    assert "4 asked for, 2 started" in said
-    assert "3 asked for, 2 started" in said
+    message = str(refused.value)
+    assert "4 asked for, 2 started" in message
+    assert "3 asked for, 2 started" in message
     lines = ("#SBATCH --nodes=3", "#SBATCH --ntasks-per-node=4", "#SBATCH --gpus-per-node=4", "srun python train.py")
-    assert "\n".join(f"    {line}" for line in lines) in said
+    assert "\n".join(f"    {line}" for line in lines) in message
 
 
 def test_too_few_gpus_name_lines_that_match() -> None:
-    """Four GPUs asked for in an allocation of two."""
+    """A request for four GPUs in an allocation of two fails with the line to set."""
     with pytest.raises(ConfigError, match="this process sees 2 GPU") as refused:
         place(Config.parse(gpus=4), EIGHT_GPUS, SHELL)
     assert "#SBATCH --gpus-per-node=4" in str(refused.value)
 
 
-def test_lines_leave_out_what_the_request_leaves_open() -> None:
-    """A request for all GPUs says no number."""
+def test_lines_omit_unknown_numbers() -> None:
+    """Numbers that the request does not give have no #SBATCH line."""
     assert sbatch_lines(num_nodes=2, tasks_per_node=None, gpus_per_node=None) == (
         "    #SBATCH --nodes=2\n    srun python train.py"
     )

@@ -1,4 +1,4 @@
-"""Who a process is among how many, by what launchers set."""
+"""Rank and world size of a process, from the variables of each launcher."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ THIRD = World(
     num_nodes=2,
 )
 
-# What every process of a job of two nodes with two tasks each has, recorded from a cluster.
+# Variables of every process in a job of two nodes with two tasks each, recorded on a cluster.
 JOB = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NODELIST": "n[1-2]",
@@ -71,7 +71,7 @@ ONE_TASK = {
 
 
 def task(procid, localid, nodeid, **changes):
-    """The variables of one task of the step."""
+    """Return the variables of one task of the step."""
     return {
         **STEP,
         "SLURM_PROCID": str(procid),
@@ -81,8 +81,8 @@ def task(procid, localid, nodeid, **changes):
     }
 
 
-def place(world):
-    """The part of a World that says who it is."""
+def ranks_and_sizes(world):
+    """Return the fields of a World without the address."""
     assert world is not None
     return (
         world.rank,
@@ -94,15 +94,15 @@ def place(world):
     )
 
 
-def faults_of(environ, ask=detect):
-    """What is wrong with an environment."""
+def faults_of(environ, function=detect):
+    """Return the faults of an environment."""
     with pytest.raises(ConfigError) as caught:
-        ask(environ)
+        function(environ)
     return caught.value.faults
 
 
 def test_torchrun():
-    """torchrun's variables are the World."""
+    """torchrun's variables give the World."""
     assert detect(TORCHRUN) == THIRD
 
 
@@ -117,36 +117,36 @@ def test_torchrun_inside_srun():
     [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)],
 )
 def test_srun(procid, localid, nodeid):
-    """Each task of two nodes with two tasks each is a rank; they meet on the first host."""
+    """Each of 2 x 2 tasks is a rank, and the first host serves the rendezvous."""
     world = detect(task(procid, localid, nodeid))
-    assert place(world) == (procid, localid, nodeid, 4, 2, 2)
+    assert ranks_and_sizes(world) == (procid, localid, nodeid, 4, 2, 2)
     assert world.master_addr == "n1"
     assert not world.has_store
 
 
 @pytest.mark.parametrize(("procid", "localid", "nodeid"), [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)])
 def test_srun_cyclic(procid, localid, nodeid):
-    """The local rank is Slurm's, and does not follow from the rank: `-m cyclic` deals ranks in turn."""
-    assert place(detect(task(procid, localid, nodeid))) == (procid, localid, nodeid, 4, 2, 2)
+    """The local rank is Slurm's: with `-m cyclic` it cannot be computed from the rank."""
+    assert ranks_and_sizes(detect(task(procid, localid, nodeid))) == (procid, localid, nodeid, 4, 2, 2)
 
 
 @pytest.mark.parametrize(
     ("procid", "localid", "nodeid", "local_world_size"), [(0, 0, 0, 2), (1, 1, 0, 2), (2, 0, 1, 1)]
 )
 def test_srun_on_unequal_nodes(procid, localid, nodeid, local_world_size):
-    """Nodes with different numbers of tasks agree on how many nodes there are."""
+    """Nodes with different numbers of tasks agree on the number of nodes."""
     environ = task(procid, localid, nodeid, SLURM_STEP_NUM_TASKS="3", SLURM_STEP_TASKS_PER_NODE="2,1")
-    assert place(detect(environ)) == (procid, localid, nodeid, 3, local_world_size, 2)
+    assert ranks_and_sizes(detect(environ)) == (procid, localid, nodeid, 3, local_world_size, 2)
 
 
 def test_srun_on_one_node_needs_no_name():
-    """Tasks of one node meet on the loopback address: host names resolve nowhere on many clusters."""
+    """Tasks of one node use the loopback address, because hostnames do not resolve on many clusters."""
     environ = task(1, 1, 0, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="2", SLURM_STEP_NODELIST="n1")
     assert detect(environ).master_addr == "127.0.0.1"
 
 
 def test_srun_ports():
-    """The tasks of a step derive one port, other steps and jobs most likely others; MASTER_PORT wins."""
+    """All tasks of a step derive the same port, other steps most likely different ones; MASTER_PORT wins."""
     ports = [detect(task(rank, rank % 2, rank // 2)).master_port for rank in range(4)]
     assert len(set(ports)) == 1
     assert 20000 <= ports[0] < 32000
@@ -161,7 +161,7 @@ def test_srun_ports():
     [
         pytest.param({}, id="nothing"),
         pytest.param({"WORLD_SIZE": "8"}, id="WORLD_SIZE only"),
-        pytest.param({"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "NODE_RANK": "1"}, id="where nodes meet"),
+        pytest.param({"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "NODE_RANK": "1"}, id="rendezvous of nodes"),
         pytest.param({"WORLD_SIZE": "8", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, id="a job script's exports"),
         pytest.param({"RANK": "", "WORLD_SIZE": ""}, id="set to nothing"),
         pytest.param({**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, id="sbatch script without srun"),
@@ -172,13 +172,13 @@ def test_srun_ports():
         pytest.param({**ONE_TASK, "PMI_RANK": "0", "PMI_SIZE": "1"}, id="one-task step by --mpi=pmi2"),
     ],
 )
-def test_nobody_launched_it(environ):
-    """Variables that describe a job, and not a place in it, are no World."""
+def test_no_launcher(environ):
+    """Variables that describe a job but no rank in it give no World."""
     assert detect(environ) is None
 
 
 def open_mpi(rank, local_rank, **changes):
-    """The variables that Open MPI's mpirun sets for one of 2 x 2 processes."""
+    """Return the variables that Open MPI's mpirun sets for one of 2 x 2 processes."""
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": "4",
@@ -192,7 +192,7 @@ def open_mpi(rank, local_rank, **changes):
 
 
 def mpich(rank, local_rank):
-    """The variables that MPICH's hydra sets for one of 2 x 2 processes."""
+    """Return the variables that MPICH's hydra sets for one of 2 x 2 processes."""
     return {
         "PMI_RANK": str(rank),
         "PMI_SIZE": "4",
@@ -208,24 +208,24 @@ def mpich(rank, local_rank):
     [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1), (1, 0, 1), (2, 1, 0)],
 )
 def test_mpirun(variables, rank, local_rank, node_rank):
-    """mpirun's ranks are the World, whether it fills nodes or deals ranks to them in turn."""
-    assert place(detect(variables(rank, local_rank))) == (rank, local_rank, node_rank, 4, 2, 2)
+    """mpirun's variables give the World, whether ranks fill nodes one by one or round-robin."""
+    assert ranks_and_sizes(detect(variables(rank, local_rank))) == (rank, local_rank, node_rank, 4, 2, 2)
 
 
 def test_mpirun_inside_slurm():
-    """mpirun starts its daemons by srun: the step's ranks are theirs, and its own win."""
+    """Inside Slurm mpirun's ranks win: the step's ranks are those of its daemons."""
     daemon = task(1, 0, 1, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)")
-    assert place(detect({**daemon, **open_mpi(3, 1)})) == (3, 1, 1, 4, 2, 2)
-    assert place(detect({**daemon, **mpich(3, 1)})) == (3, 1, 1, 4, 2, 2)
+    assert ranks_and_sizes(detect({**daemon, **open_mpi(3, 1)})) == (3, 1, 1, 4, 2, 2)
+    assert ranks_and_sizes(detect({**daemon, **mpich(3, 1)})) == (3, 1, 1, 4, 2, 2)
 
 
 def test_srun_with_pmi2():
-    """`srun --mpi=pmi2` sets PMI_RANK beside Slurm's own variables, which know the local rank."""
-    assert place(detect({**task(1, 0, 1), "PMI_RANK": "1", "PMI_SIZE": "4"})) == (1, 0, 1, 4, 2, 2)
+    """With `srun --mpi=pmi2`, which also sets PMI_RANK, the local rank is Slurm's."""
+    assert ranks_and_sizes(detect({**task(1, 0, 1), "PMI_RANK": "1", "PMI_SIZE": "4"})) == (1, 0, 1, 4, 2, 2)
 
 
 def test_mpirun_on_one_node():
-    """On one node no address is needed, and two runs most likely meet at two ports."""
+    """On one node no address is needed, and two runs most likely use different ports."""
     one = {**open_mpi(0, 0), "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_ADDR": ""}
     world = detect(one)
     assert (world.master_addr, world.num_nodes) == ("127.0.0.1", 1)
@@ -233,62 +233,62 @@ def test_mpirun_on_one_node():
 
 
 def test_torch_names_over_srun():
-    """A script that gives torch's names to srun's ranks leaves the local rank to srun."""
+    """If a script copies srun's rank and size to RANK and WORLD_SIZE, the local rank is srun's."""
     environ = {**task(1, 0, 1), "RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "12910"}
-    assert place(detect(environ)) == (1, 0, 1, 4, 2, 2)
+    assert ranks_and_sizes(detect(environ)) == (1, 0, 1, 4, 2, 2)
     assert detect(environ).master_port == 12910
 
 
 def test_torch_names_without_local_world_size():
     """Ranks that equal their local ranks are all on one node."""
     environ = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
-    assert place(detect(environ)) == (1, 1, 0, 2, 2, 1)
+    assert ranks_and_sizes(detect(environ)) == (1, 1, 0, 2, 2, 1)
 
 
 def test_a_world_of_one_needs_no_more():
-    """RANK=0 and WORLD_SIZE=1 say all there is to say."""
+    """RANK=0 and WORLD_SIZE=1 suffice."""
     assert detect({"RANK": "0", "WORLD_SIZE": "1"}) == World()
 
 
 @pytest.mark.parametrize(
     ("environ", "what", "why"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE is not set", "variables that go with it are set"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK is not set", "variables that go with it are set"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set", "related variables are set"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK is not set", "related variables are set"),
         (
             {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"},
             "LOCAL_WORLD_SIZE is not set",
-            "variables that go with it are set",
+            "related variables are set",
         ),
-        ({**TORCHRUN, "MASTER_PORT": ""}, "MASTER_PORT is not set", "variables that go with it are set"),
-        ({**TORCHRUN, "RANK": "zero"}, "RANK='zero'", "it is no whole number"),
-        ({**TORCHRUN, "LOCAL_RANK": "1.0"}, "LOCAL_RANK='1.0'", "it is no whole number"),
-        ({**TORCHRUN, "RANK": "4"}, "rank=4 with world_size=4", "it goes from 0 to 3 there"),
-        ({**TORCHRUN, "LOCAL_RANK": "-1"}, "local_rank=-1 with local_world_size=2", "it goes from 0 to 1 there"),
-        ({**TORCHRUN, "GROUP_RANK": "2"}, "node_rank=2 with num_nodes=2", "it goes from 0 to 1 there"),
+        ({**TORCHRUN, "MASTER_PORT": ""}, "MASTER_PORT is not set", "related variables are set"),
+        ({**TORCHRUN, "RANK": "zero"}, "RANK='zero'", "it is not an integer"),
+        ({**TORCHRUN, "LOCAL_RANK": "1.0"}, "LOCAL_RANK='1.0'", "it is not an integer"),
+        ({**TORCHRUN, "RANK": "4"}, "rank=4 with world_size=4", "it must be from 0 to 3"),
+        ({**TORCHRUN, "LOCAL_RANK": "-1"}, "local_rank=-1 with local_world_size=2", "it must be from 0 to 1"),
+        ({**TORCHRUN, "GROUP_RANK": "2"}, "node_rank=2 with num_nodes=2", "it must be from 0 to 1"),
         (
             {**TORCHRUN, "GROUP_WORLD_SIZE": "4"},
             "num_nodes=4 with world_size=4 and local_world_size=2",
-            "it goes from 2 to 3 there",
+            "it must be from 2 to 3",
         ),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "master_port=70000", "a port is a number from 1 to 65535"),
         (
             {**TORCHRUN, "MASTER_ADDR": ""},
             "MASTER_ADDR is not set",
-            "processes are on several nodes, and their launcher does not tell them where rank 0 is",
+            "processes are on several nodes, and their launcher does not provide the address of rank 0",
         ),
         (
             {**open_mpi(2, 0), "MASTER_ADDR": ""},
             "MASTER_ADDR is not set",
-            "processes are on several nodes, and their launcher does not tell them where rank 0 is",
+            "processes are on several nodes, and their launcher does not provide the address of rank 0",
         ),
         (
             {**open_mpi(2, 0), "OMPI_COMM_WORLD_LOCAL_RANK": ""},
             "OMPI_COMM_WORLD_LOCAL_RANK is not set",
-            "variables that go with it are set",
+            "related variables are set",
         ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "MPI_LOCALRANKID is not set", "variables that go with it are set"),
-        (task(0, 0, 0, SLURM_PROCID=""), "SLURM_PROCID is not set", "variables that go with it are set"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "MPI_LOCALRANKID is not set", "related variables are set"),
+        (task(0, 0, 0, SLURM_PROCID=""), "SLURM_PROCID is not set", "related variables are set"),
         (
             task(0, 0, 0, SLURM_STEP_TASKS_PER_NODE=""),
             "SLURM_STEP_TASKS_PER_NODE=''",
@@ -299,17 +299,17 @@ def test_a_world_of_one_needs_no_more():
             "SLURM_STEP_NODELIST='n[1-'",
             "Slurm writes hosts as 'rack[1-2]-node[3-4],b'",
         ),
-        (task(0, 0, 2), "local_world_size=0 with world_size=4", "it goes from 1 to 4 there"),
+        (task(0, 0, 2), "local_world_size=0 with world_size=4", "it must be from 1 to 4"),
     ],
 )
-def test_refuses_what_is_no_place(environ, what, why):
-    """Half a place, a value without a meaning, or numbers that contradict each other: named, with the reason."""
+def test_refuses_invalid_variables(environ, what, why):
+    """Missing variables, invalid values and contradictory numbers are reported with the reason."""
     assert (what, why) in [(fault.what, fault.why) for fault in faults_of(environ)]
     assert all(fault.fix for fault in faults_of(environ))
 
 
 def test_every_contradiction_is_named():
-    """One error holds all numbers of a World that cannot be."""
+    """One error lists all contradictory numbers of a World."""
     with pytest.raises(ConfigError) as caught:
         World(rank=2, local_rank=2, world_size=2, local_world_size=1, master_port=-1)
     assert [fault.what for fault in caught.value.faults] == [
@@ -321,19 +321,19 @@ def test_every_contradiction_is_named():
 
 @given(worlds())
 def test_round_trip(world):
-    """The variables of a World are detected as that World, whatever else a cluster has set."""
+    """The variables of a World are detected as that World, also among those of other launchers."""
     assert detect(world.env()) == world
     assert detect({**task(0, 0, 0), **open_mpi(0, 0), **mpich(0, 0), **world.env()}) == world
 
 
 @given(environments)
 def test_random_variables(environ):
-    """Whatever the variables say, it is a World, none, or a ConfigError; and they are not changed."""
+    """Random variables give a World, None or a ConfigError, and are not changed."""
     before = dict(environ)
-    for ask in (detect, detect_node):
+    for function in (detect, detect_node):
         faults = ()
         try:
-            found = ask(environ)
+            found = function(environ)
         except ConfigError as error:
             found, faults = None, error.faults
         assert found is None or isinstance(found, (World, Node))
@@ -342,13 +342,13 @@ def test_random_variables(environ):
 
 
 def test_is_main():
-    """Rank 0 is the main process, and no other."""
+    """Only rank 0 is the main process."""
     assert World().is_main
     assert not World(rank=1, world_size=2).is_main
 
 
-def test_nodes_by_equal_shares():
-    """Where nobody counts the nodes, equal shares do, up to the process's own node at least."""
+def test_number_of_nodes_is_computed():
+    """Without a number of nodes it is computed for equal nodes, and is above this node's rank."""
     assert World(world_size=8, local_world_size=4).num_nodes == 2
     assert World(rank=2, node_rank=1, world_size=3, local_world_size=1).num_nodes == 3
     assert World(rank=4, node_rank=1, world_size=5, local_world_size=4).num_nodes == 2
@@ -365,8 +365,8 @@ def test_nodes_by_equal_shares():
         ({"MASTER_ADDR": "n1", "MASTER_PORT": "12910", "NODE_RANK": "1"}, Node("n1", 12910, 1)),
     ],
 )
-def test_where_nodes_meet(environ, node):
-    """An address and a port are where nodes meet; a port that a job script exports for others is not."""
+def test_rendezvous_of_nodes(environ, node):
+    """An address with a port is the rendezvous; a port alone, exported for other programs, is not."""
     assert detect_node(environ) == node
 
 
@@ -381,8 +381,8 @@ def test_where_nodes_meet(environ, node):
         ({"MASTER_ADDR": "n1", "MASTER_PORT": "1", "NODE_RANK": "a"}, "NODE_RANK='a'", "let the launcher set NODE_"),
     ],
 )
-def test_refuses_half_a_meeting_point(environ, what, fix):
-    """An address without a port, or a value without a meaning, is refused with what to export."""
+def test_refuses_half_a_rendezvous(environ, what, fix):
+    """An address without a port, or an invalid value, is refused with the line to export."""
     (fault,) = faults_of(environ, detect_node)
     assert fault.what == what
     assert fault.fix.startswith(fix)

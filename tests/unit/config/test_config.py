@@ -1,4 +1,4 @@
-"""What a request means, and everything that is wrong with it at once."""
+"""Parsing of options into a Config, with all faults in one error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from strategies import option_sets
 
 from parallelize.backends.ddp import DDPBackend
-from parallelize.cluster.devices import Gpus
 from parallelize.config.config import Config
+from parallelize.config.gpus import Gpus
 from parallelize.config.options import FROM_TEXT, PARSERS, Options
 from parallelize.errors import ConfigError, Fault
 from parallelize.plugins import registry
@@ -26,7 +26,7 @@ ALL_LEVELS = frozenset(LEVELS)
 
 @dataclass(frozen=True, kw_only=True)
 class Declared(Backend):
-    """A backend that only declares."""
+    """A backend with capabilities and no engine."""
 
     name = "declared"
     process_per = "device"
@@ -38,8 +38,8 @@ class Declared(Backend):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeWise(Declared):
-    """One process drives all devices of its node, on one node, with two levels."""
+class SingleNode(Declared):
+    """A backend of one process for all devices of a single node, with two levels."""
 
     name = "nodewise"
     process_per = "node"
@@ -48,7 +48,7 @@ class NodeWise(Declared):
 
 
 @dataclass(frozen=True)
-class Queue(Launcher):
+class ClusterLauncher(Launcher):
     """A launcher with an option."""
 
     name = "queue"
@@ -58,19 +58,19 @@ class Queue(Launcher):
         raise NotImplementedError
 
 
-backend_values = st.sampled_from([*registry.names("backends"), DDPBackend(), Declared(static=True), NodeWise()])
+backend_values = st.sampled_from([*registry.names("backends"), DDPBackend(), Declared(static=True), SingleNode()])
 engines = st.sampled_from(registry.names("precision"))
 
 
 def faults_of(**options):
-    """The faults of a request."""
+    """Return the faults of a request."""
     with pytest.raises(ConfigError) as caught:
         Config.parse(**options)
     return caught.value.faults
 
 
 def parsed(options):
-    """The Config of some options, or None if they contradict each other."""
+    """Return the Config of some options, or None if they contradict each other."""
     try:
         return Config.parse(**options)
     except ConfigError:
@@ -79,7 +79,7 @@ def parsed(options):
 
 @given(option_sets(), backend_values, engines)
 def test_round_trip(options, backend, engine):
-    """Options that mean something give a Config equal to its own round trip, or contradict each other in pairs."""
+    """Valid options give a Config that round-trips, or contradict each other in pairs."""
     request = {**options, "backend": backend, "amp_engine": engine}
     try:
         config = Config.parse(**request)
@@ -98,7 +98,7 @@ def test_round_trip(options, backend, engine):
 
 @given(option_sets(), option_sets(invalid=True))
 def test_every_fault_is_named(options, wrong):
-    """One error names each value without a meaning, whatever the other options are."""
+    """One error names each invalid value, whatever the other options are."""
     faults = faults_of(**{**options, **wrong})
     for name, value in wrong.items():
         shown = value.__name__ if isinstance(value, type) else repr(value)
@@ -110,7 +110,7 @@ def test_every_fault_is_named(options, wrong):
 
 @given(option_sets(), option_sets())
 def test_changed_never_mutates(options, changes):
-    """A changed Config leaves the first as it was, and has the changes."""
+    """`changed` returns a Config with the changes, and leaves the original unchanged."""
     config = parsed(options)
     if config is None:
         return
@@ -127,13 +127,13 @@ def test_changed_never_mutates(options, changes):
 
 
 def test_is_frozen():
-    """Nothing sets an option of a Config."""
+    """Options of a Config cannot be assigned."""
     with pytest.raises(FrozenInstanceError):
         Config.parse().seed = 1  # type: ignore[misc]  # on purpose
 
 
 def test_defaults():
-    """A request of nothing is ddp on whatever there is."""
+    """Without options the backend is ddp and everything else has its default."""
     assert Config.parse() == Config(backend=DDPBackend())
 
 
@@ -152,8 +152,8 @@ def test_defaults():
         ({"process_group_backend": "cpu:gloo,cuda:nccl"}, "process_group_backend", "cpu:gloo,cuda:nccl"),
     ],
 )
-def test_meanings(options, name, value):
-    """What an option's value means."""
+def test_values(options, name, value):
+    """Each form of an option's value is parsed."""
     assert getattr(Config.parse(**options), name) == value
 
 
@@ -163,23 +163,23 @@ KNOWN = ", ".join(map(repr, sorted(PARSERS)))
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"gpu": 4}, Fault("option gpu=4", "there is no such option", f"did you mean 'gpus'? known: {KNOWN}")),
-        ({"rocket": 1}, Fault("option rocket=1", "there is no such option", f"known: {KNOWN}")),
+        ({"gpu": 4}, Fault("option gpu=4", "no option has this name", f"did you mean 'gpus'? known: {KNOWN}")),
+        ({"rocket": 1}, Fault("option rocket=1", "no option has this name", f"known: {KNOWN}")),
         (
             {"distributed_backend": "ddp"},
             Fault(
                 "option distributed_backend='ddp'",
-                "there is no such option",
+                "no option has this name",
                 f"did you mean 'backend'? known: {KNOWN}",
             ),
         ),
         (
             {"nb_gpu_nodes": 2},
-            Fault("option nb_gpu_nodes=2", "there is no such option", f"did you mean 'num_nodes'? known: {KNOWN}"),
+            Fault("option nb_gpu_nodes=2", "no option has this name", f"did you mean 'num_nodes'? known: {KNOWN}"),
         ),
         (
             {"backend": DDPBackend},
-            Fault("backend=DDPBackend", "it is a class, not a backend with its options", "use backend=DDPBackend()"),
+            Fault("backend=DDPBackend", "it is a class, not an instance", "use backend=DDPBackend()"),
         ),
         (
             {"amp": "O4"},
@@ -194,55 +194,55 @@ KNOWN = ", ".join(map(repr, sorted(PARSERS)))
             Fault(
                 "amp=Amp(dtype=torch.float64, growth_factor=1.0, backoff_factor=1.5, growth_interval=0)",
                 "dtype is torch.bfloat16 or torch.float16; growth_factor is above 1; "
-                "backoff_factor is between 0 and 1; growth_interval is a number of steps from 1",
+                "backoff_factor is between 0 and 1; growth_interval is at least 1 step",
                 "correct them, or leave them out",
             ),
         ),
         (
             {"processes": 0},
-            Fault("processes=0", "it must be a whole number from 1 to 65536", "use processes=1, say"),
+            Fault("processes=0", "it must be an integer from 1 to 65536", "use processes=1, for example"),
         ),
         (
             {"seed": -1},
-            Fault("seed=-1", "it must be a whole number from 0 to 4294967295", "use seed=0, say"),
+            Fault("seed=-1", "it must be an integer from 0 to 4294967295", "use seed=0, for example"),
         ),
         (
             {"timeout": 0},
             Fault(
                 "timeout=0",
-                "a wait lasts some time, and must end (100000000 seconds at most)",
+                "it must be above 0, and at most 100000000 seconds",
                 "use seconds (a positive number) or a timedelta",
             ),
         ),
-        ({"logs": ""}, Fault("logs=''", "it names no place for output", "use 'rank0', 'all' or a directory")),
+        ({"logs": ""}, Fault("logs=''", "it is not 'rank0', 'all' or a path", "use 'rank0', 'all' or a directory")),
         (
             {"logs": "rank1"},
             Fault(
                 "logs='rank1'",
-                "it looks like a rank, and rank 0 alone or all of them can be shown",
+                "it looks like a rank, but only the output of rank 0 or of all ranks can be shown",
                 "use 'rank0' or 'all'; a directory of this name is './rank1'",
             ),
         ),
-        ({"wrap": 1}, Fault("wrap=1", "it cannot be called", "give a function, as in wrap=my_function")),
-        ({"update_modules": 1}, Fault("update_modules=1", "it is neither on nor off", "use True or False")),
+        ({"wrap": 1}, Fault("wrap=1", "it cannot be called", "pass a function, as in wrap=my_function")),
+        ({"update_modules": 1}, Fault("update_modules=1", "it is not a bool", "use True or False")),
     ],
 )
 def test_faults(options, fault):
-    """Each fault says what, why and how to fix it."""
+    """Each fault has the value, the reason and the fix."""
     assert faults_of(**options) == (fault,)
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"backend": "dpp"}, "there is no backend of that name"),
-        ({"backend": 3}, "a int names no backend"),
-        ({"launcher": "sge"}, "there is no launcher of that name"),
-        ({"amp_engine": "amp"}, "there is no amp_engine of that name"),
+        ({"backend": "dpp"}, "no backend has this name"),
+        ({"backend": 3}, "its type int is not valid"),
+        ({"launcher": "sge"}, "no launcher has this name"),
+        ({"amp_engine": "amp"}, "no amp_engine has this name"),
     ],
 )
-def test_unknown_plug_ins_list_the_known(options, why):
-    """A name without a plug-in lists those that there are."""
+def test_unknown_plug_ins_list_the_known_ones(options, why):
+    """The fault of an unknown plug-in lists the known ones."""
     ((name, value),) = options.items()
     kind = {"backend": "backends", "launcher": "launchers", "amp_engine": "precision"}[name]
     (fault,) = faults_of(**options)
@@ -252,15 +252,15 @@ def test_unknown_plug_ins_list_the_known(options, why):
 
 
 def test_process_group_backends():
-    """What torch does not have is refused, with torch's own list."""
+    """A backend that torch does not have is refused, with torch's list."""
     (fault,) = faults_of(process_group_backend="cpu:gloo,cuda:ncl")
     assert fault.what == "process_group_backend='cpu:gloo,cuda:ncl'"
     assert fault.why == "it is neither one of torch's backends nor a list such as 'cpu:gloo,cuda:nccl'"
     assert fault.fix.startswith("did you mean 'nccl'? known:")
 
 
-def offered(fits):
-    """The backends that an error offers."""
+def backends_where(fits):
+    """Return the names of the backends for which `fits` is true."""
     return [name for name in registry.names("backends") if fits(registry.get("backends", name))]
 
 
@@ -270,7 +270,7 @@ def offered(fits):
         (
             {"gpus": [0, 1], "processes": 2},
             "gpus=[0, 1] with processes=2",
-            "gpus= starts one process per GPU, processes= so many on the CPU: both at once say two things",
+            "gpus= starts one process per GPU, and processes= starts processes on the CPU",
             "drop processes= to run on GPUs, or gpus= to run on the CPU",
         ),
         (
@@ -280,21 +280,21 @@ def offered(fits):
             "name each GPU once, or add process_group_backend='gloo' (for tests: several ranks share one GPU)",
         ),
         (
-            {"backend": NodeWise(), "processes": 2},
+            {"backend": SingleNode(), "processes": 2},
             "backend='nodewise' with processes=2",
             "nodewise drives all devices of a node from one process",
             "use processes=1, or backend='",
         ),
         (
-            {"backend": NodeWise(), "num_nodes": 2},
+            {"backend": SingleNode(), "num_nodes": 2},
             "backend='nodewise' with num_nodes=2",
-            "nodewise spans at most 1 node(s)",
+            "nodewise runs on at most 1 node(s)",
             "use num_nodes=1, or backend='",
         ),
         (
-            {"backend": NodeWise(), "amp": "O3"},
+            {"backend": SingleNode(), "amp": "O3"},
             "backend='nodewise' with amp='O3'",
-            "under nodewise the native engine has the levels O0, O1",
+            "under nodewise, the native engine supports the levels O0, O1",
             "use amp='O0' or 'O1', or backend='",
         ),
         (
@@ -312,13 +312,13 @@ def offered(fits):
     ],
 )
 def test_contradictions(options, what, why, fix):
-    """Options that exclude each other are refused, both with their values."""
+    """Options that exclude each other are refused, with both values."""
     (fault,) = faults_of(**options)
     assert (fault.what, fault.why) == (what, why)
     assert fault.fix.startswith(fix)
 
 
-def test_an_engine_that_a_backend_lacks():
+def test_an_unsupported_precision_engine():
     """A precision engine that a backend does not declare is refused, and the declared ones are offered."""
     backend = Declared()
     object.__setattr__(backend, "amp", {"other": ALL_LEVELS})
@@ -326,7 +326,7 @@ def test_an_engine_that_a_backend_lacks():
     assert fault.what == "backend='declared' with amp_engine='native'"
     assert fault.why == "native cannot run under declared"
     assert fault.fix.startswith("use amp_engine='other', or backend='")
-    for name in offered(lambda other: "native" in other.amp):
+    for name in backends_where(lambda other: "native" in other.amp):
         assert repr(name) in fault.fix
 
 
@@ -335,22 +335,22 @@ def test_an_engine_that_a_backend_lacks():
     [
         {"gpus": 0, "processes": 2},
         {"gpus": [0, 0], "process_group_backend": "gloo"},
-        {"backend": NodeWise(), "processes": 1},
-        {"backend": NodeWise(), "num_nodes": 1},
+        {"backend": SingleNode(), "processes": 1},
+        {"backend": SingleNode(), "num_nodes": 1},
         {"amp": "bf16", "processes": 2},
         {"amp": Amp(level="O0", dtype=torch.float16), "processes": 2},
-        {"backend": NodeWise(), "amp": True},
+        {"backend": SingleNode(), "amp": True},
     ],
 )
-def test_what_looks_like_a_contradiction_and_is_none(options):
-    """Options that agree are accepted."""
+def test_compatible_options(options):
+    """Options that are close to a contradiction, but compatible, are accepted."""
     assert Config.parse(**options)
 
 
-def test_a_fault_contradicts_nothing():
-    """A value without a meaning is one fault, and not a second one against its neighbour."""
+def test_an_invalid_value_is_one_fault():
+    """An invalid value is not also reported as a contradiction with other options."""
     assert len(faults_of(gpus="two", processes=2)) == 1
-    assert len(faults_of(amp_engine="amp", amp=True, backend=NodeWise())) == 1
+    assert len(faults_of(amp_engine="amp", amp=True, backend=SingleNode())) == 1
 
 
 @pytest.mark.parametrize(
@@ -364,13 +364,13 @@ def test_a_fault_contradicts_nothing():
         ({"gpus": 4}, {"seed": 1}, (Gpus(count=4), None)),
     ],
 )
-def test_the_excluded_option_gives_way(options, changes, expected):
-    """A change drops the option that it excludes, and no other."""
+def test_a_change_resets_the_excluded_option(options, changes, expected):
+    """A change resets the option that it excludes, and no other."""
     config = Config.parse(**options).changed(**changes)
     assert (config.gpus, config.processes) == expected
 
 
-def test_changes_do_not_give_way_to_each_other():
+def test_changes_that_exclude_each_other():
     """Two changes that exclude each other are a fault."""
     with pytest.raises(ConfigError, match=r"gpus=4 with processes=2"):
         Config.parse(gpus=1).changed(gpus=4, processes=2)
@@ -398,33 +398,33 @@ def test_changes_do_not_give_way_to_each_other():
         ({}, {"PARALLEL_GPUS": "4", "parallelize_gpus": "4", "GPUS": "4"}, "gpus", None),
     ],
 )
-def test_the_environment_wins(options, environ, name, value):
-    """A variable replaces what the code says; one that is set to nothing does not."""
+def test_variables_override_code(options, environ, name, value):
+    """A variable overrides the option given in code; an empty variable does not."""
     assert getattr(Config.parse(**options).merged(environ), name) == value
 
 
 def test_the_same_backend_keeps_its_options():
-    """Naming the backend or launcher that the code has keeps the code's object."""
+    """A variable with the name of the backend given in code keeps the code's object."""
     backend = DDPBackend()
     config = Config.parse(backend=backend).merged({"PARALLELIZE_BACKEND": " ddp "})
     assert config.backend is backend
 
 
 def test_the_same_launcher_keeps_its_options(monkeypatch):
-    """So it does for a launcher."""
-    monkeypatch.setattr(registry, "find", lambda kind, name: Queue if kind == "launchers" else None)
-    config = Config(backend=DDPBackend(), launcher=Queue(partition="long"))
-    assert config.merged({"PARALLELIZE_LAUNCHER": "queue"}).launcher == Queue(partition="long")
+    """A variable with the name of the launcher given in code keeps the code's object."""
+    monkeypatch.setattr(registry, "find", lambda kind, name: ClusterLauncher if kind == "launchers" else None)
+    config = Config(backend=DDPBackend(), launcher=ClusterLauncher(partition="long"))
+    assert config.merged({"PARALLELIZE_LAUNCHER": "queue"}).launcher == ClusterLauncher(partition="long")
 
 
 def test_nothing_to_merge():
-    """Without a variable of ours the request is the same object."""
+    """Without PARALLELIZE_ variables `merged` returns the same object."""
     config = Config.parse(gpus=2)
     assert config.merged({"HOME": "/root", "PARALLELIZE_SEED": ""}) is config
 
 
 def merge_faults(environ, **options):
-    """The faults of a merge."""
+    """Return the faults of a request merged with variables."""
     with pytest.raises(ConfigError) as caught:
         Config.parse(**options).merged(environ)
     return caught.value.faults
@@ -438,13 +438,13 @@ VARIABLES = ", ".join(repr(f"PARALLELIZE_{name.upper()}") for name in sorted(FRO
     [
         ("PARALLELIZE_GPU", "it names no option", "did you mean 'PARALLELIZE_GPUS'? "),
         ("PARALLELIZE_gpus", "it names no option", "did you mean 'PARALLELIZE_GPUS'? "),
-        ("PARALLELIZE_WRAP", "only Python can give this option", ""),
+        ("PARALLELIZE_WRAP", "this option can only be set in Python", ""),
         ("PARALLELIZE_WORKERS", "it names no option", ""),
         ("PARALLELIZE_", "it names no option", ""),
     ],
 )
 def test_unknown_variables(variable, why, hint):
-    """A variable with our prefix that names no option is refused, and the known ones are listed."""
+    """A PARALLELIZE_ variable that names no option is refused, and the known ones are listed."""
     (fault,) = merge_faults({variable: "1"})
     assert fault.what == f"environment variable {variable}"
     assert fault.why == why
@@ -468,8 +468,8 @@ def test_unknown_variables(variable, why, hint):
         ("PROCESS_GROUP_BACKEND", "ncl"),
     ],
 )
-def test_values_without_a_meaning(name, text):
-    """A value without a meaning is refused by the variable's name, as it was written."""
+def test_invalid_values_of_variables(name, text):
+    """An invalid value is refused with the name and the text of the variable."""
     (fault,) = merge_faults({f"PARALLELIZE_{name}": text})
     assert fault.what == f"environment variable PARALLELIZE_{name}={text!r}"
     assert fault.why
@@ -477,14 +477,14 @@ def test_values_without_a_meaning(name, text):
 
 
 def test_a_variable_that_contradicts_the_code():
-    """A contradiction says which side the environment took."""
+    """The fault of a contradiction names the variable."""
     (fault,) = merge_faults({"PARALLELIZE_PROCESSES": "2"}, amp="fp16", gpus=2)
     assert fault.what == "amp='fp16' on cpu"
-    assert fault.why == "native computes on cpu in: bf16 (the environment says PARALLELIZE_PROCESSES=2)"
+    assert fault.why == "native computes on cpu in: bf16 (the environment has PARALLELIZE_PROCESSES=2)"
 
 
 def test_every_fault_of_a_merge():
-    """One error holds unknown variables, values without a meaning, and contradictions."""
+    """One error lists unknown variables, invalid values and contradictions."""
     faults = merge_faults(
         {
             "PARALLELIZE_GPU": "1",
@@ -502,7 +502,7 @@ def test_every_fault_of_a_merge():
 
 @given(st.dictionaries(st.sampled_from([f"PARALLELIZE_{name.upper()}" for name in PARSERS]), st.text(max_size=6)))
 def test_random_variables(environ):
-    """Whatever the variables say, it is a Config that round-trips, or a ConfigError."""
+    """Random variables give a Config that round-trips, or a ConfigError."""
     try:
         config = Config.parse().merged(environ)
     except ConfigError as error:
@@ -514,6 +514,6 @@ def test_random_variables(environ):
 
 
 def test_every_option_has_a_parser():
-    """Options, parsers and the fields of Config are the same names; text gives all but functions."""
+    """Options, parsers and Config have the same names, and all but functions can be given as text."""
     assert set(PARSERS) == {each.name for each in fields(Config)} == Options.__optional_keys__
     assert set(PARSERS) - set(FROM_TEXT) == {"init_connection", "wrap"}

@@ -1,4 +1,4 @@
-"""`explain()` says what a call would do, and starts nothing."""
+"""`explain()` describes a call, and starts nothing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from parallelize import ConfigError, distributed
 from parallelize.cluster.devices import Hardware
 from parallelize.config.config import Config
-from parallelize.config.explain import explanation
-from parallelize.config.layout import lay_out
+from parallelize.config.explain import explain_call
+from parallelize.config.layout import compute_layout
 
 
 @distributed(processes=2, seed=3, timeout=90, max_restarts=1, logs="all")
@@ -31,7 +31,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_decision_is_a_row() -> None:
-    """Processes, devices, how they start, what carries collectives, and the options that matter."""
+    """Processes, devices, launcher, collectives' backend and the main options each have a row."""
     explained = train.explain()
     assert explained.startswith("train would run as\n")
     found = rows(explained)
@@ -44,43 +44,43 @@ def test_every_decision_is_a_row() -> None:
 
 
 def test_a_table_is_not_wider_than_a_terminal() -> None:
-    """What would be a long row is one of several lines under it."""
+    """Long rows are broken into several lines."""
     explained = train.options(amp="bf16").explain()
     assert max(len(line) for line in explained.splitlines()) <= 100
     assert "\n  precision    O1 in bf16 (native)\n                 weights in forward: fp32\n" in explained
 
 
 def test_each_process_has_its_gpus_on_a_line() -> None:
-    """Under ddp2, where a process drives several, they are together."""
+    """Each local rank has a line with its GPUs: one under ddp, several under ddp2."""
     hardware = Hardware("cuda", 4)
-    by_device = explanation(lay_out(Config.parse(gpus=[1, 3]), hardware), None, name="train")
+    by_device = explain_call(compute_layout(Config.parse(gpus=[1, 3]), hardware), None, name="train")
     assert "  devices      local rank 0: cuda:1\n                 local rank 1: cuda:3\n" in by_device
-    by_node = explanation(lay_out(Config.parse(gpus=2, backend="ddp2"), hardware), None, name="train")
+    by_node = explain_call(compute_layout(Config.parse(gpus=2, backend="ddp2"), hardware), None, name="train")
     assert "  devices      local rank 0: cuda:0, cuda:1\n" in by_node
     assert "inside" not in by_node
 
 
 def test_one_process_starts_nothing() -> None:
-    """A call would run in the calling process."""
+    """A call with one process runs in the calling process."""
     assert rows(train.options(processes=1).explain())["starts"] == "nothing: runs in the calling process"
 
 
-def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is what a call would do here and now."""
+def test_variables_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PARALLELIZE_ variables are applied, as in a call."""
     monkeypatch.setenv("PARALLELIZE_PROCESSES", "3")
     assert rows(train.explain())["processes"] == "1 node(s) x 3 = 3"
 
 
-def test_a_place_that_a_launcher_gave_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun nothing would be started."""
+def test_a_launcher_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun the rank is shown, and no process would be started."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name, value in zip(names, ("1", "1", "2", "2", "127.0.0.1", "29500"), strict=True):
         monkeypatch.setenv(name, value)
-    assert rows(train.explain())["starts"] == "nothing: a launcher has placed this process as rank 1 of 2"
+    assert rows(train.explain())["starts"] == "nothing: a launcher has started this process as rank 1 of 2"
 
 
-@pytest.mark.parametrize("ask", [lambda: train.options(gpus=99).explain(), train.options(gpus=99)])
-def test_what_a_call_would_refuse_is_refused(ask: Callable[[], object]) -> None:
-    """With the same error, before anything starts."""
+@pytest.mark.parametrize("refused", [lambda: train.options(gpus=99).explain(), train.options(gpus=99)])
+def test_explain_raises_as_a_call_does(refused: Callable[[], object]) -> None:
+    """`explain` and the call raise the same error, before anything starts."""
     with pytest.raises(ConfigError, match="gpus=99"):
-        ask()
+        refused()

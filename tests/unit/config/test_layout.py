@@ -1,4 +1,4 @@
-"""Which processes run where, for every request on every machine in every world."""
+"""Processes and devices of a request, by hardware and launcher."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import hardware, option_sets, worlds
 
-from parallelize.cluster.devices import Gpus, Hardware
+from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
-from parallelize.config.layout import Layout, lay_out
+from parallelize.config.gpus import Gpus
+from parallelize.config.layout import Layout, compute_layout
 from parallelize.errors import ConfigError
 from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Backend
@@ -28,12 +29,12 @@ MAC = Hardware("mps", 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Threads(Backend):
-    """As dp: one process drives all devices of its node; on more nodes ddp takes over; no Apex."""
+    """Like dp: one process drives all devices of its node, several nodes use ddp, and Apex is not supported."""
 
     name = "threads"
     process_per = "node"
     max_nodes = 1
-    single_node_of = "ddp"
+    multi_node_fallback = "ddp"
     amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset(LEVELS)}
 
     def engine(self, inner, *, world, devices):
@@ -42,36 +43,36 @@ class Threads(Backend):
 
 @dataclass(frozen=True, kw_only=True)
 class PerNode(Threads):
-    """As ddp2: one process drives all devices of its node, on any number of nodes."""
+    """Like ddp2: one process drives all devices of its node, on any number of nodes."""
 
     name = "pernode"
     max_nodes = None
-    single_node_of = None
+    multi_node_fallback = None
     device_types = frozenset({"cuda"})
 
 
-def placed(local_world_size, *, nodes=1, **changes):
-    """A process that a launcher has placed on equal nodes."""
+def launched(local_world_size, *, nodes=1, **changes):
+    """Return the World of a process that a launcher has started, on nodes of equal size."""
     size = local_world_size * nodes
     return World(**{"world_size": size, "local_world_size": local_world_size, "num_nodes": nodes, **changes})
 
 
 def devices(layout):
-    """The devices of a layout as text, by local rank."""
+    """Return the devices of a layout as text, by local rank."""
     return [" ".join(map(str, driven)) for driven in layout.devices]
 
 
 def faults_of(options, machine, world=None):
-    """The faults of a request on a machine."""
+    """Return the faults of a request on a machine."""
     with pytest.raises(ConfigError) as caught:
-        lay_out(Config.parse(**options), machine, world)
+        compute_layout(Config.parse(**options), machine, world)
     return caught.value.faults
 
 
 @pytest.mark.parametrize(
     ("options", "machine", "world", "expected"),
     [
-        # Nobody has placed this process: the request decides.
+        # No launcher: only the request and the machine matter.
         ({}, CPU, None, ["cpu"]),
         ({"processes": 3}, CPU, None, ["cpu"] * 3),
         ({}, FOUR, None, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
@@ -88,23 +89,23 @@ def faults_of(options, machine, world=None):
         ({"backend": Threads()}, CPU, None, ["cpu"]),
         ({}, MAC, None, ["mps:0"]),
         ({"backend": Threads()}, MAC, None, ["mps:0"]),
-        # A launcher has placed this process: it decides what the request leaves open.
-        ({}, CPU, placed(2), ["cpu"] * 2),
-        ({}, FOUR, placed(2), ["cuda:0", "cuda:1"]),
-        ({"gpus": 2}, FOUR, placed(2), ["cuda:0", "cuda:1"]),
-        ({"gpus": [1, 3]}, FOUR, placed(2, nodes=2), ["cuda:1", "cuda:3"]),
-        ({"gpus": 0}, FOUR, placed(3), ["cpu"] * 3),
-        ({"backend": PerNode()}, FOUR, placed(1, nodes=2), ["cuda:0 cuda:1 cuda:2 cuda:3"]),
-        # srun --gpus-per-task=1: each task sees one GPU, as number 0.
-        ({}, Hardware("cuda", 1), placed(4), ["cuda:0"] * 4),
-        ({"gpus": 4}, Hardware("cuda", 1), placed(4), ["cuda:0"] * 4),
-        ({"gpus": "auto"}, Hardware("cuda", 1), placed(4), ["cuda:0"] * 4),
-        ({"gpus": [2, 3]}, Hardware("cuda", 1), placed(2), ["cuda:0"] * 2),
+        # Started by a launcher: its numbers apply where the request leaves them open.
+        ({}, CPU, launched(2), ["cpu"] * 2),
+        ({}, FOUR, launched(2), ["cuda:0", "cuda:1"]),
+        ({"gpus": 2}, FOUR, launched(2), ["cuda:0", "cuda:1"]),
+        ({"gpus": [1, 3]}, FOUR, launched(2, nodes=2), ["cuda:1", "cuda:3"]),
+        ({"gpus": 0}, FOUR, launched(3), ["cpu"] * 3),
+        ({"backend": PerNode()}, FOUR, launched(1, nodes=2), ["cuda:0 cuda:1 cuda:2 cuda:3"]),
+        # srun --gpus-per-task=1: each task sees one GPU, as index 0.
+        ({}, Hardware("cuda", 1), launched(4), ["cuda:0"] * 4),
+        ({"gpus": 4}, Hardware("cuda", 1), launched(4), ["cuda:0"] * 4),
+        ({"gpus": "auto"}, Hardware("cuda", 1), launched(4), ["cuda:0"] * 4),
+        ({"gpus": [2, 3]}, Hardware("cuda", 1), launched(2), ["cuda:0"] * 2),
     ],
 )
 def test_devices(options, machine, world, expected):
-    """Each local rank drives the devices that the request, the machine and the world mean together."""
-    assert devices(lay_out(Config.parse(**options), machine, world)) == expected
+    """Each local rank has the devices that follow from the request, the machine and the launcher."""
+    assert devices(compute_layout(Config.parse(**options), machine, world)) == expected
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_devices(options, machine, world, expected):
             FOUR,
             None,
             "gpus=[0, 7, 9]",
-            "this process sees 4 GPU(s), numbered from 0; there is no 7, 9",
+            "this process sees 4 GPU(s), numbered from 0; missing: 7, 9",
             "use gpus=4, or check CUDA_VISIBLE_DEVICES",
         ),
         (
@@ -131,55 +132,55 @@ def test_devices(options, machine, world, expected):
             FOUR,
             None,
             "gpus=8",
-            "this process sees 4 GPU(s), numbered from 0; there is no 4 to 7",
+            "this process sees 4 GPU(s), numbered from 0; missing: 4 to 7",
             "use gpus=4, or check CUDA_VISIBLE_DEVICES",
         ),
         (
             {"gpus": 2},
             FOUR,
-            placed(4),
+            launched(4),
             "processes per node: 2 asked for, 4 started",
-            "a launcher has placed this process as rank 0 of 4, with 4 on this node",
+            "a launcher has started this process as rank 0 of 4, with 4 on this node",
             "start 2 per node, or use gpus=4",
         ),
         (
             {"processes": 8},
             CPU,
-            placed(4),
+            launched(4),
             "processes per node: 8 asked for, 4 started",
-            "a launcher has placed this process as rank 0 of 4, with 4 on this node",
+            "a launcher has started this process as rank 0 of 4, with 4 on this node",
             "start 8 per node, or use processes=4",
         ),
         (
             {"gpus": 2},
             Hardware("cuda", 1),
-            placed(4),
+            launched(4),
             "processes per node: 2 asked for, 4 started",
-            "a launcher has placed this process as rank 0 of 4, with 4 on this node",
+            "a launcher has started this process as rank 0 of 4, with 4 on this node",
             "start 2 per node, or use gpus=4",
         ),
         (
             {"num_nodes": 3},
             FOUR,
-            placed(4, nodes=2, rank=5, local_rank=1, node_rank=1),
+            launched(4, nodes=2, rank=5, local_rank=1, node_rank=1),
             "nodes: 3 asked for, 2 started",
-            "a launcher has placed this process as rank 5 of 8, on node 1",
-            "start it on 3 node(s), or leave num_nodes= out",
+            "a launcher has started this process as rank 5 of 8, on node 1",
+            "start it on 3 node(s), or omit num_nodes=",
         ),
         (
             {"backend": Threads()},
             FOUR,
-            placed(2),
+            launched(2),
             "processes per node: 1 asked for, 2 started",
-            "a launcher has placed this process as rank 0 of 2, with 2 on this node",
+            "a launcher has started this process as rank 0 of 2, with 2 on this node",
             "start 1 per node, or use backend='",
         ),
         (
             {},
             Hardware("cuda", 2),
-            placed(4),
+            launched(4),
             "4 processes on this node, 2 GPU(s)",
-            "a launcher has placed more processes here than there are GPUs, and each needs its own",
+            "a launcher has started more processes here than there are GPUs, and each needs its own",
             "start 2 per node, or use gpus=0 to run on the CPU",
         ),
         (
@@ -203,7 +204,7 @@ def test_devices(options, machine, world, expected):
             MAC,
             None,
             "2 processes on mps",
-            "torch has no collectives on mps: one process runs there alone",
+            "torch has no collectives on mps, so only one process can run there",
             "use processes=2 to run on the CPU",
         ),
         (
@@ -219,27 +220,27 @@ def test_devices(options, machine, world, expected):
             CPU,
             None,
             "process_group_backend='nccl' on cpu",
-            "it carries tensors of: cuda",
-            "leave it out (the device decides), or use 'gloo'",
+            "its collectives support: cuda",
+            "omit it (the default depends on the device), or use 'gloo'",
         ),
         (
             {"process_group_backend": "cpu:gloo"},
             FOUR,
             None,
             "process_group_backend='cpu:gloo' on cuda",
-            "it carries tensors of: cpu",
-            "leave it out (the device decides), or use 'gloo'",
+            "its collectives support: cpu",
+            "omit it (the default depends on the device), or use 'gloo'",
         ),
     ],
 )
 def test_refused(options, machine, world, what, why, fix):
-    """What does not fit the machine or the world is refused, with both numbers and the fix."""
+    """A request that does not fit the machine or the launcher is refused, with both numbers and the fix."""
     (fault,) = faults_of(options, machine, world)
     assert (fault.what, fault.why) == (what, why)
     assert fault.fix.startswith(fix)
 
 
-def test_amp_where_the_engine_does_not_run():
+def test_amp_on_an_unsupported_device_type():
     """A device type that a precision engine does not declare is refused."""
     (fault,) = faults_of({"amp": True}, MAC)
     assert fault.what == "amp_engine='native' on mps"
@@ -248,54 +249,54 @@ def test_amp_where_the_engine_does_not_run():
 
 
 def test_every_fault_is_named():
-    """One error holds what does not fit the machine and what does not fit the world."""
-    whats = [fault.what for fault in faults_of({"gpus": 8, "num_nodes": 3}, FOUR, placed(4))]
+    """One error lists the mismatches with the machine and with the launcher."""
+    whats = [fault.what for fault in faults_of({"gpus": 8, "num_nodes": 3}, FOUR, launched(4))]
     assert whats == ["gpus=8", "processes per node: 8 asked for, 4 started", "nodes: 3 asked for, 1 started"]
 
 
 def test_a_missing_gpu_is_the_only_fault():
-    """Where the GPUs are missing, what the CPU could not do instead is not counted against the request."""
+    """A request with missing GPUs is not also checked for the CPU."""
     (fault,) = faults_of({"gpus": 4, "amp": "fp16", "process_group_backend": "nccl"}, CPU)
     assert fault.what == "gpus=4"
 
 
-@pytest.mark.parametrize("world", [None, placed(4, nodes=2)])
-def test_more_nodes_than_the_backend_spans(world):
-    """More nodes turn a backend into the one it declares; a warning says what was done and what silences it."""
+@pytest.mark.parametrize("world", [None, launched(4, nodes=2)])
+def test_multi_node_fallback(world):
+    """On too many nodes, the declared fallback is used, with a warning that can be silenced as it describes."""
     options = {"backend": Threads(), "gpus": 4} | ({} if world else {"num_nodes": 2})
-    layout = lay_out(Config.parse(**options), FOUR, world)
+    layout = compute_layout(Config.parse(**options), FOUR, world)
     assert layout.config.backend == registry.get("backends", "ddp")()
     assert layout.warnings == (
-        "backend='threads' cannot leave its node: num_nodes=2 runs under 'ddp'. Say backend='ddp' to silence this.",
+        "backend='threads' runs on at most 1 node(s): num_nodes=2 uses 'ddp'. Use backend='ddp' to silence this.",
     )
     assert devices(layout) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-    assert not lay_out(Config.parse(**{**options, "backend": "ddp"}), FOUR, world).warnings
+    assert not compute_layout(Config.parse(**{**options, "backend": "ddp"}), FOUR, world).warnings
 
 
-def test_more_nodes_than_a_backend_without_a_successor_spans():
-    """Where no other backend takes over, a launcher's nodes are refused as the request's own are."""
+def test_too_many_nodes_without_a_fallback():
+    """Without a fallback, too many nodes of a launcher are refused, as too many requested nodes are."""
     backend = Threads()
-    object.__setattr__(backend, "single_node_of", None)
-    (fault,) = faults_of({"backend": backend}, FOUR, placed(1, nodes=2))
+    object.__setattr__(backend, "multi_node_fallback", None)
+    (fault,) = faults_of({"backend": backend}, FOUR, launched(1, nodes=2))
     assert fault.what == "backend='threads' with num_nodes=2"
     assert fault.fix.startswith("use num_nodes=1, or backend='")
 
 
 def test_auto_without_gpus():
-    """gpus='auto' is whatever there is: without any it runs on the CPU, says so, and says what silences it."""
-    layout = lay_out(Config.parse(gpus="auto"), CPU)
-    assert layout.warnings == ("gpus='auto' finds no GPU here: running on the CPU. Say processes=1 to silence this.",)
-    assert not lay_out(Config.parse(processes=1), CPU).warnings
-    assert not lay_out(Config.parse(), CPU).warnings
+    """On a machine without GPUs, gpus='auto' runs on the CPU, with a warning that can be silenced as it describes."""
+    layout = compute_layout(Config.parse(gpus="auto"), CPU)
+    assert layout.warnings == ("gpus='auto' finds no GPU here: running on the CPU. Use processes=1 to silence this.",)
+    assert not compute_layout(Config.parse(processes=1), CPU).warnings
+    assert not compute_layout(Config.parse(), CPU).warnings
 
 
 def test_shared_gpus():
-    """Ranks that share a GPU, for tests, are warned about, and masked to one visible device."""
-    layout = lay_out(Config.parse(gpus=[2, 2], process_group_backend="gloo"), FOUR)
-    assert layout.warnings == ("gpus=[2, 2] shares a GPU between ranks: good for tests, not for speed.",)
+    """Several ranks on one GPU give a warning, and see a single device."""
+    layout = compute_layout(Config.parse(gpus=[2, 2], process_group_backend="gloo"), FOUR)
+    assert layout.warnings == ("gpus=[2, 2] shares a GPU between ranks: useful for tests, but slow.",)
     assert devices(layout) == ["cuda:2", "cuda:2"]
     assert layout.indices == (2,)
-    assert devices(layout.masked()) == ["cuda:0", "cuda:0"]
+    assert devices(layout.renumbered()) == ["cuda:0", "cuda:0"]
 
 
 @pytest.mark.parametrize(
@@ -310,13 +311,13 @@ def test_shared_gpus():
     ],
 )
 def test_process_group_backend(options, machine, backend):
-    """Collectives are carried as asked, else by device; CPU tensors always have a carrier then."""
-    assert lay_out(Config.parse(**options), machine).process_group_backend == backend
+    """The collectives' backend is the requested one, else chosen by device with gloo for CPU tensors."""
+    assert compute_layout(Config.parse(**options), machine).process_group_backend == backend
 
 
 @pytest.mark.parametrize(("rank", "local_rank", "node_rank", "local_world_size"), [(0, 0, 0, 2), (2, 0, 1, 1)])
 def test_unequal_nodes(rank, local_rank, node_rank, local_world_size):
-    """On nodes of different sizes the world's size is the launcher's, and each node drives its own devices."""
+    """On nodes of different sizes the world size is the launcher's, and each node has its own devices."""
     world = World(
         rank=rank,
         local_rank=local_rank,
@@ -325,12 +326,12 @@ def test_unequal_nodes(rank, local_rank, node_rank, local_world_size):
         local_world_size=local_world_size,
         num_nodes=2,
     )
-    layout = lay_out(Config.parse(num_nodes=2), FOUR, world)
+    layout = compute_layout(Config.parse(num_nodes=2), FOUR, world)
     assert (layout.world_size, layout.num_nodes, layout.local_world_size) == (3, 2, local_world_size)
     assert len(layout.devices) == local_world_size
 
 
-# What the seeds promise, in their words: 1 GPU; 1 GPU 16-bit; dp; ddp; ddp 16-bit; several nodes are ddp.
+# The support table of early PyTorch Lightning: 1 GPU; 1 GPU 16-bit; dp; ddp; ddp 16-bit; several nodes are ddp.
 
 
 @pytest.mark.parametrize(
@@ -346,9 +347,9 @@ def test_unequal_nodes(rank, local_rank, node_rank, local_world_size):
         ({"gpus": 4, "backend": PerNode(), "num_nodes": 4}, ["cuda:0 cuda:1 cuda:2 cuda:3"]),
     ],
 )
-def test_seed_era_support(options, expected):
-    """Every configuration that the seeds' table supports is accepted."""
-    assert devices(lay_out(Config.parse(**options), FOUR)) == expected
+def test_configurations_of_early_lightning(options, expected):
+    """Every configuration in early Lightning's support table is accepted."""
+    assert devices(compute_layout(Config.parse(**options), FOUR)) == expected
 
 
 known = {name: registry.get("backends", name) for name in registry.names("backends")}
@@ -356,10 +357,10 @@ known = {name: registry.get("backends", name) for name in registry.names("backen
 
 @pytest.mark.skipif("dp" not in known, reason="no dp backend")
 def test_dp():
-    """The seeds' dp: one process, no Apex, and ddp on several nodes."""
-    layout = lay_out(Config.parse(backend="dp", gpus=2, amp=True), FOUR)
+    """dp is one process, without Apex, and becomes ddp on several nodes."""
+    layout = compute_layout(Config.parse(backend="dp", gpus=2, amp=True), FOUR)
     assert devices(layout) == ["cuda:0 cuda:1"]
-    assert lay_out(Config.parse(backend="dp", gpus=2, num_nodes=2), FOUR).config.backend.name == "ddp"
+    assert compute_layout(Config.parse(backend="dp", gpus=2, num_nodes=2), FOUR).config.backend.name == "ddp"
     if "apex" in registry.names("precision"):
         with pytest.raises(ConfigError) as caught:
             Config.parse(backend="dp", gpus=2, amp=True, amp_engine="apex")
@@ -370,8 +371,8 @@ def test_dp():
 
 @pytest.mark.skipif("ddp2" not in known, reason="no ddp2 backend")
 def test_ddp2():
-    """The seeds' ddp2: one process per node; a level or an engine that it does not declare is refused."""
-    assert devices(lay_out(Config.parse(backend="ddp2", gpus=2, num_nodes=4), FOUR)) == ["cuda:0 cuda:1"]
+    """ddp2 is one process per node, and refuses levels and engines that it does not declare."""
+    assert devices(compute_layout(Config.parse(backend="ddp2", gpus=2, num_nodes=4), FOUR)) == ["cuda:0 cuda:1"]
     for engine, levels in known["ddp2"].amp.items():
         for level in set(LEVELS) - levels:
             with pytest.raises(ConfigError) as caught:
@@ -388,11 +389,11 @@ backend_values = st.sampled_from([*known, Threads(), PerNode()])
 
 @given(option_sets(), backend_values, hardware, st.none() | worlds())
 def test_any_request_anywhere(options, backend, machine, world):
-    """A request either fits, with one place per process on devices that are there, or is refused with every reason."""
+    """A request either gives a layout on existing devices, or is refused with all reasons."""
     faults, layout = (), None
     try:
         config = Config.parse(**{**options, "backend": backend})
-        layout = lay_out(config, machine, world)
+        layout = compute_layout(config, machine, world)
     except ConfigError as error:
         faults = error.faults
     assert all(fault.what and fault.why and fault.fix for fault in faults)
@@ -401,7 +402,7 @@ def test_any_request_anywhere(options, backend, machine, world):
 
 
 def check(layout: Layout, config: Config, machine: Hardware, world: World | None) -> None:
-    """What holds for every layout."""
+    """Assert the invariants of every layout."""
     assert len(layout.devices) == layout.local_world_size >= 1
     assert all(layout.devices)
     assert {device.type for driven in layout.devices for device in driven} == {layout.device_type}
@@ -419,11 +420,11 @@ def check(layout: Layout, config: Config, machine: Hardware, world: World | None
     else:
         assert (layout.world_size, layout.num_nodes) == (world.world_size, world.num_nodes)
         assert layout.local_world_size == world.local_world_size > world.local_rank
-    masked = layout.masked()
-    assert masked.indices == tuple(range(len(layout.indices)))
-    assert masked.masked() == masked
-    assert dataclasses.replace(masked, devices=layout.devices) == layout
-    for before, after in zip(layout.devices, masked.devices, strict=True):
+    renumbered = layout.renumbered()
+    assert renumbered.indices == tuple(range(len(layout.indices)))
+    assert renumbered.renumbered() == renumbered
+    assert dataclasses.replace(renumbered, devices=layout.devices) == layout
+    for before, after in zip(layout.devices, renumbered.devices, strict=True):
         if layout.device_type == "cpu":
             assert after == before
         else:

@@ -1,4 +1,4 @@
-"""Where a call runs: as the rank a launcher placed, or in processes that this one starts."""
+"""Placement of a call: as a launcher's rank, or in processes to be started."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ TORCHRUN = {
 }
 
 
-def test_nobody_launched_it() -> None:
-    """Without a launcher's variables this process starts what is needed, on one node."""
+def test_no_launcher() -> None:
+    """Without a launcher's variables this process starts the processes, on one node."""
     placement = place(Config.parse(processes=2), CPU, {})
     assert (placement.world, placement.node, placement.layout.world_size) == (None, None, 2)
 
 
-def test_seeds_variables_name_the_node() -> None:
-    """MASTER_ADDR, MASTER_PORT and NODE_RANK with num_nodes: one node of several."""
+def test_variables_of_one_node() -> None:
+    """MASTER_ADDR, MASTER_PORT and NODE_RANK with num_nodes=2 make this process one node of two."""
     environ = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400", "NODE_RANK": "1"}
     placement = place(Config.parse(processes=2, num_nodes=2), CPU, environ)
     assert placement.node == Node("10.0.0.1", 29400, 1)
     assert placement.layout.world_size == 4
 
 
-def test_seeds_variables_without_nodes_are_ignored() -> None:
-    """A left-over MASTER_ADDR changes nothing for a call on one node."""
+def test_variables_are_ignored_on_one_node() -> None:
+    """A leftover MASTER_ADDR changes nothing for a call on one node."""
     placement = place(Config.parse(processes=2), CPU, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400"})
     assert placement.node is None
 
 
 @pytest.mark.parametrize("options", [{"gpus": 8, "num_nodes": 2}, {"gpus": 8}, {}], ids=["both", "gpus", "none"])
-def test_one_task_per_node_stands_for_its_eight_gpus(options: dict[str, int]) -> None:
-    """srun's only task on a node of eight GPUs starts eight processes, by default too."""
+def test_one_task_per_node_starts_eight_workers(options: dict[str, int]) -> None:
+    """srun's only task on a node of eight GPUs starts eight processes, also by default."""
     placement = place(Config.parse(**options), EIGHT, SRUN)
     assert placement.world is None
     assert placement.node == Node("10.0.0.1", 29400, 1)
@@ -67,20 +67,20 @@ def test_one_task_per_node_stands_for_its_eight_gpus(options: dict[str, int]) ->
 
 
 def test_one_task_per_node_with_one_device_joins() -> None:
-    """Where a node has work for one process only, the task is that process."""
+    """If the request needs one process per node, srun's task is that process."""
     placement = place(Config.parse(gpus=1), EIGHT, SRUN)
     assert placement.world is not None
     assert (placement.world.rank, placement.layout.world_size) == (1, 2)
 
 
-def test_torchruns_only_worker_stays_a_worker() -> None:
-    """torchrun with one worker per node has decided that there is one."""
+def test_torchruns_only_worker_starts_no_others() -> None:
+    """torchrun's only worker on a node of eight GPUs runs the call itself."""
     placement = place(Config.parse(), EIGHT, TORCHRUN)
     assert placement.world is not None
     assert placement.layout.local_world_size == 1
 
 
-def test_other_number_of_nodes_is_refused() -> None:
-    """num_nodes=3 in a step of two nodes: both numbers are named."""
+def test_another_number_of_nodes_is_refused() -> None:
+    """The error of num_nodes=3 in a step of two nodes has both numbers."""
     with pytest.raises(ConfigError, match=r"nodes: 3 asked for, 2 started"):
         place(Config.parse(gpus=8, num_nodes=3), EIGHT, SRUN)

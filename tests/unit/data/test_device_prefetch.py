@@ -1,4 +1,4 @@
-"""Batches on their way to a device: what is moved, and in which order what is ahead comes."""
+"""device_prefetch: which leaves of a batch are moved, and in which order prefetched batches arrive."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from parallelize.data.device_prefetch import ahead, moved
+from parallelize.data.device_prefetch import move_to_device, prefetch_batches
 
 META = torch.device("meta")
 
@@ -35,8 +35,8 @@ class Custom:
         return Custom(device)
 
 
-def test_containers_keep_their_types_and_what_is_no_tensor():
-    """Tensors and objects that can move do so, in every container; the batch that came is not changed."""
+def test_containers_keep_their_types_and_their_other_leaves():
+    """Tensors and objects with `to` are moved, in every container; the original batch is not changed."""
     batch = {
         "list": [torch.zeros(1), "text", 3, None],
         "pair": Pair(torch.zeros(1), OrderedDict(a=torch.zeros(1))),
@@ -45,68 +45,68 @@ def test_containers_keep_their_types_and_what_is_no_tensor():
         "packed": pack_sequence([torch.zeros(2), torch.zeros(1)]),
         "custom": Custom(),
     }
-    there = moved(batch, META)
-    assert there["list"][0].device == META
-    assert there["list"][1:] == ["text", 3, None]
-    assert isinstance(there["pair"], Pair)
-    assert isinstance(there["pair"].y, OrderedDict)
-    assert there["pair"].y["a"].device == META
-    assert isinstance(there["example"], Example)
-    assert there["example"].name == "name"
-    assert there["example"].x.device == META
-    assert isinstance(there["proxy"], MappingProxyType)
-    assert there["proxy"]["x"].device == META
-    assert isinstance(there["packed"], PackedSequence)
-    assert there["packed"].data.device == META
-    assert there["custom"].device == META
+    moved = move_to_device(batch, META)
+    assert moved["list"][0].device == META
+    assert moved["list"][1:] == ["text", 3, None]
+    assert isinstance(moved["pair"], Pair)
+    assert isinstance(moved["pair"].y, OrderedDict)
+    assert moved["pair"].y["a"].device == META
+    assert isinstance(moved["example"], Example)
+    assert moved["example"].name == "name"
+    assert moved["example"].x.device == META
+    assert isinstance(moved["proxy"], MappingProxyType)
+    assert moved["proxy"]["x"].device == META
+    assert isinstance(moved["packed"], PackedSequence)
+    assert moved["packed"].data.device == META
+    assert moved["custom"].device == META
     assert batch["list"][0].device.type == batch["example"].x.device.type == "cpu"
 
 
 class Copier:
-    """Records what is sent and received."""
+    """Records which copies are started and waited for."""
 
     def __init__(self):
         self.log = []
 
-    def send(self, batch):
-        self.log.append(f"send {batch}")
+    def start(self, batch):
+        self.log.append(f"start {batch}")
         return batch
 
-    def receive(self, batch):
-        self.log.append(f"receive {batch}")
+    def wait(self, batch):
+        self.log.append(f"wait {batch}")
         return batch
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
-def test_batches_are_sent_while_earlier_ones_are_in_use(prefetch):
-    """At any time at most `prefetch` are ahead of the one in use; after the first, always so many as there are."""
+def test_copies_start_while_earlier_batches_are_in_use(prefetch):
+    """One copy is ahead of the first batch, and `prefetch` copies of every later one, as far as batches exist."""
     copier = Copier()
-    for number, batch in enumerate(ahead(iter(range(6)), copier, prefetch=prefetch)):
+    for number, batch in enumerate(prefetch_batches(iter(range(6)), copier, prefetch=prefetch)):
         assert batch == number
-        sent = sum(line.startswith("send") for line in copier.log)
-        assert sent == min(number + (prefetch if number else 1) + 1, 6)
-    assert [line for line in copier.log if line.startswith("receive")] == [f"receive {each}" for each in range(6)]
+        started = sum(line.startswith("start") for line in copier.log)
+        assert started == min(number + (prefetch if number else 1) + 1, 6)
+    assert [line for line in copier.log if line.startswith("wait")] == [f"wait {each}" for each in range(6)]
 
 
-def test_an_error_comes_in_its_turn():
-    """What was fetched before it is given first."""
+def test_an_error_is_raised_after_earlier_batches():
+    """Batches that were fetched before the error are yielded first."""
 
     def failing():
         yield 0
         yield 1
         raise OSError("gone")
 
-    batches = ahead(failing(), Copier(), prefetch=2)
+    batches = prefetch_batches(failing(), Copier(), prefetch=2)
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(OSError, match="gone"):
         next(batches)
 
 
-def test_what_is_not_used_is_waited_for():
-    """A loop that breaks leaves no copy under way."""
+def test_unused_copies_are_waited_for():
+    """A loop that breaks leaves no copy running."""
     copier = Copier()
-    batches = ahead(iter(range(6)), copier, prefetch=2)
+    batches = prefetch_batches(iter(range(6)), copier, prefetch=2)
     next(batches)
     next(batches)
     batches.close()
-    assert sum(line.startswith("send") for line in copier.log) == sum("receive" in line for line in copier.log) == 4
+    assert sum(line.startswith("start") for line in copier.log) == sum("wait" in line for line in copier.log) == 4

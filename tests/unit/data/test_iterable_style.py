@@ -1,4 +1,4 @@
-"""Iterable datasets: every sample once over all readers, whoever divides them."""
+"""Iterable datasets: over all workers every sample comes once, whether the dataset shards itself or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from ranks import keep_handler, place, values
+from ranks import as_rank, keep_sigchld_handler, values
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import parallelize as par
@@ -16,11 +16,11 @@ from parallelize import ConfigError, shard_loader
 
 @pytest.fixture(scope="module", autouse=True)
 def workers_may_start():
-    keep_handler()
+    keep_sigchld_handler()
 
 
 class Everything(IterableDataset):
-    """Gives every reader all of it."""
+    """Yields all samples to every worker of every process."""
 
     def __init__(self, length):
         self.length = length
@@ -35,7 +35,7 @@ class Sized(Everything):
 
 
 class ByWorker(Everything):
-    """Divides itself as torch's documentation shows it."""
+    """Shards itself by get_worker_info(), as in torch's documentation."""
 
     def __iter__(self):
         info = get_worker_info()
@@ -43,7 +43,7 @@ class ByWorker(Everything):
 
 
 class Configured(Everything):
-    """Is told in worker_init_fn which part a worker reads: torch's documentation's other way."""
+    """Is sharded by a worker_init_fn, as torch's documentation shows, too."""
 
     first, step = 0, 1
 
@@ -58,7 +58,7 @@ def configure(worker_id):
 
 
 class ByProcess(Everything):
-    """Knows its process, as one that reads RANK does."""
+    """Shards itself by a given rank, as one that reads the variable RANK does."""
 
     def __init__(self, length, rank, world_size):
         super().__init__(length)
@@ -66,14 +66,14 @@ class ByProcess(Everything):
 
     def __iter__(self):
         info = get_worker_info()
-        own, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(range(self.rank * workers + own, self.length, self.world_size * workers))
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(self.rank * workers + worker, self.length, self.world_size * workers))
 
 
-def read(dataset, *, world_size=2, workers=0, batch_size=2, options=None, **kwargs):
+def iterate_on_all(dataset, *, world_size=2, workers=0, batch_size=2, options=None, **kwargs):
     ranks = []
     for rank in range(world_size):
-        with place(rank, world_size):
+        with as_rank(rank, world_size):
             made = dataset(rank) if callable(dataset) and not isinstance(dataset, IterableDataset) else dataset
             loader = DataLoader(made, batch_size=batch_size, num_workers=workers, **kwargs)
             sharded = shard_loader(loader, **(options or {}))
@@ -95,12 +95,12 @@ def read(dataset, *, world_size=2, workers=0, batch_size=2, options=None, **kwar
         (ByWorker(23), {"options": {"divides": "workers"}}),
         (Everything(23), {"options": {"divides": "nothing"}}),
     ],
-    ids=["everything", "sized", "by worker", "configured", "by process", "said workers", "said nothing"],
+    ids=["everything", "sized", "by worker", "configured", "by process", "divides workers", "divides nothing"],
 )
 def test_every_sample_comes_once(dataset, kwargs, workers):
-    """Whether the dataset divides itself by worker, by process or not at all."""
+    """Whether the dataset shards itself by worker, by process or not at all."""
     options = {"tail": "exact", **kwargs.pop("options", {})}
-    ranks = read(dataset, workers=workers, options=options, **kwargs)
+    ranks = iterate_on_all(dataset, workers=workers, options=options, **kwargs)
     kwargs["options"] = options
     assert sorted(value for batches in ranks for value in values(batches)) == list(range(23))
 
@@ -108,33 +108,35 @@ def test_every_sample_comes_once(dataset, kwargs, workers):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("tail", ["pad", "drop"])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_processes_make_as_many_steps(workers, tail, drop_last):
-    """Padded or dropped, all processes get as many batches, and `len` says how many where it is known."""
-    readers = 2 * max(workers, 1)
+def test_processes_make_equally_many_steps(workers, tail, drop_last):
+    """Padded or dropped, all processes get equally many batches, and `len` counts them if it is known."""
+    num_shards = 2 * max(workers, 1)
     for length in (0, 1, 2, 5, 23):
         counts = [
             len(batches)
-            for batches in read(
+            for batches in iterate_on_all(
                 Sized(length), workers=workers, options={"tail": tail, "divides": "nothing"}, drop_last=drop_last
             )
         ]
         assert len(set(counts)) == 1
-        with place(0, 2):
+        with as_rank(0, 2):
             loader = DataLoader(Sized(length), batch_size=2, num_workers=workers, drop_last=drop_last)
             assert len(shard_loader(loader, tail=tail, divides="nothing")) == counts[0]
     seen = [
-        value for batches in read(Everything(23), workers=workers, options={"tail": tail}) for value in values(batches)
+        value
+        for batches in iterate_on_all(Everything(23), workers=workers, options={"tail": tail})
+        for value in values(batches)
     ]
-    assert abs(len(seen) - 23) < readers
+    assert abs(len(seen) - 23) < num_shards
     assert len(set(seen)) == (23 if tail == "pad" else len(seen))
 
 
-class AsksForItsProcess(Everything):
+class QueriesRankFirst(Everything):
     def __iter__(self):
         return iter(range(par.rank(), self.length, par.world_size()))
 
 
-class AsksOnTheWay(Everything):
+class QueriesRankPerSample(Everything):
     def __iter__(self):
         for value in range(self.length):
             if value % par.world_size() == par.rank():
@@ -142,70 +144,72 @@ class AsksOnTheWay(Everything):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("dataset", [AsksForItsProcess(8), AsksOnTheWay(8)])
-def test_a_dataset_that_asks_for_its_process_has_to_say_why(dataset, workers):
-    """It may divide itself, and would be divided twice: refused unless `divides` is given, or there is one process."""
-    with pytest.raises((ConfigError, RuntimeError), match=f"{type(dataset).__name__} knows of the processes: it calls"):
-        read(dataset, workers=workers)
-    ranks = read(dataset, workers=workers, options={"divides": "processes"})
+@pytest.mark.parametrize("dataset", [QueriesRankFirst(8), QueriesRankPerSample(8)])
+def test_a_dataset_that_queries_its_rank_needs_divides(dataset, workers):
+    """It may shard itself, and would be sharded twice: refused unless `divides` is given or there is one process."""
+    with pytest.raises(
+        (ConfigError, RuntimeError), match=f"{type(dataset).__name__} may shard itself over the processes: it calls"
+    ):
+        iterate_on_all(dataset, workers=workers)
+    ranks = iterate_on_all(dataset, workers=workers, options={"divides": "processes"})
     assert [values(batches) for batches in ranks] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert values(read(dataset, workers=workers, world_size=1)[0]) == list(range(8))
+    assert values(iterate_on_all(dataset, workers=workers, world_size=1)[0]) == list(range(8))
 
 
 @pytest.mark.parametrize("name", ["world_size", "world", "num_replicas"])
-def test_a_dataset_that_knows_the_number_of_processes_has_to_say_why(name):
-    """One that was told when it was made is refused before it is read; another number is a number."""
+def test_a_dataset_with_the_world_size_needs_divides(name):
+    """One that has it as an attribute is refused before it is iterated; another number is not."""
     for size, is_known in ((2, True), (3, False), (True, False)):
         dataset = Everything(8)
         setattr(dataset, name, size)
-        with place(0, 2), pytest.raises(ConfigError) if is_known else contextlib.nullcontext() as caught:
+        with as_rank(0, 2), pytest.raises(ConfigError) if is_known else contextlib.nullcontext() as caught:
             assert values(shard_loader(DataLoader(dataset, batch_size=2))) == [0, 2, 4, 6]
         if is_known:
-            assert f"Everything knows of the processes: it has {name}=2" in str(caught.value)
+            assert f"Everything may shard itself over the processes: it has {name}=2" in str(caught.value)
             assert "divides='processes'" in caught.value.faults[0].fix
 
 
-def test_a_dataset_that_somebody_profiles_is_read():
-    """Whoever profiles the reading goes on doing so."""
+def test_an_active_profiler_is_kept():
+    """The dataset is iterated under the profiler of the user."""
     seen = []
     sys.setprofile(lambda frame, _event, _arg: seen.append(frame.f_code.co_name))
     try:
-        ranks = read(Everything(3), options={"tail": "exact"})
+        ranks = iterate_on_all(Everything(3), options={"tail": "exact"})
     finally:
         sys.setprofile(None)
     assert [values(batches) for batches in ranks] == [[0, 2], [1]]
     assert "fetch" in seen
 
 
-def test_lengths_nobody_knows():
-    """Neither of a dataset without one, nor where it is not said that it divides nothing."""
-    with place(0, 2):
+def test_unknown_lengths():
+    """Of a dataset without `__len__`, and of one without divides='nothing'."""
+    with as_rank(0, 2):
         for dataset in (Everything(4), Sized(4)):
-            with pytest.raises(TypeError, match="nobody knows how many batches this DataLoader yields"):
+            with pytest.raises(TypeError, match="the number of batches of this DataLoader is unknown"):
                 len(shard_loader(DataLoader(dataset)))
 
 
 def test_items_without_batches():
     """batch_size=None gives each process every second item."""
-    assert read(Everything(4), batch_size=None) == [[0, 2], [1, 3]]
+    assert iterate_on_all(Everything(4), batch_size=None) == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_resuming_reads_on(workers):
-    """What comes after a saved state is what would have come, with workers too; in another world it is refused."""
-    with place(1, 2):
-        make = lambda: shard_loader(DataLoader(Everything(23), batch_size=2, num_workers=workers))  # noqa: E731 - anew
-        whole = [batch.tolist() for batch in make()]
+def test_resuming_yields_the_rest(workers):
+    """With workers, too; another world size is refused."""
+    with as_rank(1, 2):
+        make = lambda: shard_loader(DataLoader(Everything(23), batch_size=2, num_workers=workers))  # noqa: E731 - a new one
+        full = [batch.tolist() for batch in make()]
         sharded = make()
         batches = iter(sharded)
-        begun = [next(batches).tolist() for _ in range(3)]
+        first = [next(batches).tolist() for _ in range(3)]
         state = sharded.state_dict()
         batches.close()
         resumed = make()
         resumed.load_state_dict(state)
-        assert begun + [batch.tolist() for batch in resumed] == whole
-        assert [batch.tolist() for batch in resumed] == whole
-    with place(1, 3), pytest.raises(ConfigError, match="world_size=2 is loaded with world_size=3"):
+        assert first + [batch.tolist() for batch in resumed] == full
+        assert [batch.tolist() for batch in resumed] == full
+    with as_rank(1, 3), pytest.raises(ConfigError, match="world_size=2 is loaded with world_size=3"):
         shard_loader(DataLoader(Everything(23))).load_state_dict(state)
 
 
@@ -218,8 +222,8 @@ def test_resuming_reads_on(workers):
     ],
 )
 def test_resuming_with_other_batches_is_refused(changes, message):
-    """A position counts batches; one worker makes those that the process itself makes."""
-    with place(0, 2):
+    """A position counts batches; one worker makes the same batches as no worker."""
+    with as_rank(0, 2):
         sharded = shard_loader(DataLoader(Everything(23), batch_size=2))
         for step, _ in enumerate(sharded):
             if step == 2:
@@ -229,24 +233,24 @@ def test_resuming_with_other_batches_is_refused(changes, message):
             resumed.load_state_dict(sharded.state_dict())
             assert values(resumed) == [12, 14, 16, 18, 20, 22]
         sharded.set_epoch(1)
-        resumed.load_state_dict(sharded.state_dict())  # nothing of it was read
+        resumed.load_state_dict(sharded.state_dict())  # at the start of an epoch
         assert resumed.epoch == 1
 
 
 def test_a_limit_ends_a_stream():
-    """So many batches per process, of a stream that does not end by itself too."""
+    """Also a stream that does not end by itself."""
 
-    class Forever(IterableDataset):
+    class Endless(IterableDataset):
         def __iter__(self):
             while True:
                 yield 1
 
-    assert [len(batches) for batches in read(Forever(), options={"limit": 3})] == [3, 3]
+    assert [len(batches) for batches in iterate_on_all(Endless(), options={"limit": 3})] == [3, 3]
 
 
-def test_the_worker_info_of_the_process_is_as_before():
-    """Between batches, get_worker_info() in the loop gives what it gives without us."""
-    with place(0, 2):
+def test_the_worker_info_is_restored_between_batches():
+    """get_worker_info() in the loop returns the same as without shard_loader."""
+    with as_rank(0, 2):
         for _ in shard_loader(DataLoader(ByWorker(8), batch_size=2)):
             assert get_worker_info() is None
 
@@ -259,59 +263,59 @@ def test_the_worker_info_of_the_process_is_as_before():
         ({"limit": 0.5}, "limit=0.5 with the iterable Everything"),
     ],
 )
-def test_what_needs_an_end_is_refused(options, message):
-    """The error says what is not known."""
-    with place(0, 2), pytest.raises(ConfigError, match=message):
+def test_options_that_need_a_length_are_refused(options, message):
+    """The error names the option and the dataset."""
+    with as_rank(0, 2), pytest.raises(ConfigError, match=message):
         shard_loader(DataLoader(Everything(4)), **options)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shards", [1, 4])
-def test_hugging_face_streams_are_divided_by_themselves(workers, shards):
-    """An IterableDataset of `datasets` is split by node, shards first."""
+def test_hugging_face_streams_are_split_by_node(workers, shards):
+    """An IterableDataset of `datasets` distributes its shards, or else its samples."""
     datasets = pytest.importorskip("datasets")
     stream = datasets.Dataset.from_dict({"x": list(range(24))}).to_iterable_dataset(num_shards=shards)
-    ranks = read(stream, workers=workers) if shards > 1 or not workers else read(stream)
+    ranks = iterate_on_all(stream, workers=workers) if shards > 1 or not workers else iterate_on_all(stream)
     assert sorted(value for batches in ranks for batch in batches for value in batch["x"].tolist()) == list(range(24))
 
 
-def test_hugging_face_datasets_are_divided_by_index():
-    """A map-style one is like any other dataset with indices."""
+def test_hugging_face_datasets_are_sharded_by_index():
+    """A map-style one is treated like any other map-style dataset."""
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_dict({"x": list(range(5))}).with_format("torch")
     for rank, expected in enumerate([[0, 2, 4], [1, 3, 0]]):
-        with place(rank, 2):
+        with as_rank(rank, 2):
             batches = list(shard_loader(DataLoader(data, batch_size=2)))
             assert [value for batch in batches for value in batch["x"].tolist()] == expected
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_data_loader_is_a_data_loader(workers):
-    """torchdata's keeps its class; its position is kept by shard_loader, also with indices and in another world."""
+    """torchdata's keeps its class; shard_loader saves and restores its position."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     for dataset in (list(range(13)), Everything(13)):
-        with place(0, 2):
-            make = lambda data=dataset: shard_loader(stateful(data, batch_size=2, num_workers=workers))  # noqa: E731 - anew
+        with as_rank(0, 2):
+            make = lambda data=dataset: shard_loader(stateful(data, batch_size=2, num_workers=workers))  # noqa: E731 - a new one
             sharded = make()
             assert isinstance(sharded, stateful)
-            whole = [batch.tolist() for batch in sharded]
+            full = [batch.tolist() for batch in sharded]
             for step, _ in enumerate(sharded):
                 if step == 1:
                     break
             state = sharded.state_dict()
             resumed = make()
             resumed.load_state_dict(state)
-            assert [batch.tolist() for batch in resumed] == whole[2:]
+            assert [batch.tolist() for batch in resumed] == full[2:]
 
 
-def test_a_state_of_the_whole_loader_is_refused():
-    """torchdata's, loaded before shard_loader, counts global batches: a share would skip samples that nobody read."""
+def test_a_state_of_the_unsharded_loader_is_refused():
+    """torchdata's, loaded before shard_loader, counts global batches: a shard would skip unseen samples."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     loader = stateful(list(range(13)), batch_size=2)
     next(iter(loader))
     state = loader.state_dict()
-    with place(0, 2):
-        assert len(list(shard_loader(loader))) == 4  # one that was only read
+    with as_rank(0, 2):
+        assert len(list(shard_loader(loader))) == 4  # one that was only iterated
         loader = stateful(list(range(13)), batch_size=2)
         loader.load_state_dict(state)
         with pytest.raises(
@@ -322,6 +326,6 @@ def test_a_state_of_the_whole_loader_is_refused():
 
 
 def test_optional_packages_are_not_imported():
-    """A run without them does not pay for them."""
+    """They are imported only for their own datasets."""
     assert not {"webdataset"} & sys.modules.keys()
     assert torch.utils.data.get_worker_info() is None

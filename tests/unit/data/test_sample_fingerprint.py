@@ -1,4 +1,4 @@
-"""What tells whether two processes hold the same data."""
+"""The hash of samples that is compared across ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from parallelize.data.sample_fingerprint import likeness
+from parallelize.data.sample_fingerprint import sample_fingerprint
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,10 @@ from parallelize.data.sample_fingerprint import likeness
         (object(), "object"),
     ],
 )
-def test_other_data_are_unlike(one, other):
-    """Other numbers, shapes, texts or types, in any container, differ."""
-    assert likeness([one]) == likeness([one])
-    assert likeness([one]) != likeness([other])
+def test_different_samples_have_different_fingerprints(one, other):
+    """Numbers, shapes, texts and types count, in any container."""
+    assert sample_fingerprint([one]) == sample_fingerprint([one])
+    assert sample_fingerprint([one]) != sample_fingerprint([other])
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,6 @@ def test_other_data_are_unlike(one, other):
         (torch.zeros(0), torch.ones(0, 2)),
     ],
 )
-def test_what_may_differ_is_not_compared(one, other):
-    """Augmented fractions beside labels or text that say which samples these are, and what cannot be read."""
-    assert likeness([one]) == likeness([other])
+def test_leaves_that_may_differ_between_ranks_are_ignored(one, other):
+    """Augmented floats beside labels or text that identify the samples, and leaves that cannot be read."""
+    assert sample_fingerprint([one]) == sample_fingerprint([other])

@@ -1,4 +1,4 @@
-"""shard_loader as each process of a world sees it, the processes played one after the other."""
+"""shard_loader on every rank of a world, simulated one rank after the other in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import keep_handler, place, values
+from ranks import as_rank, keep_sigchld_handler, values
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -28,19 +28,17 @@ from torch.utils.data import (
 
 from parallelize import ConfigError, distributed, shard_loader
 
-# How long an example takes says something about the machine and who else uses it.
-
 
 @pytest.fixture(scope="module", autouse=True)
 def workers_may_start():
-    keep_handler()
+    keep_sigchld_handler()
 
 
 def on_all(world_size, make, epochs=1, options=None, **kwargs):
-    """For each rank the epochs' lists of batches, of a loader made anew on each rank."""
+    """Return, for each rank, a list of batches per epoch; each rank makes its own loader."""
     results = []
     for rank in range(world_size):
-        with place(rank, world_size, **(options or {})):
+        with as_rank(rank, world_size, **(options or {})):
             loader = make()
             results.append([list(shard_loader(loader, **kwargs)) for _ in range(epochs)])
     return results
@@ -54,11 +52,11 @@ def loader_of(length, **kwargs):
     return DataLoader(numbers(length), **kwargs)
 
 
-# What stays as it is
+# Attributes and identity of the loader
 
 
-class OddLoader(DataLoader):
-    """A subclass whose constructor nobody could guess."""
+class CustomLoader(DataLoader):
+    """A subclass with other constructor arguments and another __iter__."""
 
     def __init__(self, secret, /, *, dataset, size):
         super().__init__(dataset, batch_size=size)
@@ -70,11 +68,11 @@ class OddLoader(DataLoader):
 
 
 def test_the_loader_is_not_reconstructed():
-    """A subclass with a constructor of its own keeps its class, attributes and __iter__."""
-    with place(1, 2):
-        loader = OddLoader("sesame", dataset=numbers(6), size=2)
+    """A subclass with another constructor keeps its class, attributes and __iter__."""
+    with as_rank(1, 2):
+        loader = CustomLoader("sesame", dataset=numbers(6), size=2)
         sharded = shard_loader(loader)
-        assert isinstance(sharded, OddLoader)
+        assert isinstance(sharded, CustomLoader)
         assert isinstance(sharded, DataLoader)
         assert (sharded.secret, sharded.batch_size, len(sharded)) == ("sesame", 2, 2)
         assert sharded.dataset is loader.dataset
@@ -83,10 +81,10 @@ def test_the_loader_is_not_reconstructed():
 
 
 def test_arguments_reach_the_workers():
-    """collate_fn, worker_init_fn, multiprocessing_context and persistent_workers do what they do without us."""
+    """collate_fn, worker_init_fn, multiprocessing_context and persistent_workers work as without shard_loader."""
     context = torch.multiprocessing.get_context("fork")
     for persistent in (False, True):
-        with place(0, 2):
+        with as_rank(0, 2):
             loader = DataLoader(
                 numbers(9),
                 batch_size=2,
@@ -106,8 +104,8 @@ def _in_worker(_worker_id):
 
 
 def test_persistent_workers_serve_one_iterator():
-    """One that was left may be begun anew; to go on with it after that is refused, where torch loses batches."""
-    with place(0, 2), shard_loader(loader_of(16, batch_size=2, num_workers=1, persistent_workers=True)) as sharded:
+    """A new iterator may be started, and continuing the older one is refused: torch would lose batches."""
+    with as_rank(0, 2), shard_loader(loader_of(16, batch_size=2, num_workers=1, persistent_workers=True)) as sharded:
         left = iter(sharded)
         first = [next(left).tolist(), next(left).tolist()]
         sharded.set_epoch(0)
@@ -119,9 +117,9 @@ def test_persistent_workers_serve_one_iterator():
 
 
 def test_a_loader_that_ignores_its_sampler_is_refused():
-    """One whose iterator was made with the loader would give every process everything: an error says so."""
+    """One that makes its iterator in its constructor would give every process all batches."""
 
-    class Endless(DataLoader):
+    class MadeEarly(DataLoader):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.iterator = super().__iter__()
@@ -129,29 +127,29 @@ def test_a_loader_that_ignores_its_sampler_is_refused():
         def __iter__(self):
             return iter([next(self.iterator)])
 
-    with place(0, 2), pytest.raises(ConfigError, match="Endless does not read its sampler when it is iterated"):
-        list(shard_loader(Endless(numbers(4))))
+    with as_rank(0, 2), pytest.raises(ConfigError, match="MadeEarly does not use its sampler when it is iterated"):
+        list(shard_loader(MadeEarly(numbers(4))))
 
 
-def test_what_is_sharded_is_not_sharded_again():
-    """shard_loader of its own result is that result; with other options it is refused."""
-    with place(0, 2):
+def test_a_sharded_loader_is_not_sharded_again():
+    """shard_loader of its own result returns that result; with other options it is refused."""
+    with as_rank(0, 2):
         sharded = shard_loader(loader_of(4), tail="exact")
         assert shard_loader(sharded) is shard_loader(sharded, tail="exact") is sharded
-        with pytest.raises(ConfigError, match="of what shard_loader has made, with other options"):
+        with pytest.raises(ConfigError, match="on a loader that it returned, with other options"):
             shard_loader(sharded, tail="drop")
 
 
-def test_a_share_travels_nowhere():
-    """As an argument of a decorated function it would be this process's share on every rank."""
-    with pytest.raises(ConfigError, match=r"argument 0 cannot travel(.|\n)*one process's share of a DataLoader: "):
+def test_a_sharded_loader_is_not_pickled():
+    """As an argument of a decorated function it would be this process's shard on every rank."""
+    with pytest.raises(ConfigError, match=r"argument 0 cannot be pickled(.|\n)*one process's shard of a DataLoader: "):
         distributed(processes=2)(len)(shard_loader(loader_of(4)))
 
 
-def test_attributes_that_are_not_there_are_not_there():
-    """The error is the one that the user's loader would raise."""
+def test_missing_attributes_raise_the_loaders_error():
+    """It names the class of the user's loader."""
     with pytest.raises(AttributeError, match="'DataLoader' object has no attribute 'nothing'"):
-        shard_loader(loader_of(2)).nothing  # noqa: B018 - asking is the test
+        shard_loader(loader_of(2)).nothing  # noqa: B018 - the lookup is the test
 
 
 class Batches:
@@ -160,10 +158,10 @@ class Batches:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: loader_of(4), Batches, lambda: iter(Batches())], ids=["loader", "plain", "one"]
+    "make", [lambda: loader_of(4), Batches, lambda: iter(Batches())], ids=["loader", "iterable", "iterator"]
 )
-def test_a_loader_goes_when_its_user_lets_it_go(make):
-    """What is remembered about a loader does not keep it, read to its end or not."""
+def test_a_loader_is_freed_with_its_last_reference(make):
+    """The cache of sharded loaders does not keep it alive, exhausted or not."""
     loader = make()
     for _ in shard_loader(loader):
         break
@@ -188,7 +186,7 @@ class Reversed(Sampler):
 
 
 class Shuffled(Reversed):
-    """Draws from whatever it finds: three global generators."""
+    """Draws from the three global generators."""
 
     def __iter__(self):
         indices = np.random.permutation(self.length).tolist()
@@ -202,8 +200,8 @@ class Endless(Sampler):
             yield int(torch.randint(100, ()))
 
 
-class UpTo(Sampler):
-    """Ends, and does not say when."""
+class WithoutLength(Sampler):
+    """Ends, but has no __len__."""
 
     def __init__(self, length):
         self.length = length
@@ -212,8 +210,8 @@ class UpTo(Sampler):
         yield from torch.randperm(self.length).tolist()
 
 
-def test_a_custom_sampler_is_divided():
-    """Its order is kept, each process takes every second one."""
+def test_a_custom_sampler_is_sharded():
+    """Its order is kept, and each of two processes takes every second index."""
     ranks = on_all(2, lambda: loader_of(5, sampler=Reversed(5), batch_size=2))
     assert [values(rank[0]) for rank in ranks] == [[4, 2, 0], [3, 1, 4]]
 
@@ -222,7 +220,7 @@ def test_a_custom_sampler_is_divided():
     "make",
     [
         lambda: loader_of(11, sampler=Shuffled(11), batch_size=2),
-        lambda: loader_of(11, sampler=UpTo(11), batch_size=2),
+        lambda: loader_of(11, sampler=WithoutLength(11), batch_size=2),
         lambda: loader_of(11, sampler=SubsetRandomSampler(range(11)), batch_size=2),
         lambda: loader_of(11, batch_sampler=BatchSampler(Shuffled(11), 2, drop_last=False)),
         lambda: loader_of(11, sampler=RandomSampler(numbers(11)), batch_size=None, collate_fn=torch.tensor),
@@ -230,21 +228,21 @@ def test_a_custom_sampler_is_divided():
     ],
     ids=["globals", "no length", "subset", "batch sampler", "no batches", "shuffle"],
 )
-def test_chance_is_shared_and_given_back(make):
-    """Samplers without a seed draw one permutation for all processes, another each epoch; the globals do not notice."""
+def test_samplers_draw_alike_and_restore_the_rng(make):
+    """Unseeded samplers draw one permutation for all processes, another each epoch; the RNG state is restored."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     ranks = []
     for rank in range(3):
         torch.manual_seed(rank)
         random.seed(rank)
-        with place(rank, 3):
+        with as_rank(rank, 3):
             sharded = shard_loader(make(), tail="exact")
             state = torch.get_rng_state()
             epochs = [[value for batch in sharded for value in batch.reshape(-1).tolist()] for _ in range(2)]
             torch.empty((), dtype=torch.int64).random_()
             drawn = torch.get_rng_state()
             torch.set_rng_state(state)
-            for _ in range(3):  # what torch's own DataLoader draws for its workers: once per epoch
+            for _ in range(3):  # the base seed that torch's DataLoader draws in each epoch
                 torch.empty((), dtype=torch.int64).random_()
             assert torch.equal(torch.get_rng_state(), drawn)
             ranks.append(epochs)
@@ -256,16 +254,16 @@ def test_chance_is_shared_and_given_back(make):
     assert ranks[0][0] != ranks[0][1]
 
 
-def test_an_endless_sampler_is_divided():
-    """Without a length and without an end: the processes' batches interleave to what one process would draw."""
-    alone = on_first(1, 12)
-    assert [value for pair in zip(*on_first(2, 6), strict=True) for value in pair] == alone[0]
+def test_an_endless_sampler_is_sharded():
+    """Interleaved, the processes' batches are those that one process would draw."""
+    single = first_batches(1, 12)
+    assert [value for pair in zip(*first_batches(2, 6), strict=True) for value in pair] == single[0]
 
 
-def on_first(world_size, count):
+def first_batches(world_size, count):
     taken = []
     for rank in range(world_size):
-        with place(rank, world_size):
+        with as_rank(rank, world_size):
             batches = iter(shard_loader(loader_of(100, sampler=Endless(), batch_size=1)))
             taken.append([next(batches).item() for _ in range(count)])
     return taken
@@ -279,22 +277,22 @@ def on_first(world_size, count):
     ],
     ids=["weighted", "replacement"],
 )
-def test_draws_keep_their_distribution(sampler):
-    """Over all processes together, and each of a world gets draws of its own."""
+def test_random_draws_keep_their_distribution(sampler):
+    """The processes together draw what one process would, and each gets other draws."""
     ranks = [values(rank[0]) for rank in on_all(2, lambda: loader_of(4, sampler=sampler(), batch_size=100))]
-    with place(0, 1):
-        alone = values(shard_loader(loader_of(4, sampler=sampler(), batch_size=100)))
-    assert Counter(ranks[0]) + Counter(ranks[1]) == Counter(alone)
+    with as_rank(0, 1):
+        single = values(shard_loader(loader_of(4, sampler=sampler(), batch_size=100)))
+    assert Counter(ranks[0]) + Counter(ranks[1]) == Counter(single)
     assert ranks[0] != ranks[1]
     if isinstance(sampler(), WeightedRandomSampler):
-        counts = Counter(alone)
+        counts = Counter(single)
         assert set(counts) == {1, 2}
         assert 2.5 < counts[2] / counts[1] < 3.5
 
 
 @pytest.mark.parametrize(("generator", "seed", "expected"), [(None, None, 0), (None, 5, 5), (9, None, 9), (9, 5, 9)])
-def test_the_seed_is_the_generators_else_the_given_one(generator, seed, expected):
-    """A sampler's generator wins over seed=, which wins over 0."""
+def test_the_seed_of_a_generator_overrides_the_option(generator, seed, expected):
+    """Of the sampler's generator, else seed=, else 0."""
     given = None if generator is None else torch.Generator().manual_seed(generator)
     ranks = on_all(2, lambda: loader_of(10, shuffle=True, generator=given, batch_size=10), epochs=2, seed=seed)
     for rank, epochs in enumerate(ranks):
@@ -304,8 +302,8 @@ def test_the_seed_is_the_generators_else_the_given_one(generator, seed, expected
             assert values(batches) == list(reference)
 
 
-def test_opaque_batches_are_units():
-    """A batch sampler of the user's own keeps its batches whole; pad repeats one, weighted tells their sizes."""
+def test_batches_of_a_batch_sampler_are_not_split():
+    """With a custom batch sampler, pad repeats a batch, and weighted uses the sizes of batches."""
 
     class Buckets(Sampler):
         def __iter__(self):
@@ -316,43 +314,43 @@ def test_opaque_batches_are_units():
 
     ranks = on_all(2, lambda: loader_of(6, batch_sampler=Buckets()))
     assert [[batch.tolist() for batch in rank[0]] for rank in ranks] == [[[0], [3, 4, 5]], [[1, 2], [0]]]
-    with place(0, 2):
+    with as_rank(0, 2):
         sharded = shard_loader(loader_of(6, batch_sampler=Buckets()), tail="weighted")
-        reading = sharded._source.read(sharded._place)
-        assert [reading.weight(step) for step in range(2)] == [2 * 1 / 3, 2.0]
-    with place(1, 2):
+        shard = sharded._source.shard(sharded._position)
+        assert [shard.weight(step) for step in range(2)] == [2 * 1 / 3, 2.0]
+    with as_rank(1, 2):
         sharded = shard_loader(loader_of(6, batch_sampler=Buckets()), tail="weighted")
-        reading = sharded._source.read(sharded._place)
-        assert [reading.weight(step) for step in range(2)] == [2 * 2 / 3, 0.0]
+        shard = sharded._source.shard(sharded._position)
+        assert [shard.weight(step) for step in range(2)] == [2 * 2 / 3, 0.0]
 
 
 @pytest.mark.parametrize("batches", [torch.arange(5).split(2), np.array_split(np.arange(5), [2, 4])])
 def test_batches_of_indices_may_be_arrays(batches):
-    """What they weigh is told by their sizes, of tensors and arrays too."""
-    with place(0, 2):
+    """Weights follow from the sizes of tensors and arrays, too."""
+    with as_rank(0, 2):
         sharded = shard_loader(DataLoader(np.arange(5), batch_sampler=batches), tail="weighted")
         assert [batch.tolist() for batch in sharded] == [[0, 1], [4]]
-        reading = sharded._course.reading
-        assert [reading.samples(0), reading.samples(1), reading.weight(1)] == [4, 1, 2.0]
+        shard = sharded._progress.shard
+        assert [shard.samples(0), shard.samples(1), shard.weight(1)] == [4, 1, 2.0]
 
 
 @pytest.mark.parametrize("sampler", [torch.arange(4), np.arange(4)])
 def test_single_indices_may_be_tensors(sampler):
-    """A unit of no dimension is one sample."""
-    with place(0, 2):
+    """A zero-dimensional unit is one sample."""
+    with as_rank(0, 2):
         sharded = shard_loader(DataLoader(np.arange(4), batch_size=None, sampler=sampler), tail="weighted")
         assert list(sharded) == [0, 2]
-        assert sharded._course.reading.all_samples() == 4
+        assert sharded._progress.shard.all_samples() == 4
 
 
-def test_a_loader_without_batches_is_divided_by_item():
-    """batch_size=None: what the dataset gives for an index is given as it is."""
+def test_a_loader_without_batches_is_sharded_by_item():
+    """With batch_size=None, the dataset's items are yielded unchanged."""
     ranks = on_all(2, lambda: DataLoader([[0, 1], [2], [3, 4]], batch_size=None, collate_fn=tuple))
     assert [rank[0] for rank in ranks] == [[(0, 1), (3, 4)], [(2,), (0, 1)]]
 
 
-def test_a_dataset_that_fetches_many_at_once_is_asked_for_lists():
-    """__getitems__ gets a list of this process's indices."""
+def test_getitems_gets_a_list_of_indices():
+    """__getitems__ of the dataset is called with this process's indices."""
 
     class Many(Dataset):
         def __len__(self):
@@ -366,13 +364,13 @@ def test_a_dataset_that_fetches_many_at_once_is_asked_for_lists():
     assert [values(rank[0]) for rank in ranks] == [[0, 20, 40], [10, 30, 0]]
 
 
-# Loaders that are divided already
+# Loaders that are already sharded
 
 
-def test_a_distributed_loader_is_kept():
-    """Its sampler is asked as it is, and told the epoch; nothing is lost or given twice."""
+def test_a_pre_sharded_loader_is_kept():
+    """Its sampler is used unchanged, with set_epoch called; no sample is lost or repeated."""
     for rank in range(2):
-        with place(rank, 2):
+        with as_rank(rank, 2):
             data = numbers(9)
             loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, rank))
             sharded = shard_loader(loader)
@@ -381,51 +379,51 @@ def test_a_distributed_loader_is_kept():
                 reference.set_epoch(epoch)
                 assert len(sharded) == 3
                 assert values(sharded) == list(reference)
-            loader.sampler.set_epoch(7)  # hers wins
+            loader.sampler.set_epoch(7)  # the user's call wins
             reference.set_epoch(7)
             assert values(sharded) == list(reference)
             assert sharded.epoch == 8
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_kept_loader_is_limited_and_resumed(workers):
-    """By batches of its own, without fetching what comes before."""
-    with place(1, 2):
+def test_a_pre_sharded_loader_is_limited_and_resumed(workers):
+    """In batches of this process, without fetching those before the position."""
+    with as_rank(1, 2):
         data = numbers(20)
-        make = lambda: DataLoader(data, 2, sampler=DistributedSampler(data, 2, 1), num_workers=workers)  # noqa: E731 - anew
-        whole = [batch.tolist() for batch in make()]
+        make = lambda: DataLoader(data, 2, sampler=DistributedSampler(data, 2, 1), num_workers=workers)  # noqa: E731 - a new one
+        full = [batch.tolist() for batch in make()]
         sharded = shard_loader(make(), limit=3)
         assert len(sharded) == 3
-        assert [batch.tolist() for batch in sharded] == whole[:3]
+        assert [batch.tolist() for batch in sharded] == full[:3]
         sharded = shard_loader(make())
         batches = iter(sharded)
-        assert [next(batches).tolist() for _ in range(2)] == whole[:2]
+        assert [next(batches).tolist() for _ in range(2)] == full[:2]
         resumed = shard_loader(make())
         resumed.load_state_dict(sharded.state_dict())
         batches.close()
         assert len(resumed) == 3
-        assert [batch.tolist() for batch in resumed] == whole[2:]
+        assert [batch.tolist() for batch in resumed] == full[2:]
 
 
-def test_that_a_loader_is_kept_is_said(caplog):
-    """One line on rank 0 names the sampler that divides it."""
-    with caplog.at_level("INFO", logger="parallelize"), place(0, 2):
+def test_a_pre_sharded_loader_is_logged(caplog):
+    """One line on rank 0 names its sampler."""
+    with caplog.at_level("INFO", logger="parallelize"), as_rank(0, 2):
         shard_loader(DataLoader(numbers(9), sampler=DistributedSampler(numbers(9), 2, 0)))
-    assert "DistributedSampler divides it over the processes already" in caplog.text
+    assert "already sharded by its DistributedSampler" in caplog.text
 
 
 def test_a_sampler_for_another_world_is_refused():
     """num_replicas must be the number of processes."""
-    with place(0, 2), pytest.raises(ConfigError, match=r"DistributedSampler\(num_replicas=3\) in a world of 2"):
+    with as_rank(0, 2), pytest.raises(ConfigError, match=r"DistributedSampler\(num_replicas=3\) in a world of 2"):
         shard_loader(DataLoader(numbers(9), sampler=DistributedSampler(numbers(9), 3, 0)))
 
 
 # Options
 
 
-def test_a_limit_counts_or_shares():
-    """A number of batches, or a fraction of them; `len` is what comes, the epoch after it is another one."""
-    with place(0, 2):
+def test_a_limit_is_a_count_or_a_fraction():
+    """`len` counts the limited batches, and the next iterator starts another epoch."""
+    with as_rank(0, 2):
         for limit, expected in ((2, 2), (100, 5), (0.5, 2), (1.0, 5)):
             sharded = shard_loader(loader_of(20, batch_size=2), limit=limit)
             assert len(sharded) == len(list(sharded)) == expected
@@ -439,34 +437,34 @@ def test_a_limit_counts_or_shares():
         lambda: DataLoader(numbers(20), batch_size=2, sampler=DistributedSampler(numbers(20), 2, 0)),
         lambda: numbers(10),
     ],
-    ids=["divided by index", "kept", "plain"],
+    ids=["sharded by index", "pre-sharded", "list"],
 )
-def test_a_limit_that_leaves_nothing_is_refused(make):
-    """A fraction of less than one batch is an error, not an empty epoch."""
-    with place(0, 2), pytest.raises(ConfigError, match=r"limit=0\.1 of 5 batches"):
+def test_a_limit_of_less_than_one_batch_is_refused(make):
+    """It is an error, not an empty epoch."""
+    with as_rank(0, 2), pytest.raises(ConfigError, match=r"limit=0\.1 of 5 batches"):
         list(shard_loader(make(), limit=0.1))
 
 
-def test_a_global_batch_size_is_divided():
-    """batch='global' gives each process its part of the loader's batch size."""
+def test_a_global_batch_size_is_sharded():
+    """With batch='global', each process takes its shard of the loader's batch size."""
     ranks = on_all(2, lambda: loader_of(10, batch_size=4), batch="global")
     assert [[batch.tolist() for batch in rank[0]] for rank in ranks] == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
-    with place(0, 2):
+    with as_rank(0, 2):
         sharded = shard_loader(loader_of(10, batch_size=32), batch="global")
-        assert sharded._source.arithmetic() == "16 x 2 processes = 32 global"
+        assert sharded._source.batch_summary() == "16 x 2 processes = 32 global"
 
 
-def test_the_arithmetic_of_batches_is_logged(caplog):
-    """One line on rank 0 says what a step consumes."""
+def test_the_global_batch_size_is_logged(caplog):
+    """One line on rank 0 states the batch size per process and in all."""
     with caplog.at_level("INFO", logger="parallelize"):
         for rank in range(4):
-            with place(rank, 4):
+            with as_rank(rank, 4):
                 shard_loader(loader_of(200, batch_size=32))
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == ["32 x 4 processes = 128 global"]
 
 
 ENDLESS = {"sampler": Endless()}
-KEPT = {"sampler": DistributedSampler(numbers(9), 2, 0)}
+PRE_SHARDED = {"sampler": DistributedSampler(numbers(9), 2, 0)}
 
 
 @pytest.mark.parametrize(
@@ -478,8 +476,16 @@ KEPT = {"sampler": DistributedSampler(numbers(9), 2, 0)}
         (lambda: loader_of(9, batch_size=2, drop_last=True), {"tail": "exact"}, "tail='exact' with .*drop_last=True"),
         (lambda: loader_of(9, **ENDLESS), {"tail": "weighted"}, "tail='weighted' with Endless, which has no length"),
         (lambda: loader_of(9, **ENDLESS), {"limit": 0.5}, "limit=0.5 with Endless, which has no length"),
-        (lambda: loader_of(9, **KEPT), {"tail": "exact"}, "tail='exact' with a loader that DistributedSampler divides"),
-        (lambda: loader_of(9, **KEPT), {"batch": "global"}, "batch='global' with a loader that DistributedSampler"),
+        (
+            lambda: loader_of(9, **PRE_SHARDED),
+            {"tail": "exact"},
+            "tail='exact' with a loader that DistributedSampler already shards",
+        ),
+        (
+            lambda: loader_of(9, **PRE_SHARDED),
+            {"batch": "global"},
+            "batch='global' with a loader that DistributedSampler",
+        ),
         (lambda: loader_of(9), {"divides": "workers"}, "divides='workers' with list"),
         (lambda: [1, 2], {"tail": "weighted"}, "tail='weighted' with a list of batches"),
         (lambda: [1, 2], {"batch": "global"}, "batch='global' with a list of batches"),
@@ -491,9 +497,9 @@ KEPT = {"sampler": DistributedSampler(numbers(9), 2, 0)}
         (lambda: torch.zeros(3), {}, "shard_loader of a Tensor"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(loader, options, message):
-    """The error names the value, says why, and how to do it instead."""
-    with place(0, 2), pytest.raises(ConfigError, match=message) as caught:
+def test_unsupported_loaders_and_options_are_refused(loader, options, message):
+    """The error has the value, the reason and a fix."""
+    with as_rank(0, 2), pytest.raises(ConfigError, match=message) as caught:
         shard_loader(loader(), **options)
     assert caught.value.faults[0].why
     assert caught.value.faults[0].fix
@@ -511,8 +517,8 @@ def test_what_cannot_be_divided_is_refused(loader, options, message):
         ({"limit": "half", "progress": 1, "to_device": None}, ["limit='half'", "progress=1", "to_device=None"]),
     ],
 )
-def test_every_fault_of_the_options_is_named(options, names):
-    """One error for all of them."""
+def test_every_invalid_option_is_named(options, names):
+    """One error lists all of them."""
     with pytest.raises(ConfigError) as caught:
         shard_loader([1], **options)
     assert all(name in str(caught.value) for name in names)
@@ -522,7 +528,7 @@ def test_every_fault_of_the_options_is_named(options, names):
 
 
 def test_epochs_advance_unless_only_a_first_batch_was_taken():
-    """A peek burns nothing, a loop that breaks sees new data next time, set_epoch wins, a new call goes on."""
+    """After a longer loop that breaks, the next iterator starts another epoch; set_epoch overrides it."""
     orders = {epoch: torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(9)}
     loader = loader_of(12, batch_size=3, shuffle=True)
     assert next(iter(shard_loader(loader))).tolist() == orders[0][:3]
@@ -537,32 +543,32 @@ def test_epochs_advance_unless_only_a_first_batch_was_taken():
     assert values(shard_loader(loader)) == orders[8]
 
 
-def test_a_label_that_names_the_epoch_does_not_begin_again():
-    """How a loader is shown is not what is read of it."""
+def test_another_progress_label_does_not_restart_the_epochs():
+    """The same loader with another progress= advances to the next epoch."""
     loader = loader_of(12, batch_size=3, shuffle=True)
     seen = [values(shard_loader(loader, progress=progress)) for progress in ("epoch 0", "epoch 1", False)]
     orders = [torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(3)]
     assert seen == orders
 
 
-def test_an_epoch_of_one_batch_is_an_epoch():
-    """If the loop has seen the end, the next one is another epoch, however short it was."""
+def test_an_epoch_of_one_batch_advances():
+    """After an exhausted iterator, the next one starts another epoch."""
     loader = loader_of(8, batch_size=8, shuffle=True)
     assert values(shard_loader(loader)) != values(shard_loader(loader))
 
 
 def test_every_run_begins_with_epoch_0():
-    """A loader made outside and used in two runs starts again in the second."""
+    """A loader made outside and used in two runs starts anew in the second."""
     loader = loader_of(8, batch_size=4, shuffle=True)
     seen = []
     for _ in range(2):
-        with place(0, 2):
+        with as_rank(0, 2):
             seen.append([values(shard_loader(loader)) for _ in range(2)])
     assert seen[0] == seen[1]
 
 
-def test_listeners_are_told_the_epoch():
-    """set_epoch of a sampler, of one inside a batch sampler, and of the dataset is called; the user's own call wins."""
+def test_set_epoch_is_called():
+    """On the sampler, a sampler inside a batch sampler, and the dataset; the user's call overrides it."""
 
     class Listening(SequentialSampler):
         epoch = None
@@ -603,13 +609,15 @@ def test_listeners_are_told_the_epoch():
     st.integers(0, 8),
     st.booleans(),
 )
-def test_resuming_in_another_world_leaves_nothing_out(length, batch, world_size, other_batch, other, at, shuffle):
-    """After any number of steps, what another world yields is exactly what was not seen, in the same order."""
+def test_resuming_with_another_world_size_yields_the_rest(
+    length, batch, world_size, other_batch, other_size, at, shuffle
+):
+    """After any number of steps, it yields exactly the samples not yet seen, in the same order."""
     seen: list[int] = []
     states = []
     at = min(at, -(-length // (batch * world_size)))
     for rank in range(world_size):
-        with place(rank, world_size):
+        with as_rank(rank, world_size):
             sharded = shard_loader(loader_of(length, batch_size=batch, shuffle=shuffle), tail="exact")
             for batch_number, each in enumerate(sharded):
                 if batch_number == at:
@@ -621,43 +629,43 @@ def test_resuming_in_another_world_leaves_nothing_out(length, batch, world_size,
     if start:
         assert sorted(seen) == sorted(order[:start])
     state = {"epoch": 0, "start": start, "world_size": world_size, "units": length, "seed": 0}
-    positions: list[list[int]] = []
-    for rank in range(other):
-        with place(rank, other):
+    resumed: list[list[int]] = []
+    for rank in range(other_size):
+        with as_rank(rank, other_size):
             sharded = shard_loader(loader_of(length, batch_size=other_batch, shuffle=shuffle), tail="exact")
             sharded.load_state_dict(state)
             length_before, batches = len(sharded), list(sharded)
             assert length_before == len(batches)
-            positions.append(values(batches))
+            resumed.append(values(batches))
             assert sharded.epoch == 1
-    together = [value for turn in range(length) for rank in positions for value in rank[turn : turn + 1]]
-    assert together == order[start:]
+    interleaved = [value for turn in range(length) for rank in resumed for value in rank[turn : turn + 1]]
+    assert interleaved == order[start:]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("tail", ["pad", "drop", "exact", "weighted"])
-def test_a_state_goes_on_where_it_was_saved(workers, tail):
-    """Saved in the middle of a shuffled epoch, with workers far ahead: the rest of it, then the epochs after it."""
+def test_a_state_resumes_where_it_was_saved(workers, tail):
+    """Saved within a shuffled epoch, with workers ahead: it yields the rest, then the following epochs."""
     for rank in range(2):
-        with place(rank, 2):
-            make = lambda: loader_of(23, batch_size=2, shuffle=True, num_workers=workers)  # noqa: E731 - a loader anew
+        with as_rank(rank, 2):
+            make = lambda: loader_of(23, batch_size=2, shuffle=True, num_workers=workers)  # noqa: E731 - a new one
             sharded = shard_loader(make(), tail=tail)
-            whole = [[batch.tolist() for batch in sharded] for _ in range(3)]
+            full = [[batch.tolist() for batch in sharded] for _ in range(3)]
             sharded.set_epoch(1)
             batches = iter(sharded)
-            begun = [next(batches).tolist() for _ in range(3)]
+            first = [next(batches).tolist() for _ in range(3)]
             state = sharded.state_dict()
             batches.close()
             resumed = shard_loader(make(), tail=tail)
             resumed.load_state_dict(state)
-            assert (resumed.epoch, len(resumed)) == (1, len(whole[1]) - 3)
-            assert begun + [batch.tolist() for batch in resumed] == whole[1]
-            assert [batch.tolist() for batch in resumed] == whole[2]
-            assert len(resumed) == len(whole[0])
+            assert (resumed.epoch, len(resumed)) == (1, len(full[1]) - 3)
+            assert first + [batch.tolist() for batch in resumed] == full[1]
+            assert [batch.tolist() for batch in resumed] == full[2]
+            assert len(resumed) == len(full[0])
 
 
-class Told(Sampler):
-    """Another order each epoch, of the user's own."""
+class ShuffledByEpoch(Sampler):
+    """Draws its order from the epoch of set_epoch."""
 
     epoch = 0
 
@@ -671,18 +679,18 @@ class Told(Sampler):
         self.epoch = epoch
 
 
-@pytest.mark.parametrize("make", [lambda: DistributedSampler(numbers(12), 2, 1), Told])
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_sampler_that_is_told_the_epoch_goes_on_in_it(make, is_told):
-    """The usual sampler.set_epoch(epoch) repeats nothing of an epoch that is gone on with; another one begins anew."""
-    with place(1, 2):
+@pytest.mark.parametrize("make", [lambda: DistributedSampler(numbers(12), 2, 1), ShuffledByEpoch])
+@pytest.mark.parametrize("calls_set_epoch", [False, True])
+def test_set_epoch_of_the_resumed_epoch_does_not_restart_it(make, calls_set_epoch):
+    """The usual sampler.set_epoch(epoch) repeats no sample of the resumed epoch; another epoch starts anew."""
+    with as_rank(1, 2):
 
         def begin():
             sampler = make()
             return sampler, shard_loader(loader_of(12, batch_size=1, sampler=sampler))
 
-        sampler, whole = begin()
-        epochs = [values(whole) for _ in range(3)]
+        sampler, full = begin()
+        epochs = [values(full) for _ in range(3)]
         sampler, sharded = begin()
         list(sharded)
         for step, _ in enumerate(sharded):
@@ -693,7 +701,7 @@ def test_a_sampler_that_is_told_the_epoch_goes_on_in_it(make, is_told):
         resumed.load_state_dict(state)
         seen = []
         for epoch in range(resumed.epoch, 3):
-            if is_told:
+            if calls_set_epoch:
                 sampler.set_epoch(epoch)
             assert resumed.epoch == epoch
             seen.append(values(resumed))
@@ -704,8 +712,8 @@ def test_a_sampler_that_is_told_the_epoch_goes_on_in_it(make, is_told):
         assert values(resumed) == epochs[2]
 
 
-def test_the_length_after_what_was_left_is_that_of_the_next_epoch():
-    """What is left of an epoch has its own length only while it is read."""
+def test_the_length_after_a_resumed_epoch_is_that_of_the_next():
+    """The rest of an epoch has its own length only while it is iterated."""
     sharded = shard_loader(loader_of(10, batch_size=1))
     sharded.load_state_dict({**sharded.state_dict(), "start": 6})
     for step, _ in enumerate(sharded):
@@ -715,8 +723,8 @@ def test_the_length_after_what_was_left_is_that_of_the_next_epoch():
     assert len(sharded) == len(list(sharded)) == 10
 
 
-def test_a_state_between_epochs_is_the_next_one():
-    """Saved after an epoch, it begins the next; saved in the body of the last step, the rest of the epoch is empty."""
+def test_a_state_between_epochs_is_of_the_next_one():
+    """Saved after an epoch, it starts the next; saved in the last step's body, the rest of the epoch is empty."""
     sharded = shard_loader(loader_of(4, batch_size=2))
     for _ in sharded:
         state = sharded.state_dict()
@@ -744,37 +752,37 @@ def test_a_state_between_epochs_is_the_next_one():
     ],
 )
 def test_a_state_of_other_data_is_refused(loader, changes, message):
-    """The data, its order, and where it matters the world have to be those that were saved."""
+    """The data, its order and, for some loaders, the world size must match the saved ones."""
     sharded = shard_loader(loader())
     with pytest.raises(ConfigError, match=message):
         sharded.load_state_dict({**sharded.state_dict(), **changes})
 
 
-# Plain iterables
+# Iterables of batches
 
 
 @pytest.mark.parametrize("kind", [list, tuple, iter, lambda batches: (each for each in batches)])
 @pytest.mark.parametrize("tail", ["pad", "drop", "exact"])
-def test_batches_of_any_iterable_are_divided(kind, tail):
-    """A list is divided by index, an iterator as it comes: the same batches."""
+def test_batches_of_any_iterable_are_sharded(kind, tail):
+    """A list is sharded by index, an iterator while it is drawn: the same batches."""
     ranks = on_all(2, lambda: kind([10, 20, 30]), tail=tail)
     expected = {"pad": [[10, 30], [20, 10]], "drop": [[10], [20]], "exact": [[10, 30], [20]]}[tail]
     assert [rank[0] for rank in ranks] == expected
 
 
-def streams(loader):
+def shuffled_streams(loader):
     yield lambda: zip(loader, range(100))  # noqa: B905 - the shorter ends
     yield lambda: ((batch, number) for number, batch in enumerate(loader))
     yield lambda: ((batch, 0) for batch in loader)
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_a_shuffled_stream_is_one_order_for_all_processes(number):
-    """What is drawn while it is read is drawn alike, another order each time one is made; the globals do not notice."""
-    make = list(streams(loader_of(12, batch_size=2, shuffle=True)))[number]
+def test_a_shuffled_stream_has_one_order_for_all_processes(number):
+    """Its random draws are alike on all processes, another order for each stream; the RNG state is restored."""
+    make = list(shuffled_streams(loader_of(12, batch_size=2, shuffle=True)))[number]
     ranks = []
     for rank in range(2):
-        with place(rank, 2):
+        with as_rank(rank, 2):
             ranks.append([])
             for _ in range(2):
                 stream = make()
@@ -787,37 +795,37 @@ def test_a_shuffled_stream_is_one_order_for_all_processes(number):
 
 
 def test_a_shuffled_stream_is_resumed_by_its_seed():
-    """Another stream of the same line is in another order: its state is refused by name, and goes on with the seed."""
-    loader, states, whole = loader_of(12, batch_size=2, shuffle=True), [], []
-    make = lambda **options: shard_loader(iter(zip(loader, range(9))), **options)  # noqa: E731, B905 - a stream anew
-    with place(0, 1):
+    """Another stream of the same line has another order and refuses the state; with its seed it resumes."""
+    loader, states, full = loader_of(12, batch_size=2, shuffle=True), [], []
+    make = lambda **options: shard_loader(iter(zip(loader, range(9))), **options)  # noqa: E731, B905 - a new stream
+    with as_rank(0, 1):
         for _ in range(2):
             sharded = make()
-            whole.append([])
+            full.append([])
             for batch, _ in sharded:
-                whole[-1].append(batch.tolist())
-                if len(whole[-1]) == 2:
+                full[-1].append(batch.tolist())
+                if len(full[-1]) == 2:
                     states.append(sharded.state_dict())
-    with place(0, 1):
+    with as_rank(0, 1):
         with pytest.raises(ConfigError, match="seed=1 is loaded with seed=0") as caught:
             make().load_state_dict(states[1])
         assert "restore the loader with seed=1" in caught.value.faults[0].fix
-    with place(0, 1):
+    with as_rank(0, 1):
         sharded = make(seed=1)
         sharded.load_state_dict(states[1])
-        assert [batch.tolist() for batch, _ in sharded] == whole[1][2:]
+        assert [batch.tolist() for batch, _ in sharded] == full[1][2:]
 
 
 def test_lengths_of_iterables():
-    """`len` is what comes where the iterable has one, and a TypeError where nobody knows."""
-    with place(1, 2):
+    """`len` counts this process's batches if the iterable has a length, else it raises a TypeError."""
+    with as_rank(1, 2):
         assert len(shard_loader([1, 2, 3], tail="exact")) == 1
         assert len(shard_loader([1, 2, 3, 4, 5], limit=2)) == 2
-        with pytest.raises(TypeError, match="nobody knows how many batches this list_iterator yields"):
+        with pytest.raises(TypeError, match="the number of batches of this list_iterator is unknown"):
             len(shard_loader(iter([1, 2])))
 
 
-# Randomness, failures
+# Random numbers, failures
 
 
 class Draws(Dataset):
@@ -829,13 +837,13 @@ class Draws(Dataset):
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_workers_draw_from_streams_of_their_own(seed):
-    """Different on every rank, worker and epoch, although all ranks were seeded alike; the same in another run."""
+def test_workers_draw_from_separate_streams(seed):
+    """Random numbers differ by rank, worker and epoch, though all ranks have one seed, and repeat in another run."""
 
     def run():
         drawn = []
         for rank in range(2):
-            with place(rank, 2):
+            with as_rank(rank, 2):
                 torch.manual_seed(0)
                 sharded = shard_loader(DataLoader(Draws(), batch_size=2, num_workers=2), seed=seed)
                 drawn += [batch for _ in range(2) for batch in sharded]
@@ -849,21 +857,21 @@ def test_workers_draw_from_streams_of_their_own(seed):
 
 
 def test_a_generator_gives_the_same_streams_after_resuming():
-    """Epochs after one that was gone on with draw as if it had not been left, and each epoch draws anew."""
+    """Epochs after a resumed one draw as if it had not been interrupted, and each epoch draws other numbers."""
 
     def begin():
         generator = torch.Generator().manual_seed(1)
         return shard_loader(DataLoader(Draws(), batch_size=2, num_workers=2, generator=generator))
 
-    with place(0, 2):
-        whole, resumed = begin(), begin()
+    with as_rank(0, 2):
+        full, resumed = begin(), begin()
         epochs = []
         for _ in range(3):
             epochs.append([])
-            for batch in whole:
+            for batch in full:
                 epochs[-1].append(batch[:, 0].tolist())
                 if len(epochs) == len(epochs[-1]) == 1:
-                    state = whole.state_dict()
+                    state = full.state_dict()
         resumed.load_state_dict(state)
         list(resumed)
         assert [[batch[:, 0].tolist() for batch in resumed] for _ in range(2)] == epochs[1:]
@@ -871,12 +879,12 @@ def test_a_generator_gives_the_same_streams_after_resuming():
 
 
 def test_a_seed_gives_streams_without_workers_too():
-    """Under seed= the dataset draws from a stream of its own in this process, and the loop from the one it had."""
+    """With seed=, the dataset draws from a separate stream in this process, and the loop from the global one."""
 
     def run(draws_in_loop):
         drawn = []
         for rank in range(2):
-            with place(rank, 2):
+            with as_rank(rank, 2):
                 torch.manual_seed(0)
                 for batch in shard_loader(DataLoader(Draws(), batch_size=2), seed=3):
                     drawn.append(batch)
@@ -907,21 +915,21 @@ class Faulty(Dataset):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_failure_names_rank_worker_and_index(workers):
-    """The error keeps its type; its notes or text say where in the data it happened."""
-    with place(1, 2):
+    """The error keeps its type; its notes or text have the location in the data."""
+    with as_rank(1, 2):
         with pytest.raises(KeyError) as caught:
             list(shard_loader(DataLoader(Faulty(), batch_size=2, num_workers=workers)))
-        told = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
-        assert ("rank 1, worker 1, index 5" if workers else "rank 1, index 5") in told
+        text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
+        assert ("rank 1, worker 1, index 5" if workers else "rank 1, index 5") in text
 
 
 def test_a_failing_collate_names_the_indices():
-    """What the batch was to be made of is told."""
+    """The indices of the batch are in the error."""
 
     def collate(samples):
         raise ValueError("ragged")
 
-    with place(0, 2), pytest.raises(ValueError, match="ragged") as caught:
+    with as_rank(0, 2), pytest.raises(ValueError, match="ragged") as caught:
         list(shard_loader(loader_of(8, batch_size=2, collate_fn=collate)))
     assert "rank 0, indices [0, 2]" in str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
 
@@ -929,10 +937,10 @@ def test_a_failing_collate_names_the_indices():
 # Progress
 
 
-def test_only_rank_0_has_a_bar(capsys):
+def test_only_rank_0_has_a_progress_bar(capsys):
     """It counts the samples of all processes, without repeats."""
     for rank in range(2):
-        with place(rank, 2):
+        with as_rank(rank, 2):
             list(shard_loader(loader_of(9, batch_size=2), progress="train"))
             bar = capsys.readouterr().err
             assert ("train: 100%" in bar and "9/9" in bar) == (rank == 0)

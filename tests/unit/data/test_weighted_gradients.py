@@ -1,4 +1,4 @@
-"""Backward that starts from a loader's weight."""
+"""weighted_gradients: backward starts from the weight of the current batch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from parallelize import SyncError
-from parallelize.data.weighted_gradients import Weight, weighing
+from parallelize.data.weighted_gradients import BatchWeight, weighted_backward
 
 
 class Marked(torch.Tensor):
     """A subclass, for which torch calls backward twice."""
 
 
-def test_gradients_are_weighted_whatever_backward_is_called():
-    """Tensor.backward, torch.autograd.backward, of one root or several, with a gradient or without."""
+def test_every_kind_of_backward_is_weighted():
+    """Tensor.backward and torch.autograd.backward, with one root or several, with or without a gradient."""
     calls = [
         lambda x: (x * 2).sum().backward(),
         lambda x: torch.autograd.backward((x * 2).sum()),
@@ -28,16 +28,16 @@ def test_gradients_are_weighted_whatever_backward_is_called():
     original = torch.autograd.backward
     for call in calls:
         x = torch.zeros(3, requires_grad=True)
-        with weighing(Weight(0.25)):
+        with weighted_backward(BatchWeight(0.25)):
             call(x)
         assert x.grad.tolist() == [0.5] * 3
     assert torch.autograd.backward is original
 
 
 def test_accumulated_gradients_keep_their_own_weights():
-    """Each backward counts with the weight of its own batch."""
-    current, x = Weight(), torch.zeros(1, requires_grad=True)
-    with weighing(current):
+    """Each backward pass uses the weight of its batch."""
+    current, x = BatchWeight(), torch.zeros(1, requires_grad=True)
+    with weighted_backward(current):
         for value in (0.5, 0.25, 0.0):
             current.value = value
             x.sum().backward()
@@ -45,7 +45,7 @@ def test_accumulated_gradients_keep_their_own_weights():
 
 
 class Recomputed(torch.autograd.Function):
-    """What reentrant activation checkpointing does: another backward inside of backward."""
+    """Runs a backward inside of backward, as reentrant activation checkpointing does."""
 
     @staticmethod
     def forward(ctx, x):
@@ -62,42 +62,45 @@ class Recomputed(torch.autograd.Function):
 
 
 def test_a_backward_inside_a_backward_is_not_weighted_twice():
-    """It goes on with a gradient that is weighted already."""
+    """The inner one starts from a gradient that is already weighted."""
     x = torch.ones(2, requires_grad=True)
-    with weighing(Weight(0.5)):
+    with weighted_backward(BatchWeight(0.5)):
         Recomputed.apply(x).sum().backward()
     assert x.grad.tolist() == [1.0, 1.0]
 
 
 def test_a_root_without_a_gradient_is_still_torchs_error():
-    """A loss of several values is refused as it always was."""
-    with weighing(Weight(0.5)), pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar"):
+    """A loss of several values is refused with torch's message."""
+    with (
+        weighted_backward(BatchWeight(0.5)),
+        pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar"),
+    ):
         torch.zeros(2, requires_grad=True).backward()
 
 
 def test_two_weights_at_once_are_refused():
-    """One loss of batches of two weighted loaders has no weight; equal ones are no contradiction."""
+    """A loss from two weighted loaders has no weight, unless their weights are equal."""
     x = torch.zeros(1, requires_grad=True)
-    first, second = Weight(0.5), Weight(0.5)
-    with weighing(first), weighing(second):
+    first, second = BatchWeight(0.5), BatchWeight(0.5)
+    with weighted_backward(first), weighted_backward(second):
         x.sum().backward()
         assert x.grad.item() == 0.5
         second.value = 2.0
-        with pytest.raises(SyncError, match=r"two weighted loaders, of weights 0\.5 and 2\.0"):
+        with pytest.raises(SyncError, match=r"two loaders, of weights 0\.5 and 2\.0"):
             x.sum().backward()
 
 
-def trained(order, values):
-    """The gradient after batches were taken (a letter), the loader's end was seen (.), or a backward was made (!)."""
-    current, x, left = Weight(), torch.zeros(1, requires_grad=True), iter(values)
-    with weighing(current):
+def gradient_after(order, values):
+    """Return the gradient after taking batches (letters), running backward (!) and exhausting the loader (.)."""
+    current, x, left = BatchWeight(), torch.zeros(1, requires_grad=True), iter(values)
+    with weighted_backward(current):
         for each in order:
             if each == ".":
-                current.end()
+                current.end_epoch()
             elif each == "!":
                 x.sum().backward()
             else:
-                current.give(next(left))
+                current.start_batch(next(left))
     return None if x.grad is None else x.grad.item()
 
 
@@ -106,28 +109,28 @@ def trained(order, values):
     [
         ("a!b!c!.", (1, 1, 2), 4),
         ("a!!b!.", (1, 2), 4),  # two losses of a batch
-        ("ab!!c!d!.", (2, 2, 2, 2), 8),  # all alike: whichever it is
+        ("ab!!c!d!.", (2, 2, 2, 2), 8),  # equal weights: any batch
         ("abc.", (1, 1, 2), None),  # an evaluation
         ("a!bc", (1, 1, 2), 1),  # a loop that was left
     ],
 )
-def test_a_backward_counts_as_the_batch_before_it(order, values, gradient):
-    """Where there is a backward between any two batches, and where it makes no difference."""
-    assert trained(order, values) == gradient
+def test_a_backward_has_the_weight_of_the_batch_before_it(order, values, gradient):
+    """If each batch has its backward pass before the next one, or the weights are equal."""
+    assert gradient_after(order, values) == gradient
 
 
 @pytest.mark.parametrize("order", ["ab!!c!", "abc!!!.", "ab!c!.!", "abc!", "a!b!c.!"])
 def test_batches_that_are_taken_ahead_are_refused(order):
-    """A look at the next one, groups, and a loader that ends before the last backward."""
+    """Look-ahead by one batch, groups of batches, and a loader that ends before the last backward."""
     with pytest.raises(SyncError, match=r"tail='weighted': .* backward") as caught:
-        trained(order, (1, 1, 2))
+        gradient_after(order, (1, 1, 2))
     assert "take one batch at a time" in caught.value.faults[0].fix
 
 
 def test_loaders_may_end_in_any_order():
-    """What the first one has replaced comes back when the last one ends, and not over somebody else's."""
+    """The original backward is restored when the last of several loaders ends, not when the first one does."""
     original = torch.autograd.backward
-    first, second = weighing(Weight()), weighing(Weight())
+    first, second = weighted_backward(BatchWeight()), weighted_backward(BatchWeight())
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

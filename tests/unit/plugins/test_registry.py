@@ -1,4 +1,4 @@
-"""From a name to a plug-in."""
+"""Lookup of plug-ins by name, built-in or from another distribution."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from parallelize.errors import ConfigError
 from parallelize.plugins import registry
 from parallelize.plugins.base import Backend, Launcher, Precision
 
-CONTRACTS = {"backends": Backend, "launchers": Launcher, "precision": Precision}
+BASE_CLASSES = {"backends": Backend, "launchers": Launcher, "precision": Precision}
 
 
-@pytest.mark.parametrize("kind", CONTRACTS)
-def test_the_directory_is_the_list(kind):
-    """Every name leads to a class of its kind, with that name; names are sorted."""
+@pytest.mark.parametrize("kind", BASE_CLASSES)
+def test_every_listed_name_is_found(kind):
+    """Every listed name belongs to a class of its kind with that name, and names are sorted."""
     names = registry.names(kind)
     assert list(names) == sorted(names)
     for name in names:
         plugin = registry.get(kind, name)
-        assert issubclass(plugin, CONTRACTS[kind])
+        assert issubclass(plugin, BASE_CLASSES[kind])
         assert plugin.name == name
         assert registry.find(kind, name) is plugin
 
 
-def test_what_the_library_needs_is_there():
-    """The defaults of a request are among the plug-ins."""
+def test_defaults_exist():
+    """The default backend and precision engine are among the plug-ins."""
     assert "ddp" in registry.names("backends")
     assert "native" in registry.names("precision")
 
 
 @pytest.mark.parametrize("name", ["", "dpp", "__init__", "ddp.DDPBackend", "..errors", "os", "é"])
 def test_unknown_names(name):
-    """A name without a plug-in is found nowhere, and asking for it lists the known ones."""
+    """`find` returns None for a name without a plug-in, and the error of `get` lists the known names."""
     assert registry.find("backends", name) is None
     with pytest.raises(ConfigError) as caught:
         registry.get("backends", name)
     (fault,) = caught.value.faults
-    assert fault.what == f"{name!r} among the backends"
-    assert fault.why == "there is no plug-in of that name"
+    assert fault.what == f"plug-in {name!r} in backends"
+    assert fault.why == "no plug-in has this name"
     for known in registry.names("backends"):
         assert repr(known) in fault.fix
 
 
 def test_a_plug_in_is_imported_alone(run_script):
-    """Asking for one backend does not load the others."""
+    """Looking up one backend does not import the others."""
     done = run_script("""
         import sys
         from parallelize.plugins import base
@@ -63,7 +63,7 @@ def test_a_plug_in_is_imported_alone(run_script):
 
 @pytest.fixture
 def distribution(tmp_path, monkeypatch):
-    """Another distribution on sys.path, which announces some backends."""
+    """Another distribution on sys.path, with entry points for some backends."""
     info = tmp_path / "other-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
@@ -90,14 +90,14 @@ def distribution(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("distribution")
 def test_other_distributions():
-    """A backend that another distribution announces is found by its name, and listed."""
+    """A backend from another distribution's entry point is found by its name, and listed."""
     assert registry.get("backends", "other").name == "other"
     assert "other" in registry.names("backends")
 
 
 @pytest.mark.usefixtures("distribution")
-def test_our_own_wins():
-    """A name of ours cannot be taken."""
+def test_built_in_plug_ins_win():
+    """An entry point cannot replace a built-in plug-in."""
     assert registry.get("backends", "ddp") is DDPBackend
 
 
@@ -108,22 +108,22 @@ def test_our_own_wins():
         (
             "absent",
             "plug-in 'absent' (other_backend_that_is_not_there:Backend) cannot be imported: No module named",
-            "an installed distribution announces it as one of the backends",
+            "an installed distribution declares it in the entry point group parallelize.backends",
         ),
         (
             "unnamed",
             "plug-in 'unnamed' (other_backend:Nothing) cannot be imported: module 'other_backend' has no",
-            "an installed distribution announces it as one of the backends",
+            "an installed distribution declares it in the entry point group parallelize.backends",
         ),
         (
             "function",
             "plug-in 'function' (other_backend:function) is <function",
-            "an entry point of parallelize.backends names a class derived from parallelize.Backend",
+            "an entry point of parallelize.backends must be a subclass of parallelize.plugins.base.Backend",
         ),
     ],
 )
 def test_broken_distributions(name, what, why):
-    """A plug-in that cannot be had is named with its distribution's entry, not with a bare ImportError."""
+    """A plug-in that cannot be loaded is reported with its entry point instead of a bare ImportError."""
     with pytest.raises(ConfigError) as caught:
         registry.get("backends", name)
     (fault,) = caught.value.faults

@@ -1,8 +1,8 @@
-"""The Apex adapter's own logic.
+"""The Apex engine.
 
-No Apex with `amp` can be installed with a torch of today, so these tests run against a miniature of its documented
-interface, on the CPU and in fp32: initialize() that puts masters into the optimizer, scale_loss(), state. What Apex's
-kernels compute is for tests/gpu, where an Apex is found.
+No Apex with `amp` can be installed with a current torch, so these tests run against a fake of its documented
+interface, on the CPU and in fp32: initialize(), which puts masters into the optimizer, scale_loss() and the state.
+Apex's kernels are tested in tests/gpu, if an Apex is installed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from parallelize.precision.apex import ApexPrecision
 SCALE = 8.0
 
 
-class Miniature(types.ModuleType):
-    """apex.amp as its documentation has it, for O2: masters in the optimizer, model gradients left scaled."""
+class FakeApexAmp(types.ModuleType):
+    """apex.amp as documented, for O2: masters in the optimizer, scaled gradients in the model."""
 
     def __init__(self) -> None:
         super().__init__("apex.amp")
@@ -37,7 +37,7 @@ class Miniature(types.ModuleType):
         self.calls.append(options)
         for model in models:
             model.to(torch.bfloat16)
-            model.forward = self.cast_around(model.forward)
+            model.forward = self.cast_inputs_and_outputs(model.forward)
         for optimizer in optimizers:
             optimizer._amp_stash = object()
             plain_step = optimizer.step
@@ -46,13 +46,13 @@ class Miniature(types.ModuleType):
                     master = each.detach().clone().float().requires_grad_()
                     self.pairs.append((each, master))
                     group["params"][index] = master
-            optimizer.step = lambda plain_step=plain_step: (plain_step(), self.to_models())[0]
+            optimizer.step = lambda plain_step=plain_step: (plain_step(), self.copy_to_models())[0]
         return models, optimizers
 
-    def cast_around(self, forward: Any) -> Any:
+    def cast_inputs_and_outputs(self, forward: Any) -> Any:
         return lambda x: forward(x.bfloat16()).float()
 
-    def to_models(self) -> None:
+    def copy_to_models(self) -> None:
         for each, master in self.pairs:
             each.data.copy_(master)
             master.grad = None
@@ -72,15 +72,15 @@ class Miniature(types.ModuleType):
 
 
 @pytest.fixture
-def miniature(monkeypatch: pytest.MonkeyPatch) -> Miniature:
+def fake_amp(monkeypatch: pytest.MonkeyPatch) -> FakeApexAmp:
     apex: Any = types.ModuleType("apex")
-    apex.amp = Miniature()
+    apex.amp = FakeApexAmp()
     monkeypatch.setitem(sys.modules, "apex", apex)
     return apex.amp
 
 
-def opened(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
-    # The miniature computes on the CPU, which the engine does not declare: what is opened says cuda and touches none.
+def open_apex(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
+    # The engine declares no CPU support; the fake computes on the CPU, and nothing uses this CUDA device.
     device = torch.device("cuda", 0)
     return ApexPrecision().open(
         amp=Amp(dtype=torch.float16), models=[model], optimizers=optimizers, device=device, world=World()
@@ -92,14 +92,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
-def test_a_loop_trains_the_masters(miniature: Miniature) -> None:
-    """Plain backward is scaled by Apex, clipping reaches the masters, and the model comes back trained and in fp32."""
+def test_a_loop_trains_the_masters(fake_amp: FakeApexAmp) -> None:
+    """Backward is scaled by Apex, clipping uses the masters, and the model ends trained and in fp32."""
     model = net()
     parameters = list(model.parameters())
     before = [each.detach().clone() for each in parameters]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with opened(model, optimizer):
-        assert miniature.calls[0]["opt_level"] == "O2"
+    with open_apex(model, optimizer):
+        assert fake_amp.calls[0]["opt_level"] == "O2"
         loss = model(torch.randn(8, 3)).square().mean()
         loss.backward()
         total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -120,8 +120,8 @@ def test_a_loop_trains_the_masters(miniature: Miniature) -> None:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError])
-def test_everything_is_given_back(miniature: Miniature, error: type[Exception] | None) -> None:
-    """Functions of torch's, the model's forward and the optimizer's methods are as before, after an exception too."""
+def test_every_patch_is_removed(fake_amp: FakeApexAmp, error: type[Exception] | None) -> None:
+    """Functions of torch, the model's forward and the optimizer's methods are restored, also after an exception."""
 
     def patched() -> list[Any]:
         utils = torch.nn.utils
@@ -130,7 +130,7 @@ def test_everything_is_given_back(miniature: Miniature, error: type[Exception] |
     before, model = patched(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attributes = set(optimizer.__dict__)
-    with contextlib.suppress(RuntimeError), opened(model, optimizer):
+    with contextlib.suppress(RuntimeError), open_apex(model, optimizer):
         assert patched() != before
         assert "forward" in model.__dict__
         if error is not None:
@@ -140,40 +140,40 @@ def test_everything_is_given_back(miniature: Miniature, error: type[Exception] |
     assert set(optimizer.__dict__) == attributes
 
 
-def test_state_is_apex_own(miniature: Miniature) -> None:
+def test_state_is_that_of_apex(fake_amp: FakeApexAmp) -> None:
     """state_dict and load_state_dict are those of apex.amp."""
     model = net()
-    with opened(model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
+    with open_apex(model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
         state = session.state_dict()
-        assert state == miniature.state_dict()
+        assert state == fake_amp.state_dict()
         session.load_state_dict(state)
-        assert miniature.calls[-1] == state
+        assert fake_amp.calls[-1] == state
 
 
-def test_several_roots_are_refused(miniature: Miniature) -> None:
+def test_several_roots_are_refused(fake_amp: FakeApexAmp) -> None:
     """Apex scales one loss at a time."""
     model = net()
-    with opened(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+    with open_apex(model, torch.optim.SGD(model.parameters(), lr=0.1)):
         out = model(torch.randn(4, 3)).sum()
         with pytest.raises(ConfigError, match="backward from 2 tensors") as caught:
             torch.autograd.backward([out, out])
     assert "amp_engine='native'" in caught.value.faults[0].fix
 
 
-def test_optimizers_must_be_named(miniature: Miniature) -> None:
-    """The message says how."""
+def test_optimizers_are_required(fake_amp: FakeApexAmp) -> None:
+    """The error says how to pass them."""
     with pytest.raises(ConfigError, match="without optimizers") as caught:
-        opened(net())
+        open_apex(net())
     assert "parallel_model(model, optimizers=optimizer)" in caught.value.faults[0].fix
 
 
 def test_an_apex_without_amp_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyPI's apex, and every release of NVIDIA's since 2025: the error names the file it found and the way out."""
+    """For PyPI's apex, and NVIDIA's since 2025, the error has the file that was found and a fix."""
     apex = types.ModuleType("apex")
     apex.__file__ = "/somewhere/apex/__init__.py"
     monkeypatch.setitem(sys.modules, "apex", apex)
     with pytest.raises(MissingDependencyError, match=r"has no amp: /somewhere/apex/__init__.py") as caught:
-        opened(net())
+        open_apex(net())
     (fault,) = caught.value.faults
     assert "removed apex.amp in 2025" in fault.why
     assert "unrelated" in fault.why
@@ -181,16 +181,16 @@ def test_an_apex_without_amp_is_explained(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_apex_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any apex the error offers the native engine."""
+    """Without apex the error suggests the native engine."""
     monkeypatch.setitem(sys.modules, "apex", None)
     with pytest.raises(MissingDependencyError, match="cannot be imported") as caught:
-        opened(net())
+        open_apex(net())
     assert isinstance(caught.value, ImportError)
     assert "amp_engine='native'" in caught.value.faults[0].fix
 
 
 def test_apex_is_not_imported_with_the_package(run_script: Any) -> None:
-    """`import parallelize`, and asking for the engines' names, import no apex."""
+    """`import parallelize`, and listing the names of the engines, import no apex."""
     found = run_script(
         """
         import sys

@@ -1,4 +1,4 @@
-"""Autocast's lifetime in an unchanged loop: bf16 on the CPU against hand-written torch.autocast, bit for bit."""
+"""How long autocast lasts in an unchanged loop: bf16 on the CPU equals hand-written torch.autocast, bit for bit."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def block(*models: nn.Module, amp: object = "bf16", **options: Any) -> Any:
 
 @pytest.mark.parametrize("amp", [True, "bf16", "O1"])
 def test_the_trajectory_is_that_of_autocast_by_hand(amp: object) -> None:
-    """Loss, weights and batch-norm statistics of every step, to the last bit."""
+    """Losses, weights and batch-norm statistics are equal, bit for bit."""
     hand, ours = Net(), Net()
     expected = by_hand(hand, 8)
     with block(ours, amp=amp):
@@ -94,7 +94,7 @@ def test_the_trajectory_is_that_of_autocast_by_hand(amp: object) -> None:
 
 
 def test_autocast_held_over_the_loop_trains_on_stale_weights() -> None:
-    """What the window is for: with autocast around the whole loop the property above fails."""
+    """With autocast around the whole loop the property above fails: this is why autocast is exited at backward."""
     hand, held = Net(), Net()
     expected = by_hand(hand, 8)
     with autocast():
@@ -106,8 +106,8 @@ def is_on() -> bool:
     return torch.is_autocast_enabled("cpu")
 
 
-def test_the_window_is_open_for_the_loss_only() -> None:
-    """Autocast is on from a forward to the start of its backward; off in backward, in the step, and after the block."""
+def test_autocast_is_held_for_forward_and_loss_only() -> None:
+    """Autocast is on from forward to the start of backward; off in backward, in the step, and after the block."""
     model = Net()
     seen: dict[str, bool] = {}
 
@@ -141,7 +141,7 @@ def test_the_window_is_open_for_the_loss_only() -> None:
 
 
 def test_an_exception_in_forward_leaves_autocast() -> None:
-    """Nothing stays on when the model fails."""
+    """A forward that raises exits autocast."""
     model = Net()
     with block(model):
         with pytest.raises(RuntimeError):
@@ -151,7 +151,7 @@ def test_an_exception_in_forward_leaves_autocast() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_is_as_precise_as_inside_autocast(mode: Callable[[], Any]) -> None:
-    """Without gradients autocast covers the forward; its result comes in fp32, for the loss and for numpy."""
+    """Without gradients autocast covers the forward only, and outputs are cast to fp32, for the loss and for numpy."""
     hand, ours = Net().eval(), Net().eval()
     x, y = next(batches(1))
     with mode(), autocast():
@@ -172,20 +172,20 @@ class Output:
     loss: torch.Tensor | None = None
 
 
-class Many(nn.Module):
-    """Returns what it is told to, around the result of a linear layer."""
+class Returning(nn.Module):
+    """Returns the output of a linear layer inside a container."""
 
-    def __init__(self, around: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, wrap: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 2)
-        self.around = around
+        self.wrap = wrap
 
     def forward(self, x: Any) -> Any:
-        return self.around(self.linear(x["x"] if isinstance(x, Mapping) else x))
+        return self.wrap(self.linear(x["x"] if isinstance(x, Mapping) else x))
 
 
 @pytest.mark.parametrize(
-    ("around", "within"),
+    ("wrap", "unwrap"),
     [
         (lambda y: {"a": [y, 1]}, lambda out: out["a"][0]),
         (lambda y: (y, None), lambda out: out[0]),
@@ -193,24 +193,24 @@ class Many(nn.Module):
     ],
     ids=["dict of lists", "tuple", "dataclass"],
 )
-def test_containers_of_any_kind(around: Callable[[Any], Any], within: Callable[[Any], torch.Tensor]) -> None:
-    """Containers keep their types; what is in half is half in training and fp32 in evaluation."""
-    model = Many(around)
+def test_containers_of_any_kind(wrap: Callable[[Any], Any], unwrap: Callable[[Any], torch.Tensor]) -> None:
+    """Containers keep their types; outputs are half precision in training and fp32 in evaluation."""
+    model = Returning(wrap)
     x = torch.randn(4, 3)
     with block(model):
         out = model({"x": x})
-        assert type(out) is type(around(x))
-        assert within(out).dtype is HALF
-        within(out).sum().backward()
+        assert type(out) is type(wrap(x))
+        assert unwrap(out).dtype is HALF
+        unwrap(out).sum().backward()
         with torch.no_grad():
             out = model({"x": x})
-        assert type(out) is type(around(x))
-        assert within(out).dtype is torch.float32
+        assert type(out) is type(wrap(x))
+        assert unwrap(out).dtype is torch.float32
 
 
 @pytest.mark.parametrize("amp", ["O1", "O2", "O3"])
 def test_inputs_are_not_cast(amp: str) -> None:
-    """Integers stored as floats arrive as they are."""
+    """Integers stored as floats keep their values."""
 
     class Lookup(nn.Module):
         def __init__(self) -> None:
@@ -233,7 +233,7 @@ def test_inputs_are_not_cast(amp: str) -> None:
 
 
 def test_methods_are_autocast_too() -> None:
-    """A routed method opens the window like forward."""
+    """A routed method enters autocast like forward."""
 
     class WithLoss(Net):
         def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -250,8 +250,8 @@ def test_methods_are_autocast_too() -> None:
         assert not is_on()
 
 
-def test_weights_that_change_in_an_open_window_are_used() -> None:
-    """Loading a checkpoint between two forwards, without a backward or a step between them, takes effect."""
+def test_weights_that_change_while_autocast_is_held_are_used() -> None:
+    """A checkpoint loaded between two forwards, without backward or step in between, takes effect."""
     model = Net().eval()
     other = Net().eval()
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_weights_that_change_in_an_open_window_are_used() -> None:
 
 
 def test_weights_swapped_in_to_evaluate_are_used() -> None:
-    """Averaged weights put in by .data, which no version counter sees, between train() and eval()."""
+    """Averaged weights written to .data, which changes no version counter, take effect after eval()."""
     model = Net()
     averaged = copy.deepcopy(model).eval()
     with torch.no_grad():
@@ -288,8 +288,8 @@ def test_weights_swapped_in_to_evaluate_are_used() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_region_of_the_users_own_rules_inside_it(enabled: bool) -> None:
-    """Her autocast around model and loss is hers: also where it says that autocast be off."""
+def test_the_users_autocast_takes_precedence(enabled: bool) -> None:
+    """The user's own autocast around model and loss decides, also if it disables autocast."""
     model = Net()
     x, y = next(batches(1))
     with block(model):
@@ -301,18 +301,18 @@ def test_a_region_of_the_users_own_rules_inside_it(enabled: bool) -> None:
         loss.backward()
 
 
-def test_a_region_begun_after_the_forward_ends_in_order() -> None:
-    """A loss in full precision by an inner region, with backward inside: states come back as they were."""
+def test_an_autocast_entered_after_the_forward_is_exited_first() -> None:
+    """A loss in fp32 inside an inner autocast context, with backward inside it: the autocast state is restored."""
     model, hand = Net(), Net()
     x, y = next(batches(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    of_hand = torch.optim.SGD(hand.parameters(), lr=0.1, fused=True)
+    hand_optimizer = torch.optim.SGD(hand.parameters(), lr=0.1, fused=True)
     for _ in range(2):
         with autocast():
             out = hand(x)
-        of_hand.zero_grad()
+        hand_optimizer.zero_grad()
         F.cross_entropy(out.float(), y).backward()
-        of_hand.step()
+        hand_optimizer.step()
     with block(model):
         for _ in range(2):
             out = model(x)
@@ -324,14 +324,14 @@ def test_a_region_begun_after_the_forward_ends_in_order() -> None:
         assert not is_on()
     assert torch.autocast_increment_nesting() == 1
     torch.autocast_decrement_nesting()
-    of_hand.step()
+    hand_optimizer.step()
     assert_same(model, hand)
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("around_model", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_computes_what_it_did(reentrant: bool, whole: bool) -> None:
-    """Activation checkpoints inside the model, and around it, give the gradients of a run without them."""
+def test_checkpointing_computes_what_it_did(reentrant: bool, around_model: bool) -> None:
+    """Activation checkpoints inside the model, or around it, give the same gradients as no checkpoint."""
 
     class Checkpointed(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -345,15 +345,15 @@ def test_checkpointing_computes_what_it_did(reentrant: bool, whole: bool) -> Non
         loss = F.cross_entropy(hand(x), y)
     loss.backward()
     with block(model):
-        out = checkpoint(model, x, use_reentrant=reentrant) if whole else model(x)
+        out = checkpoint(model, x, use_reentrant=reentrant) if around_model else model(x)
         F.cross_entropy(out, y).backward()
         assert not is_on()
     for here, there in zip(model.parameters(), hand.parameters(), strict=True):
         torch.testing.assert_close(here.grad, there.grad, rtol=0, atol=0)
 
 
-def test_a_gradient_penalty_takes_its_gradients_outside() -> None:
-    """torch.autograd.grad runs outside of autocast, the penalty computed from it inside, as torch's recipe has it."""
+def test_a_gradient_penalty_is_differentiated_outside_autocast() -> None:
+    """torch.autograd.grad runs without autocast, the penalty computed from it with autocast, as in torch's recipe."""
 
     def train(model: nn.Module, on: Callable[[], Any]) -> None:
         x, y = next(batches(1))
@@ -375,7 +375,7 @@ def test_a_gradient_penalty_takes_its_gradients_outside() -> None:
 
 
 def test_two_models_in_a_chain() -> None:
-    """d(g(x)), each in a block of its own, inside each other, in either order of calls."""
+    """d(g(x)) and g(d(x)), with two nested blocks."""
 
     def train(g: nn.Module, d: nn.Module, on: Callable[[], Any]) -> None:
         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
@@ -398,7 +398,7 @@ def test_two_models_in_a_chain() -> None:
 
 
 def test_fp16_on_the_cpu_is_refused() -> None:
-    """With the fix."""
+    """The error suggests bf16."""
     with pytest.raises(ValueError, match="bf16"), block(Net(), amp="fp16"):
         pass
 
@@ -413,7 +413,7 @@ def test_level_0_is_full_precision() -> None:
 
 
 def test_loops_that_bf16_does_not_refuse() -> None:
-    """step(closure) and an optimizer in backward need no loss scaling, so they work."""
+    """step(closure) and an optimizer step in backward work, because bf16 needs no loss scaling."""
     model = Net()
     x, y = next(batches(1))
     lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=2)

@@ -1,7 +1,7 @@
-"""Loss scaling in an unchanged loop against a hand-written one with torch.amp.GradScaler.
+"""Loss scaling in an unchanged loop, compared with a hand-written loop that uses torch.amp.GradScaler.
 
-fp16 is refused on the CPU, but scaling is arithmetic on fp32 gradients anywhere: these tests open the internal session
-with a policy that scales and does not autocast.
+fp16 is refused on the CPU, but loss scaling works on fp32 gradients too: these tests open the internal session with
+a policy that scales and does not autocast.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ INF = float("inf")
 
 @contextlib.contextmanager
 def scaling(*models: nn.Module, **amp: Any) -> Iterator[NativeSession]:
-    """The block of `models`, scaling by these rules, each model's forward routed."""
-    with mixed_precision(Policy(device=CPU, scaling=Amp(**amp)), models=models) as session:
+    """Open a block of `models` with loss scaling by these options, each forward routed."""
+    with mixed_precision(Policy(device=CPU, loss_scaling=Amp(**amp)), models=models) as session:
         for model in models:
             model.forward = routed(session, model)
         try:
@@ -43,14 +43,14 @@ def scaling(*models: nn.Module, **amp: Any) -> Iterator[NativeSession]:
 
 def routed(session: NativeSession, model: nn.Module) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return session.route(found, *args, **kwargs)
+        return session.route(original, *args, **kwargs)
 
-    found = model.forward
+    original = model.forward
     return forward
 
 
 class TwoTowers(nn.Module):
-    """Two halves that share nothing, so that inf in one leaves the other alone."""
+    """Two towers without shared parameters: inf in the gradients of one leaves the other finite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,16 +79,16 @@ CLIPPINGS: dict[str, Callable[[nn.Module], object]] = {
 
 
 @dataclass(frozen=True)
-class Round:
-    """One optimizer step: for each micro-batch which tower's input holds inf, and how gradients are treated."""
+class Iteration:
+    """One optimizer step: per micro-batch the towers whose input has inf, and how gradients are clipped and zeroed."""
 
     micro_batches: tuple[str, ...]
     clipping: str
     set_to_none: bool
 
 
-rounds = st.builds(
-    Round,
+iterations = st.builds(
+    Iteration,
     micro_batches=st.lists(st.sampled_from(["", "", "", "a", "b", "ab"]), min_size=1, max_size=3).map(tuple),
     clipping=st.sampled_from(sorted(CLIPPINGS)),
     set_to_none=st.booleans(),
@@ -106,14 +106,14 @@ def batch(number: int, infinite: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def optimizers_of(model: TwoTowers, kinds: Sequence[str]) -> list[torch.optim.Optimizer]:
-    """One optimizer for all, in two groups, or one for each tower."""
+    """Return one optimizer with two groups, or one per tower."""
     if len(kinds) == 1:
         groups = [{"params": model.a.parameters()}, {"params": model.b.parameters(), "weight_decay": 0.1}]
         return [OPTIMIZERS[kinds[0]](groups)]
     return [OPTIMIZERS[kind](half.parameters()) for kind, half in zip(kinds, (model.a, model.b), strict=True)]
 
 
-def by_hand(schedule: Sequence[Round], kinds: Sequence[str], rules: dict[str, Any]) -> tuple[TwoTowers, list, list]:
+def by_hand(schedule: Sequence[Iteration], kinds: Sequence[str], rules: dict[str, Any]) -> tuple[TwoTowers, list, list]:
     model = TwoTowers()
     optimizers = optimizers_of(model, kinds)
     scaler, scales = torch.amp.GradScaler("cpu", **rules), []
@@ -132,7 +132,9 @@ def by_hand(schedule: Sequence[Round], kinds: Sequence[str], rules: dict[str, An
     return model, optimizers, scales
 
 
-def unchanged(schedule: Sequence[Round], kinds: Sequence[str], rules: dict[str, Any]) -> tuple[TwoTowers, list, list]:
+def unchanged(
+    schedule: Sequence[Iteration], kinds: Sequence[str], rules: dict[str, Any]
+) -> tuple[TwoTowers, list, list]:
     model, scales = TwoTowers(), []
     optimizers = optimizers_of(model, kinds)
     with scaling(model, **rules) as session:
@@ -155,7 +157,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 @settings(max_examples=60)
 @given(
-    schedule=st.lists(rounds, min_size=1, max_size=6),
+    schedule=st.lists(iterations, min_size=1, max_size=6),
     kinds=st.one_of(
         st.sampled_from(sorted(OPTIMIZERS)).map(lambda kind: (kind,)),
         st.tuples(st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(sorted(OPTIMIZERS))),
@@ -164,9 +166,9 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
     growth_interval=st.integers(1, 3),
 )
 def test_any_schedule_equals_grad_scaler(
-    schedule: list[Round], kinds: tuple[str, ...], init_scale: float, growth_interval: int
+    schedule: list[Iteration], kinds: tuple[str, ...], init_scale: float, growth_interval: int
 ) -> None:
-    """Weights, optimizer state and the scale after every round are GradScaler's, bit for bit."""
+    """Weights, optimizer state and the scale after every iteration equal GradScaler's, bit for bit."""
     rules = {"init_scale": init_scale, "growth_interval": growth_interval}
     hand, hand_optimizers, hand_scales = by_hand(schedule, kinds, rules)
     ours, our_optimizers, our_scales = unchanged(schedule, kinds, rules)
@@ -178,8 +180,8 @@ def test_any_schedule_equals_grad_scaler(
 
 
 def test_the_comparison_can_fail() -> None:
-    """The property above notices a step that is taken although a gradient is inf."""
-    schedule = [Round(("a",), "value", set_to_none=True)] * 2
+    """The property above fails if a step is taken although a gradient is inf."""
+    schedule = [Iteration(("a",), "value", set_to_none=True)] * 2
     plain = TwoTowers()
     optimizer = OPTIMIZERS["sgd"](plain.parameters())
     for _ in schedule:
@@ -192,17 +194,17 @@ def test_the_comparison_can_fail() -> None:
         assert_same(plain, hand)
 
 
-def true_gradients(model: nn.Module, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+def unscaled_gradients(model: nn.Module, loss: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
     model.zero_grad()
     loss().backward()
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
-def test_gradients_between_backward_and_step_are_true() -> None:
-    """What lies in .grad after backward is what it is without scaling, in an accumulation too."""
+def test_gradients_between_backward_and_step_are_unscaled() -> None:
+    """`.grad` after backward is the same as without scaling, also during gradient accumulation."""
     model = TwoTowers()
     inputs = batch(0, "")
-    expected = true_gradients(model, lambda: model(*inputs))
+    expected = unscaled_gradients(model, lambda: model(*inputs))
     with scaling(model):
         model.zero_grad()
         for count in (1, 2, 3):
@@ -211,8 +213,8 @@ def test_gradients_between_backward_and_step_are_true() -> None:
                 torch.testing.assert_close(parameter.grad, gradient * count)
 
 
-def test_one_round_for_optimizers_that_share_a_loss() -> None:
-    """Two optimizers that step after one backward move the scale once; each with a backward of its own, twice."""
+def test_optimizers_that_share_a_loss_update_the_scale_once() -> None:
+    """Two optimizers that step after one backward update the scale once; with one backward each, twice."""
     model = TwoTowers()
     optimizers = optimizers_of(model, ("sgd", "sgd"))
     with scaling(model, init_scale=4.0, growth_interval=1) as session:
@@ -226,8 +228,8 @@ def test_one_round_for_optimizers_that_share_a_loss() -> None:
         assert session.state_dict()["scale"] == 32.0
 
 
-def test_a_round_closes_at_the_backward_after_a_step() -> None:
-    """Backwards without a step between them are one round; a round without a step moves nothing."""
+def test_the_scale_is_updated_by_the_backward_after_a_step() -> None:
+    """Backwards without a step in between do not update the scale."""
     model = TwoTowers()
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     with scaling(model, init_scale=4.0, growth_interval=1) as session:
@@ -239,8 +241,8 @@ def test_a_round_closes_at_the_backward_after_a_step() -> None:
         assert session.state_dict()["scale"] == 8.0
 
 
-def test_saving_between_two_steps_keeps_the_verdict() -> None:
-    """A round that is closed by a checkpoint leaves the second optimizer's step out all the same."""
+def test_saving_between_two_steps_keeps_the_found_inf_flags() -> None:
+    """The second optimizer's step is skipped although `state_dict` ended the iteration."""
     model = TwoTowers()
     optimizers = optimizers_of(model, ("sgd", "sgd"))
     before = [each.detach().clone() for each in model.parameters()]
@@ -265,23 +267,23 @@ class Pair(nn.Module):
 
 
 def gan(g: Pair, d: Pair, *, steps: int, backward: Callable[[torch.Tensor], None], step: Callable[[Any], None]) -> None:
-    """The usual loop: d(g(z)) once detached and once not, d's gradients left over from g's backward."""
+    """The usual loop: d(g(z)) once detached and once not, with d's gradients of g's backward left over."""
     torch.manual_seed(1)
-    of_g, of_d = torch.optim.Adam(g.parameters(), lr=0.01), torch.optim.Adam(d.parameters(), lr=0.01)
+    g_optimizer, d_optimizer = torch.optim.Adam(g.parameters(), lr=0.01), torch.optim.Adam(d.parameters(), lr=0.01)
     for number in range(steps):
         real, z = torch.randn(6, 3), torch.randn(6, 3)
         if number == 2:
             real[0, 0] = INF
-        of_d.zero_grad()
+        d_optimizer.zero_grad()
         backward(d(g(z).detach()).mean() - d(real).mean())
-        step(of_d)
-        of_g.zero_grad()
+        step(d_optimizer)
+        g_optimizer.zero_grad()
         backward(-d(g(z)).mean())
-        step(of_g)
+        step(g_optimizer)
 
 
 def test_a_gan_trains_as_with_grad_scaler() -> None:
-    """Two models in a chain, two optimizers, rounds of their own, inf in one of them."""
+    """Two models in a chain, two optimizers with separate iterations, inf in one of them."""
     rules = {"init_scale": 2.0**10, "growth_interval": 2}
     scaler = torch.amp.GradScaler("cpu", **rules)
 
@@ -290,7 +292,7 @@ def test_a_gan_trains_as_with_grad_scaler() -> None:
         scaler.update()
 
     hand, ours = (Pair(0, 3), Pair(1, 1)), (Pair(0, 3), Pair(1, 1))
-    # By hand d's left-over gradients are scaled by an older scale; of_d.zero_grad() drops them, as below.
+    # By hand d's left-over gradients are scaled by an older scale; d_optimizer.zero_grad() drops them, as below.
     gan(*hand, steps=5, backward=lambda loss: scaler.scale(loss).backward(), step=step)
     with scaling(*ours, **rules) as session:
         gan(*ours, steps=5, backward=lambda loss: loss.backward(), step=lambda optimizer: optimizer.step())
@@ -301,7 +303,7 @@ def test_a_gan_trains_as_with_grad_scaler() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_scales_once(reentrant: bool) -> None:
-    """Gradients through an activation checkpoint are true, although a reentrant one calls backward inside backward."""
+    """Gradients through a checkpoint are unscaled, although a reentrant one calls backward inside backward."""
 
     class Checkpointed(Pair):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -311,16 +313,16 @@ def test_checkpointing_scales_once(reentrant: bool) -> None:
 
     model = Checkpointed(0, 2)
     x = torch.randn(4, 3, requires_grad=True)
-    expected = true_gradients(model, lambda: model(x).square().sum())
+    expected = unscaled_gradients(model, lambda: model(x).square().sum())
     of_x, x.grad = x.grad, None
     with scaling(model):
-        found = true_gradients(model, lambda: model(x).square().sum())
-    torch.testing.assert_close(found, expected)
+        actual = unscaled_gradients(model, lambda: model(x).square().sum())
+    torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(x.grad, of_x)
 
 
 def losses_of(model: Pair, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Backwards of every form that torch takes."""
+    """Return a backward of each form that torch accepts."""
 
     def penalty() -> None:
         x.grad = None
@@ -378,8 +380,8 @@ def losses_of(model: Pair, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("form", sorted(losses_of(Pair(0, 2), torch.ones(4, 3))))
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True:UserWarning")
-def test_every_form_of_backward_gives_true_gradients(form: str) -> None:
-    """The gradients of parameters, and of leaves that are none, are those of a run without scaling."""
+def test_every_form_of_backward_gives_unscaled_gradients(form: str) -> None:
+    """The gradients of parameters and of other leaves equal those without scaling."""
 
     def gradients() -> list[torch.Tensor | None]:
         model = Pair(0, 2)
@@ -397,8 +399,8 @@ def test_every_form_of_backward_gives_true_gradients(form: str) -> None:
 
 @pytest.mark.parametrize("when", ["before", "inside"])
 @pytest.mark.parametrize("on", ["parameter", "activation"])
-def test_hooks_see_true_gradients(on: str, when: str) -> None:
-    """A hook that clips inside backward clips what it would clip without scaling; returning nothing changes nothing."""
+def test_hooks_get_unscaled_gradients(on: str, when: str) -> None:
+    """A hook that clips in backward clips as without scaling; a hook that returns None changes nothing."""
 
     class Clipped(Pair):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -429,8 +431,8 @@ def test_hooks_see_true_gradients(on: str, when: str) -> None:
     torch.testing.assert_close(gradients(scaling), gradients(contextlib.nullcontext))
 
 
-def test_a_tensor_that_retains_its_gradient_gets_the_true_one() -> None:
-    """retain_grad() inside the model and on its output."""
+def test_a_retained_gradient_is_unscaled() -> None:
+    """retain_grad() on the output of the model."""
     model = Pair(0, 2)
     x = torch.randn(4, 3)
     with scaling(model):
@@ -441,7 +443,7 @@ def test_a_tensor_that_retains_its_gradient_gets_the_true_one() -> None:
 
 
 def test_autograd_grad_is_not_scaled() -> None:
-    """torch.autograd.grad returns true gradients."""
+    """torch.autograd.grad returns unscaled gradients."""
     model = Pair(0, 2)
     x = torch.randn(4, 3)
     expected = torch.autograd.grad(model(x).sum(), model.parameters())
@@ -450,7 +452,7 @@ def test_autograd_grad_is_not_scaled() -> None:
 
 
 def test_a_loss_that_never_touches_the_model_is_left_alone() -> None:
-    """A module of the user's own trains beside the block, by an own optimizer, as if the block were not there."""
+    """A module outside the block trains with a separate optimizer as if the block did not exist."""
     model, own, twin = Pair(0, 2), Pair(1, 2), Pair(1, 2)
     x = torch.full((4, 3), INF)
     with scaling(model, init_scale=4.0, growth_interval=1) as session:
@@ -465,11 +467,11 @@ def test_a_loss_that_never_touches_the_model_is_left_alone() -> None:
     assert_same(own, twin)
 
 
-def test_an_exception_in_backward_leaves_true_gradients() -> None:
-    """Gradients that were there before are as they were, and the next backward works."""
+def test_an_exception_in_backward_leaves_unscaled_gradients() -> None:
+    """Gradients from before are unchanged, and the next backward works."""
     model = Pair(0, 2)
     x = torch.randn(4, 3, requires_grad=True)
-    expected = true_gradients(model, lambda: model(x).sum())
+    expected = unscaled_gradients(model, lambda: model(x).sum())
 
     def fail(_gradient: torch.Tensor) -> None:
         raise RuntimeError("planted")
@@ -480,11 +482,11 @@ def test_an_exception_in_backward_leaves_true_gradients() -> None:
         with pytest.raises(RuntimeError, match="planted"):
             out.sum().backward()
         torch.testing.assert_close([each.grad for each in model.parameters()], expected)
-        torch.testing.assert_close(true_gradients(model, lambda: model(x).sum()), expected)
+        torch.testing.assert_close(unscaled_gradients(model, lambda: model(x).sum()), expected)
 
 
 def test_a_skipped_step_gives_no_warning_and_leaves_the_optimizer() -> None:
-    """A scheduler counts it as a step; state, groups and attributes of the optimizer are as before; gradients stay."""
+    """A scheduler counts the step; state, groups and attributes of the optimizer are unchanged; gradients stay."""
     model = Pair(0, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -500,7 +502,7 @@ def test_a_skipped_step_gives_no_warning_and_leaves_the_optimizer() -> None:
 
 
 class Naive(torch.optim.Optimizer):
-    """An optimizer that expects a gradient everywhere, and counts its steps in an attribute."""
+    """An optimizer that requires a gradient for every parameter, and counts its steps in an attribute."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -515,7 +517,7 @@ class Naive(torch.optim.Optimizer):
 
 
 class Wrapping(torch.optim.Optimizer):
-    """An optimizer around another one, with the same groups."""
+    """An optimizer that wraps another one, with the same groups."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -526,8 +528,8 @@ class Wrapping(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("wrap", [lambda each: each, Wrapping], ids=["plain", "wrapped"])
-def test_optimizers_of_any_make_are_skipped(wrap: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """A step that would fail without gradients, or is taken by another optimizer, is left out all the same."""
+def test_steps_of_any_optimizer_class_are_skipped(wrap: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """A step that would fail without gradients, or is taken by a wrapped optimizer, is skipped too."""
     model = Pair(0, 2)
     naive = Naive(model.parameters())
     optimizer = wrap(naive)
@@ -561,7 +563,7 @@ def test_sparse_gradients_are_unscaled() -> None:
 
 
 def test_state_resumes_the_trajectory() -> None:
-    """A state of GradScaler's keys; loaded into another block it goes on with the same scale and counter."""
+    """The state has the keys of GradScaler; another block that loads it resumes with the same scale and counter."""
     rules = {"init_scale": 4.0, "growth_interval": 3}
 
     def train(model: TwoTowers, optimizer: torch.optim.Optimizer, numbers: range) -> None:
@@ -570,35 +572,35 @@ def test_state_resumes_the_trajectory() -> None:
             model(*batch(number, "a" if number == 4 else "")).backward()
             optimizer.step()
 
-    whole, halves = TwoTowers(), TwoTowers()
-    of_whole, of_halves = (OPTIMIZERS["adamw"](each.parameters()) for each in (whole, halves))
-    with scaling(whole, **rules) as session:
-        train(whole, of_whole, range(8))
+    uninterrupted, resumed = TwoTowers(), TwoTowers()
+    of_uninterrupted, of_resumed = (OPTIMIZERS["adamw"](each.parameters()) for each in (uninterrupted, resumed))
+    with scaling(uninterrupted, **rules) as session:
+        train(uninterrupted, of_uninterrupted, range(8))
         expected = session.state_dict()
-    with scaling(halves, **rules) as session:
-        train(halves, of_halves, range(2))
+    with scaling(resumed, **rules) as session:
+        train(resumed, of_resumed, range(2))
         saved = session.state_dict()
     assert saved.keys() == torch.amp.GradScaler("cpu").state_dict().keys()
-    with scaling(halves) as session:
+    with scaling(resumed) as session:
         session.load_state_dict(saved)
-        train(halves, of_halves, range(2, 8))
+        train(resumed, of_resumed, range(2, 8))
         assert session.state_dict() == expected
-    assert_same(halves, whole)
+    assert_same(resumed, uninterrupted)
 
 
-def test_a_block_inside_a_block_shares_its_scale() -> None:
-    """A loss through models of two nested blocks is scaled once, and the outer block goes on alone after."""
+def test_nested_blocks_use_one_scale() -> None:
+    """A loss through models of two nested blocks is scaled once, and the outer block works after the inner one ends."""
     outer, inner = Pair(0, 3), Pair(1, 2)
     x = torch.randn(4, 3)
     chain = nn.Sequential(outer, inner)
-    expected = true_gradients(chain, lambda: chain(x).square().sum())
+    expected = unscaled_gradients(chain, lambda: chain(x).square().sum())
     optimizer = torch.optim.SGD(chain.parameters(), lr=0.0)
     with scaling(outer, init_scale=2.0**100, growth_interval=1) as of_outer:
         with scaling(inner) as of_inner:
-            torch.testing.assert_close(true_gradients(chain, lambda: chain(x).square().sum()), expected)
+            torch.testing.assert_close(unscaled_gradients(chain, lambda: chain(x).square().sum()), expected)
             optimizer.step()
             assert of_inner.state_dict() == of_outer.state_dict()
-        assert true_gradients(outer, lambda: outer(x).sum())
+        assert unscaled_gradients(outer, lambda: outer(x).sum())
         with pytest.raises(ConfigError, match="no model of the block has"):
             optimizer.step()
 
@@ -651,7 +653,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("refused", REFUSALS, ids=lambda each: each.__name__)
 def test_what_cannot_be_scaled_is_refused(refused: Callable[[Pair], None]) -> None:
-    """Each refusal says what, and how to fix it."""
+    """Each error says what is wrong, and how to fix it."""
     what, fix = REFUSALS[refused]
     model = Pair(0, 2)
     with scaling(model), pytest.raises(ConfigError) as caught:
@@ -660,8 +662,8 @@ def test_what_cannot_be_scaled_is_refused(refused: Callable[[Pair], None]) -> No
     assert fix in caught.value.faults[0].fix
 
 
-def test_a_captured_graph_has_its_message() -> None:
-    """Capturing needs a GPU (tests/gpu/test_amp.py); what the refusal says does not."""
+def test_the_message_for_cuda_graphs() -> None:
+    """Capturing needs a GPU (tests/gpu/test_amp.py); the message does not."""
     (fault,) = refusals.cuda_graph().faults
     assert "CUDA graph" in fault.what
     assert "amp='bf16'" in fault.fix
@@ -676,14 +678,14 @@ def test_a_parameter_in_fp16_is_refused() -> None:
         pass
 
 
-def test_a_disabled_scaler_is_let_pass() -> None:
-    """GradScaler(enabled=False), as left over in a script, does nothing."""
+def test_a_disabled_scaler_is_accepted() -> None:
+    """GradScaler(enabled=False), left over in a script, does nothing."""
     model = Pair(0, 2)
     with scaling(model):
         torch.amp.GradScaler("cpu", enabled=False).scale(model(torch.ones(1, 3)).sum()).backward()
 
 
-def everything_patched() -> list[Any]:
+def patched_functions() -> list[Any]:
     optimizer: Any = __import__("torch.optim.optimizer", fromlist=["optimizer"])
     return [
         torch.autograd.backward,
@@ -699,22 +701,22 @@ def everything_patched() -> list[Any]:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError])
-def test_everything_is_given_back(error: type[Exception] | None) -> None:
-    """Functions and hooks of torch's are as before, after an exception too; inside they are not."""
-    before = everything_patched()
+def test_every_patch_is_removed(error: type[Exception] | None) -> None:
+    """Functions and hooks of torch are restored, also after an exception; inside the block they are patched."""
+    before = patched_functions()
     model = Pair(0, 2)
     with contextlib.suppress(RuntimeError), scaling(model):
-        assert everything_patched() != before
+        assert patched_functions() != before
         model(torch.ones(1, 3)).sum().backward()
         if error is not None:
             raise error
-    assert everything_patched() == before
+    assert patched_functions() == before
     assert torch.autograd.backward.__name__ == "backward"
 
 
-def test_a_block_that_cannot_open_leaves_nothing() -> None:
-    """A refusal at entry happens before, or takes back, every patch."""
-    before = everything_patched()
+def test_a_block_that_fails_at_entry_removes_its_patches() -> None:
+    """An error at entry leaves no patch behind."""
+    before = patched_functions()
     with pytest.raises(ConfigError), scaling(Pair(0, 2).half()):
         pass
-    assert everything_patched() == before
+    assert patched_functions() == before

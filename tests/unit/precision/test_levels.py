@@ -1,4 +1,4 @@
-"""The declared table of levels, and how a request chooses its row."""
+"""The table of levels, and which row a request selects."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CPU = torch.device("cpu")
 
 
 def test_every_level_has_a_row() -> None:
-    """The table and the names that amp= takes are the same."""
+    """The table has the levels that amp= accepts."""
     assert tuple(TABLE) == LEVELS
     assert all(row.level == level for level, row in TABLE.items())
 
 
 def test_rows_are_apex_definitions() -> None:
-    """Weights, batch norm, master weights and loss scaling are those of Apex's opt_levels."""
+    """Weights, batch norm, master weights and loss scaling are as in Apex's opt_levels."""
     found = {
         level: (row.half_weights, row.half_batch_norm, row.master_weights, row.scales_loss)
         for level, row in TABLE.items()
@@ -46,8 +46,8 @@ def test_markdown_has_a_line_per_level() -> None:
 
 
 @given(level=st.sampled_from([None, *LEVELS]), dtype=st.sampled_from([None, torch.bfloat16]))
-def test_resolving_leaves_nothing_open(level: str | None, dtype: torch.dtype | None) -> None:
-    """Level and type are decided, what was given is kept, and resolving again changes nothing."""
+def test_resolving_sets_level_and_dtype(level: str | None, dtype: torch.dtype | None) -> None:
+    """Level and dtype are set, the values of the request are kept, and resolving again changes nothing."""
     request = Amp(level=level, dtype=dtype)
     found = resolve(request, NativePrecision(), device=CPU, world=World())
     assert found.level == (level or "O1")
@@ -57,13 +57,13 @@ def test_resolving_leaves_nothing_open(level: str | None, dtype: torch.dtype | N
 
 @pytest.mark.parametrize("engine", registry.names("precision"))
 def test_an_engine_default_has_a_row(engine: str) -> None:
-    """amp=True means a level of the table under every engine."""
+    """amp=True selects a level of the table under every engine."""
     precision = registry.find("precision", engine)
     assert row_of(Amp(), precision).level == precision.default_level
 
 
-def test_a_description_says_the_row() -> None:
-    """One line, with level, type, engine and the cells of the row."""
+def test_a_description_is_the_row() -> None:
+    """One line, with level, dtype, engine and the cells of the row."""
     text = describe(Amp(level="O2", dtype=torch.float16), NativePrecision, device_type="cuda")
     assert text.startswith("O2 in fp16 (native): ")
     assert "loss scaling: dynamic" in text

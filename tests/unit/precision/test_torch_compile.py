@@ -1,4 +1,4 @@
-"""torch.compile and mixed precision: before the block, inside it, around model, loss or the whole step."""
+"""torch.compile with mixed precision: before the block, inside it, on the model, the loss or the whole step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallelize.model import parallel_model
 from parallelize.plugins.base import Amp
 from parallelize.precision.native_session import Policy, mixed_precision
 
-# dynamo itself asks tensors that are no leaves for .grad, wherever a graph goes on after a break.
+# dynamo reads .grad of non-leaf tensors when it resumes after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
@@ -34,7 +34,7 @@ def compiled(function: Any) -> Any:
     return torch.compile(function, backend="eager")
 
 
-def nothing(model: nn.Module) -> Callable[[], torch.Tensor]:
+def not_compiled(model: nn.Module) -> Callable[[], torch.Tensor]:
     return lambda: F.cross_entropy(model(X), Y)
 
 
@@ -55,9 +55,9 @@ def in_place(model: nn.Module) -> Callable[[], torch.Tensor]:
 @pytest.mark.parametrize("amp", ["O1", "O2"])
 @pytest.mark.parametrize("what", [the_model, the_loss, in_place], ids=lambda each: each.__name__)
 def test_compiling_changes_nothing(what: Any, amp: str) -> None:
-    """Loss in full precision, gradients those of the loop without it, autocast off after each step and the block."""
+    """Loss in fp32, gradients equal to those without compiling, autocast off after each step and after the block."""
     results = []
-    for how in (nothing, what):
+    for how in (not_compiled, what):
         model = net()
         with block(model, amp):
             loss_of = how(model)
@@ -73,7 +73,7 @@ def test_compiling_changes_nothing(what: Any, amp: str) -> None:
 
 
 def test_a_model_compiled_before_the_block() -> None:
-    """model.compile() first, then the block."""
+    """model.compile() before the block gives the same gradients."""
     results = []
     for how in (lambda model: None, lambda model: model.compile(backend="eager")):
         model = net()
@@ -84,8 +84,8 @@ def test_a_model_compiled_before_the_block() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
 
 
-def test_a_compiled_step_with_a_window_open() -> None:
-    """A forward without backward leaves autocast on; a compiled step then ends it, and dynamo cannot bring it back."""
+def test_a_compiled_step_while_autocast_is_held() -> None:
+    """A forward without backward holds autocast; a compiled step exits it, and dynamo does not enable it again."""
     model = net()
     with block(model, "bf16"):
 
@@ -106,12 +106,12 @@ def test_a_compiled_step_with_a_window_open() -> None:
 
 
 def test_a_compiled_step_is_scaled() -> None:
-    """A whole step in a compiled function: true gradients, inf left out, as without compiling."""
+    """A compiled training step has unscaled gradients and skips on inf, as without compiling."""
     results = []
     for compile_step in (lambda function: function, compiled):
         model, scales = net(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        policy = Policy(device=torch.device("cpu"), scaling=Amp(init_scale=2.0**10, growth_interval=2))
+        policy = Policy(device=torch.device("cpu"), loss_scaling=Amp(init_scale=2.0**10, growth_interval=2))
         with mixed_precision(policy, models=[model]) as session:
 
             @compile_step

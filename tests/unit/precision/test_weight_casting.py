@@ -1,4 +1,4 @@
-"""Half-precision weights: cast in each forward (O2), or kept in half (O3)."""
+"""Half-precision weights: cast in each forward (O2), or stored in half precision (O3)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def block(model: nn.Module, amp: str) -> Any:
 
 
 class Watching(nn.Linear):
-    """Notes the type of its weight when it runs; as each call appends, also how often."""
+    """Records the dtype of its weight in each forward."""
 
     seen: list[torch.dtype]
 
@@ -36,7 +36,7 @@ class Watching(nn.Linear):
 
 
 class Net(nn.Module):
-    """A convolution, batch norm, a parameter of the model's own, recurrence, tied weights."""
+    """A convolution, batch norm, a parameter of the model itself, a recurrent layer, tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def train(model: nn.Module, steps: int = 3) -> list[float]:
 
 
 def test_o2_computes_in_half_over_fp32_weights() -> None:
-    """Modules see half weights, batch norm fp32 ones; the optimizer, the state and the gradients stay fp32."""
+    """Modules compute with half weights, batch norm with fp32 ones; optimizer, state and gradients stay fp32."""
     model = Net()
     parameters = list(model.parameters())
     seen: list[torch.dtype] = []
@@ -86,7 +86,7 @@ def test_o2_computes_in_half_over_fp32_weights() -> None:
 
 
 def test_o2_follows_full_precision() -> None:
-    """The trajectory is that of fp32 up to bf16's rounding, and not the same."""
+    """The losses equal those of fp32 up to bf16's rounding, but not exactly."""
     full, half = Net(), Net()
     expected = train(full, 5)
     with block(half, "O2"):
@@ -97,7 +97,7 @@ def test_o2_follows_full_precision() -> None:
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_o2_leaves_sparse_gradients_sparse(kind: Any) -> None:
-    """An embedding with sparse=True is not cast, and trains as in fp32 beside layers that are."""
+    """An embedding with sparse=True is not cast, and trains as in fp32, beside layers that are cast."""
 
     def trained(amp: str) -> torch.Tensor:
         torch.manual_seed(0)
@@ -119,7 +119,7 @@ def test_o2_leaves_sparse_gradients_sparse(kind: Any) -> None:
 
 
 def test_o2_is_autocast_where_only_products_have_weights() -> None:
-    """With linear layers alone, casting in the module is what autocast does at the operation: equal to the last bit."""
+    """With linear layers alone, O2 casts what autocast casts: gradients are equal, bit for bit."""
     torch.manual_seed(0)
     one = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     other = copy.deepcopy(one)
@@ -133,7 +133,7 @@ def test_o2_is_autocast_where_only_products_have_weights() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_o2_casts_again_when_a_checkpoint_recomputes(reentrant: bool) -> None:
-    """The forward that backward runs again sees half weights too, and the gradients are those without checkpoint."""
+    """A recomputed forward uses half weights too, and the gradients equal those without a checkpoint."""
 
     class Checkpointed(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ def test_o2_casts_again_when_a_checkpoint_recomputes(reentrant: bool) -> None:
         with block(each, "O2"):
             each(x).float().square().mean().backward()
     assert model.linear.seen == [HALF, HALF]
-    # A reentrant one casts a weight that is used twice twice, and adds its gradients in fp32 instead of half.
+    # A reentrant checkpoint casts a weight once per use, and adds its gradients in fp32 instead of half.
     rtol = 0.01 if reentrant else 0.0
     for here, there in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(here.grad, there.grad, rtol=rtol, atol=rtol / 10)
@@ -155,7 +155,7 @@ def test_o2_casts_again_when_a_checkpoint_recomputes(reentrant: bool) -> None:
     "norm", [nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)]
 )
 def test_o2_norms_take_inputs_in_full_precision(norm: nn.Module) -> None:
-    """What comes first, or after a sum with the input, is in fp32: a norm on a CPU refuses weights in half there."""
+    """Norms work on fp32 inputs (at the start, or after a sum with the input), although CPUs need equal dtypes."""
     model, x = nn.Sequential(copy.deepcopy(norm), nn.Linear(6, 2)), torch.randn(4, 3, 6)
     x = x[:, 0] if isinstance(norm, nn.GroupNorm) else x
     with block(model, "O2"):
@@ -165,8 +165,8 @@ def test_o2_norms_take_inputs_in_full_precision(norm: nn.Module) -> None:
     assert all(each.grad is not None for each in model.parameters())
 
 
-def test_o2_covers_nothing_after_an_exception() -> None:
-    """A module that fails has its parameter back."""
+def test_o2_restores_parameters_after_an_exception() -> None:
+    """A module whose forward raises has its parameter back."""
 
     class Failing(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def test_o2_covers_nothing_after_an_exception() -> None:
         assert model[1].weight.dtype is torch.float32
 
 
-def test_o2_leaves_no_trace_in_copies_and_pickles() -> None:
+def test_o2_copies_and_pickles_are_plain_models() -> None:
     """A deep copy and a pickle made inside the block are plain fp32 models."""
     model = Net()
     with block(model, "O2"):
@@ -197,8 +197,8 @@ def test_o2_leaves_no_trace_in_copies_and_pickles() -> None:
         assert each.linear.seen == [torch.float32]
 
 
-def test_hooks_in_backward_find_the_parameter() -> None:
-    """What runs in backward and records nothing reads the parameter itself, not a cast."""
+def test_hooks_in_backward_get_the_parameter() -> None:
+    """Hooks that run in backward with grad mode off read the parameter itself, not a cast."""
     model = Net()
     seen: list[bool] = []
     weight = model.linear.weight
@@ -219,7 +219,7 @@ def test_o2_with_parametrized_weights() -> None:
 
 
 class InThread(threading.Thread):
-    """Runs a function in a thread of its own, and keeps what it returned."""
+    """Runs a function in a separate thread, and stores its result."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
@@ -233,12 +233,12 @@ class InThread(threading.Thread):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_replica_computes_in_half_on_its_own_thread(level: str) -> None:
-    """What DataParallel does with a replica: a copy without parameters of its own, called on a thread without autocast.
+    """A DataParallel replica, a copy without parameters that runs on a thread without autocast, computes in half.
 
     DataParallel itself needs a GPU (tests/gpu/test_amp.py); this is how torch makes replicas.
     """
     model = Watching(4, 4)
-    policy = Policy(device=torch.device("cpu"), autocast=HALF, weights=HALF if level == "O2" else None)
+    policy = Policy(device=torch.device("cpu"), autocast_dtype=HALF, weights_dtype=HALF if level == "O2" else None)
     with mixed_precision(policy, models=[model]) as session:
         replica = model._replicate_for_data_parallel()
         replica._former_parameters = {}
@@ -259,8 +259,8 @@ def test_a_replica_computes_in_half_on_its_own_thread(level: str) -> None:
     assert "weight" not in model.__dict__
 
 
-def test_o3_keeps_models_in_half() -> None:
-    """All weights, batch norm's too, are in half inside; the same objects, in their former types, after."""
+def test_o3_stores_models_in_half() -> None:
+    """All weights, also of batch norm, are half in the block; the same objects have their original dtypes after it."""
     model = Net()
     model.register_buffer("wide", torch.ones(2, dtype=torch.float64))
     parameters = list(model.parameters())
@@ -286,8 +286,8 @@ def test_o3_keeps_models_in_half() -> None:
     optimizer.step()
 
 
-def test_o3_gives_types_back_on_exceptions() -> None:
-    """A block that fails leaves fp32 weights."""
+def test_o3_restores_dtypes_after_an_exception() -> None:
+    """A block that raises leaves fp32 weights."""
     model = Net()
     with pytest.raises(RuntimeError, match="planted"), block(model, "O3"):
         raise RuntimeError("planted")

@@ -1,4 +1,4 @@
-"""Nested containers, mapped and listed."""
+"""Leaves of nested containers, listed and mapped."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from parallelize.runtime.containers import leaves, map_leaves
-
-# How long an example takes says something about the machine and who else uses it.
 
 
 class Pair(NamedTuple):
@@ -48,19 +46,19 @@ nested = st.recursive(
 
 @given(nested)
 def test_mapping_the_identity_changes_nothing(value):
-    """The result is equal, of the same types all the way, and made of new containers."""
+    """The result is equal and of the same types."""
     assert map_leaves(lambda leaf: leaf, value) == value
     assert type(map_leaves(lambda leaf: leaf, value)) is type(value)
 
 
 @given(nested)
 def test_leaves_are_what_is_mapped_in_order(value):
-    """Listing after mapping is mapping after listing."""
+    """The leaves of a mapped value are the mapped leaves, in order."""
     assert list(leaves(map_leaves(lambda leaf: [leaf][0] * 2, value))) == [leaf * 2 for leaf in leaves(value)]
 
 
-def test_what_a_container_knows_is_kept():
-    """A default factory, attributes, fields that __init__ does not take, and mappings that cannot change."""
+def test_the_state_of_a_container_is_kept():
+    """Default factories, attributes, and fields that __init__ does not take are kept; immutable mappings work."""
     missing = map_leaves(lambda leaf: leaf + 1, defaultdict(list, a=1))
     assert (missing["a"], missing["b"]) == (2, [])
     named = map_leaves(lambda leaf: leaf + 1, Named([1, 2]))
@@ -70,8 +68,8 @@ def test_what_a_container_knows_is_kept():
     assert isinstance(map_leaves(str, UserDict(a=1)), UserDict)
 
 
-def test_what_should_stay_closed_does():
-    """A PackedSequence is one thing although it is a tuple; others by choice."""
+def test_some_containers_are_leaves():
+    """A PackedSequence is one, although it is a tuple; `is_leaf` chooses others."""
     packed = pack_sequence([torch.zeros(2)])
     assert list(leaves([packed])) == [packed]
     assert isinstance(map_leaves(lambda leaf: leaf.double(), packed), PackedSequence)

@@ -1,4 +1,4 @@
-"""What processes announce, compared without waiting."""
+"""Consistency checks across ranks, compared at sync points without waiting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from parallelize import SyncError
-from parallelize.runtime.rank_consistency import Moments, announce, compare
+from parallelize.runtime.rank_consistency import SyncPoints, register_check, run_checks
 
 
 @pytest.fixture(autouse=True)
@@ -19,45 +19,45 @@ def group():
     dist.destroy_process_group()
 
 
-def test_who_comes_later_is_compared_with_the_first():
-    """Equal texts pass, another one is an error that quotes both and says what to do."""
-    first = announce("loader", "reads epoch 1", fix="call set_epoch() alike")
-    compare("step 1")
-    again = announce("loader", "reads epoch 1", fix="")
-    compare("step 1")
-    other = announce("loader", "reads epoch 2", fix="call set_epoch() alike")
+def test_later_texts_are_compared_with_the_first():
+    """Equal texts pass; a different one is an error that quotes both, with the fix."""
+    first = register_check("loader", "reads epoch 1", fix="call set_epoch() alike")
+    run_checks("step 1")
+    again = register_check("loader", "reads epoch 1", fix="")
+    run_checks("step 1")
+    other = register_check("loader", "reads epoch 2", fix="call set_epoch() alike")
     with pytest.raises(SyncError, match="rank 0 reads epoch 2, where rank 0 reads epoch 1") as caught:
-        compare("step 1")
+        run_checks("step 1")
     assert caught.value.faults[0].fix == "call set_epoch() alike"
     assert first is not again is not other
 
 
-def test_only_what_is_alike_is_compared():
-    """Other topics and other moments say nothing; each announcement is compared once; one that is gone never."""
-    kept = [announce("a", "reads 1", fix=""), announce("b", "reads 2", fix="")]
-    compare("step 1")
-    kept.append(announce("a", "reads 3", fix=""))
-    compare("step 2")
-    compare("step 1")
+def test_only_the_same_topic_and_sync_point_are_compared():
+    """Each check runs once, and a check that was deleted does not run."""
+    kept = [register_check("a", "reads 1", fix=""), register_check("b", "reads 2", fix="")]
+    run_checks("step 1")
+    kept.append(register_check("a", "reads 3", fix=""))
+    run_checks("step 2")
+    run_checks("step 1")
     kept.clear()
-    announce("a", "reads 4", fix="")
+    register_check("a", "reads 4", fix="")
     gc.collect()
-    compare("step 1")
+    run_checks("step 1")
 
 
-def test_moments_have_names_of_their_own():
-    """The forwards of one model are not those of another, nor its first its second."""
-    first, second = Moments(), Moments()
-    for number, moments in enumerate([first, second, first]):
-        kept = announce("loader", f"reads {number}", fix="")
-        moments.reach()
+def test_sync_points_are_distinct():
+    """Texts are not compared between two series of sync points, nor between two points of one."""
+    first, second = SyncPoints(), SyncPoints()
+    for number, sync_points in enumerate([first, second, first]):
+        kept = register_check("loader", f"reads {number}", fix="")
+        sync_points.reach()
     assert kept.text == "reads 2"
 
 
 def test_without_a_group_nothing_is_compared():
-    """One process alone has nobody to disagree with."""
+    """A single process has no other rank to differ from."""
     dist.destroy_process_group()
-    kept = announce("loader", "reads 1", fix="")
-    compare("step 1")
+    kept = register_check("loader", "reads 1", fix="")
+    run_checks("step 1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert kept.text

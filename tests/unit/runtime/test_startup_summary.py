@@ -1,4 +1,4 @@
-"""What the start line counts, and how it writes it."""
+"""The numbers of the startup summary and their format."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import nn
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
-from parallelize.config.layout import lay_out
+from parallelize.config.layout import compute_layout
 from parallelize.plugins.base import LocalEngine
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.startup_summary import StartLine, reading, size_text
+from parallelize.runtime.startup_summary import StartupSummary, register_loader, size_text
 
 
 def line(*models: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...] = ()) -> str:
     world = World(world_size=2, local_world_size=2)
-    said = StartLine(Runtime(world, lay_out(Config.parse(processes=2), Hardware())), optimizers)
+    summary = StartupSummary(Runtime(world, compute_layout(Config.parse(processes=2), Hardware())), optimizers)
     for model in models:
-        said.joined(model, LocalEngine(model))
-    return said.text()
+        summary.add_model(model, LocalEngine(model))
+    return summary.text()
 
 
 @pytest.mark.parametrize(
@@ -30,22 +30,22 @@ def line(*models: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...] = ())
     [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (7.25 * 2**30, "7.2 GiB")],
 )
 def test_sizes_are_written_for_people(size: float, text: str) -> None:
-    """In the largest unit of which there is one."""
+    """The unit is the largest one that gives at least 1."""
     assert size_text(size) == text
     assert size_text(3 * 2**40) == "3.0 TiB"
 
 
 def test_several_models_are_one_line() -> None:
-    """Their parameters are added, millions are written as such."""
+    """Their parameters are added up, and written in millions where there are that many."""
     with torch.device("meta"):
         assert line(nn.Linear(1000, 2000), nn.Conv1d(1, 1, 1)).startswith("Linear + Conv1d: 2.0 M parameters; fp32; ")
 
 
-def test_only_loaders_that_are_read_count() -> None:
-    """An arithmetic is in the line for as long as it is kept; equal ones are said once."""
-    kept = [reading("8 x 2 processes = 16 global"), reading("8 x 2 processes = 16 global"), reading("")]
+def test_only_active_loaders_are_listed() -> None:
+    """Batch sizes are in the line while a reference to their loader is kept, equal ones once."""
+    kept = [register_loader(sizes) for sizes in ("8 x 2 processes = 16 global", "8 x 2 processes = 16 global", "")]
     assert "; batches: 8 x 2 processes = 16 global; fp32" in line(nn.Linear(1, 1))
-    kept.append(reading("4 x 2 processes = 8 global"))
+    kept.append(register_loader("4 x 2 processes = 8 global"))
     assert "; batches: 4 x 2 processes = 8 global and 8 x 2 processes = 16 global; " in line(nn.Linear(1, 1))
     kept.clear()
     gc.collect()
@@ -61,8 +61,8 @@ def test_only_loaders_that_are_read_count() -> None:
         (lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9), 1),
     ],
 )
-def test_the_state_of_torchs_optimizers_is_foretold(make, copies: int) -> None:
-    """As large as it is after a step, counters aside."""
+def test_the_state_size_of_torchs_optimizers_is_predicted(make, copies: int) -> None:
+    """It is the size after a step, without the step counters."""
     model = nn.Linear(256, 256, bias=False)
     optimizer = make(model.parameters())
     assert f"+ {size_text(copies * 2**18)} of the optimizer's state" in line(model, optimizers=(optimizer,))
@@ -72,8 +72,8 @@ def test_the_state_of_torchs_optimizers_is_foretold(make, copies: int) -> None:
     assert len(held) == copies
 
 
-def test_another_optimizers_state_is_not_guessed() -> None:
-    """Before its first step nobody knows; after it, it is counted."""
+def test_the_state_size_of_other_optimizers_is_measured() -> None:
+    """It is unknown before their first step."""
     model = nn.Linear(256, 256, bias=False)
     optimizer = torch.optim.Adagrad(model.parameters())
     optimizer.state.clear()

@@ -1,4 +1,4 @@
-"""A batch, cut and joined, is the batch."""
+"""Splitting a batch and joining the parts gives the batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from parallelize import ConfigError
 from parallelize.backends.balanced.microbatch_split_join import (
-    Batch,
-    Column,
+    JoinedOutput,
+    SplitBatch,
     batch_size,
-    columns,
-    cut,
-    named,
-    take,
-    uneven,
+    first_samples,
+    join_outputs,
+    named_leaves,
+    names_not_per_sample,
+    split_dims,
 )
 from parallelize.runtime.containers import leaves
 
@@ -33,11 +33,11 @@ class Point:
 
 
 @given(samples=st.integers(1, 9), microbatches=st.integers(1, 12), dim=st.integers(0, 1))
-def test_cutting_and_joining_is_nothing(samples: int, microbatches: int, dim: int) -> None:
-    """Micro-batches differ by a sample at most, hold every sample once and in order, and other values as they are."""
+def test_joining_undoes_splitting(samples: int, microbatches: int, dim: int) -> None:
+    """Sizes differ by at most one sample; every sample is in one part, in order; other values are passed unchanged."""
     x = torch.arange(samples * 3.0).reshape(3, samples) if dim else torch.arange(samples * 3.0).reshape(samples, 3)
     constant = torch.ones(20, 20)
-    batch = Batch((({"x": x, "name": "a"}, constant), {"flag": None}), microbatches=microbatches, dim=dim)
+    batch = SplitBatch((({"x": x, "name": "a"}, constant), {"flag": None}), microbatches=microbatches, dim=dim)
     assert sum(batch.sizes) == samples
     assert len(batch.sizes) == min(samples, microbatches)
     assert max(batch.sizes) - min(batch.sizes) <= 1
@@ -47,26 +47,26 @@ def test_cutting_and_joining_is_nothing(samples: int, microbatches: int, dim: in
         assert args[1] is constant
         assert kwargs == {"flag": None}
     rows = [[args[0]["x"]] for args, _ in parts]
-    (column,) = columns(rows, batch.sizes, device=CPU, dims={0: dim})
-    assert torch.equal(column.value, x)
+    (joined,) = join_outputs(rows, batch.sizes, device=CPU, dims={0: dim})
+    assert torch.equal(joined.value, x)
 
 
 @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_gradients_go_back_where_outputs_came_from(sizes: list[int]) -> None:
-    """The gradient of a joined output falls apart into those of the micro-batches; that of a mean by their weights."""
+def test_gradients_of_outputs_are_split(sizes: list[int]) -> None:
+    """The gradient of a concatenated output is split into the micro-batches' gradients, that of a mean by weights."""
     total = sum(sizes)
     gradient = torch.randn(total, 2)
-    cut = Column(None, dim=0).gradients(gradient, sizes)
-    assert torch.equal(torch.cat([part for part in cut if part is not None]), gradient)
+    parts = JoinedOutput(None, dim=0).split_gradient(gradient, sizes)
+    assert torch.equal(torch.cat([part for part in parts if part is not None]), gradient)
     weights = tuple(size / total for size in sizes)
-    mean = Column(None, weights=weights).gradients(torch.tensor(1.0), sizes)
+    mean = JoinedOutput(None, weights=weights).split_gradient(torch.tensor(1.0), sizes)
     assert sum(float(part) for part in mean if part is not None) == pytest.approx(1.0)
 
 
 def test_scalars_are_averaged_by_samples() -> None:
-    """A mean over samples, of micro-batches of 3 and 1 samples, is weighted 3 to 1."""
-    (column,) = columns([[torch.tensor(1.0)], [torch.tensor(5.0)]], (3, 1), device=CPU, dims={})
-    assert column.value == pytest.approx(2.0)
+    """Means of micro-batches of 3 and 1 samples are weighted 3 to 1."""
+    (joined,) = join_outputs([[torch.tensor(1.0)], [torch.tensor(5.0)]], (3, 1), device=CPU, dims={})
+    assert joined.value == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -78,51 +78,51 @@ def test_scalars_are_averaged_by_samples() -> None:
         ((torch.arange(3), torch.arange(3)), torch.arange(3)),
     ],
 )
-def test_what_is_alike_is_returned_once(values: tuple[Any, ...], expected: Any) -> None:
-    """Constants of any kind come back as they are."""
-    (column,) = columns([[value] for value in values], (2, 2), device=CPU, dims={})
-    assert torch.equal(column.value, expected) if isinstance(expected, torch.Tensor) else column.value == expected
+def test_equal_values_are_returned_once(values: tuple[Any, ...], expected: Any) -> None:
+    """Constants of any kind are returned unchanged."""
+    (joined,) = join_outputs([[value] for value in values], (2, 2), device=CPU, dims={})
+    assert torch.equal(joined.value, expected) if isinstance(expected, torch.Tensor) else joined.value == expected
 
 
 @pytest.mark.parametrize(
     "values", [("a", "b"), (1, 2), (torch.zeros(3), torch.ones(3)), (torch.tensor(1), torch.tensor(2))]
 )
-def test_what_differs_and_is_not_per_sample_is_refused(values: tuple[Any, ...]) -> None:
-    """Counts, names and tensors without a batch dimension have no meaning for the whole batch."""
+def test_values_that_differ_and_are_not_per_sample_are_refused(values: tuple[Any, ...]) -> None:
+    """Counts, names and tensors without a batch dimension cannot be joined."""
     with pytest.raises(ConfigError, match="output 0 of the model"):
-        columns([[value] for value in values], (2, 2), device=CPU, dims={})
+        join_outputs([[value] for value in values], (2, 2), device=CPU, dims={})
 
 
 def test_lengths_that_depend_on_the_samples_are_refused() -> None:
-    """Sequences padded to the longest of their micro-batch cannot be joined: the way out is named."""
+    """Sequences padded to the longest of their micro-batch cannot be joined; the error names a fix."""
     values = [[torch.zeros(2, 6, 3)], [torch.zeros(2, 4, 3)]]
     with pytest.raises(ConfigError, match=r"tensors of \(2, 6, 3\) and \(2, 4, 3\)(.|\n)*total_length"):
-        columns(values, (2, 2), device=CPU, dims={})
+        join_outputs(values, (2, 2), device=CPU, dims={})
 
 
-def test_a_known_dimension_wins_over_one_that_is_as_long_by_chance() -> None:
-    """Hidden states of 2 layers for 2 samples each are joined along the samples, if that is known."""
+def test_a_known_dimension_wins_over_one_of_equal_length() -> None:
+    """Hidden states of 2 layers for 2 samples each are joined along the samples, if that dimension is known."""
     values = [[torch.zeros(2, 2, 5)], [torch.ones(2, 2, 5)]]
-    assert columns(values, (2, 2), device=CPU, dims={0: 1})[0].value.shape == (2, 4, 5)
-    assert columns(values, (2, 2), device=CPU, dims={})[0].value.shape == (4, 2, 5)
+    assert join_outputs(values, (2, 2), device=CPU, dims={0: 1})[0].value.shape == (2, 4, 5)
+    assert join_outputs(values, (2, 2), device=CPU, dims={})[0].value.shape == (4, 2, 5)
 
 
-def test_dimensions_of_another_form_are_not_known() -> None:
-    """What was learnt of outputs of some form is not applied to outputs of another."""
+def test_dimensions_for_another_output_form_are_ignored() -> None:
+    """Dimensions learned from outputs of one form are not applied to outputs of another."""
     values = [[torch.zeros(2, 5)], [torch.ones(2, 5)]]
-    known: dict[str, Any] = {"dims": {0: None, 1: 0}, "known": (0, 2)}
-    assert columns(values, (2, 2), device=CPU, **known)[0].value.shape == (4, 5)
+    known_form: dict[str, Any] = {"dims": {0: None, 1: 0}, "known_form": (0, 2)}
+    assert join_outputs(values, (2, 2), device=CPU, **known_form)[0].value.shape == (4, 5)
     with pytest.raises(ConfigError, match="output 0 of the model"):
-        columns(values, (2, 2), device=CPU, dims={0: None}, known=(2,))
+        join_outputs(values, (2, 2), device=CPU, dims={0: None}, known_form=(2,))
 
 
-def test_names_are_those_of_leaves() -> None:
-    """Every leaf has one name, in the order in which leaves come, and tensors' names count their dimensions."""
+def test_names_are_in_the_order_of_leaves() -> None:
+    """Every leaf has one name, in the order of `leaves`; names of tensors include their number of dimensions."""
     inputs = (
         ({"x": torch.zeros(4, 2), "of": [1, torch.zeros(3)]}, Point(torch.zeros(2), 5)),
         {"flag": None, "sizes": (torch.Size((1,)), 2)},
     )
-    found = list(named(inputs))
+    found = list(named_leaves(inputs))
     assert [leaf for _, leaf in found] == list(leaves(inputs))
     assert [name for name, _ in found] == [
         *("0.x (2-D)", "0.of.0", "0.of.1 (1-D)", "1.at (1-D)", "1.weight"),
@@ -130,34 +130,34 @@ def test_names_are_those_of_leaves() -> None:
     ]
 
 
-def test_what_was_longer_than_a_batch_is_not_cut() -> None:
-    """Tensors that cannot be per sample are named, and are passed on whole when a batch is as long as they are."""
+def test_tensors_longer_than_an_earlier_batch_are_not_split() -> None:
+    """Tensors that are not per sample are named, and not split when a later batch is as long as they are."""
     classes = torch.zeros(5)
-    seen = uneven(((torch.zeros(8, 2),), {"weight": classes, "mask": torch.zeros(1, 8)}), dim=0)
+    seen = names_not_per_sample(((torch.zeros(8, 2),), {"weight": classes, "mask": torch.zeros(1, 8)}), dim=0)
     assert seen == {"weight (1-D)"}
     rest = ((torch.zeros(5, 2),), {"weight": classes, "mask": torch.zeros(5, 8)})
-    args, kwargs = Batch(rest, microbatches=5, dim=0, whole=seen).inputs(0)
+    args, kwargs = SplitBatch(rest, microbatches=5, dim=0, whole_inputs=seen).inputs(0)
     assert [args[0].shape, kwargs["weight"].shape, kwargs["mask"].shape] == [(1, 2), (5,), (1, 8)]
-    _, kwargs = take(rest, 2, dim=0, whole=seen)
+    _, kwargs = first_samples(rest, 2, dim=0, whole_inputs=seen)
     assert [kwargs["weight"].shape, kwargs["mask"].shape] == [(5,), (2, 8)]
 
 
-def test_one_number_per_sample_is_cut_whatever_the_dimension() -> None:
-    """Lengths of the sequences go along with them where samples lie along the second dimension."""
+def test_one_number_per_sample_is_split_for_any_batch_dim() -> None:
+    """1-D tensors such as sequence lengths are split along dimension 0 even if batch_dim is 1."""
     inputs = ((torch.zeros(6, 4, 2), torch.arange(4)), {})
-    batch = Batch(inputs, microbatches=2, dim=1)
+    batch = SplitBatch(inputs, microbatches=2, dim=1)
     args, _ = batch.inputs(1)
     assert args[0].shape == (6, 2, 2)
     assert args[1].tolist() == [2, 3]
     assert batch.gradient(1, [torch.ones(2), None]).tolist() == [1, 1, 0, 0]  # type: ignore[union-attr]  # one is given
-    assert take(inputs, 3, dim=1)[0][1].tolist() == [0, 1, 2]
-    assert cut(inputs, dim=1) == {"0 (3-D)": 1, "1 (1-D)": 0}
+    assert first_samples(inputs, 3, dim=1)[0][1].tolist() == [0, 1, 2]
+    assert split_dims(inputs, dim=1) == {"0 (3-D)": 1, "1 (1-D)": 0}
 
 
 def test_the_first_samples() -> None:
-    """A part of a batch keeps what is not per sample."""
+    """A part of a batch contains other values unchanged."""
     inputs = ((torch.zeros(8, 2), torch.zeros(3)), {"flag": True})
-    (x, other), kwargs = take(inputs, 5, dim=0)
+    (x, other), kwargs = first_samples(inputs, 5, dim=0)
     assert x.shape == (5, 2)
     assert other.shape == (3,)
     assert kwargs == {"flag": True}

@@ -1,4 +1,4 @@
-"""Micro-batches go through stages one at a time, in order, and never block each other for good."""
+"""A stage admits micro-batches one at a time, in order, without deadlock."""
 
 from __future__ import annotations
 
@@ -9,70 +9,69 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallelize.backends.balanced.stage_lock import Aborted, Turnstile
+from parallelize.backends.balanced.stage_threads import Aborted, StageLock
 
 
-def travel(
-    microbatch: int, visits: list[int], gates: list[Turnstile], log: list[tuple[int, int]], busy: list[int]
+def visit_stages(
+    microbatch: int, visits: list[int], locks: list[StageLock], log: list[tuple[int, int]], busy: list[int]
 ) -> None:
-    """A micro-batch's way, as a tape goes it: leave, wait for the next stage, work."""
+    """Acquire stages as a micro-batch does: release one, wait for the next."""
     held = None
     for stage in visits:
         if held is not None:
             busy[held] -= 1
-            gates[held].leave()
-        gates[stage].enter(microbatch)
+            locks[held].release()
+        locks[stage].acquire(microbatch)
         held = stage
         busy[stage] += 1
         assert busy[stage] == 1
         log.append((stage, microbatch))
     if held is not None:
         busy[held] -= 1
-        gates[held].leave()
-    for gate in gates:
-        gate.pass_by(microbatch)
+        locks[held].release()
+    for lock in locks:
+        lock.finish(microbatch)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=5))
 @settings(max_examples=50)
-def test_every_order_of_visits_ends(ways: list[list[int]]) -> None:
-    """Whatever stages micro-batches visit, skip and come back to: all arrive, one at a time, first visits in order."""
-    gates, log, busy = [Turnstile() for _ in range(3)], [], [0, 0, 0]
-    with ThreadPoolExecutor(len(ways)) as pool:
-        running = [pool.submit(travel, i, way, gates, log, busy) for i, way in enumerate(ways)]
+def test_every_order_of_visits_ends(visits_of_each: list[list[int]]) -> None:
+    """For any visits, skips and returns, all micro-batches finish, one per stage at a time, first visits in order."""
+    locks, log, busy = [StageLock() for _ in range(3)], [], [0, 0, 0]
+    with ThreadPoolExecutor(len(visits_of_each)) as pool:
+        running = [pool.submit(visit_stages, i, visits, locks, log, busy) for i, visits in enumerate(visits_of_each)]
         for each in running:
             each.result(timeout=20)
-    assert len(log) == sum(map(len, ways))
+    assert len(log) == sum(map(len, visits_of_each))
     for stage in range(3):
-        visits = [microbatch for at, microbatch in log if at == stage]
-        first = list(dict.fromkeys(visits))
+        first = list(dict.fromkeys(microbatch for at, microbatch in log if at == stage))
         assert first == sorted(first)
 
 
 def test_an_abort_ends_all_waits() -> None:
-    """Who waits, and who comes later, is sent away."""
-    gate = Turnstile()
-    gate.enter(0)
+    """Waiting and later micro-batches get Aborted."""
+    lock = StageLock()
+    lock.acquire(0)
     waiting = threading.Event()
 
     def wait() -> None:
         waiting.set()
-        gate.enter(1)
+        lock.acquire(1)
 
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(wait)
         assert waiting.wait(10)
-        gate.abort()
+        lock.abort()
         with pytest.raises(Aborted):
             running.result(timeout=10)
     with pytest.raises(Aborted):
-        gate.enter(2)
+        lock.acquire(2)
 
 
-def test_one_that_has_ended_is_waited_for_no_more() -> None:
-    """A micro-batch that ends without a visit lets the next one in."""
-    gate = Turnstile()
-    gate.pass_by(0)
-    gate.enter(1)
-    gate.leave()
-    gate.enter(1)
+def test_a_finished_micro_batch_is_not_waited_for() -> None:
+    """A micro-batch that finishes without a visit lets the next one in."""
+    lock = StageLock()
+    lock.finish(0)
+    lock.acquire(1)
+    lock.release()
+    lock.acquire(1)

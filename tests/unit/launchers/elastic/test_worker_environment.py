@@ -1,4 +1,4 @@
-"""The variables of a worker: the caller's, with its GPUs and its share of the cores."""
+"""Environment variables of the workers: the caller's, with CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS set."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import pytest
 
 from parallelize.cluster.devices import Hardware
 from parallelize.config.config import Config
-from parallelize.config.layout import Layout, lay_out
+from parallelize.config.layout import Layout, compute_layout
 from parallelize.launchers.elastic.worker_environment import worker_environ
 
 
 def on_gpus(gpus: object) -> Layout:
-    return lay_out(Config.parse(gpus=gpus), Hardware("cuda", 4))
+    return compute_layout(Config.parse(gpus=gpus), Hardware("cuda", 4))
 
 
 def on_cpu(processes: int) -> Layout:
-    return lay_out(Config.parse(processes=processes), Hardware())
+    return compute_layout(Config.parse(processes=processes), Hardware())
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_gpus_are_picked_from_the_mask(mask: str | None, gpus: object, seen: str
 
 
 def test_no_mask_on_the_cpu() -> None:
-    """Without GPUs the variables of GPUs stay as they are."""
+    """On the CPU, CUDA_VISIBLE_DEVICES is not set."""
     assert "CUDA_VISIBLE_DEVICES" not in worker_environ({}, on_cpu(2), cores=8)
 
 
@@ -48,14 +48,14 @@ def test_threads_are_a_share_of_the_cores(set_to: str | None, cores: int, thread
     assert worker_environ(before, on_cpu(2), cores=cores)["OMP_NUM_THREADS"] == threads
 
 
-def test_what_the_user_has_set_stays() -> None:
-    """An interface and a width that are in the environment win over ours."""
+def test_variables_of_the_user_stay() -> None:
+    """GLOO_SOCKET_IFNAME and COLUMNS in the environment are not overwritten."""
     before = {"GLOO_SOCKET_IFNAME": "ib0", "COLUMNS": "50", "HOME": "/home/me"}
     environ = worker_environ(before, on_cpu(2), cores=2, columns=120, interface="eth0")
     assert {name: environ[name] for name in before} == before
 
 
 def test_interface_and_width_are_passed_on() -> None:
-    """What gloo and progress bars cannot find out for themselves."""
+    """GLOO_SOCKET_IFNAME and COLUMNS are set for gloo and for progress bars."""
     environ = worker_environ({}, on_cpu(2), cores=2, columns=120, interface="eth0")
     assert (environ["GLOO_SOCKET_IFNAME"], environ["COLUMNS"]) == ("eth0", "120")

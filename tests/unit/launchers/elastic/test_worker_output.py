@@ -1,4 +1,4 @@
-"""What workers print is shown as it comes: characters, lines and bars whole."""
+"""Workers' output is copied live, with characters, lines and progress bars intact."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallelize.launchers.elastic.worker_output import RankFiles, Stream, shown
+from parallelize.launchers.elastic.worker_output import OutputTail, RankFiles, forwarded
 
 
-def shown_in_pieces(pieces: list[bytes], folder: Path, prefix: str = "") -> list[str]:
-    """What is shown after each piece that is written, and at the end."""
+def forwarded_in_pieces(pieces: list[bytes], folder: Path, prefix: str = "") -> list[str]:
+    """Return the text that was forwarded after each piece and at the end."""
     path, to = folder / "rank0.out", io.StringIO()
     path.write_bytes(b"")
-    stream = Stream(path, to, prefix)
+    stream = OutputTail(path, to, prefix)
     steps = []
     for piece in pieces:
         with path.open("ab") as file:
             file.write(piece)
-        stream.forward(last=False)
+        stream.forward(is_last=False)
         steps.append(to.getvalue())
-    stream.forward(last=True)
+    stream.forward(is_last=True)
     return [*steps, to.getvalue()]
 
 
@@ -33,27 +33,27 @@ def shown_in_pieces(pieces: list[bytes], folder: Path, prefix: str = "") -> list
 def test_text_arrives_whole_wherever_it_was_cut(
     text: str, cuts: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Without a prefix nothing is changed, whatever the pieces in which it was read."""
+    """Without a prefix the text is unchanged, however it was split."""
     data = text.encode(errors="surrogatepass")
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     pieces = [data[start:end] for start, end in itertools.pairwise(edges)]
     folder = tmp_path_factory.getbasetemp()
-    assert shown_in_pieces(pieces, folder)[-1] == data.decode(errors="replace")
+    assert forwarded_in_pieces(pieces, folder)[-1] == data.decode(errors="replace")
 
 
 def test_a_line_without_an_end_is_shown_at_once(tmp_path: Path) -> None:
-    """A bar's carriage returns go through as they are, so that it stays one line."""
-    assert shown_in_pieces([b"\r 10%", b"\r 20%"], tmp_path)[:2] == ["\r 10%", "\r 10%\r 20%"]
+    """Carriage returns are kept, so a progress bar stays on one line."""
+    assert forwarded_in_pieces([b"\r 10%", b"\r 20%"], tmp_path)[:2] == ["\r 10%", "\r 10%\r 20%"]
 
 
 def test_a_character_waits_for_its_last_byte(tmp_path: Path) -> None:
-    """Half of a character is not shown."""
-    assert shown_in_pieces(["é".encode()[:1], "é".encode()[1:]], tmp_path) == ["", "é", "é"]
+    """An incomplete UTF-8 character is not forwarded."""
+    assert forwarded_in_pieces(["é".encode()[:1], "é".encode()[1:]], tmp_path) == ["", "é", "é"]
 
 
 def test_lines_under_a_prefix_wait_for_their_end(tmp_path: Path) -> None:
-    """Two ranks do not write into each other's lines."""
-    steps = shown_in_pieces([b"loss ", b"0.5\nnext\n", b"end"], tmp_path, "[rank 1] ")
+    """An incomplete line is held back: ranks do not mix their lines."""
+    steps = forwarded_in_pieces([b"loss ", b"0.5\nnext\n", b"end"], tmp_path, "[rank 1] ")
     assert steps == [
         "",
         "[rank 1] loss 0.5\n[rank 1] next\n",
@@ -62,52 +62,52 @@ def test_lines_under_a_prefix_wait_for_their_end(tmp_path: Path) -> None:
     ]
 
 
-def test_a_bar_under_a_prefix_is_a_line_per_look(tmp_path: Path) -> None:
-    """Of the states that a bar went through between two looks, the last is shown."""
-    steps = shown_in_pieces([b"\r 10%\r 20%\r 30%\r", b" 40%\r\n"], tmp_path, "[rank 1] ")
+def test_a_bar_under_a_prefix_is_a_line_per_poll(tmp_path: Path) -> None:
+    """Of several states of a bar between two polls, only the final one is forwarded."""
+    steps = forwarded_in_pieces([b"\r 10%\r 20%\r 30%\r", b" 40%\r\n"], tmp_path, "[rank 1] ")
     assert steps == ["[rank 1]  30%\n", "[rank 1]  30%\n[rank 1]  40%\n", "[rank 1]  30%\n[rank 1]  40%\n"]
 
 
 def test_a_console_that_lacks_a_character_shows_the_rest(tmp_path: Path) -> None:
-    """An ASCII terminal gets a question mark, not nothing."""
+    """An ASCII terminal shows a question mark for it."""
     console = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     (tmp_path / "rank0.out").write_text("5 µs\n", encoding="utf-8")
-    Stream(tmp_path / "rank0.out", console).forward(last=True)
+    OutputTail(tmp_path / "rank0.out", console).forward(is_last=True)
     assert console.buffer.getvalue() == b"5 ?s\n"
 
 
 def test_a_closed_console_is_no_failure(tmp_path: Path) -> None:
-    """The call goes on when the caller's stream is gone; the file has it all."""
+    """The call continues when the caller's stream is closed."""
     closed = io.StringIO()
     closed.close()
     (tmp_path / "rank0.out").write_text("text\n")
-    with shown([Stream(tmp_path / "rank0.out", closed), Stream(tmp_path / "missing", io.StringIO())]):
+    with forwarded([OutputTail(tmp_path / "rank0.out", closed), OutputTail(tmp_path / "missing", io.StringIO())]):
         pass
 
 
 class WriteOnly:
     def write(self, text: str) -> None:
-        """It cannot be flushed."""
+        """Accept text; this stream has no flush()."""
 
 
 @pytest.mark.parametrize("console", [None, WriteOnly()])
-def test_a_console_that_is_none_is_no_failure(console: Any, tmp_path: Path) -> None:
-    """A program without a terminal has no stream, and a GUI may put anything in its place."""
+def test_a_missing_or_incomplete_console_is_no_failure(console: Any, tmp_path: Path) -> None:
+    """sys.stdout is None without a terminal, and a GUI may replace it by any object."""
     (tmp_path / "rank0.out").write_text("text\n")
-    with shown([Stream(tmp_path / "rank0.out", console)]):
+    with forwarded([OutputTail(tmp_path / "rank0.out", console)]):
         pass
 
 
 def test_files_have_names_for_ranks_and_attempts(tmp_path: Path) -> None:
-    """A restart writes beside the first attempt, not over it."""
+    """A restart gets its own files."""
     files = RankFiles(tmp_path / "logs")
     given = files.reify({0: {"RANK": "3", "TORCHELASTIC_RESTART_COUNT": "1"}})
     assert Path(given.stdouts[0]) == files.path(3, 1, "out") == tmp_path / "logs" / "rank3.1.out"
     assert files.path(3, 0, "err").name == "rank3.err"
 
 
-def test_a_run_forgets_the_files_of_an_earlier_one(tmp_path: Path) -> None:
-    """Of its own ranks, restarts too; what its own earlier attempts left stays, and what the user put beside."""
+def test_a_run_removes_the_files_of_an_earlier_run(tmp_path: Path) -> None:
+    """The files of its ranks are removed; those of its own earlier attempts and of the user stay."""
     for name in ("rank1.out", "rank1.2.err", "rank11.out", "rank1.csv"):
         (tmp_path / name).touch()
     files = RankFiles(tmp_path)

@@ -1,4 +1,4 @@
-"""No value of a user's becomes a command in a job script; only her own shell lines in `setup` are commands."""
+"""No option value is executed as a command in a job script; only the lines of `setup` are."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from parallelize import ConfigError
-from parallelize.launchers.slurm.job_script import Script
+from parallelize.launchers.slurm.job_script import JobScript
 
-# Stands for Slurm's and the modules' commands: writes what it is given, word by word.
+# Replaces srun and module: records its arguments.
 STUB = """#!/bin/bash
 printf '%s\\0' "$(basename "$0")" "$@" $'\\n' >> "$RECORD"
 """
@@ -35,8 +35,8 @@ text = st.sampled_from(HOSTILE) | st.text(
 )
 
 
-def run(script: Script, folder: Path) -> list[list[str]]:
-    """Run a script as a job is run, with stand-ins for the commands; what they were given."""
+def run(script: JobScript, folder: Path) -> list[list[str]]:
+    """Run a script as Slurm does, with stubs for its commands; return the recorded command lines."""
     tools = folder / "bin"
     tools.mkdir()
     for name in ("srun", "module"):
@@ -50,9 +50,9 @@ def run(script: Script, folder: Path) -> list[list[str]]:
     return [each.split("\0") for each in words if each]
 
 
-def script(value: str, folder: Path, flag: str = "a") -> Script:
-    return Script(
-        flags={"job-name": flag},
+def script(value: str, folder: Path, flag: str = "a") -> JobScript:
+    return JobScript(
+        options={"job-name": flag},
         modules=[value],
         env={"VALUE": value},
         setup=[],
@@ -66,11 +66,11 @@ def script(value: str, folder: Path, flag: str = "a") -> Script:
 @given(text)
 @example("a\ntouch run")
 def test_values_reach_the_commands_as_they_are(tmp_path_factory, value):
-    """Modules, variables, options and arguments are one word each, whatever is in them; nothing in them is run."""
+    """Modules, variables, options and arguments stay one word each; nothing in them is executed."""
     folder = tmp_path_factory.mktemp("job")
-    said = run(script(value, folder), folder)
-    assert ["module", "load", value] in said
-    (srun,) = [each for each in said if each[0] == "srun"]
+    commands = run(script(value, folder), folder)
+    assert ["module", "load", value] in commands
+    (srun,) = [each for each in commands if each[0] == "srun"]
     assert srun[1] == value
     assert srun[4:6] == ["python", value]
     assert not (folder / "run").exists()
@@ -78,7 +78,7 @@ def test_values_reach_the_commands_as_they_are(tmp_path_factory, value):
 
 @given(text)
 def test_directives_stay_on_their_line(value):
-    """An option's value is one line that bash takes for a comment, or is refused."""
+    """An option's value is one comment line for bash, or is refused."""
     if set(value) & {"\n", "\r"}:
         with pytest.raises(ConfigError, match="it would end its line"):
             str(script("a", Path("/jobs"), flag=value))
@@ -89,13 +89,17 @@ def test_directives_stay_on_their_line(value):
 
 
 def test_names_of_options_are_names():
-    """The name of an option is no way out of its line either."""
+    """The name of an option cannot contain a line break either."""
     with pytest.raises(ConfigError, match="it would end its line"):
-        str(Script(flags={"a\ntouch run": 1}, modules=[], env={}, setup=[], step=[], srun=[], folder=Path("/jobs")))
+        str(
+            JobScript(options={"a\ntouch run": 1}, modules=[], env={}, setup=[], step=[], srun=[], folder=Path("/jobs"))
+        )
 
 
 def test_setup_is_the_users_own_shell(tmp_path):
-    """The check above can fail: a line of `setup` is run."""
-    shell = Script(flags={}, modules=[], env={}, setup=["touch run"], step=["a"], srun=[], folder=tmp_path / "jobs")
+    """The check above can fail: a line of `setup` is executed."""
+    shell = JobScript(
+        options={}, modules=[], env={}, setup=["touch run"], step=["a"], srun=[], folder=tmp_path / "jobs"
+    )
     run(shell, tmp_path)
     assert (tmp_path / "run").exists()

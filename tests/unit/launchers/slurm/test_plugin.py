@@ -1,4 +1,4 @@
-"""What the Slurm launcher writes and refuses, on a machine without Slurm."""
+"""The Slurm launcher's job scripts and errors, on a machine without Slurm."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 from parallelize import ConfigError, LaunchError, SlurmLauncher, distributed
 from parallelize.config.config import Config
-from parallelize.launchers.slurm import value_formats
-from parallelize.launchers.slurm.commands import outer_environ
+from parallelize.launchers.slurm.commands import without_job_variables
 from parallelize.launchers.slurm.job_folder import JobFolder
-from parallelize.launchers.slurm.job_state import State, look_up
+from parallelize.launchers.slurm.job_script import format_time_limit
+from parallelize.launchers.slurm.job_state import JobState, query_state
 
-# The cluster of the seeds: 12 nodes of 8 GPUs, NCCL's own module and variables, a mail at the end.
-SEEDS = """\
+# A job on 12 nodes of 8 GPUs, with a module and variables for NCCL, and a mail at the end.
+FULL_SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name=train
 #SBATCH --partition=gpu
@@ -54,11 +54,11 @@ attempt="${{SLURM_RESTART_COUNT:-0}}"
 export stop="$folder/stop.$job.$attempt"
 trap 'touch "$stop"' USR2
 
-srun --kill-on-bad-exit=1 --cpus-per-task=32 bash "$folder/guard.sh" \\
+srun --kill-on-bad-exit=1 --cpus-per-task=32 bash "$folder/wrapper.sh" \\
     python3 -X 'a b' -u -m parallelize.launchers.slurm.step --max-requeues 3 \\
     "$folder" --job "$job" --attempt "$attempt" --index "${{SLURM_ARRAY_TASK_ID:-0}}" &
 step=$!
-# A signal ends a wait, not the step.
+# A trapped signal interrupts wait: wait again until the step has ended.
 while true; do
     wait "$step"; code=$?
     kill -0 "$step" 2>/dev/null || exit "$code"
@@ -67,11 +67,11 @@ done
 
 
 def train() -> None:
-    """What the jobs of these tests would run."""
+    """Do nothing; submitted by these tests."""
 
 
-def test_the_seeds_cluster_as_a_script(tmp_path: Path) -> None:
-    """Every setting of the seeds has its line, in order, and every value is quoted."""
+def test_a_script_with_all_options(tmp_path: Path) -> None:
+    """Every option has its line, in order, and every value is quoted."""
     path = tmp_path / "a folder" / "train.sh"
     path.parent.mkdir()
     launcher = SlurmLauncher(
@@ -89,13 +89,13 @@ def test_the_seeds_cluster_as_a_script(tmp_path: Path) -> None:
         python=["python3", "-X", "a b"],
     )
     distributed(launcher=launcher, gpus=8, num_nodes=12)(train).sbatch_script(path)
-    assert path.read_text() == SEEDS.format(folder=path.resolve().with_name("train.sh.job"))
-    for script in (path, path.with_name("train.sh.job") / "guard.sh"):
+    assert path.read_text() == FULL_SCRIPT.format(folder=path.resolve().with_name("train.sh.job"))
+    for script in (path, path.with_name("train.sh.job") / "wrapper.sh"):
         assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
 
 
-def test_a_plain_script_asks_for_nothing_else(tmp_path: Path) -> None:
-    """Without options there are the counts, the signal, and where output goes."""
+def test_a_script_without_options(tmp_path: Path) -> None:
+    """It requests nodes, tasks, the signal and requeueing, and sets the output file."""
     distributed(launcher="slurm", processes=2)(train).sbatch_script(tmp_path / "job.sh")
     names = [line.split("--")[1].split("=")[0] for line in (tmp_path / "job.sh").read_text().splitlines()
              if line.startswith("#SBATCH")]  # fmt: skip
@@ -114,9 +114,9 @@ def test_a_plain_script_asks_for_nothing_else(tmp_path: Path) -> None:
         (timedelta(seconds=0.5), "0-00:00:01"),
     ],
 )
-def test_times_are_slurms(value: Any, text: str) -> None:
-    """Slurm's own text, minutes, or a timedelta rounded up."""
-    assert value_formats.time_limit(value) == text
+def test_times_are_formatted_for_slurm(value: Any, text: str) -> None:
+    """A time limit is Slurm's text, minutes, or a timedelta rounded up."""
+    assert format_time_limit(value) == text
 
 
 @pytest.mark.parametrize(
@@ -137,15 +137,15 @@ def test_times_are_slurms(value: Any, text: str) -> None:
         ({"sbatch": {"ntasks_per_node": 8}}, "'ntasks_per_node'"),
     ],
 )
-def test_options_without_a_meaning_are_refused(options: dict[str, Any], named: str) -> None:
-    """Where the launcher is made, by name and value."""
+def test_invalid_options_are_refused(options: dict[str, Any], named: str) -> None:
+    """The constructor's error names the option and its value."""
     with pytest.raises(ConfigError) as refused:
         SlurmLauncher(**options)
     assert named in str(refused.value)
 
 
 def test_all_faults_come_at_once() -> None:
-    """A wrong time and a wrong size are two faults of one error."""
+    """A wrong time and a wrong size are two faults in one error."""
     with pytest.raises(ConfigError, match="2 faults"):
         SlurmLauncher(time="soon", mem="much")
 
@@ -154,44 +154,44 @@ def test_all_faults_come_at_once() -> None:
     ("asked", "named"),
     [({}, "processes="), ({"gpus": "auto"}, "gpus='auto'"), ({"gpus": [0, 2]}, "use gpus=2")],
 )
-def test_a_queue_must_be_told_numbers(asked: dict[str, Any], named: str, tmp_path: Path) -> None:
-    """All GPUs of a node that nobody has seen, or certain ones, cannot be asked for."""
+def test_a_job_needs_numbers_of_gpus_or_processes(asked: dict[str, Any], named: str, tmp_path: Path) -> None:
+    """A job cannot request all GPUs of an unknown node, or certain ones."""
     with pytest.raises(ConfigError, match="Slurm") as refused:
         distributed(launcher="slurm", **asked)(train).sbatch_script(tmp_path / "job.sh")
     assert named in str(refused.value)
 
 
 def test_the_plan_has_the_requests_gpus() -> None:
-    """Processes are planned for GPUs that this machine need not have; dp's node rules hold."""
+    """The layout uses the requested GPUs, which this machine need not have; dp has one process per node."""
     layout = SlurmLauncher().plan(Config.parse(gpus=4, num_nodes=2, launcher="slurm"))
     assert (layout.world_size, layout.device_type, layout.config.launcher) == (8, "cuda", None)
     assert SlurmLauncher().plan(Config.parse(backend="dp", gpus=4)).local_world_size == 1
 
 
-def test_explain_tells_of_the_job() -> None:
-    """On a machine without GPUs: the processes of the job, nothing of this machine."""
+def test_explain_describes_the_job() -> None:
+    """explain() shows the processes of the job, and not the hardware of this machine."""
     text = distributed(launcher="slurm", gpus=4, num_nodes=2)(train).explain()
     assert "2 node(s) x 4 = 8" in text
     assert "a job of 2 node(s), by slurm" in text
 
 
 @pytest.mark.parametrize("method", ["submit", "submit_many", "sbatch_script"])
-def test_only_a_queue_takes_submissions(method: str, tmp_path: Path) -> None:
-    """On the launcher of this machine the methods say what to use."""
+def test_only_batch_launchers_submit(method: str, tmp_path: Path) -> None:
+    """With the default launcher the submit methods raise an error that names SlurmLauncher."""
     argument = {"submit": (), "submit_many": ([{}],), "sbatch_script": (tmp_path / "job.sh",)}[method]
     with pytest.raises(ConfigError, match="SlurmLauncher"):
         getattr(distributed(processes=2)(train), method)(*argument)
 
 
 def test_a_machine_without_slurm_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No sbatch: says to go to a login node, or to write the script."""
+    """Without sbatch the error says to use a login node or to write the script."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"no 'sbatch'.*\n.*\n.*sbatch_script"):
         distributed(launcher=SlurmLauncher(folder=tmp_path), processes=1)(train).submit()
 
 
-def test_what_cannot_travel_is_refused_before_the_queue(tmp_path: Path) -> None:
-    """A lock among the arguments is named, and nothing is submitted."""
+def test_an_argument_that_cannot_be_pickled_is_refused_before_submission(tmp_path: Path) -> None:
+    """The error names the argument, and nothing is submitted."""
     with pytest.raises(ConfigError, match="argument 'lock'"):
         distributed(launcher=SlurmLauncher(folder=tmp_path), processes=1)(lambda lock: lock).submit(
             lock=threading.Lock()
@@ -199,14 +199,14 @@ def test_what_cannot_travel_is_refused_before_the_queue(tmp_path: Path) -> None:
 
 
 def test_a_job_does_not_inherit_the_job_around_it() -> None:
-    """Task counts and options of an outer job are not those of the inner one; Slurm's configuration is."""
+    """Variables of the outer job are removed, except Slurm's configuration."""
     environ = {"SLURM_CONF": "c", "SLURM_NTASKS": "4", "SBATCH_PARTITION": "p", "SRUN_CPUS": "1", "HOME": "/h"}
-    assert outer_environ(environ) == {"SLURM_CONF": "c", "HOME": "/h"}
+    assert without_job_variables(environ) == {"SLURM_CONF": "c", "HOME": "/h"}
 
 
 @pytest.fixture
-def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a command that prints a text, or fails; no other command is there."""
+def stub_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Creates a command that prints a text, or fails; PATH contains no other command."""
     monkeypatch.setenv("PATH", str(tmp_path))
 
     def make(command: str, text: str | None) -> None:
@@ -220,38 +220,40 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        ({"squeue": "PENDING|Resources"}, State("PENDING", "Resources")),
-        ({"squeue": "RUNNING|None", "sacct": "CANCELLED by 0"}, State("RUNNING")),
-        ({"squeue": None, "sacct": "CANCELLED by 1000"}, State("CANCELLED", "by 1000")),
-        ({"squeue": "", "sacct": "TIMEOUT"}, State("TIMEOUT")),
+        ({"squeue": "PENDING|Resources"}, JobState("PENDING", "Resources")),
+        ({"squeue": "RUNNING|None", "sacct": "CANCELLED by 0"}, JobState("RUNNING")),
+        ({"squeue": None, "sacct": "CANCELLED by 1000"}, JobState("CANCELLED", "by 1000")),
+        ({"squeue": "", "sacct": "TIMEOUT"}, JobState("TIMEOUT")),
         ({"squeue": None, "sacct": None, "scontrol": "JobId=1 JobState=FAILED Reason=NonZeroExitCode x=y"},
-         State("FAILED", "NonZeroExitCode")),
+         JobState("FAILED", "NonZeroExitCode")),
         ({"squeue": None, "sacct": None, "scontrol": None}, None),
         ({}, None),
     ],
 )  # fmt: skip
-def test_the_state_is_asked_of_whoever_knows(says: Any, answers: dict[str, str | None], expected: State | None) -> None:
-    """Queue, controller, accounting, in this order; none of them: nobody knows."""
+def test_the_state_comes_from_the_first_command_that_answers(
+    stub_command: Any, answers: dict[str, str | None], expected: JobState | None
+) -> None:
+    """squeue, scontrol and sacct are asked in this order; the state is None if none answers."""
     for command, text in answers.items():
-        says(command, text)
-    assert look_up("1") == expected
+        stub_command(command, text)
+    assert query_state("1") == expected
 
 
-def test_a_folder_is_found_by_number_and_by_itself(tmp_path: Path) -> None:
-    """Through the link that a submission leaves, array elements included."""
+def test_a_folder_is_found_by_job_id_and_by_path(tmp_path: Path) -> None:
+    """The link of a submission is found by job ID, also for an array element."""
     folder = JobFolder.make(tmp_path, "<lambda> x/y")
     assert folder.path.name.startswith("lambda-x-y-")
     assert folder.path.stat().st_mode & 0o077 == 0
     (folder.path / "call.json").write_text("{}")
     folder.link("12")
     for number, parent in (("12", tmp_path), ("12_3", tmp_path), ("99", folder.path)):
-        assert JobFolder.of(number, parent).path == folder.path
+        assert JobFolder.find(number, parent).path == folder.path
 
 
-def test_a_number_leads_to_its_latest_job(tmp_path: Path) -> None:
-    """Numbers begin again with a cluster, and two clusters may share a home folder."""
+def test_a_job_id_leads_to_its_latest_job(tmp_path: Path) -> None:
+    """A new cluster counts from 1 again, and two clusters may share a home folder."""
     first, second = JobFolder.make(tmp_path, "first"), JobFolder.make(tmp_path, "second")
     for folder in (first, second):
         (folder.path / "call.json").write_text("{}")
         folder.link("12")
-    assert JobFolder.of("12", tmp_path).path == second.path
+    assert JobFolder.find("12", tmp_path).path == second.path
