@@ -1,0 +1,244 @@
+"""Every private name of torch, multiprocessing, cloudpickle, Apex and the standard library that this package uses.
+
+A private name may change in any release. `tests/unit/test_torch_private.py` fails if the code uses a name that is not
+listed here, no longer uses a listed name, or if the installed release lacks a listed name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["PRIVATE_NAMES", "SINCE"]
+
+SINCE: Mapping[str, str] = {"torch.distributed.fsdp._fully_shard._fsdp_param._orig_param_uid": "2.13"}
+"""Path -> first torch release that has the name; only for names newer than 2.11, the oldest supported release."""
+
+PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "torch.Tensor": {
+        "_base": ("distinguish views of a parameter from other tensors", 'backend="balanced" fails'),
+        "_values": ("values of an uncoalesced sparse gradient", "sparse gradients fail under amp"),
+        "_version": ("detect in-place writes to gradients and buffers", "local gradients are not detected"),
+        "_backward_hooks": ("hide scaled gradients from the user's hooks", "hooks see scaled gradients"),
+    },
+    "torch.distributed.tensor.DTensor": {
+        "_local_tensor": ("this rank's shard, without autograd", 'fp16 with backend="fsdp" fails'),
+    },
+    "torch": {
+        "_foreach_mul_": ("scale many gradients in one kernel", "fp16 fails"),
+        "_amp_foreach_non_finite_check_and_unscale_": ("GradScaler's unscale kernel", "fp16 fails"),
+        "_amp_update_scale_": ("GradScaler's update of the scale, without a host sync", "fp16 fails"),
+        "_dynamo": ("import it before workers are forked", "every rank starts a second later"),
+    },
+    "torch.amp.grad_scaler.GradScaler": {
+        "_growth_tracker": ("key of GradScaler's state dict", "nothing: it is only a key"),
+    },
+    "torch._ops.OpOverload": {
+        "_schema": ("detect operators that take a generator", 'backend="balanced" with dropout fails'),
+    },
+    "torch.autograd.Variable": {
+        "_execution_engine": ("queue a callback for the end of backward", "every backend with gradients fails"),
+    },
+    "torch.autograd.graph.Node": {
+        "_input_metadata": ("read the shape of a loss passed as a GradientEdge", "such losses fail"),
+    },
+    "torch.autograd.grad_mode": {
+        "_unsafe_preserve_version_counter": (
+            "rebuild DDP between a forward and its backward",
+            "unfreezing parameters between the two fails",
+        ),
+    },
+    "torch._C": {
+        "_current_graph_task_id": ("identify the running backward, if any", "every backend with gradients fails"),
+        "_stash_obj_in_tls": ("mark the threads of a segment's backward", 'backend="balanced" fails'),
+        "_get_obj_in_tls": ("read the mark of a segment's backward", 'backend="balanced" fails'),
+        "_is_key_in_tls": ("check that a segment's backward has set a mark", 'backend="balanced" fails'),
+        "_len_torch_function_stack": ("copy function modes to a stage's thread", 'backend="balanced" fails'),
+        "_get_function_stack_at": ("copy function modes to a stage's thread", 'backend="balanced" fails'),
+        "_push_on_torch_function_stack": ("copy function modes to a stage's thread", 'backend="balanced" fails'),
+        "_pop_torch_function_stack": ("copy function modes to a stage's thread", 'backend="balanced" fails'),
+    },
+    "torch._C._autograd": {
+        "_top_saved_tensors_default_hooks": ("copy saved-tensor hooks to a stage's thread", 'backend="balanced" fails'),
+    },
+    "torch.overrides": {
+        "_get_current_function_mode_stack": ("read the default device", "calls fail"),
+    },
+    "torch.utils._device": {
+        "DeviceContext": ("read the default device", "calls fail"),
+    },
+    "torch.utils._pytree": {
+        "tree_leaves": ("find the tensors in a model's output", "ddp with static_graph fails"),
+    },
+    "torch.utils._python_dispatch": {
+        "TorchDispatchMode": ("intercept operators that draw random numbers", 'backend="balanced" fails'),
+    },
+    "torch.utils.checkpoint": {
+        "_checkpoint_without_reentrant_generator": (
+            "recompute a checkpoint inside a micro-batch",
+            'backend="balanced" with checkpoint fails',
+        ),
+    },
+    "torch.nn.Module": {
+        "_parameters": ("replace a Parameter where it is registered", 'backend="fsdp" and amp="O2" fail'),
+        "_buffers": ("move buffers to the device of a stage", 'backend="balanced" fails'),
+        "_modules": ("reach a child without __getattr__", "calls of a model fail"),
+        "_forward_hooks": ("detect hooks of the user that receive an output", 'backend="balanced" fails'),
+        "_forward_pre_hooks": ("detect hooks of the user that receive an input", 'backend="balanced" fails'),
+        "_is_full_backward_hook": ("distinguish hooks from state on the model", 'backend="balanced" refuses models'),
+        "_compiled_call_impl": ("detect Module.compile()", 'backend="balanced" splits compiled modules'),
+        "_load_from_state_dict": ("detect modules that customize state-dict loading", "load checks less"),
+        "_load_state_dict_pre_hooks": ("detect modules that customize state-dict loading", "load fails"),
+        "_load_state_dict_post_hooks": ("detect modules that customize state-dict loading", "load fails"),
+        "_metadata": ("keep the version numbers in a state dict", "old state dicts load wrongly"),
+        "_is_replica": ("distinguish DataParallel's replica from the model", 'backend="dp" fails'),
+    },
+    "torch.nn.parallel.replicate": {
+        "_former_parameters": ("get the parameters of a replica", 'amp="O2" with backend="dp" fails'),
+    },
+    "torch.nn.modules.batchnorm": {
+        "_BatchNorm": ("recognize every kind of batch norm", 'backend="balanced" fails'),
+        "_NormBase": ("recognize norms, which stay in fp32", 'amp="O2" and "O3" fail'),
+    },
+    "torch.optim.lr_scheduler": {
+        "_opt_called": ("mark a loaded optimizer as already stepped", "schedulers warn"),
+    },
+    "torch.optim.Adam": {
+        "_step_supports_amp_scaling": ("detect optimizers that read found_inf on the device", "a host sync per step"),
+    },
+    "torch._dynamo": {
+        "trace_rules": ("exclude this package's frames from torch.compile", "compiled models fail"),
+    },
+    "torch._C._dynamo.eval_frame": {
+        "get_eval_frame_callback": ("suspend tracing inside a hook", "compiled models fail"),
+        "set_eval_frame": ("suspend tracing inside a hook", "compiled models fail"),
+    },
+    "torch.distributed.distributed_c10d": {
+        "_get_default_group": ("list the device types of the default group", "collectives fail"),
+        "_get_default_store": ("get the default group's store", "calls fail"),
+        "_world": ("list the ranks of every process group", "hang detection fails"),
+    },
+    "torch.distributed.ProcessGroup": {
+        "_device_types": ("list the device types of a group", "collectives fail"),
+        "_get_sequence_number_for_group": (
+            "count the collectives of a group",
+            "unsynchronized training is not detected",
+        ),
+    },
+    "torch._C._distributed_c10d": {
+        "_dump_fr_trace": ("read the flight recorder", "hang reports name no collectives"),
+    },
+    "torch.nn.parallel.DistributedDataParallel": {
+        "_comm_hooks": ("check whether a communication hook is registered", "the startup summary fails"),
+        "_post_forward": ("overridden: prepare the reducer for backward", 'backend="ddp" fails'),
+        "_static_graph_delay_allreduce_enqueued": (
+            "choose the backward that defines the static graph",
+            "static_graph may be defined by a backward without gradients",
+        ),
+    },
+    "torch.distributed.Reducer": {
+        "_check_reducer_finalized": ("check whether averaging is complete", 'backend="ddp" fails'),
+        "_delay_all_reduce": ("end a static graph's first iteration", "static_graph fails"),
+        "_remove_autograd_hooks": ("remove the reducer's hooks from the parameters", "hooks leak"),
+    },
+    "torch.distributed.checkpoint.filesystem": {
+        "_StorageInfo": ("write the .metadata file for torch.distributed.checkpoint's tools", "sharded save fails"),
+    },
+    "torch.distributed._composable_state": {
+        "_module_state_mapping": ("unshard a module", 'backend="fsdp" fails at the end of a block'),
+    },
+    "torch.distributed.fsdp.FSDPModule": {
+        "_orig_cls_mro_index": ("unshard a module", 'backend="fsdp" fails at the end of a block'),
+        "_get_fsdp_state": ("reach sharded parameters", 'backend="fsdp" fails'),
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
+        "_fsdp_param_group": ("reach sharded parameters", 'backend="fsdp" fails'),
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
+        "_unsharded_param": ("recognize a gathered parameter", "replaced parameters are not detected"),
+        "_sharded_post_forward_param": (
+            "recognize a gathered parameter",
+            "replaced parameters are not detected",
+        ),
+    },
+    "torch.distributed.fsdp._fully_shard._fully_shard": {
+        "_is_fsdp_managed_module": ("unshard a module", "the flag stays on the module"),
+        "_fsdp_use_orig_params": ("unshard a module", "the flag stays on the module"),
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_param": {
+        "_orig_param_uid": ("unshard a parameter", "nothing"),
+    },
+    "torch.distributed.elastic.agent.server.SimpleElasticAgent": {
+        "_exit_barrier": ("overridden: node_coordination ends the nodes", "the elastic launcher fails"),
+        "_remaining_restarts": ("compute the number of the attempt", "the elastic launcher fails"),
+        "_shutdown": ("overridden: end process groups of workers", "the elastic launcher fails"),
+        "_store": ("close the store of the last attempt", "the elastic launcher fails"),
+        "_worker_group": ("get the running group of workers", "the elastic launcher fails"),
+    },
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": {
+        "_monitor_workers": ("overridden: detect workers that ended silently", "the elastic launcher fails"),
+        "_pcontext": ("get the workers' processes", "the elastic launcher fails"),
+        "_start_method": ("check whether a fork server starts workers", "the elastic launcher fails"),
+        "_start_workers": ("overridden: start from the fork server", "the elastic launcher fails"),
+    },
+    "torch.distributed.elastic.multiprocessing.api.MultiprocessContext": {
+        "_pc": ("get the workers' processes", "the elastic launcher fails"),
+        "_ret_vals": ("close the queues of return values", "the elastic launcher fails"),
+        "_return_values": ("check whether a worker has returned", "the elastic launcher fails"),
+    },
+    "torch.distributed.elastic.multiprocessing.api": {
+        "_terminate_process_handler": ("replaced while workers start, for Ctrl-C", "the elastic launcher fails"),
+    },
+    "torch.utils.data.DataLoader": {
+        "_iterator": ("shut persistent workers down", "persistent workers outlive the block"),
+    },
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": {
+        "_shutdown_workers": ("shut workers down immediately", "workers end when the iterator is garbage-collected"),
+    },
+    "torch.utils.data._utils.fetch": {
+        "_IterableDatasetFetcher": ("name the sample that failed", "loaders fail"),
+        "_MapDatasetFetcher": ("name the sample that failed", "loaders fail"),
+    },
+    "torch.utils.data._utils.worker": {
+        "_worker_info": ("shard a dataset over the workers of all ranks", "iterable datasets fail"),
+    },
+    "multiprocessing.forkserver": {
+        "_forkserver": ("discard the fork server that a forked process inherited", "calls in a forked process fail"),
+    },
+    "multiprocessing.forkserver.ForkServer": {
+        "_forkserver_address": (
+            "discard the fork server that a forked process inherited",
+            "calls in a forked process fail",
+        ),
+        "_forkserver_alive_fd": (
+            "discard the fork server that a forked process inherited",
+            "calls in a forked process fail",
+        ),
+        "_forkserver_pid": (
+            "discard the fork server that a forked process inherited",
+            "calls in a forked process fail",
+        ),
+    },
+    "subprocess": {
+        "_args_from_interpreter_flags": ("pass Python's own options to a script", "`parallelize run` fails"),
+    },
+    "atexit": {
+        "_clear": ("separate a script's exit handlers from others", "`parallelize run` fails"),
+        "_run_exitfuncs": ("run a script's exit handlers when it ends", "`parallelize run` fails"),
+    },
+    "importlib._bootstrap": {
+        "_initializing": ("check whether a module is being imported", "a call at import time runs once per process"),
+    },
+    "cloudpickle.cloudpickle": {
+        "_DYNAMIC_CLASS_TRACKER_BY_ID": (
+            "find classes of __main__ in a worker",
+            "classes of notebooks cannot be pickled in a worker",
+        ),
+    },
+    "apex.amp._amp_state": {
+        "_amp_state": ("undo apex.amp after a block", "Apex stays active after the block"),
+    },
+}
+"""Owner (class or module) -> private name -> (purpose in this package, effect of a release without the name).
+
+An attribute that is set inside a function is listed under the class or module that contains the function.
+"""
