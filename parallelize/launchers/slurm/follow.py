@@ -29,20 +29,19 @@ def follow(job: Job[Any], *, out: TextIO | None = None, err: TextIO | None = Non
         KeyboardInterrupt: at the second Ctrl-C; the job is cancelled.
     """
     display = _JobDisplay(job, out or sys.stdout, err or sys.stderr)
-    is_interrupted = False
-    while True:
+    try:
         try:
             return job.outcomes(watch=display.show)
-        except KeyboardInterrupt:
-            if is_interrupted:
-                job.cancel()
-                display.write_line(f"cancelled job {job.id}")
-                raise
-            is_interrupted = True
+        except KeyboardInterrupt:  # from here on, a second Ctrl-C cancels the job
             how = f"`scancel {job.id}` or Ctrl-C again cancels it"
             display.write_line(f"job {job.id} continues without this process; {how}")
-        finally:
-            display.forward()
+            return job.outcomes(watch=display.show)
+    except KeyboardInterrupt:
+        job.cancel()
+        display.write_line(f"cancelled job {job.id}")
+        raise
+    finally:
+        display.forward()
 
 
 class _JobDisplay:
