@@ -17,6 +17,7 @@ from parallelize.backends.balanced.plugin import BalancedBackend
 
 INPUTS = rows(8)
 X = INPUTS[0][0]
+X64 = X.double()  # where sums in another order would differ by more than the tolerance in fp32
 
 
 class Chain(nn.Module):
@@ -84,15 +85,15 @@ class Conditioned(Chain):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_users_tensor_that_is_no_argument(recompute: bool) -> None:
     """A tensor that the user has computed and stored on the model gets its full gradient."""
-    model = seeded(Conditioned)
+    model = seeded(Conditioned).double()
     plain = copy.deepcopy(model)
-    source, other = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
+    source, other = (torch.ones(8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     plain.context = other * 3
-    loss_of(plain(X)).backward()
-    model.context = torch.zeros(8)
-    with pipelined(model, INPUTS, recompute=recompute):
+    loss_of(plain(X64)).backward()
+    model.context = torch.zeros(8, dtype=torch.float64)
+    with pipelined(model, ((X64,), {}), recompute=recompute):
         model.context = source * 3
-        loss_of(model(X)).backward()
+        loss_of(model(X64)).backward()
     torch.testing.assert_close(source.grad, other.grad)
     assert_equal_gradients(model, plain)
 
@@ -181,11 +182,11 @@ def test_a_gradient_inside_one_submodule() -> None:
             with torch.enable_grad():
                 return torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)[0]
 
-    model = seeded(lambda: nn.Sequential(nn.Linear(8, 8), Slope(), nn.Linear(8, 8)))
+    model = seeded(lambda: nn.Sequential(nn.Linear(8, 8), Slope(), nn.Linear(8, 8))).double()
     plain = copy.deepcopy(model)
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)):
-        loss_of(model(X)).backward()
-    loss_of(plain(X)).backward()
+        loss_of(model(X64)).backward()
+    loss_of(plain(X64)).backward()
     assert_equal_gradients(model, plain)
 
 
