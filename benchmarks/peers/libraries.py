@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 __all__ = ["LIBRARIES", "Library"]
 
@@ -55,6 +55,8 @@ def _our_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[t
 def _our_loader(loader: DataLoader) -> Any:
     from parallelize import shard_loader
 
+    if isinstance(loader.sampler, DistributedSampler):  # a pre-sharded loader has its own tail
+        return shard_loader(loader)
     return shard_loader(loader, tail="exact")
 
 
