@@ -119,7 +119,7 @@ def judge(facts: Accelerators) -> Iterator[Finding]:
             "no-peer-access",
             "no peer access between GPUs " + ", ".join(f"{a} and {b}" for a, b in facts.apart),
             why="they communicate through host memory",
-            fix="run nvidia-smi topo -m to see how they are connected; in a virtual machine have ACS disabled",
+            fix="nvidia-smi topo -m shows their connections; disable PCIe ACS, or in a virtual machine enable ATS",
         )
 
 
