@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
-import random
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-import torch
-import torch.distributed as dist
 import wrapt
 from typing_extensions import Never, Unpack
 
+from parallelize.call.function_ref import is_importable
 from parallelize.call.module_sync import copy_weights_back, modules_in
-from parallelize.call.task import Outcome, Task, is_importable, name_of
+from parallelize.call.task import Outcome, Task, name_of
 from parallelize.cluster.devices import probe
-from parallelize.cluster.world import Node, World, detect
+from parallelize.cluster.world import Node, detect
 from parallelize.config.config import Config
 from parallelize.config.explain import explain_call
-from parallelize.config.layout import Layout
 from parallelize.config.options import Options
 from parallelize.config.placement import Placement, place
 from parallelize.errors import ConfigError
@@ -33,7 +29,8 @@ from parallelize.launchers.batch_launcher import BatchLauncher
 from parallelize.launchers.slurm.job import Job
 from parallelize.plugins.base import Launcher
 from parallelize.runtime.context import active
-from parallelize.worker.main import active_run, refuse_during_task_load
+from parallelize.worker.in_process import gather_values, run_as_rank, run_in_this_process
+from parallelize.worker.main import refuse_during_task_load
 from parallelize.worker.preemption import handle_stop_signals
 
 __all__ = ["DistributedFunction", "distributed"]
@@ -225,7 +222,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         function: Any = self.__wrapped__
         if active() is not None:
             value = function(*args, **kwargs)
-            return _gather_values(value) if all_ranks else value
+            return gather_values(value) if all_ranks else value
         refuse_during_task_load(name_of(function))
         config = self._self_config.merged(os.environ)
         if isinstance(config.launcher, BatchLauncher) and detect(os.environ) is None:
@@ -238,9 +235,9 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         task = Task(*_unbind(function, args), kwargs, layout, all_ranks)
         with handle_stop_signals():
             if world is not None:
-                return _run_as_rank(task, world)
+                return run_as_rank(task, world)
             if layout.world_size == 1:
-                return _run_in_this_process(task)
+                return run_in_this_process(task)
             return _launch(task, by=_worker_launcher(layout.config), node=placement.node)
 
 
@@ -273,44 +270,3 @@ def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
     for module, tensors in zip(modules_in(task.args, task.kwargs), outcomes[0].module_tensors, strict=False):
         copy_weights_back(module, tensors)
     return [outcome.value for outcome in outcomes] if task.all_ranks else outcomes[0].value
-
-
-def _run_as_rank(task: Task, world: World) -> Any:
-    """Run a task in this process, under the rank that a launcher has assigned to this process."""
-    with active_run(task.layout, world):
-        value = task.function(*task.args, **task.kwargs)
-        return _gather_values(value) if task.all_ranks else _broadcast_value(value)
-
-
-def _broadcast_value(value: object) -> Any:
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def _gather_values(value: object) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _run_in_this_process(task: Task) -> Any:
-    """Run a single-device task in the calling process, so that debuggers and profilers work."""
-    with _restore_rng_states(task.layout), active_run(task.layout, World()):
-        value = task.function(*task.args, **task.kwargs)
-    return [value] if task.all_ranks else value
-
-
-@contextlib.contextmanager
-def _restore_rng_states(layout: Layout) -> Iterator[None]:
-    """Restore the global RNG states after the block, because a call in other processes would not change them."""
-    python = random.getstate()
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    indices = layout.indices if layout.device_type == "cuda" else ()
-    with torch.random.fork_rng(devices=indices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            if numpy is not None:
-                sys.modules["numpy"].random.set_state(numpy)

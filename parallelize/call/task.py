@@ -2,128 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
 import socket
-import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import nn
 
+from parallelize.call.function_ref import FunctionRef, pickling_module_by_value
 from parallelize.call.module_sync import named_tensors
 from parallelize.call.serialization import dump, load
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError, WorkerError
 
-__all__ = ["FunctionRef", "Outcome", "Task", "error_text", "is_importable", "name_of"]
+__all__ = ["Outcome", "Task", "error_text", "name_of"]
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class FunctionRef:
-    """A reference to a function: its module and qualified name, or the function itself if workers cannot import it.
-
-    The name of a decorated function refers to its wrapper; `depth` is the number of `__wrapped__` links to follow.
-    """
-
-    module: str | None
-    qualname: str
-    depth: int = 0
-    value: Callable[..., Any] | None = None
-
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> FunctionRef:
-        """Return a reference by name if importing that name returns this same object, else a reference by value."""
-        module, qualname = _module_of(function), getattr(function, "__qualname__", "")
-        if module is not None and is_importable(module):
-            for depth, candidate in enumerate(_unwrap_chain(module, qualname)):
-                if candidate is function:
-                    return cls(module.__name__, qualname, depth)
-        return cls(None, qualname, value=function)
-
-    def resolve(self) -> Callable[..., Any]:
-        """Return the function; imports the module of a reference by name."""
-        if self.module is None:
-            assert self.value is not None
-            return self.value
-        function: Callable[..., Any] = list(_unwrap_chain(import_module(self.module), self.qualname))[self.depth]
-        return function
-
-
-def _module_of(function: Callable[..., Any]) -> ModuleType | None:
-    return sys.modules.get(getattr(function, "__module__", None) or "")
-
-
-def is_importable(module: ModuleType) -> bool:
-    """Whether another process with the same sys.path would import the same module under this name.
-
-    False for `__main__`, and for a module that is still being imported: every worker that imports the module would
-    repeat a call at its top level.
-    """
-    current, spec, path = getattr(module, "__spec__", None), None, None
-    if current is None or module.__name__ == "__main__":
-        return False
-    parts = current.name.split(".")
-    for end in range(1, len(parts) + 1):
-        name = ".".join(parts[:end])
-        spec = _find_spec(name, path)
-        if spec is None or _is_being_imported(name):
-            return False
-        path = spec.submodule_search_locations
-    return spec is not None and spec.origin == current.origin
-
-
-def _is_being_imported(name: str) -> bool:
-    return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
-
-
-def _find_spec(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Return a module's spec from the finders; importlib.util.find_spec would return the spec of the loaded module."""
-    finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
-    return next(filter(None, (finder.find_spec(name, path) for finder in finders)), None)
-
-
-_by_value_lock = threading.Lock()  # all threads share cloudpickle's registry of modules
-
-
-@contextlib.contextmanager
-def _pickling_module_by_value(function: Callable[..., Any]) -> Iterator[None]:
-    """Make cloudpickle pickle the globals of a function's module by value if workers cannot import the module."""
-    module = _module_of(function)
-    if module is None or module.__name__ == "__main__" or is_importable(module):  # cloudpickle handles __main__
-        yield
-        return
-    with _by_value_lock:
-        cloudpickle.register_pickle_by_value(module)
-        try:
-            yield
-        finally:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
-def _unwrap_chain(module: object, qualname: str) -> Iterator[Any]:
-    """Yield the object that a dotted name refers to, then its `__wrapped__`, and so on."""
-    item: Any = module
-    for part in qualname.split("."):
-        item = getattr(item, part, None)
-    while item is not None:
-        yield item
-        item = getattr(item, "__wrapped__", None)
 
 
 @dataclass(frozen=True)
@@ -164,7 +67,7 @@ class Task:
             **{f"option {name!r}": value for name, value in self.layout.config.options().items()},
         }
         call = (function, self.args, self.kwargs, self.layout, self.all_ranks)
-        with _pickling_module_by_value(self.function):
+        with pickling_module_by_value(self.function):
             dump(call, path, parts=parts)
 
     @classmethod

@@ -44,7 +44,7 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(torch.distributed.distributed_c10d.__file__)
 _BLOCKING = (_COLLECTIVES, *(_TORCH + str(Path(each)) + os.sep for each in ("autograd", "nn/parallel")))
-_DECORATOR, _HELPERS, _WORKER = (_OWN + name for name in ("decorator.py", "collectives.py", "worker/main.py"))
+_IN_PROCESS, _HELPERS, _WORKER = (_OWN + name for name in ("worker/in_process.py", "collectives.py", "worker/main.py"))
 _ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 _PEERS = {"recv": "src", "send": "dst"}
 _MAX_LINES = 8
@@ -150,7 +150,7 @@ def operation(stack: Stack) -> str:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         if file == _HELPERS and name in ("_check_same_call", "_raise_remote_failure"):
             return str(frame.f_locals["call"])
-        if file == _DECORATOR and name in ("_broadcast_value", "_gather_values"):
+        if file == _IN_PROCESS and name in ("_broadcast_value", "gather_values"):
             return "the return of its value"
         if _is_user_code(frame):
             return outermost or name

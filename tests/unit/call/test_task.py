@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from parallelize import distributed
-from parallelize.call.task import FunctionRef, Outcome, Task
+from parallelize.call.function_ref import FunctionRef
+from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout

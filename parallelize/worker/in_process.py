@@ -1,0 +1,61 @@
+"""Calls that run in the calling process: as a rank that a launcher has started, or as the only process."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallelize.call.task import Task
+from parallelize.cluster.world import World
+from parallelize.config.layout import Layout
+from parallelize.worker.main import active_run
+
+__all__ = ["gather_values", "run_as_rank", "run_in_this_process"]
+
+
+def run_as_rank(task: Task, world: World) -> Any:
+    """Run a task in this process, under the rank that a launcher has assigned to this process."""
+    with active_run(task.layout, world):
+        value = task.function(*task.args, **task.kwargs)
+        return gather_values(value) if task.all_ranks else _broadcast_value(value)
+
+
+def _broadcast_value(value: object) -> Any:
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def gather_values(value: object) -> list[Any]:
+    """Return the values of all ranks, in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def run_in_this_process(task: Task) -> Any:
+    """Run a single-device task in the calling process, so that debuggers and profilers work."""
+    with _restore_rng_states(task.layout), active_run(task.layout, World()):
+        value = task.function(*task.args, **task.kwargs)
+    return [value] if task.all_ranks else value
+
+
+@contextlib.contextmanager
+def _restore_rng_states(layout: Layout) -> Iterator[None]:
+    """Restore the global RNG states after the block, because a call in other processes would not change them."""
+    python = random.getstate()
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    indices = layout.indices if layout.device_type == "cuda" else ()
+    with torch.random.fork_rng(devices=indices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                sys.modules["numpy"].random.set_state(numpy)
