@@ -16,8 +16,9 @@ import wrapt
 from typing_extensions import Never, Unpack
 
 from parallelize.call.function_ref import is_importable
-from parallelize.call.module_sync import copy_weights_back, modules_in
+from parallelize.call.module_sync import restore
 from parallelize.call.task import Outcome, Task, name_of
+from parallelize.call.unreturned import describe
 from parallelize.cluster.devices import probe
 from parallelize.cluster.world import Node, detect
 from parallelize.config.config import Config
@@ -110,6 +111,9 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function in every process of the layout.
 
+        Modules, optimizers and schedulers that the function reaches, by arguments, attributes, closures or globals, get
+        rank 0's state, in place. Other objects are copies; a warning names those that the function changed.
+
         Returns:
             Rank 0's return value, in every process that makes the call.
 
@@ -136,7 +140,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """Submit a call as a job to the cluster's queue, and return immediately.
 
-        Modules passed as arguments are not updated; to get trained weights, return them from the function.
+        The caller's modules and optimizers are not updated; to get trained weights, return them from the function.
 
         Raises:
             ConfigError: the launcher has no queue, an option that the job needs is missing, the queue refuses the job,
@@ -265,8 +269,10 @@ def _worker_launcher(config: Config) -> Launcher:
 
 
 def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
-    """Run a task in new processes, and copy the trained weights into the modules among its arguments."""
+    """Run a task in new processes; what it trained is written into the caller's objects, other changes are named."""
     outcomes: Sequence[Outcome] = by.launch(task, node=node, environ=os.environ)
-    for module, tensors in zip(modules_in(task.args, task.kwargs), outcomes[0].module_tensors, strict=False):
-        copy_weights_back(module, tensors)
-    return [outcome.value for outcome in outcomes] if task.all_ranks else outcomes[0].value
+    first = outcomes[0]
+    lost = [name for name, kind in task.unsent.items() if kind in first.unmatched]
+    for problem in [*restore(task.stateful, first.states), *describe([*first.unreturned, *lost])]:
+        warnings.warn(problem, stacklevel=4)
+    return [outcome.value for outcome in outcomes] if task.all_ranks else first.value

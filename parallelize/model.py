@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
@@ -88,7 +89,9 @@ def parallel_model(
     check_models(models)
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(_enter_run({name: value for name, value in options.items() if value is not None}))
-        (context.active() or run).flags.add(ENTERED_PARALLEL_MODEL)
+        outer = context.active() or run
+        outer.flags.add(ENTERED_PARALLEL_MODEL)
+        outer.models.extend(map(weakref.ref, models))
         _refuse_comparing_shards(run)
         if run.config.seed is not None and run.world.world_size > 1:
             seed_per_rank(seed=run.config.seed, rank=run.world.rank)

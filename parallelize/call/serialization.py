@@ -11,16 +11,17 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
 
+from parallelize.call.reachable import members
 from parallelize.errors import ConfigError
 
-__all__ = ["dump", "load"]
+__all__ = ["dump", "is_picklable", "load"]
 
 _FIX = "create it inside the function, or pass the values it is built from (a path, a size, a seed)"
 _HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: set for classes made by a class statement, not for built-in exceptions
@@ -45,10 +46,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return super().reducer_override(obj)
 
 
-class _PickleModule:
-    """The `pickle_module` argument of `torch.save`, which uses only this attribute."""
+def _pickle_module(on_object: Callable[[Any], None]) -> types.SimpleNamespace:
+    """Return the `pickle_module` argument of `torch.save`, whose pickler calls `on_object` with each object."""
 
-    Pickler = _Pickler
+    class Pickler(_Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            on_object(obj)
+            return super().reducer_override(obj)
+
+    return types.SimpleNamespace(Pickler=Pickler, __name__=__name__)
 
 
 def _is_reduced_by_default(kind: type[BaseException]) -> bool:
@@ -68,20 +74,23 @@ def _rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> Base
     return error
 
 
-def dump(obj: object, path: Path, *, parts: Mapping[str, object]) -> None:
+def dump(
+    obj: object, path: Path, *, parts: Mapping[str, object], on_object: Callable[[Any], None] = lambda _: None
+) -> None:
     """Pickle `obj` to `path`, atomically.
 
     Args:
         obj: object that cloudpickle can pickle; CUDA tensors are written by value.
         path: a file in a folder that only this user can read.
         parts: name -> part of `obj`; an error names the part that cannot be pickled.
+        on_object: called with each object when it is pickled; not with strings, numbers and built-in containers.
 
     Raises:
         ConfigError: `obj` cannot be pickled; names the variable, item or attribute that is the cause.
     """
     partial = path.with_name(path.name + ".part")
     try:
-        torch.save(obj, partial, pickle_module=_PickleModule, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        torch.save(obj, partial, pickle_module=_pickle_module(on_object), pickle_protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as exc:  # a user's __reduce__ may raise anything
         partial.unlink(missing_ok=True)
         name, reason = _find_unpicklable(parts) or ("the call", exc)
@@ -112,8 +121,13 @@ def _find_unpicklable(parts: Mapping[str, object], seen: tuple[int, ...] = ()) -
     for name, part in parts.items():
         reason = None if id(part) in seen else _pickle_error(part)
         if reason is not None:
-            return _find_unpicklable(_members(name, part), (*seen, id(part))) or (name, reason)
+            return _find_unpicklable(_named_members(name, part), (*seen, id(part))) or (name, reason)
     return None
+
+
+def is_picklable(obj: object) -> bool:
+    """Whether an object can be pickled; pickles it."""
+    return _pickle_error(obj) is None
 
 
 def _pickle_error(obj: object) -> Exception | None:
@@ -124,35 +138,10 @@ def _pickle_error(obj: object) -> Exception | None:
     return None
 
 
-def _members(name: str, obj: object) -> dict[str, object]:
-    """Return the objects that a method, function, container or instance refers to, by name as shown to the user."""
-    if isinstance(obj, types.MethodType):
-        return {f"self of {name}": obj.__self__}
-    if isinstance(obj, types.FunctionType):
-        return _variables_of(obj)
-    if isinstance(obj, Mapping):
-        return {f"{name}[{key!r}]": value for key, value in obj.items()}
-    if isinstance(obj, (list, tuple)):
-        return {f"{name}[{index}]": value for index, value in enumerate(obj)}
-    if isinstance(obj, type):
-        return {}
-    return {f"{name}.{attribute}": value for attribute, value in getattr(obj, "__dict__", {}).items()}
-
-
-def _variables_of(function: types.FunctionType) -> dict[str, object]:
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    free = {f"the variable {name!r}": cell.cell_contents for name, cell in cells if _is_bound(cell)}
-    global_ = {
-        f"the global variable {name!r}": function.__globals__[name]
-        for name in function.__code__.co_names
-        if name in function.__globals__
-    }
-    return {**free, **global_}
-
-
-def _is_bound(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - only reading a cell shows whether it is empty
-    except ValueError:
-        return False
-    return True
+def _named_members(name: str, item: object) -> dict[str, object]:
+    """Return what an object refers to; says which names are variables of a function."""
+    found = {} if isinstance(item, type) else members(name, item)
+    if not isinstance(item, types.FunctionType):
+        return found
+    free = item.__code__.co_freevars
+    return {f"the {'' if key in free else 'global '}variable {key!r}": value for key, value in found.items()}

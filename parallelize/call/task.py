@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 import socket
 import time
@@ -17,9 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.call.function_ref import FunctionRef, pickling_module_by_value
-from parallelize.call.module_sync import named_tensors
-from parallelize.call.serialization import dump, load
+from parallelize.call.function_ref import FunctionRef, is_importable, pickling_module_by_value
+from parallelize.call.imported_state import Binding, find_imported_state, install_imported_state
+from parallelize.call.module_sync import StatefulObjects
+from parallelize.call.reachable import walk
+from parallelize.call.serialization import dump, is_picklable, load
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError, WorkerError
@@ -39,6 +42,9 @@ class Task:
         kwargs: keyword arguments; workers get copies.
         layout: number and devices of the processes, and the config.
         all_ranks: whether the caller gets the return values of all ranks; False: only that of rank 0.
+        stateful: the call's modules, optimizers and schedulers; found by `write`, and in the same order by `read`.
+        unsent: name -> class of reachable ones that the workers do not get, because `__getstate__` drops them or a
+            closure of an imported function holds them; found by `write`.
     """
 
     function: Callable[..., Any]
@@ -46,11 +52,22 @@ class Task:
     kwargs: dict[str, Any]
     layout: Layout
     all_ranks: bool = False
+    stateful: StatefulObjects = field(default_factory=StatefulObjects, compare=False)
+    unsent: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
         """Return the function's name, for messages."""
         return name_of(self.function)
+
+    def roots(self) -> dict[str, object]:
+        """Return the function and its arguments, by name as shown to the user; `self` by the name of its class."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        names = [] if code is None else code.co_varnames[: code.co_argcount]
+        unnamed = [f"argument {index}" for index in range(len(names), len(self.args))]
+        named = dict(zip((*names, *unnamed), self.args, strict=False))
+        methods_self = named.pop("self", None)
+        return {type(methods_self).__name__: methods_self, **named, **self.kwargs, self.name: self.function}
 
     def write(self, path: Path) -> None:
         """Write the call to a file for the workers.
@@ -67,14 +84,29 @@ class Task:
             **{f"option {name!r}": value for name, value in self.layout.config.options().items()},
         }
         call = (function, self.args, self.kwargs, self.layout, self.all_ranks)
+        imported = find_imported_state(self.roots(), is_importable=is_importable)
         with pickling_module_by_value(self.function):
-            dump(call, path, parts=parts)
+            try:
+                self._dump(call, imported, path, parts)
+            except ConfigError:
+                picklable = {key: value for key, value in imported.items() if is_picklable(value)}
+                if len(picklable) == len(imported):
+                    raise
+                self._dump(call, picklable, path, parts)
+
+    def _dump(self, call: Any, imported: dict[Binding, object], path: Path, parts: Mapping[str, object]) -> None:
+        found = StatefulObjects()
+        dump((imported, call, found), path, parts=parts, on_object=found.add)
+        self.stateful[:] = found
+        modules = {name: item for name, item in walk(self.roots()) if isinstance(item, nn.Module) and item not in found}
+        self.unsent.update({name: type(item).__qualname__ for name, item in modules.items()})
 
     @classmethod
     def read(cls, path: Path, *, device: torch.device) -> Task:
         """Read the call from a file in a worker; tensors that were on an accelerator are moved to `device`."""
-        function, args, kwargs, layout, all_ranks = load(path, device=device)
-        return cls(function.resolve(), args, kwargs, layout, all_ranks)
+        imported, (function, args, kwargs, layout, all_ranks), stateful = load(path, device=device)
+        install_imported_state(imported)
+        return cls(function.resolve(), args, kwargs, layout, all_ranks, stateful)
 
 
 @dataclass(frozen=True)
@@ -89,7 +121,9 @@ class Outcome:
         error: the exception that the function raised, or a WorkerError that replaces it; None: the function returned.
         traceback: the worker's traceback as text; "" if the function returned.
         failed_at: time of the exception in seconds since the epoch, taken before any teardown.
-        module_tensors: parameters and buffers by name, for each module among the arguments; rank 0 only.
+        states: states of what the call trained, by their index in Task.stateful; rank 0 only.
+        unreturned: names of other things that the call changed; rank 0 only.
+        unmatched: classes of trained models that are in none of them, as those that the function made; rank 0 only.
     """
 
     rank: int
@@ -99,13 +133,14 @@ class Outcome:
     error: BaseException | None = None
     traceback: str = ""
     failed_at: float | None = None
-    module_tensors: Sequence[Mapping[str, torch.Tensor]] = field(default=())
+    states: Mapping[int, Any] = field(default_factory=dict)
+    unreturned: Sequence[str] = ()
+    unmatched: Sequence[str] = ()
 
     @classmethod
-    def returned(cls, world: World, value: object, modules: Sequence[nn.Module] = ()) -> Outcome:
-        """Build the outcome of a function that returned `value`; `modules` are the modules among its arguments."""
-        module_tensors = [named_tensors(module) for module in modules]
-        return cls(world.rank, socket.gethostname(), os.getpid(), value=value, module_tensors=module_tensors)
+    def returned(cls, world: World, value: object, **changes: Any) -> Outcome:
+        """Build the outcome of a function that returned `value`; `changes` are the last three attributes."""
+        return cls(world.rank, socket.gethostname(), os.getpid(), value=value, **changes)
 
     @classmethod
     def raised(cls, world: World, error: BaseException) -> Outcome:
@@ -136,7 +171,7 @@ class Outcome:
 
     def _write_value(self, path: Path) -> None:
         try:
-            dump(self, path, parts={"the returned value": self.value})
+            dump(self, path, parts={"the returned value": self.value, "the state of an optimizer": self.states})
         except ConfigError as exc:
             what, why = exc.faults[0].what, exc.faults[0].why
             raise WorkerError(what, why=why, fix="return plain values, tensors, modules or state_dicts") from exc

@@ -57,7 +57,8 @@ class Config:
         init_connection: function of a World that replaces `init_process_group`; None: call `init_process_group`.
         wrap: function of (module, World) that returns the module to run in parallel; None: use the backend's module.
         verify_every: number of steps between comparisons of the parameters across ranks; 0: never compare.
-        update_modules: whether weights trained by the call are copied into the modules passed as arguments.
+        update_modules: whether modules, optimizers and schedulers that the caller has come back trained; with False,
+            other changes that stay behind are not named either.
     """
 
     backend: Backend

@@ -46,7 +46,8 @@ def shard_loader(
     DistributedSampler; shuffled ones get a new order in every epoch. Any other sampler is iterated with the same seed
     on all processes, and its indices are sharded. A loader whose sampler already shards it is not sharded again.
     Another call with the same loader and options (`progress` may differ) returns the same object, so that
-    `for epoch in range(n): for batch in shard_loader(loader)` advances the epoch.
+    `for epoch in range(n): for batch in shard_loader(loader)` advances the epoch. Each call of a decorated function
+    begins with epoch 0; a function that trains one epoch per call sets its number with `set_epoch`.
 
     Args:
         loader: a DataLoader, or an iterable of batches.

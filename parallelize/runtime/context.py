@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,12 +41,14 @@ class Runtime:
         world: rank and world size.
         layout: the config, and the devices of every local rank.
         flags: names of once-per-run actions that have been done, such as "startup summary logged".
+        models: the models that have entered a parallel_model block.
         watchdog: detects hangs if the run has several processes.
     """
 
     world: World
     layout: Layout
     flags: set[str] = field(default_factory=set, compare=False, repr=False)
+    models: list[weakref.ref[torch.nn.Module]] = field(default_factory=list, compare=False, repr=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False, repr=False)
 
     @property

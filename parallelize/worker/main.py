@@ -25,9 +25,10 @@ import torch
 
 from parallelize.call import main_module
 from parallelize.call.log_settings import LogSettings
-from parallelize.call.module_sync import modules_in
+from parallelize.call.module_sync import TrainingState
 from parallelize.call.task import Outcome, Task
 from parallelize.call.torch_settings import TorchSettings
+from parallelize.call.unreturned import UnreturnedChanges
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import World, detect
 from parallelize.config.layout import Layout
@@ -88,6 +89,8 @@ def run(setup: WorkerSetup) -> None:
         _set_up_process(setup, world)
         shutdown.follow_launcher()
         task = _load_task(task_path(folder))
+        # A scheduler that was pickled has lost its mark on optimizer.step, and would warn about that.
+        warnings.filterwarnings("ignore", "Seems like `optimizer.step\\(\\)` has been overridden")
         main_module.populate(task.function)
         main_module.pickle_main_by_value()
         _perform(task, world, path, shutdown, settings=setup.settings)
@@ -122,7 +125,7 @@ def refuse_during_task_load(name: str) -> None:
 
 
 def _perform(task: Task, world: World, path: Path, shutdown: WorkerShutdown, *, settings: TorchSettings) -> None:
-    modules = modules_in(task.args, task.kwargs) if world.is_main and task.layout.config.update_modules else []
+    changes = _Changes(task) if world.is_main and task.layout.config.update_modules else None
     with active_run(task.layout.renumbered(), world) as runtime:
         runtime.watchdog.on_hang = shutdown.terminate
         settings.apply_default_device()
@@ -131,11 +134,25 @@ def _perform(task: Task, world: World, path: Path, shutdown: WorkerShutdown, *, 
             if runtime.device.type != "cpu":
                 torch.accelerator.synchronize()  # raises errors of asynchronous kernels
             returned = value if world.is_main or task.all_ranks else None
-            Outcome.returned(world, returned, modules).write(path)
+            Outcome.returned(world, returned, **(changes.found(runtime) if changes else {})).write(path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         except BaseException as error:  # noqa: BLE001 - before the process group is destroyed
             shutdown.fail(runtime.watchdog.explain(error))
     flush()
+
+
+class _Changes:
+    """What the call changes in objects that the caller has, too."""
+
+    def __init__(self, task: Task) -> None:
+        self._state = TrainingState(task.stateful)
+        self._others = UnreturnedChanges(task.roots(), returned=task.stateful)
+
+    def found(self, runtime: Runtime) -> dict[str, Any]:
+        models = [model for model in (reference() for reference in runtime.models) if model is not None]
+        names, unmatched = self._others.unreturned_models(models)
+        unreturned = list(dict.fromkeys([*self._others.names(), *names]))
+        return {"states": self._state.changed(models), "unreturned": unreturned, "unmatched": unmatched}
 
 
 def _call(task: Task) -> Any:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from cluster import Cluster, wait_for
 
-from parallelize import ConfigError, Job, LaunchError, SlurmLauncher, WorkerError, distributed, rank
+from parallelize import ConfigError, Job, LaunchError, SlurmLauncher, WorkerError, distributed, parallel_model, rank
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -60,6 +60,27 @@ def test_two_nodes_return_rank_0s_value(cluster: Cluster, tmp_path: Path) -> Non
     assert "rank 0 is here" in job.logs()
     again = Job.attach(job.id, tmp_path / "jobs")
     assert (again.result(), again.log) == (value, job.log)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+
+    def fit(self) -> torch.Tensor:
+        with parallel_model(self.model):
+            self.model(torch.ones(1, 2)).sum().backward()
+            self.optimizer.step()
+        return self.model.weight.detach().clone()
+
+
+def test_a_plain_call_brings_back_what_it_trained(cluster: Cluster, tmp_path: Path) -> None:
+    """The weights and the optimizer's state are those of the job's rank 0, through two processes that pickle them."""
+    launcher = SlurmLauncher(folder=tmp_path / "jobs", time="10:00")
+    trainer = Trainer()
+    weight = distributed(launcher=launcher, num_nodes=2, processes=1, timeout=60)(Trainer.fit)(trainer)
+    assert torch.equal(trainer.model.weight, weight)
+    assert trainer.optimizer.state[trainer.model.weight]["step"].item() == 1
 
 
 def test_torch_settings_of_the_script_apply_in_a_job(cluster: Cluster, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import signal
 import socket
@@ -76,7 +77,7 @@ class Step:
     def _run_call(self) -> list[Outcome]:
         task = Task.read(self.folder.task_file(self.index), device=torch.device("cpu"))
         layout = compute_layout(task.layout.config, probe())
-        task = Task(task.function, task.args, task.kwargs, layout, task.all_ranks)
+        task = dataclasses.replace(task, layout=layout)
         launcher = registry.get("launchers", "elastic")()
         environ = {**self.environ, STOP_FILE_VARIABLE: str(self.folder.stop_file(self.job, self.attempt))}
         outcomes: list[Outcome] = launcher.launch(task, node=self._rendezvous(layout.num_nodes), environ=environ)

@@ -1,24 +1,14 @@
-"""Modules among the arguments of a call, and the copy of trained weights into them."""
+"""The return of trained weights and optimizer states into the caller's own objects."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from parallelize.call.module_sync import copy_weights_back, modules_in, named_tensors
-
-
-def test_modules_are_found_in_containers_each_once() -> None:
-    """Positional arguments first, then keywords; lists, tuples and dicts are searched, attributes are not."""
-    a, b, c = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
-    assert modules_in((a, [b, (a,)], 3), {"x": {"y": c}, "z": b}) == [a, b, c]
-    recursive: list[Any] = [a]
-    recursive.append(recursive)
-    assert modules_in((recursive,), {}) == [a]
+from parallelize.call.module_sync import StatefulObjects, TrainingState, copy_module_state, module_state, restore
 
 
 class Masked(nn.Module):
@@ -42,9 +32,7 @@ def made_in_inference_mode() -> torch.Tensor:
 def test_a_buffer_that_refuses_an_in_place_copy_is_updated(make: Any, value: float) -> None:
     """Changed or not, without a warning, together with all other tensors."""
     module, trained = Masked(make()), Masked(torch.full((2, 2), value))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        copy_weights_back(module, named_tensors(trained))
+    assert copy_module_state(module, module_state(trained)) is None
     assert torch.equal(module.mask, trained.mask)
     assert torch.equal(module.linear.weight, trained.linear.weight)
 
@@ -52,7 +40,7 @@ def test_a_buffer_that_refuses_an_in_place_copy_is_updated(make: Any, value: flo
 def test_an_unchanged_expanded_buffer_stays_expanded() -> None:
     """A large mask takes no more memory than before."""
     module = Masked(expanded())
-    copy_weights_back(module, named_tensors(Masked(torch.ones(2, 2))))
+    copy_module_state(module, module_state(Masked(torch.ones(2, 2))))
     assert module.mask.stride() == (0, 0)
 
 
@@ -61,9 +49,79 @@ def test_tensors_that_cannot_be_written_are_named() -> None:
     with torch.device("meta"):
         module = Masked(torch.ones(2, 2))
     module.mask = torch.zeros(2, 2)
-    with pytest.warns(UserWarning, match=r"^Masked: linear.bias, linear.weight .*not copied back; return the module"):
-        copy_weights_back(module, named_tensors(Masked(torch.ones(2, 2))))
+    problem = copy_module_state(module, module_state(Masked(torch.ones(2, 2))))
+    assert problem is not None
+    assert problem.startswith("Masked: linear.bias, linear.weight ")
+    assert "not copied back; return the module" in problem
     assert torch.equal(module.mask, torch.ones(2, 2))
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        copy_weights_back(nn.Linear(2, 2), named_tensors(nn.Linear(2, 2)))
+    with torch.device("meta"):
+        assert copy_module_state(nn.Linear(2, 2), module_state(nn.Linear(2, 2))) is None
+
+
+def test_each_object_is_listed_once_and_submodules_with_their_module() -> None:
+    """Modules, optimizers and schedulers; nothing else."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    found = StatefulObjects()
+    for each in (model, model[0], optimizer, model, scheduler, [], optimizer):
+        found.add(each)
+    assert found == [model, optimizer, scheduler]
+    assert model[1] in found
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+
+
+def write_data(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.data = each.data + 1  # neither the identity nor the version of the parameter changes
+
+
+@pytest.mark.parametrize("change", [write_data, nn.Module.eval, nn.Module.double])
+def test_only_what_changed_is_returned(change: Any) -> None:
+    """A module outside a block, too: written to through .data, as moving averages are, or in another mode or dtype."""
+    frozen, changing = nn.Linear(1, 1), nn.Linear(1, 1)
+    state = TrainingState([frozen, changing])
+    assert state.changed([]) == {}
+    change(changing)
+    assert state.changed([]).keys() == {1}
+    assert state.changed([frozen]).keys() == {0, 1}  # trained in a block
+
+
+def test_an_optimizer_goes_on_where_the_call_ended() -> None:
+    """Its state, settings and parameters that no module has are written into the caller's optimizer."""
+    model, theirs = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    their_optimizer = torch.optim.Adam(theirs.parameters(), lr=7.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    their_scheduler = torch.optim.lr_scheduler.StepLR(their_optimizer, 1)
+    state = TrainingState([their_optimizer, their_scheduler])
+    step(theirs, their_optimizer)
+    their_scheduler.step()
+    assert restore([optimizer, scheduler], state.changed([])) == []
+    assert torch.equal(model.weight, theirs.weight)
+    assert optimizer.state_dict()["param_groups"] == their_optimizer.state_dict()["param_groups"]
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], their_optimizer.state[theirs.weight]["exp_avg"])
+    assert scheduler.last_epoch == 1
+
+
+def test_an_optimizer_with_other_groups_is_named() -> None:
+    """A group that the function added does not fit into the caller's optimizer."""
+    ours, theirs = (torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0) for _ in range(2))
+    state = TrainingState([theirs])
+    theirs.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    [problem] = restore([ours], state.changed([]))
+    assert problem.startswith("the state of SGD after the call does not fit the caller's (")
+
+
+def test_modes_and_frozen_parameters_come_back() -> None:
+    """As they would be after the function has run in this process."""
+    ours, theirs = nn.Sequential(nn.Linear(1, 1), nn.Dropout()), nn.Sequential(nn.Linear(1, 1), nn.Dropout())
+    theirs[0].requires_grad_(False)
+    theirs[1].eval()
+    assert restore([ours], {0: module_state(theirs)}) == []
+    assert (ours.training, ours[1].training) == (True, False)
+    assert not any(each.requires_grad for each in ours.parameters())

@@ -17,6 +17,7 @@ from torch import nn
 
 from parallelize import distributed
 from parallelize.call.function_ref import FunctionRef
+from parallelize.call.module_sync import module_state
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
@@ -129,25 +130,49 @@ def test_globals_of_a_function_pickled_by_name_may_be_unpicklable(tmp_path: Path
 
 def test_an_option_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     """Functions among the options are pickled with the call."""
-
-    def connect(world: World) -> None:
-        print(lock)
-
-    config = Config.parse(processes=2, init_connection=functools.partial(connect, lock))
-    with pytest.raises(ConfigError, match="option 'init_connection'"):
+    config = Config.parse(processes=2, init_connection=functools.partial(print, lock))
+    with pytest.raises(ConfigError, match=r"option 'init_connection'.args\[0\] cannot be pickled"):
         Task(plain, (), {}, Layout(config, 1, ((CPU,),) * 2)).write(tmp_path / "task")
 
 
 WORLD = World(rank=1, local_rank=1, world_size=2, local_world_size=2)
 
 
-def test_the_outcome_of_a_return_has_value_and_trained_tensors(tmp_path: Path) -> None:
-    """Every parameter and buffer of each module is in it, by name."""
-    net = nn.BatchNorm1d(2)
-    Outcome.returned(WORLD, {"loss": 0.5}, [net]).write(tmp_path / "outcome")
+def test_the_outcome_of_a_return_has_value_and_trained_state(tmp_path: Path) -> None:
+    """The caller copies the state, and names what does not come back."""
+    states = {0: module_state(nn.BatchNorm1d(2))}
+    Outcome.returned(WORLD, {"loss": 0.5}, states=states, unreturned=["history"]).write(tmp_path / "outcome")
     outcome = Outcome.read(tmp_path / "outcome")
-    assert (outcome.rank, outcome.value, outcome.error) == (1, {"loss": 0.5}, None)
-    assert outcome.module_tensors[0].keys() == net.state_dict().keys()
+    assert (outcome.rank, outcome.value, outcome.error, outcome.unreturned) == (1, {"loss": 0.5}, None, ["history"])
+    assert outcome.states[0].tensors.keys() == nn.BatchNorm1d(2).state_dict().keys()
+
+
+class KeepsALock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+kept = KeepsALock()
+
+
+def uses_a_model_with_a_lock() -> object:
+    return kept
+
+
+def test_a_global_model_that_cannot_be_pickled_is_left_to_the_import(tmp_path: Path) -> None:
+    """As all globals of imported modules are; it is named if it was trained."""
+    task = Task(uses_a_model_with_a_lock, (), {}, layout())
+    task.write(tmp_path / "task")
+    assert task.stateful == []
+    assert task.unsent == {"kept": "KeepsALock"}
+
+
+def test_the_roots_of_a_call_are_named_as_its_user_does() -> None:
+    """Arguments by their parameters, self by its class, then the function."""
+    home = Home()
+    task = Task(Home.method.__wrapped__, (home, 1), {"key": 2}, layout())
+    assert list(task.roots()) == ["Home", "argument 1", "key", "Home.method"]
 
 
 def failing() -> None:

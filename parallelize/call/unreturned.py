@@ -1,0 +1,121 @@
+"""Changes that a call made to objects which the caller has, too, and which do not come back from the workers."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from parallelize.call.module_sync import tensor_ids
+from parallelize.call.reachable import STATEFUL, is_user_code, members, walk
+
+__all__ = ["UnreturnedChanges", "describe"]
+
+_DATA = (Dataset, Sampler, DataLoader)  # what they count or cache is not the result of a training
+_CONTAINERS = (list, dict, set, deque)
+_MAX_SHOWN = 5
+_SCALARS = (str, bytes, int, float, complex)
+
+
+class UnreturnedChanges:
+    """Names variables, attributes and containers that a call changed, from lengths and identities; no deep comparison.
+
+    Names with a leading underscore, datasets, samplers and loaders are left out.
+
+    Args:
+        roots: name -> the function, and its arguments.
+        returned: modules, optimizers and schedulers that come back.
+    """
+
+    def __init__(self, roots: Mapping[str, object], *, returned: Sequence[Any]) -> None:
+        self._returned = returned
+        reached = [(name, item) for name, item in walk(roots, skips=_DATA) if not _is_private(name)]
+        self._before = [(name, item, self._content(name, item)) for name, item in reached if _is_watched(item)]
+        models = [*_imported_models(), *((name, item) for name, item in walk(roots) if isinstance(item, nn.Module))]
+        self._models = {id(each): (name, each) for name, each in models}
+
+    def names(self) -> list[str]:
+        """Return the names of what has changed since this object was created."""
+        found: dict[str, None] = {}
+        for name, item, before in self._before:
+            after = self._content(name, item)
+            if isinstance(item, _CONTAINERS):
+                is_changed = before.keys() != after.keys() or any(_differ(before[key], after[key]) for key in after)
+                found.update({name: None} if is_changed else {})
+            else:
+                found.update({key: None for key in after if key not in before or _differ(before[key], after[key])})
+        return sorted(found)
+
+    def unreturned_models(self, trained: Sequence[nn.Module]) -> tuple[list[str], list[str]]:
+        """Return the names of trained models that were there before the call, and the classes of those that were not.
+
+        Args:
+            trained: the models that entered a block; those that come back are left out.
+        """
+        known = tensor_ids(self._returned)
+        lost = [each for each in trained if not tensor_ids([each]) & known]
+        names = [self._models[id(each)][0] for each in lost if id(each) in self._models]
+        return names, [type(each).__qualname__ for each in lost if id(each) not in self._models]
+
+    def _content(self, name: str, item: object) -> dict[str, tuple[object, int]]:
+        """Return the parts of an object, each with its version if it is a tensor that does not come back."""
+        if isinstance(item, _CONTAINERS):
+            found = {"the length": len(item), **members("", item)}
+        else:
+            found = {key: value for key, value in members(name, item).items() if _is_data(key, value)}
+        known = tensor_ids(self._returned)
+        return {key: (value, _version(value) if id(value) not in known else 0) for key, value in found.items()}
+
+
+def describe(names: Sequence[str]) -> list[str]:
+    """Return the warning that names what does not come back; none if there are no names."""
+    if not names:
+        return []
+    shown = ", ".join(names[:_MAX_SHOWN]) + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
+    why = "only modules, optimizers and schedulers that the caller had before the call come back"
+    verb = "does" if len(names) == 1 else "do"
+    return [f"{shown} changed in the workers and {verb} not come back: {why}; return the rest from the function"]
+
+
+def _is_private(name: str) -> bool:
+    return "._" in name or name.startswith("_")
+
+
+def _is_watched(item: object) -> bool:
+    if isinstance(item, (*_DATA, types.MethodType)) or (isinstance(item, STATEFUL) and not isinstance(item, nn.Module)):
+        return False
+    kind = item if isinstance(item, (types.FunctionType, type)) else type(item)
+    return isinstance(item, _CONTAINERS) or is_user_code(kind.__module__)
+
+
+def _is_data(name: str, value: object) -> bool:
+    is_code = isinstance(value, (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType))
+    return not (is_code or _is_private(name) or name.endswith(".training"))
+
+
+def _version(value: object) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def _differ(before: tuple[Any, int], after: tuple[Any, int]) -> bool:
+    (old, old_version), (new, new_version) = before, after
+    if old is new:
+        return old_version != new_version
+    if type(old) is not type(new) or not isinstance(new, _SCALARS):
+        return True
+    is_nan = isinstance(new, float) and math.isnan(new) and math.isnan(old)
+    return bool(old != new) and not is_nan
+
+
+def _imported_models() -> list[tuple[str, nn.Module]]:
+    """Return the models that the user's imported modules hold, by name."""
+    modules = {name: module for name, module in list(sys.modules.items()) if is_user_code(name) and name != "__main__"}
+    roots = {f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()}
+    return [(name, item) for name, item in walk(roots, follows_code=False) if isinstance(item, nn.Module)]

@@ -1,0 +1,108 @@
+"""What a function can reach: its walk enters the user's own code and objects, not those of installed packages."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize.call.reachable import holds_state, is_user_code, walk
+
+GLOBAL = nn.Linear(1, 1)
+OTHER = nn.Linear(1, 1)
+
+
+def helper() -> object:
+    return GLOBAL
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    net: nn.Module
+
+
+class Trainer:
+    shared = nn.Linear(1, 1)
+
+    def __init__(self) -> None:
+        self.parts = [{"net": nn.Linear(1, 1)}, Slotted(nn.Linear(1, 1))]
+        self.partial = functools.partial(print, nn.Linear(1, 1))
+        self.log = logging.getLogger("a logger holds all others")
+
+    def fit(self) -> object:
+        return self.step()
+
+    def step(self) -> object:
+        return helper()
+
+    def evaluate(self) -> object:
+        return OTHER
+
+
+def reached(**roots: object) -> dict[str, object]:
+    return {name: item for name, item in walk(roots) if isinstance(item, nn.Module)}
+
+
+def test_arguments_attributes_containers_and_classes() -> None:
+    """Each is named by its way from the root."""
+    found = reached(trainer=Trainer())
+    assert {"trainer.parts[0]['net']", "trainer.parts[1].net", "trainer.partial.args[0]", "Trainer.shared"} <= {*found}
+
+
+def test_methods_are_entered_if_a_function_mentions_them() -> None:
+    """A class may have methods that the call does not use, with globals that the workers do not need."""
+    found = reached(trainer=Trainer(), fit=Trainer.fit)
+    assert found["GLOBAL"] is GLOBAL
+    assert "OTHER" not in found
+    assert "GLOBAL" not in reached(trainer=Trainer())
+
+
+def test_closures() -> None:
+    """Also a function that a container holds."""
+    net = nn.Linear(1, 1)
+
+    def inner() -> object:
+        return net
+
+    assert reached(inner=[inner])["net"] is net
+
+
+def test_each_object_is_yielded_once_and_cycles_end() -> None:
+    """The first name that leads to it counts."""
+    box: list[Any] = [GLOBAL]
+    box.append(box)
+    assert [name for name, _ in walk({"box": box, "again": GLOBAL}, follows_code=False)] == ["box", "again"]
+
+
+def test_installed_packages_are_not_entered() -> None:
+    """Loggers and modules of torch lead everywhere."""
+    assert not is_user_code(logging.__name__)
+    assert not is_user_code(torch.__name__)
+    assert not is_user_code("parallelize.model")
+    assert is_user_code(__name__)
+    names = [name for name, _ in walk({"log": logging.getLogger("a"), "log_function": logging.info})]
+    assert names == ["log"]
+
+
+@pytest.mark.parametrize(
+    ("value", "does"),
+    [
+        (GLOBAL, True),
+        ({"a": [torch.optim.SGD(GLOBAL.parameters(), lr=1.0)]}, True),
+        ([*GLOBAL.parameters()], True),
+        (GLOBAL.forward, True),
+        (functools.partial(print, GLOBAL), True),
+        (helper, False),
+        (Trainer, False),
+        (torch.zeros(2), False),
+        (["text", 1, None], False),
+    ],
+)
+def test_what_holds_state(value: object, does: bool) -> None:
+    """Modules, optimizers and trainable tensors, wherever they are held; functions and classes are code."""
+    assert holds_state(value) is does

@@ -1,0 +1,198 @@
+"""What a call trains comes back, wherever the caller keeps it; what stays behind is named."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from worlds import legacy_state, legacy_training
+from worlds.legacy_training import Lazy, Rebuilt, Trainer, loop, sgd
+
+from parallelize import distributed
+
+
+@dataclasses.dataclass(slots=True)
+class Holder:
+    net: nn.Module
+
+
+@distributed(processes=2)
+def train_held(holder: Holder, *, nested: dict[str, Any]) -> list[torch.Tensor]:
+    assert nested["again"][0] is holder.net
+    return [loop(holder.net, sgd(holder.net)), loop(nested["other"], sgd(nested["other"]))]
+
+
+def by_closure() -> tuple[Callable[[], Any], nn.Module]:
+    net = nn.Linear(2, 1)
+    return distributed(processes=2)(lambda: loop(net, sgd(net))), net
+
+
+def late_global() -> tuple[Callable[[], Any], nn.Module]:
+    legacy_training.late = nn.Linear(2, 1)
+    return legacy_training.train_late_global, legacy_training.late
+
+
+def argument() -> tuple[Callable[[], Any], nn.Module]:
+    net = nn.Linear(2, 1)
+    return lambda: legacy_training.train_argument(net), net
+
+
+SHAPES: dict[str, Callable[[], tuple[Callable[[], Any], nn.Module]]] = {
+    "argument": argument,
+    "closure": by_closure,
+    "global variable": lambda: (legacy_training.train_global, legacy_training.model),
+    "global variable that was set later": late_global,
+    "default": lambda: (legacy_training.train_default, legacy_training.model),
+    "global variable of a helper": lambda: (legacy_training.train_by_helper, legacy_training.hidden),
+    "class attribute": lambda: (Trainer().fit_shared, Trainer.shared),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_model_comes_back_trained(shape: str) -> None:
+    """The same object, with rank 0's weights; a second call goes on from them."""
+    train, model = SHAPES[shape]()
+    weight = next(model.parameters())
+    for _ in range(2):
+        before = weight.detach().clone()
+        trained = train()
+        assert torch.equal(weight, trained)
+        assert not torch.equal(before, trained)
+    assert next(model.parameters()) is weight
+
+
+def test_models_in_a_dataclass_and_in_containers() -> None:
+    """One object that is held in two places is one object in the workers, too."""
+    holder, other = Holder(nn.Linear(2, 1)), nn.Linear(2, 1)
+    first, second = train_held(holder, nested={"again": [holder.net], "other": other})
+    assert torch.equal(holder.net.weight, first)  # type: ignore[arg-type]
+    assert torch.equal(other.weight, second)
+
+
+@pytest.mark.parametrize("fit", [Trainer.fit_ddp, Trainer.fit_fsdp], ids=["ddp", "fsdp"])
+def test_a_trainer_trains_on_as_on_one_device(fit: Callable[[Trainer], torch.Tensor]) -> None:
+    """Two calls equal two calls in this process: model, moving average, optimizer, scheduler and modes come back."""
+    single, trainer = Trainer(), Trainer()
+    trainer.model.load_state_dict(single.model.state_dict())
+    trainer.ema.load_state_dict(single.ema.state_dict())
+    held = trainer.model.first.weight
+    for calls in (1, 2):
+        for each in (single, trainer):
+            each.model.train()
+            each.model.norm.eval()  # the statistics of half a batch differ
+        single.fit_ddp.options(processes=1)()
+        assert torch.equal(fit(trainer), held)
+        for ours, theirs in ((trainer.model, single.model), (trainer.ema, single.ema)):
+            torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+        torch.testing.assert_close(trainer.optimizer.state_dict(), single.optimizer.state_dict())
+        assert trainer.optimizer.state[held]["step"].item() == 2 * calls
+        assert trainer.scheduler.last_epoch == calls
+        assert not trainer.model.training
+    assert trainer.model.second.weight is trainer.model.first.weight is held
+    assert trainer.optimizer.param_groups[0]["params"][0] is held
+
+
+def test_a_restarted_call_trains_once() -> None:
+    """The second attempt begins with the caller's weights, and its result comes back."""
+    net = nn.Linear(2, 1)
+
+    @distributed(processes=2, max_restarts=1)
+    def train() -> torch.Tensor:
+        weight = loop(net, sgd(net))
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise RuntimeError("the first attempt fails")
+        return weight
+
+    untrained = copy.deepcopy(net)
+    trained = train()
+    assert torch.equal(net.weight, trained)
+    single = legacy_training.train_argument.options(processes=1)(untrained)
+    torch.testing.assert_close(trained, single)
+
+
+def test_state_of_another_module() -> None:
+    """An optimizer made at the module's top goes on, and a list that has grown is named."""
+    with pytest.warns(UserWarning, match=r"^legacy_state.history changed in the workers and does not come back: only"):
+        trained = legacy_training.train_state()
+    assert torch.equal(legacy_state.model.weight, trained)
+    assert legacy_state.optimizer.state[legacy_state.model.weight]["step"].item() == 2
+
+
+def test_other_changed_attributes_are_named() -> None:
+    """In one warning that points to the call."""
+    trainer = Trainer()
+    with pytest.warns(UserWarning, match=r"^Trainer.epoch, Trainer.history changed in the workers") as caught:
+        trainer.count()
+    assert [each.filename for each in caught] == [__file__]
+    assert trainer.history == []
+    trainer.count.options(update_modules=False)()  # nothing is to come back
+
+
+@pytest.mark.parametrize(
+    ("train", "name"),
+    [
+        (legacy_training.train_registered, r"worlds\.legacy_state\.registry\['by a name that no function mentions'\]"),
+        (Rebuilt().fit, r"Rebuilt\.model"),
+    ],
+)
+def test_a_trained_model_that_does_not_come_back_is_named(train: Callable[[], Any], name: str) -> None:
+    """A model that an import or an unpickling has made once more is another object than the caller's."""
+    with pytest.warns(UserWarning, match=rf"^{name} changed in the workers and does not come back"):
+        train()
+
+
+def test_a_model_that_was_not_sent_is_named() -> None:
+    """The workers build another one; nothing is said where the caller has none yet."""
+    lazy = Lazy()
+    lazy.fit()
+    lazy.get()
+    with pytest.warns(UserWarning, match=r"^Lazy\._model changed in the workers and does not come back"):
+        lazy.fit()
+
+
+JOINED = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from worlds.legacy_training import Trainer
+
+trainer = Trainer()
+held = trainer.model.first.weight
+(trainer.fit_fsdp if sys.argv[2] == "fsdp" else trainer.fit_ddp)()
+state = trainer.optimizer.state[held]
+result = [held.tolist(), state["exp_avg"].tolist(), trainer.scheduler.last_epoch]
+sys.stdout.write(json.dumps(result) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_a_joined_call_trains_the_callers_own_objects(backend: str, tmp_path: Path) -> None:
+    """Under torchrun the function runs in the caller itself: full weights and optimizer states on every rank."""
+    (tmp_path / "script.py").write_text(JOINED)
+    tests = str(Path(__file__).parents[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    done = subprocess.run(
+        [*command, tests, backend],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    ranks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(ranks) == 2, done.stderr
+    assert ranks[0] == ranks[1]
+    weight, moment, epoch = ranks[0]
+    assert (len(weight), len(moment), epoch) == (2, 2, 1)
+    assert any(any(row) for row in moment)
