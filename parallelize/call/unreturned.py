@@ -21,7 +21,6 @@ __all__ = ["UnreturnedChanges", "describe"]
 _DATA = (Dataset, Sampler, DataLoader)  # what they count or cache is not the result of a training
 _CONTAINERS = (list, dict, set, deque)
 _MAX_SHOWN = 5
-_SCALARS = (str, bytes, int, float, complex)
 
 
 class UnreturnedChanges:
@@ -37,20 +36,20 @@ class UnreturnedChanges:
     def __init__(self, roots: Mapping[str, object], *, returned: Sequence[Any]) -> None:
         self._returned = returned
         reached = [(name, item) for name, item in walk(roots, skips=_DATA) if not _is_private(name)]
-        self._before = [(name, item, self._content(name, item)) for name, item in reached if _is_watched(item)]
+        self._items = [(name, item) for name, item in reached if _is_watched(item)]
+        self._before = self._contents()
         models = [*_imported_models(), *((name, item) for name, item in walk(roots) if isinstance(item, nn.Module))]
         self._models = {id(each): (name, each) for name, each in models}
 
     def names(self) -> list[str]:
-        """Return the names of what has changed since this object was created."""
-        found: dict[str, None] = {}
-        for name, item, before in self._before:
-            after = self._content(name, item)
+        """Return the names of what has changed since this object was created, sorted."""
+        found = set()
+        for (name, item), before, after in zip(self._items, self._before, self._contents(), strict=True):
+            changed = {key for key, token in after.items() if before.get(key) != token}
             if isinstance(item, _CONTAINERS):
-                is_changed = before.keys() != after.keys() or any(_differ(before[key], after[key]) for key in after)
-                found.update({name: None} if is_changed else {})
+                found.update([name] if changed else [])
             else:
-                found.update({key: None for key in after if key not in before or _differ(before[key], after[key])})
+                found |= changed
         return sorted(found)
 
     def unreturned_models(self, trained: Sequence[nn.Module]) -> tuple[list[str], list[str]]:
@@ -64,14 +63,16 @@ class UnreturnedChanges:
         names = [self._models[id(each)][0] for each in lost if id(each) in self._models]
         return names, [type(each).__qualname__ for each in lost if id(each) not in self._models]
 
-    def _content(self, name: str, item: object) -> dict[str, tuple[object, int]]:
-        """Return the parts of an object, each with its version if it is a tensor that does not come back."""
-        if isinstance(item, _CONTAINERS):
-            found = {"the length": len(item), **members("", item)}
-        else:
-            found = {key: value for key, value in members(name, item).items() if _is_data(key, value)}
+    def _contents(self) -> list[dict[str, object]]:
+        """Return the parts of each object by name, as tokens that differ if a part has changed."""
         known = tensor_ids(self._returned)
-        return {key: (value, _version(value) if id(value) not in known else 0) for key, value in found.items()}
+        contents = []
+        for name, item in self._items:
+            found = {key: value for key, value in members(name, item).items() if _is_data(key, value)}
+            if isinstance(item, _CONTAINERS):
+                found = {"the length": len(item), **members("", item)}
+            contents.append({key: _token(value, known) for key, value in found.items()})
+        return contents
 
 
 def describe(names: Sequence[str]) -> list[str]:
@@ -100,18 +101,15 @@ def _is_data(name: str, value: object) -> bool:
     return not (is_code or _is_private(name) or name.endswith(".training"))
 
 
-def _version(value: object) -> int:
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
-
-
-def _differ(before: tuple[Any, int], after: tuple[Any, int]) -> bool:
-    (old, old_version), (new, new_version) = before, after
-    if old is new:
-        return old_version != new_version
-    if type(old) is not type(new) or not isinstance(new, _SCALARS):
-        return True
-    is_nan = isinstance(new, float) and math.isnan(new) and math.isnan(old)
-    return bool(old != new) and not is_nan
+def _token(value: object, known: set[int]) -> object:
+    """Return the value itself if it is immutable, as a number, a path or a device is, else its identity."""
+    kind: Any = type(value)
+    if isinstance(value, torch.Tensor):
+        return id(value), 0 if value.is_inference() or id(value) in known else value._version
+    if isinstance(value, float) and math.isnan(value):
+        return "nan"
+    is_value = kind.__hash__ is not None and kind.__eq__ is not object.__eq__ and not is_user_code(kind.__module__)
+    return (kind, value) if is_value else (kind, id(value))
 
 
 def _imported_models() -> list[tuple[str, nn.Module]]:

@@ -32,6 +32,7 @@ class Trainer:
         self.history: list[float] = [0.5]
         self.best = {"loss": float("nan"), "nested": [1]}
         self.epoch, self.rate, self.nan = 300, 0.5, float("nan")
+        self.device = torch.device("cpu")
         self.tensor = torch.zeros(2)
         self.model = nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
@@ -65,6 +66,7 @@ CHANGES: dict[str, tuple[Callable[[Trainer], object], list[str]]] = {
     "new model": (lambda it: setattr(it, "model", nn.Linear(1, 1)), ["it.model"]),
     "equal number": (lambda it: setattr(it, "rate", float("0.5")), []),
     "equal nan": (lambda it: setattr(it, "nan", float("nan")), []),
+    "equal device": (lambda it: setattr(it, "device", torch.device("cpu")), []),
     "private": (lambda it: it._private.append(1), []),
     "dataset": (lambda it: it.data.cache.update({1: 1}), []),
     "weights come back": (lambda it: mask(it.model.weight), []),
