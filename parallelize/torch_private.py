@@ -52,16 +52,16 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_stash_obj_in_tls": ("mark the threads of a segment's backward", 'backend="balanced" fails'),
         "_get_obj_in_tls": ("read the mark of a segment's backward", 'backend="balanced" fails'),
         "_is_key_in_tls": ("check that a segment's backward has set a mark", 'backend="balanced" fails'),
-        "_len_torch_function_stack": ("copy function modes to a stage's thread", 'backend="balanced" fails'),
+        "_len_torch_function_stack": ("filter held autocast, copy modes to a stage's thread", "amp fails"),
         "_get_function_stack_at": ("copy function modes to a stage's thread", 'backend="balanced" fails'),
-        "_push_on_torch_function_stack": ("copy function modes to a stage's thread", 'backend="balanced" fails'),
-        "_pop_torch_function_stack": ("copy function modes to a stage's thread", 'backend="balanced" fails'),
+        "_push_on_torch_function_stack": ("filter held autocast, copy modes to a stage's thread", "amp fails"),
+        "_pop_torch_function_stack": ("filter held autocast, copy modes to a stage's thread", "amp fails"),
     },
     "torch._C._autograd": {
         "_top_saved_tensors_default_hooks": ("copy saved-tensor hooks to a stage's thread", 'backend="balanced" fails'),
     },
     "torch.overrides": {
-        "_get_current_function_mode_stack": ("read the default device", "calls fail"),
+        "_get_current_function_mode_stack": ("read the default device and the autocast filter", "calls and amp fail"),
     },
     "torch.utils._device": {
         "DeviceContext": ("read the default device", "calls fail"),

@@ -16,6 +16,7 @@ from parallelize.data.source import EpochShard, Position, Source
 from parallelize.data.step_timing import timed_steps
 from parallelize.data.weighted_gradients import BatchWeight, weighted_backward
 from parallelize.errors import ConfigError
+from parallelize.precision.autocast_filter import set_loss_over
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.rank_consistency import ConsistencyCheck, register_check
 from parallelize.runtime.startup_summary import register_loader
@@ -184,6 +185,7 @@ class ShardedLoader(Generic[T]):
                     progress.weight.start_batch(progress.shard.weight(progress.steps))
                 progress.steps += 1
                 yield batch
+                set_loss_over(is_over=True)
             progress.is_exhausted = True
             progress.weight.end_epoch()
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from parallelize.precision import torch_compile
+from parallelize.precision.autocast_filter import AutocastFilter, nesting_depth, remove_filter, set_loss_over
 
 __all__ = ["HeldAutocast"]
 
@@ -43,6 +44,8 @@ class HeldAutocast:
 
     Autocast state is thread-local: each thread enters and exits a separate context.
 
+    While the context is held, an `AutocastFilter` leaves operations on the user's own tensors without autocast.
+
     Args:
         device_type: torch's device type, such as "cuda".
         dtype: the half-precision type; None: do not change autocast.
@@ -51,6 +54,7 @@ class HeldAutocast:
     def __init__(self, device_type: str, dtype: torch.dtype | None) -> None:
         self._device_type = device_type
         self._dtype = dtype
+        self._filter = None if dtype is None else AutocastFilter(device_type, dtype)
         self._models: tuple[nn.Module, ...] = ()
         self._weights: tuple[torch.Tensor, ...] = ()
         self._thread = _ThreadState()
@@ -63,16 +67,18 @@ class HeldAutocast:
 
     def enter(self) -> None:
         """Enter autocast on this thread, unless a context is held already or the user has entered autocast."""
-        if self._dtype is None:
+        if self._dtype is None or self._filter is None:
             return
         self._undo_dynamo_restore()
         state = self._weights_state()
         if self._thread.context is not None:
             if state != self._thread.weights_state:
                 torch.clear_autocast_cache()
-        elif _nesting_depth() == 0:
+        elif nesting_depth() == 0:
             self._thread.context = torch.autocast(self._device_type, self._dtype)
             self._thread.context.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+            self._filter.install()
+        set_loss_over(is_over=False)
         self._thread.weights_state = state
 
     def exit(self) -> None:
@@ -80,9 +86,10 @@ class HeldAutocast:
         self._undo_dynamo_restore()
         if self._thread.context is None:
             return
-        if _nesting_depth() > 1:
+        if nesting_depth() > 1:
             torch.clear_autocast_cache()
             return
+        remove_filter()
         context, self._thread.context = self._thread.context, None
         context.__exit__(None, None, None)
         self._thread.exited_while_compiled = torch_compile.is_inside_compiled()
@@ -106,7 +113,7 @@ class HeldAutocast:
         if torch.is_autocast_enabled(self._device_type):
             if torch.get_autocast_dtype(self._device_type) is self._dtype:
                 return contextlib.nullcontext()
-        elif _nesting_depth() > 0:
+        elif nesting_depth() > 0:
             return contextlib.nullcontext()
         return torch.autocast(self._device_type, self._dtype)
 
@@ -121,11 +128,11 @@ class HeldAutocast:
         """Disable autocast if a compiled function, on return, enabled it again after `exit`."""
         if self._thread.exited_while_compiled and not torch_compile.is_inside_compiled():
             self._thread.exited_while_compiled = False
-            if _nesting_depth() == 0:
+            if nesting_depth() == 0:
                 torch.set_autocast_enabled(self._device_type, False)  # noqa: FBT003  # torch's own signature
 
     def _is_innermost(self) -> bool:
-        return self._thread.context is not None and _nesting_depth() == 1
+        return self._thread.context is not None and nesting_depth() == 1
 
     def _weights_state(self) -> tuple[int, ...]:
         """Return version counters and training modes, which change when the weights change.
@@ -133,10 +140,3 @@ class HeldAutocast:
         Writing to `.data` changes no counter, but code that swaps weights this way (EMA) calls eval() and train() too.
         """
         return sum(weight._version for weight in self._weights), *(model.training for model in self._models)
-
-
-def _nesting_depth() -> int:
-    """Return the number of autocast contexts that are entered on this thread."""
-    nesting: int = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return nesting - 1

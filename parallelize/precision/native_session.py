@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from parallelize.plugins.base import Amp, Session
 from parallelize.precision import refusals, torch_compile
 from parallelize.precision.autocast import HeldAutocast
+from parallelize.precision.autocast_filter import without_filter
 from parallelize.precision.backward_patch import PatchedBackward, PatchedGrad, active_scaling
 from parallelize.precision.gradient_scaling import GradientScaling
 from parallelize.precision.loss_scale import LossScale
@@ -100,10 +102,10 @@ class NativeSession(Session):
             has no bf16.
         """
         if is_in_backward():
-            with self._autocast.for_recomputation():
+            with without_filter(), self._autocast.for_recomputation():
                 return call(*args, **kwargs)
         if torch_compile.is_inside_compiled() or not torch.is_grad_enabled():
-            with self._autocast.forward_only():
+            with without_filter(), self._autocast.forward_only():
                 outputs = call(*args, **kwargs)
                 with torch_compile.compilation_disabled():
                     outputs = map_leaves(self._to_fp32, outputs)
@@ -118,7 +120,7 @@ class NativeSession(Session):
         """Run a forward, and leave autocast on until backward; exit it at once if the forward raises."""
         self._autocast.enter()
         try:
-            with self._autocast.ensure_enabled():
+            with without_filter(), self._autocast.ensure_enabled():
                 return call(*args, **kwargs)
         except BaseException:
             self._autocast.exit()
@@ -211,12 +213,21 @@ def _patches(
                 storage.cast_state_once(optimizer)
             return None if scaling is None else scaling.before_step(optimizer, args, kwargs)
 
+    def tensor_backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        # Before torch takes the autocast filter off its stack of function modes, for the time of the call.
+        if not is_in_backward():
+            autocast.exit()
+        original_backward(tensor, *args, **kwargs)
+
     def after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if scaling is not None:
             scaling.after_step(optimizer)
 
+    original_backward: Any = torch.Tensor.backward
+    functools.update_wrapper(tensor_backward, original_backward)
     with contextlib.ExitStack() as stack:
         stack.callback(autocast.exit)
+        stack.enter_context(replace_attribute(torch.Tensor, "backward", tensor_backward))
         stack.enter_context(replace_attribute(torch.autograd, "backward", backward))
         grad = PatchedGrad(torch.autograd.grad, autocast=autocast)
         stack.enter_context(replace_attribute(torch.autograd, "grad", grad))

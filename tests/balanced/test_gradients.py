@@ -159,13 +159,14 @@ class Forces(Chain):
             return torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
+@pytest.mark.parametrize("amp", [None, "bf16"])
 @pytest.mark.parametrize("is_backward", [False, True])
-def test_a_gradient_inside_forward(is_backward: bool) -> None:
-    """It would end at the start of the stage, so it is refused, also while planning."""
+def test_a_gradient_inside_forward(is_backward: bool, amp: str | None) -> None:
+    """It would end at the start of the stage, so it is refused, also while planning, and where amp= patches torch."""
     model = seeded(Forces)
     model.is_backward = is_backward
     with (
-        parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)),
+        parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4), amp=amp),
         pytest.raises(ConfigError, match=r"forward differentiates \(torch\.autograd\.grad, or backward\)"),
     ):
         model(X)

@@ -41,7 +41,6 @@ _METADATA = frozenset(
 _DEVICE = _Tensor.device.__get__
 _DTYPE = _Tensor.dtype.__get__
 _ADD_IN_PLACE = _Tensor.add_
-_BACKWARD = frozenset({torch.autograd.backward, _Tensor.backward})
 
 
 class StageTransfer(TorchFunctionMode):
@@ -68,7 +67,7 @@ class StageTransfer(TorchFunctionMode):
             output = run.moments.batch_norm(args, kwargs, localize=lambda value: _to_stage(run, value))
         elif func is _ADD_IN_PLACE and run.is_recomputing and not args[0].is_floating_point():
             return args[0]  # forward has already counted this call in num_batches_tracked
-        elif func is torch.autograd.grad or func in _BACKWARD:
+        elif func in (torch.autograd.grad, torch.autograd.backward, _Tensor.backward):  # amp= patches them
             _check_gradients(run, func, args, kwargs)
             return _call_on_stage(run, func, args, kwargs)
         else:
@@ -155,7 +154,7 @@ def _call_on_stage(run: MicrobatchRun, func: Any, args: tuple[Any, ...], kwargs:
 
 def _check_gradients(run: MicrobatchRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse differentiation inside forward, except with respect to tensors that the current segment produced."""
-    inputs = () if func in _BACKWARD else kwargs.get("inputs", args[1] if len(args) > 1 else ())
+    inputs = kwargs.get("inputs", args[1] if len(args) > 1 else ()) if func is torch.autograd.grad else ()
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     if not inputs or not all(isinstance(each, torch.Tensor) and run.is_produced_here(each) for each in inputs):
         raise refusals.inner_gradient()

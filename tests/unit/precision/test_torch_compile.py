@@ -128,3 +128,21 @@ def test_a_compiled_step_is_scaled() -> None:
         results.append((scales, [each.detach() for each in model.parameters()]))
     torch.testing.assert_close(results[1], results[0])
     assert results[0][0] == [1024, 2048, 1024, 1024, 2048]
+
+
+def test_a_compiled_loss_is_one_graph() -> None:
+    """torch.compile traces the autocast filter without a graph break; the whole function runs under autocast."""
+    model = net()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss_of(out: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(out @ out.T, Y) + (X @ X.T).float().sum()
+
+    with block(model, "bf16"):
+        for _ in range(2):
+            out = model(X)
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = F.cross_entropy(out @ out.T, Y) + (X @ X.T).float().sum()
+            loss = loss_of(out)
+            assert torch.equal(loss, expected)
+            loss.backward()
