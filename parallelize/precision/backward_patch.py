@@ -85,18 +85,15 @@ class PatchedBackward:
                 if self._own_scaling is None:
                     self._original(tensors, grad_tensors, **options)
                     return
-                roots = (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
-                self._run_scaled(self._own_scaling, roots, grad_tensors, options)
+                self._run_scaled(self._own_scaling, tensors, grad_tensors, options)
         finally:
             self._thread.is_running = False
 
-    def _run_scaled(
-        self, scaling: GradientScaling, roots: tuple[Any, ...], gradients: Any, options: Mapping[str, Any]
-    ) -> None:
+    def _run_scaled(self, scaling: GradientScaling, tensors: Any, gradients: Any, options: Mapping[str, Any]) -> None:
         # `grad_variables` is the deprecated name of `grad_tensors`; torch raises if both are passed.
         name = "grad_variables" if gradients is None and options["grad_variables"] is not None else "grad_tensors"
         initial = options["grad_variables"] if name == "grad_variables" else gradients
-        initial_gradients = (initial,) if isinstance(initial, torch.Tensor) else tuple(initial or [None] * len(roots))
+        roots, initial_gradients = _as_tuples(tensors, initial)
         for each in _input_tensors(options["inputs"]):
             if not each.is_leaf:
                 scaling.track_non_leaf(each)
@@ -117,22 +114,60 @@ def _input_tensors(inputs: Any) -> list[torch.Tensor]:
 
 
 class PatchedGrad:
-    """Replacement for torch.autograd.grad that disables autocast during the call, as in backward.
+    """Replacement for torch.autograd.grad that disables autocast during the call, as in backward, and scales inside.
+
+    Torch calls it again for subclasses of Tensor and under function modes, and users call it in backward: gradients of
+    these nested calls are scaled already.
 
     Args:
         original: the function that this one replaces.
         autocast: the block's autocast.
+        scaling: the block's own loss scaling; None: the block has none.
     """
 
-    def __init__(self, original: Callable[..., Any], *, autocast: HeldAutocast) -> None:
+    def __init__(
+        self, original: Callable[..., Any], *, autocast: HeldAutocast, scaling: GradientScaling | None
+    ) -> None:
         self._original = original
         self._autocast = autocast
+        self._scaling = scaling
+        self._thread = _BackwardState()
         functools.update_wrapper(self, original)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,  # noqa: FBT001  # torch's own signature
+        create_graph: bool = False,  # noqa: FBT001, FBT002  # torch's own signature
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         """Compute gradients, with the arguments of torch.autograd.grad."""
+        if not isinstance(inputs, (torch.Tensor, GradientEdge, Mapping)):
+            inputs = tuple(inputs)
+        roots, initial_gradients = _as_tuples(outputs, grad_outputs)
+
+        def run(initial: Any, *, is_graph_kept: bool = False) -> Any:
+            is_retained = True if is_graph_kept else retain_graph
+            return self._original(roots, inputs, initial, is_retained, create_graph, *args, **options)
+
         with self._autocast.disabled():
-            return self._original(*args, **kwargs)
+            if self._scaling is None or self._thread.is_running or is_in_backward():
+                return run(initial_gradients)
+            self._thread.is_running = True
+            try:
+                with torch_compile.compilation_disabled():
+                    return self._scaling.grad(roots, initial_gradients, run)
+            finally:
+                self._thread.is_running = False
+
+
+def _as_tuples(roots: Any, gradients: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return backward's roots and their initial gradients, which are None by default, as tuples."""
+    roots = (roots,) if isinstance(roots, (torch.Tensor, GradientEdge)) else tuple(roots)
+    return roots, (gradients,) if isinstance(gradients, torch.Tensor) else tuple(gradients or [None] * len(roots))
 
 
 def active_scaling() -> GradientScaling | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ from parallelize.precision.found_inf import FoundInf
 from parallelize.precision.loss_scale import LossScale
 from parallelize.precision.reachable_leaves import ReachableLeaves, find_reachable_leaves, mark_outputs
 from parallelize.precision.skipped_step import SkippedSteps
-from parallelize.precision.unscale import scale_, unscale_
+from parallelize.precision.unscale import non_finite_flag, scale_, unscale_
 from parallelize.precision.unscaled_hooks import UnscaledHooks
+from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.gradients import is_in_backward, parameters_of
 
 __all__ = ["GradientScaling", "Roots"]
@@ -35,8 +37,8 @@ class GradientScaling:
         └ all gradients             / scale, any inf?    └ else: unchanged
 
     `.grad` is unscaled outside of backward, so clipping, logging and accumulation work as without a scale.
-    `autograd.grad` is never scaled. Backward passes add scaled gradients to each other, as under GradScaler: scaling
-    the accumulated gradients again before each pass is exact, because the scale is a power of two.
+    `autograd.grad` scales and unscales inside. Backward passes add scaled gradients to each other, as under GradScaler:
+    scaling the accumulated gradients again before each pass is exact, because the scale is a power of two.
 
     Args:
         scale: the loss scale.
@@ -46,9 +48,9 @@ class GradientScaling:
     def __init__(self, scale: LossScale, *, all_reduce_flag: Callable[[torch.Tensor], None] | None = None) -> None:
         self._scale = scale
         self._found_inf = FoundInf(scale, all_reduce_flag=all_reduce_flag)
-        self._is_sharded = all_reduce_flag is not None
+        self._all_reduce_flag = all_reduce_flag
         self._skipped_steps = SkippedSteps()
-        self._hooks = UnscaledHooks(scale)
+        self._hooks = UnscaledHooks()
         self._models: list[nn.Module] = []
         self._parameters: dict[int, nn.Parameter] = {}
         self._non_leaves: Any = WeakIdKeyDictionary()
@@ -116,11 +118,50 @@ class GradientScaling:
         leaves = [*self._parameters.values(), *reachable.others, *self._non_leaves.keys()]
         scale_(leaves, self._scale)
         try:
-            with self._hooks.in_scaled_backward():
-                run([self._scaled_gradient(root, gradient) for root, gradient in zip(roots, gradients, strict=True)])
+            with self._hooks.in_scaled_backward(self._scale):
+                run(_scaled_gradients(roots, gradients, self._scale))
         finally:
             groups = self._found_inf.group_leaves(leaves)
             self._found_inf.record(groups, unscale_(groups, self._scale))
+
+    def grad(self, roots: Roots, gradients: Gradients, run: Callable[..., Any]) -> Any:
+        """Compute gradients that are not accumulated, with loss scaling if the graph leads to parameters of the block.
+
+        No step is skipped on inf here. So gradients that overflow are computed again with a smaller scale, at last
+        without one. For this the graph is kept until the outputs are freed, and the device is synchronized.
+
+        Args:
+            roots: the tensors to differentiate.
+            gradients: the initial gradient of each root; None: 1.
+            run: runs torch.autograd.grad from the initial gradients; `is_graph_kept` asks it to keep the graph.
+        """
+        is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if is_capturing or not self._reachable_leaves(roots).has_known:
+            return run(gradients)
+        retained = {each: each.grad for each in self._non_leaves if each.retains_grad}
+        has_half_outputs = any(isinstance(root, torch.Tensor) and root.dtype is torch.float16 for root in roots)
+        scales = self._scale.for_grad(has_half_outputs=has_half_outputs)
+        try:
+            for attempt, scale in enumerate(scales, start=1):
+                for each in retained:
+                    each.grad = None
+                is_last = attempt == len(scales)
+                with self._hooks.in_scaled_backward(scale), refusals.name_overflow(is_repeated=attempt > 1):
+                    results = run(_scaled_gradients(roots, gradients, scale), is_graph_kept=not is_last)
+                unscale_({0: list(retained)}, scale)
+                if is_last or not self._has_non_finite(results):
+                    return map_leaves(functools.partial(_unscaled, scale), results)
+        finally:
+            for each, gradient in retained.items():
+                each.grad = gradient if each.grad is None else each.grad if gradient is None else each.grad + gradient
+
+    def _has_non_finite(self, results: Any) -> bool:
+        """Return whether a gradient has inf or nan on any rank that computes gradients together with this one."""
+        tensors = [each for each in leaves(results) if isinstance(each, torch.Tensor)]
+        flag = non_finite_flag(tensors, device=self._scale.device)
+        if self._all_reduce_flag is not None:
+            self._all_reduce_flag(flag)
+        return bool(flag.item())
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -185,20 +226,12 @@ class GradientScaling:
         """
         marked = find_reachable_leaves(roots, known=self._parameters, owner=self)
         # Under FSDP the leaves behind a mark are temporary all-gathered copies of the model's own parameters.
-        if self._is_sharded or self._are_marks_complete or not marked.has_known:
+        if self._all_reduce_flag is not None or self._are_marks_complete or not marked.has_known:
             return marked
         full = find_reachable_leaves(roots, known=self._parameters, owner=None)
         if self._are_marks_complete is None:
             self._are_marks_complete = len(full.others) == len(marked.others)
         return full
-
-    def _scaled_gradient(self, root: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the initial gradient of a root times the scale."""
-        if gradient is None:
-            gradient = _implicit_gradient(root)
-        if gradient is None:
-            return None
-        return (gradient * self._scale.on(gradient.device)[0]).to(gradient.dtype)
 
     def _is_managed(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
         """Return whether an optimizer steps parameters of the block's models."""
@@ -210,6 +243,23 @@ class GradientScaling:
             # The optimizer has no parameter of the block, and no scaled backward has reached its parameters.
             return False
         raise refusals.unknown_parameters(optimizer, list(_positions_of(optimizer, unknown)))
+
+
+def _scaled_gradients(roots: Roots, gradients: Gradients, scale: LossScale) -> list[torch.Tensor | None]:
+    """Return the initial gradients of the roots times the scale."""
+    initial = [
+        _implicit_gradient(root) if gradient is None else gradient
+        for root, gradient in zip(roots, gradients, strict=True)
+    ]
+    return [None if each is None else (each * scale.on(each.device)[0]).to(each.dtype) for each in initial]
+
+
+def _unscaled(scale: LossScale, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient divided by the scale; differentiable if the gradient is (create_graph=True)."""
+    if gradient is None:
+        return None
+    with torch.set_grad_enabled(gradient.requires_grad):
+        return gradient * scale.on(gradient.device)[1]
 
 
 def _implicit_gradient(root: torch.Tensor | GradientEdge) -> torch.Tensor | None:

@@ -37,6 +37,17 @@ class LossScale:
         """The device that holds the scale."""
         return self._scale.device
 
+    def for_grad(self, *, has_half_outputs: bool) -> list[LossScale]:
+        """Return the scales that torch.autograd.grad tries in turn, the last of them 1; synchronizes with the device.
+
+        Args:
+            has_half_outputs: whether backward starts in fp16, in which the loss scale may be out of range.
+        """
+        value = self._scale.item()
+        values = [value / 2.0**8] if has_half_outputs else [value, value / 2.0**8]
+        tried = [each for each in values if each > 1]
+        return [LossScale(Amp(init_scale=each), device=self.device) for each in (*tried, 1.0)]
+
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (scale, reciprocal) as 0-dim fp32 tensors on `device`; later updates do not change these tensors."""
         if device not in self._per_device:

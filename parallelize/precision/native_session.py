@@ -229,7 +229,7 @@ def _patches(
         stack.callback(autocast.exit)
         stack.enter_context(replace_attribute(torch.Tensor, "backward", tensor_backward))
         stack.enter_context(replace_attribute(torch.autograd, "backward", backward))
-        grad = PatchedGrad(torch.autograd.grad, autocast=autocast)
+        grad = PatchedGrad(torch.autograd.grad, autocast=autocast, scaling=scaling)
         stack.enter_context(replace_attribute(torch.autograd, "grad", grad))
         stack.callback(register_optimizer_step_pre_hook(before_step).remove)
         stack.callback(register_optimizer_step_post_hook(after_step).remove)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from parallelize.errors import ConfigError
 
-__all__ = ["closure", "cuda_graph", "half_parameter", "optimizer_in_backward", "own_scaler", "unknown_parameters"]
+__all__ = [
+    "closure",
+    "cuda_graph",
+    "half_parameter",
+    "name_overflow",
+    "optimizer_in_backward",
+    "own_scaler",
+    "unknown_parameters",
+]
 
 _BF16 = "amp='bf16', which needs no loss scaling"
 
@@ -74,3 +83,18 @@ def half_parameter(name: str, parameter: nn.Parameter) -> ConfigError:
         why="its gradient has the same dtype, and unscaled gradients underflow in fp16",
         fix="pass the model in fp32, without .half(): amp='O2' computes with weights in half, amp='O3' stores them so",
     )
+
+
+@contextlib.contextmanager
+def name_overflow(*, is_repeated: bool) -> Iterator[None]:
+    """Name the cause of an error, if a pass of torch.autograd.grad inside the context repeats one that overflowed."""
+    try:
+        yield
+    except Exception as exc:
+        if not is_repeated:
+            raise
+        raise ConfigError(
+            "torch.autograd.grad: gradients overflow with the loss scale, and a second pass with a smaller one fails",
+            why=f"the graph supports one backward pass only: {exc}",
+            fix=f"differentiate a smaller loss, or use {_BF16}",
+        ) from exc

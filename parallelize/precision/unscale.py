@@ -10,7 +10,7 @@ import torch
 
 from parallelize.precision.loss_scale import LossScale
 
-__all__ = ["max_flag", "scale_", "unscale_"]
+__all__ = ["max_flag", "non_finite_flag", "scale_", "unscale_"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -45,12 +45,24 @@ def unscale_(groups: Mapping[K, Sequence[torch.Tensor]], scale: LossScale) -> di
     return flags_by_group
 
 
+def non_finite_flag(gradients: Iterable[torch.Tensor], *, device: torch.device) -> torch.Tensor:
+    """Return 1 if a gradient has inf or nan, else 0, as a 0-dim fp32 tensor on `device`."""
+    flags = [(~_local_values(each.detach()).isfinite()).any().float() for each in gradients]
+    return max_flag([*flags, torch.zeros((), device=device)], device=device)
+
+
 def max_flag(flags: Iterable[torch.Tensor], *, device: torch.device) -> torch.Tensor:
     """Return the maximum of 0-dim tensors (at least one) on `device`, as a new tensor.
 
     The maximum instead of the sum, because fused optimizers compare the flag with exactly 1.
     """
     return torch.stack([flag.to(device, non_blocking=device.type != "cpu") for flag in flags]).amax()
+
+
+def _local_values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the values of a sparse gradient, or the local shard of a DTensor."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    return getattr(values, "_local_tensor", values)
 
 
 def _foreach_groups(
@@ -70,8 +82,6 @@ def _foreach_groups(
             with torch.enable_grad():
                 leaf.grad = gradient * scale.on(gradient.device)[1 if inverse else 0]
             gradient = gradient.detach().clone()
-        if gradient.is_sparse:
-            gradient = gradient._values()
-        gradient = getattr(gradient, "_local_tensor", gradient)  # the local shard of a DTensor
+        gradient = _local_values(gradient)
         groups[gradient.device, gradient.dtype].append(gradient)
     return groups

@@ -24,23 +24,19 @@ class UnscaledHooks:
 
     Hooks on modules and graph nodes, post-accumulate-grad hooks and custom autograd functions are not wrapped: they
     get scaled gradients.
-
-    Args:
-        scale: the loss scale.
     """
 
-    def __init__(self, scale: LossScale) -> None:
-        self._scale = scale
-        self._is_in_scaled_backward = False
+    def __init__(self) -> None:
+        self._scale: LossScale | None = None
 
     @contextlib.contextmanager
-    def in_scaled_backward(self) -> Iterator[None]:
-        """Mark the duration of a scaled backward pass: wrapped hooks called inside get unscaled gradients."""
-        self._is_in_scaled_backward = True
+    def in_scaled_backward(self, scale: LossScale) -> Iterator[None]:
+        """Mark the duration of a backward pass with this scale: wrapped hooks called inside get unscaled gradients."""
+        self._scale = scale
         try:
             yield
         finally:
-            self._is_in_scaled_backward = False
+            self._scale = None
 
     @contextlib.contextmanager
     def patch_register_hook(self) -> Iterator[None]:
@@ -70,7 +66,7 @@ class UnscaledHooks:
 
     def call_unscaled(self, hook: Hook, gradient: torch.Tensor) -> torch.Tensor | None:
         """Call a hook with the unscaled gradient, and scale the gradient that it returns."""
-        if not self._is_in_scaled_backward:
+        if self._scale is None:
             return hook(gradient)
         scale, inverse = self._scale.on(gradient.device)
         # In fp32: an unscaled gradient may underflow in fp16.

@@ -17,6 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from parallelize.errors import ConfigError
@@ -442,13 +444,182 @@ def test_a_retained_gradient_is_unscaled() -> None:
     torch.testing.assert_close(out.grad, torch.ones(4, 2))
 
 
-def test_autograd_grad_is_not_scaled() -> None:
-    """torch.autograd.grad returns unscaled gradients."""
+class HalfLinear(nn.Linear):
+    """A linear layer that computes in fp16, as under autocast, in which small gradients underflow."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.half(), self.weight.half(), self.bias.half())
+
+
+def half_linear() -> HalfLinear:
+    torch.manual_seed(0)
+    return HalfLinear(16, 16)
+
+
+@pytest.mark.parametrize("factor", [1e-8, 1.0, 1e3])
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_autograd_grad_neither_underflows_nor_overflows(factor: float, create_graph: bool) -> None:
+    """In fp16 the gradients of a tiny loss are not 0, and those of a large loss, which overflow if scaled, finite."""
+    model = half_linear()
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    expected = torch.autograd.grad(F.linear(x, model.weight, model.bias).sum() * factor, model.parameters())
+    with scaling(model):
+        loss = model(x).float().sum() * factor
+        found = torch.autograd.grad(loss, model.parameters(), create_graph=create_graph)
+    torch.testing.assert_close(found, expected, rtol=5e-3, atol=0)
+
+
+def test_autograd_grad_of_an_output_in_half() -> None:
+    """`grad_outputs` in fp16 times the whole scale would be inf."""
+    model = half_linear()
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    with scaling(model):
+        out = model(x)
+        (found,) = torch.autograd.grad(out, model.bias, torch.ones_like(out) * 1e-6, retain_graph=True)
+        torch.testing.assert_close(found, torch.full((16,), 4e-6), rtol=0.05, atol=0)
+        (found,) = torch.autograd.grad(out, model.bias, torch.full_like(out, 1e4))
+        torch.testing.assert_close(found, torch.full((16,), 4e4))
+
+
+def test_a_gradient_penalty_in_half_reaches_the_weights() -> None:
+    """The gradient of a gradient of a tiny loss, through create_graph=True, equals that in fp32."""
+
+    def penalty(model: nn.Module, call: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        (slope,) = torch.autograd.grad(call(x).float().square().mean() * 1e-6, x, create_graph=True)
+        model.zero_grad()
+        (slope * 1e5).square().sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    model = half_linear()
+    expected = penalty(model, lambda x: F.linear(x, model.weight, model.bias))
+    with scaling(model, init_scale=2.0**10):
+        torch.testing.assert_close(penalty(model, model), expected, rtol=0.05, atol=5e-7)
+
+
+def grads_of(model: Pair, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """Return a call of torch.autograd.grad of each form that torch accepts."""
+    unused = torch.ones(2, requires_grad=True)
+    out = model(x)
+    grad = torch.autograd.grad
+    return {
+        "parameters": lambda: grad(out.sum(), model.parameters()),
+        "one input": lambda: grad(out.sum(), x),
+        "grad_outputs": lambda: grad(out, [x], torch.full_like(out, 0.5)),
+        "two outputs": lambda: grad([out, out.sum()], x, [torch.ones_like(out), None]),
+        "unused": lambda: grad(out.sum(), [x, unused], allow_unused=True),
+        "materialized": lambda: grad(out.sum(), [x, unused], materialize_grads=True),
+        "batched": lambda: grad(out, x, torch.eye(out.numel()).reshape(-1, *out.shape), is_grads_batched=True),
+        "by position": lambda: grad(out.sum(), x, None, False, True, True, True),
+        "edge": lambda: grad(torch.autograd.graph.get_gradient_edge(out.sum()), x),
+        "inf": lambda: grad((out * INF).sum(), x),
+        "without gradients": lambda: grad(x.detach().sum() + unused.sum(), unused),
+    }
+
+
+@pytest.mark.parametrize("form", sorted(grads_of(Pair(0, 2), torch.ones(4, 3, requires_grad=True))))
+def test_every_form_of_autograd_grad_is_unscaled(form: str) -> None:
+    """The gradients equal those without scaling."""
+    model = Pair(0, 2)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    expected = grads_of(model, x)[form]()
+    with scaling(model):
+        torch.testing.assert_close(grads_of(model, x)[form](), expected, equal_nan=True)
+
+
+class Passing(TorchFunctionMode):
+    """Passes every function on; torch.autograd.grad calls itself again under a function mode."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, Passing])
+@pytest.mark.parametrize("factor", [1.0, 1e34])
+def test_hooks_and_retained_gradients_of_autograd_grad_are_unscaled(mode: Callable[[], Any], factor: float) -> None:
+    """Also if the gradients are computed again because scaled ones overflow, in fp32 by a factor of 1e34."""
+
+    def run(block: Callable[..., Any]) -> Any:
+        seen: list[torch.Tensor] = []
+        model = Pair(0, 2)
+        x = torch.ones(4, 3, requires_grad=True)
+        with block(model), mode():
+            out = model(x)
+            out.register_hook(seen.append)
+            out.retain_grad()
+            out.sum().backward(retain_graph=True)
+            grads = torch.autograd.grad(out.sum() * factor, x)
+        return seen[0], seen[-1], out.grad, grads
+
+    torch.testing.assert_close(run(scaling), run(contextlib.nullcontext))
+
+
+def test_autograd_grad_inside_backward_is_not_scaled_again() -> None:
+    """A custom function that calls torch.autograd.grad in backward gets a gradient that is scaled already."""
+
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.square()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                return torch.autograd.grad(x.square(), x, gradient)[0]
+
+    model = Pair(0, 2)
+    x = torch.randn(4, 3)
+    expected = unscaled_gradients(model, lambda: Squared.apply(model(x)).sum())
+    with scaling(model):
+        torch.testing.assert_close(unscaled_gradients(model, lambda: Squared.apply(model(x)).sum()), expected)
+
+
+def test_gradients_that_overflow_in_a_graph_for_one_pass() -> None:
+    """The error of the second pass, as under backend="balanced", names the overflow; one of the first is unchanged."""
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.count = 0
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            ctx.count += 1
+            if ctx.count > 1:
+                raise RuntimeError("only once")
+            return gradient
+
+    model = half_linear()
+    x = torch.ones(4, 16)
+    with scaling(model):
+        loss = Once.apply(model(x)).float().sum()
+        with pytest.raises(ConfigError, match="gradients overflow with the loss scale"):
+            torch.autograd.grad(loss * 1e3, model.weight)
+        with pytest.raises(RuntimeError, match="only once"):
+            torch.autograd.grad(loss, model.weight)
+
+
+def test_ranks_with_shards_compute_gradients_again_together() -> None:
+    """Under fsdp autograd.grad runs collectives: inf on another rank repeats the pass on this one."""
+    flags: list[float] = []
+
+    def inf_on_another_rank(flag: torch.Tensor) -> None:
+        flags.append(flag.item())
+        flag.fill_(1)
+
     model = Pair(0, 2)
     x = torch.randn(4, 3)
     expected = torch.autograd.grad(model(x).sum(), model.parameters())
-    with scaling(model):
-        torch.testing.assert_close(torch.autograd.grad(model(x).sum(), model.parameters()), expected)
+    policy = Policy(device=CPU, loss_scaling=Amp(), all_reduce_flag=inf_on_another_rank)
+    with mixed_precision(policy, models=[model]) as session:
+        found = torch.autograd.grad(session.route(model, x).sum(), model.parameters())
+    torch.testing.assert_close(found, expected)
+    assert flags == [0, 0]
 
 
 def test_a_loss_that_never_touches_the_model_is_left_alone() -> None:
