@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,8 @@ class GradientScaling:
         self._parameters: dict[int, nn.Parameter] = {}
         self._non_leaves: Any = WeakIdKeyDictionary()
         self._are_marks_complete: bool | None = None
+        self._has_unscaled_backward = False
+        self._has_warned = False
 
     def add_models(self, models: Sequence[nn.Module]) -> None:
         """Add models of the block, with their current parameters.
@@ -94,7 +97,12 @@ class GradientScaling:
 
     def mark_forward(self, outputs: Any, *, args: Any, kwargs: Any) -> None:
         """Store the inputs of a routed forward in the graph of its outputs."""
-        mark_outputs(outputs, args=args, kwargs=kwargs, owner=self)
+        mark_outputs(outputs, args=args, kwargs=kwargs, owner=self, on_backward=self._check_backward)
+
+    def _check_backward(self, _gradients: Any) -> None:
+        """Note a backward pass that has not gone through this package's patches."""
+        if not self._hooks.is_in_scaled_backward:
+            self._has_unscaled_backward = True
 
     def backward(self, roots: Roots, gradients: Gradients, run: Callable[[Gradients], None]) -> None:
         """Run a backward pass of the user, with loss scaling if it reaches parameters of the block.
@@ -118,7 +126,7 @@ class GradientScaling:
         leaves = [*self._parameters.values(), *reachable.others, *self._non_leaves.keys()]
         scale_(leaves, self._scale)
         try:
-            with self._hooks.in_scaled_backward(self._scale):
+            with self._hooks.scaled_backward(self._scale):
                 run(_scaled_gradients(roots, gradients, self._scale))
         finally:
             groups = self._found_inf.group_leaves(leaves)
@@ -146,7 +154,7 @@ class GradientScaling:
                 for each in retained:
                     each.grad = None
                 is_last = attempt == len(scales)
-                with self._hooks.in_scaled_backward(scale), refusals.name_overflow(is_repeated=attempt > 1):
+                with self._hooks.scaled_backward(scale), refusals.name_overflow(is_repeated=attempt > 1):
                     results = run(_scaled_gradients(roots, gradients, scale), is_graph_kept=not is_last)
                 unscale_({0: list(retained)}, scale)
                 if is_last or not self._has_non_finite(results):
@@ -186,6 +194,9 @@ class GradientScaling:
             raise refusals.optimizer_in_backward(optimizer)
         if any(each is not None for each in (*args[1:2], kwargs.get("closure"))):
             raise refusals.closure(optimizer)
+        if self._has_unscaled_backward and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(refusals.UNSCALED_BACKWARD, stacklevel=4)
         if self._skipped_steps.is_skipping:
             return (self._skipped_steps.skip(optimizer), *args[1:]), kwargs
         found_inf = self._found_inf.for_optimizer(optimizer, parameters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class ReachableLeaves:
     others: tuple[torch.Tensor, ...]
 
 
-def mark_outputs(outputs: Any, *, args: Any, kwargs: Any, owner: object) -> None:
+def mark_outputs(outputs: Any, *, args: Any, kwargs: Any, owner: object, on_backward: Callable[[Any], None]) -> None:
     """Store the inputs of a routed forward in the graph nodes of its outputs, so that searches skip the model's graph.
 
         leaf x ── ops ──┐                      ┌── ops ── loss
@@ -44,6 +44,7 @@ def mark_outputs(outputs: Any, *, args: Any, kwargs: Any, owner: object) -> None
         args: positional arguments of the forward.
         kwargs: keyword arguments of the forward.
         owner: key of the mark: only searches with the same owner use the mark.
+        on_backward: called by a backward pass that reaches an output, with the gradients there.
     """
     values = [*leaves(args), *leaves(kwargs)]
     if any(not isinstance(value, (torch.Tensor, *_TYPES_WITHOUT_TENSORS)) for value in values):
@@ -55,6 +56,7 @@ def mark_outputs(outputs: Any, *, args: Any, kwargs: Any, owner: object) -> None
         node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
         if node is not None and node not in inputs:
             node.metadata[_METADATA_KEY] = (owner, inputs)
+            node.register_prehook(on_backward)
 
 
 def find_reachable_leaves(

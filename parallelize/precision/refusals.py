@@ -1,4 +1,4 @@
-"""Errors for operations that loss scaling does not support."""
+"""Errors and a warning for operations that loss scaling does not support."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from parallelize.errors import ConfigError
 
 __all__ = [
+    "UNSCALED_BACKWARD",
     "closure",
     "cuda_graph",
     "half_parameter",
@@ -20,6 +21,11 @@ __all__ = [
     "unknown_parameters",
 ]
 
+UNSCALED_BACKWARD = (
+    "a backward pass ran without loss scaling, so small fp16 gradients may be zero and inf is not checked: it was "
+    "called by a function imported before the block (from torch.autograd import backward, grad); call "
+    "loss.backward() or torch.autograd.grad(...) instead"
+)
 _BF16 = "amp='bf16', which needs no loss scaling"
 
 

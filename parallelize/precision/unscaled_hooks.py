@@ -30,13 +30,18 @@ class UnscaledHooks:
         self._scale: LossScale | None = None
 
     @contextlib.contextmanager
-    def in_scaled_backward(self, scale: LossScale) -> Iterator[None]:
+    def scaled_backward(self, scale: LossScale) -> Iterator[None]:
         """Mark the duration of a backward pass with this scale: wrapped hooks called inside get unscaled gradients."""
         self._scale = scale
         try:
             yield
         finally:
             self._scale = None
+
+    @property
+    def is_in_scaled_backward(self) -> bool:
+        """Whether a scaled backward pass is running."""
+        return self._scale is not None
 
     @contextlib.contextmanager
     def patch_register_hook(self) -> Iterator[None]:

@@ -578,6 +578,32 @@ def test_autograd_grad_inside_backward_is_not_scaled_again() -> None:
         torch.testing.assert_close(unscaled_gradients(model, lambda: Squared.apply(model(x)).sum()), expected)
 
 
+@pytest.mark.parametrize("function", [torch.autograd.backward, torch.autograd.grad], ids=["backward", "grad"])
+def test_functions_imported_before_the_block_warn_at_the_step(function: Callable[..., Any]) -> None:
+    """They are not patched: gradients are right where they do not underflow, and the first step warns, once."""
+    model, plain = Pair(0, 2), Pair(0, 2)
+    x = torch.randn(4, 3)
+
+    def step(model: Pair) -> None:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        if found := function(loss, inputs=list(model.parameters())):
+            for parameter, gradient in zip(model.parameters(), found, strict=True):
+                parameter.grad = gradient
+        optimizer.step()
+
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    step(plain)
+    step(plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with scaling(model):
+        with pytest.warns(UserWarning, match="without loss scaling.*imported before the block") as caught:
+            step(model)
+        assert caught[0].filename == __file__
+        step(model)
+    assert_same(model, plain)
+
+
 def test_gradients_that_overflow_in_a_graph_for_one_pass() -> None:
     """The error of the second pass, as under backend="balanced", names the overflow; one of the first is unchanged."""
 
