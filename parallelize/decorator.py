@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -21,6 +22,8 @@ from parallelize.call.task import Outcome, Task, name_of
 from parallelize.call.unreturned import describe
 from parallelize.cluster.devices import probe
 from parallelize.cluster.world import Node, detect
+from parallelize.comparison.compare import compare_runs
+from parallelize.comparison.report import Comparison
 from parallelize.config.config import Config
 from parallelize.config.explain import explain_call
 from parallelize.config.options import Options
@@ -174,6 +177,22 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             return explain_call(launcher.plan(self._batch_launcher()[1]), None, name=name, queue=launcher.name)
         placement = self._placement()
         return explain_call(placement.layout, placement.world, name=name)
+
+    def compare(self, steps: int, /, *args: P.args, **kwargs: P.kwargs) -> Comparison:
+        """Run the first optimizer steps with one process and with the call's own, and compare losses and weights.
+
+        Both runs use new processes, the same seed (0 if the function has none) and the same global batches: one process
+        reads the batches of all ranks, merged by shard_loader. Until the last step, the function writes files as usual.
+
+        Raises:
+            ConfigError: the call would use one device or several nodes, or this process is part of a run.
+            WorkerError: the function made no optimizer step.
+        """
+        refuse_during_task_load(name_of(self.__wrapped__))
+        placement = self._placement()
+        task = Task(*_unbind(self.__wrapped__, args), kwargs, placement.layout)
+        launch = functools.partial(_worker_launcher(task.layout.config).launch, node=None, environ=os.environ)
+        return compare_runs(task, placement, steps=steps, launch=launch)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> DistributedFunction[P, R]: ...

@@ -46,7 +46,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"call", "runtime"}),  # carry a Layout: to another process, or as this process's contextvar
     frozenset({"backends", "collectives", "precision"}),  # run inside a runtime
     frozenset({"data", "inplace", "worker"}),  # use collectives, or engines
-    frozenset({"checkpoint", "launchers"}),  # save what inplace routes; start workers
+    frozenset({"checkpoint", "comparison", "launchers"}),  # save or record what inplace routes; start workers
     frozenset({"decorator", "model"}),  # the doors
     frozenset({"", "cli"}),  # what users import or type
     frozenset({"__main__"}),

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from torch.utils.data import DataLoader
 
 from parallelize.data.loader_options import Batch, Divides, LoaderOptions
+from parallelize.data.merged_source import source_for
 from parallelize.data.sampler_arithmetic import Tail
-from parallelize.data.select_source import select_source
 from parallelize.data.sharded_loader import ShardedLoader
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime, active, current
@@ -111,7 +111,7 @@ def _already_sharded(loader: ShardedLoader[T], options: LoaderOptions) -> Sharde
 
 def _make(loader: Iterable[T], options: LoaderOptions, call_site: str) -> ShardedLoader[T]:
     run = current()
-    source = select_source(loader, options=options, run=run, occurrence=_occurrences.next(call_site))
+    source = source_for(loader, options=options, run=run, occurrence=_occurrences.next(call_site))
     summary = source.batch_summary()
     if summary and run.world.is_main:
         _log.info("%s: %s", call_site, summary)

@@ -26,7 +26,15 @@ from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import map_leaves
 
-__all__ = ["ForwardHandler", "Route", "count_routes", "overlapping_route", "route_of", "routed_parameter_ids"]
+__all__ = [
+    "ForwardHandler",
+    "Route",
+    "count_routes",
+    "overlapping_route",
+    "route_of",
+    "routed_models",
+    "routed_parameter_ids",
+]
 
 _GETSTATE = "__getstate__"
 
@@ -146,9 +154,14 @@ def count_routes() -> int:
     return len(_installed_routes)
 
 
+def routed_models() -> list[nn.Module]:
+    """Return all models that are in a block."""
+    return [route.model for route in tuple(_installed_routes)]
+
+
 def routed_parameter_ids() -> set[int]:
     """Return the ids of the parameters of all models that are in a block."""
-    return {id(parameter) for route in tuple(_installed_routes) for parameter in route.model.parameters()}
+    return {id(parameter) for model in routed_models() for parameter in model.parameters()}
 
 
 def overlapping_route(model: nn.Module) -> Route | None:

@@ -19,6 +19,7 @@ from parallelize import (
     no_sync,
     parallel_model,
     rank,
+    shard_loader,
 )
 from parallelize.cluster.devices import probe
 from parallelize.cluster.world import World
@@ -225,3 +226,22 @@ def test_a_legacy_script_uses_the_gpu_it_sees() -> None:
         optimizer.step()
     assert torch.cuda.current_device() == before
     assert next(model.parameters()).is_cuda
+
+
+def train_batches(batches: list[torch.Tensor]) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with parallel_model(model):
+        for x in shard_loader(batches):
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("backend", ["dp", "ddp"])
+def test_a_call_is_compared_with_one_process(backend: str) -> None:
+    """Two devices of one process, and two processes, make the steps of one process on one device."""
+    train = distributed(backend=backend, gpus=[0, 0], process_group_backend="gloo")(train_batches)
+    comparison = train.compare(2, list(torch.randn(8, 6, 4)))
+    assert comparison.is_same, str(comparison)
+    assert comparison.labels == (("1 device", "2 devices") if backend == "dp" else ("1 process", "2 processes"))

@@ -57,6 +57,8 @@ assert_type(job, Job[tuple[float, list[Tensor]]])
 assert_type(job.result(), tuple[float, list[Tensor]])
 assert_type(train.submit_many([{"epochs": 3}], at_most=2), list[Job[tuple[float, list[Tensor]]]])
 train.sbatch_script("job.sh", 3)
+assert_type(train.compare(10, 3, lr=0.2).is_same, bool)
+train.compare(10, "3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # so does a comparison
 train.submit("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]  # a job takes the same arguments
 
 

@@ -1,0 +1,153 @@
+"""`train.compare`: one process and two train on the same batches, and the report names why they part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from parallelize import WorkerError, distributed, no_sync, parallel_model, shard_loader, world_size
+
+IGNORED = -100
+
+
+def samples() -> TensorDataset:
+    x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    y = x[:, :3].argmax(1)
+    return TensorDataset(x, torch.where(x[:, 3] > 0.3, IGNORED, y))
+
+
+LAYERS = {"norm": lambda: nn.BatchNorm1d(8), "dropout": lambda: nn.Dropout(0.3)}
+
+
+def make_model(kind: str) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), LAYERS.get(kind, nn.Identity)(), nn.Tanh(), nn.Linear(8, 3))
+
+
+@distributed(processes=2)
+def train(kind: str, model: nn.Module | None = None, batch_size: int = 4) -> None:
+    if kind == "weights":
+        torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
+    model = model or make_model(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (world_size() if kind == "rate" else 1))
+    batch_size = batch_size * 2 // world_size() if kind == "batch" else batch_size
+    loader = DataLoader(samples(), batch_size=batch_size, shuffle=True)
+    with parallel_model(model, optimizers=optimizer):
+        for x, y in loader if kind == "unsharded" else shard_loader(loader):
+            optimizer.zero_grad()
+            target = y if kind == "tokens" else y.clamp(min=0)
+            F.cross_entropy(model(x), target, reduction="sum" if kind == "sum" else "mean").backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "fsdp"}, {"amp": "bf16"}], ids=["ddp", "fsdp", "amp"])
+def test_equal_steps_are_the_same_training(options: dict[str, str]) -> None:
+    """Losses, gradients and weights of one and of two processes agree up to rounding, and the epoch ends both."""
+    model = make_model("")
+    before = [each.clone() for each in model.parameters()]
+    comparison = train.options(**options).compare(99, "", model)
+    assert comparison.is_same, str(comparison)
+    assert not comparison.reasons
+    assert comparison.labels == ("1 process", "2 processes")
+    assert len(comparison.steps) == 5  # 40 samples by 2 processes, 4 each
+    assert max(step.weight_difference for step in comparison.steps) < (1e-2 if "amp" in options else 1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+REASONS = {
+    "norm": "batch norm",
+    "dropout": "random numbers",
+    "sum": "sum instead of mean",
+    "tokens": "token mean",
+    "rate": "learning rate",
+    "batch": "order or content of the data",
+    "unsharded": "data not from shard_loader",
+    "weights": "initial weights",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_the_reason_for_a_difference_is_named(kind: str) -> None:
+    """Each cause parts the runs at once, and is the first reason in the report."""
+    comparison = train.compare(2, kind)
+    assert not comparison.is_same
+    assert comparison.first_difference == (0 if kind == "weights" else 1)
+    assert comparison.reasons[0].name == REASONS[kind], str(comparison)
+    assert len(comparison.steps) == 2
+
+
+@distributed(processes=2)
+def train_other(kind: str) -> None:
+    """Accumulate gradients of two optimizers, train outside of a block, fail alone, or do not train."""
+    if kind == "nothing":
+        return
+    if kind == "alone" and world_size() == 1:
+        raise ValueError("needs two")
+    first, second = nn.Linear(6, 6), nn.Linear(6, 3)
+    optimizers = [torch.optim.Adam(each.parameters()) for each in (first, second)]
+    loader = shard_loader(DataLoader(samples(), batch_size=2), tail="weighted")
+    if kind == "outside":
+        for x, _ in loader:
+            first(x).pow(2).mean().backward()
+            optimizers[0].step()
+    with parallel_model(first, second):
+        for number, (x, y) in enumerate(loader):
+            with no_sync(first), no_sync(second):
+                F.cross_entropy(second(first(x)), y.clamp(min=0)).backward()
+            F.cross_entropy(second(first(x * number)), y.clamp(min=0)).backward()
+            for each in optimizers:
+                each.step()
+
+
+def test_each_step_of_several_optimizers_is_compared() -> None:
+    """With two models, accumulation and Adam, the names of the weights contain the model's class."""
+    comparison = train_other.compare(6, "accumulate")
+    assert comparison.is_same, str(comparison)
+    assert len(comparison.steps) == 6
+    assert comparison.steps[0].parameter.startswith("Linear.")
+
+
+@pytest.mark.filterwarnings("ignore:.*parallel_model")
+def test_runs_that_cannot_be_compared() -> None:
+    """No block is a reason; no step is an error; an exception of a run says in which run it was raised."""
+    assert train_other.compare(2, "outside").reasons[0].name == "no parallel_model block"
+    with pytest.raises(WorkerError, match=r"without an optimizer step(.|\n)*torch.optim"):
+        train_other.compare(2, "nothing")
+    with pytest.raises(ValueError, match="needs two") as caught:
+        train_other.compare(2, "alone")
+    if hasattr(caught.value, "__notes__"):
+        assert "in the run with 1 process(es) of train_other.compare" in caught.value.__notes__
+
+
+def test_a_script_compares_its_own_function(run_script: Callable[..., CompletedProcess[str]]) -> None:
+    """A function of a script's `__main__`, with its globals, is compared, and the report is a table."""
+    script = """
+        import pickle
+        import torch
+        from parallelize import distributed, parallel_model, shard_loader
+
+        def scaled(x):
+            return 2 * x
+
+        @distributed(processes=2)
+        def train(data, width):
+            pickle.dumps(scaled)  # finds it in the worker's __main__
+            model = torch.nn.Linear(1, width)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with parallel_model(model):
+                for x in shard_loader(data):
+                    scaled(model(x)).pow(2).mean().backward()
+                    optimizer.step()
+
+        print(train.compare(1, list(torch.arange(8.0).view(4, 2, 1)), width=3))
+    """
+    lines = run_script(script).stdout.splitlines()
+    assert lines[0].startswith("step  loss, 1 process  loss, 2 processes  gradients differ by")
+    assert lines[1].split()[0] == "1"
+    assert lines[2:] == ["The same training, up to rounding."]
