@@ -22,7 +22,7 @@ from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL
 from parallelize.inplace.block import Block
 from parallelize.inplace.forward_routing import route_of
 from parallelize.inplace.model_checks import check_models, methods_of
-from parallelize.inplace.rank_rng import seed_per_rank
+from parallelize.inplace.rank_rng import random_numbers_per_rank
 from parallelize.plugins import registry
 from parallelize.plugins.base import Engine, Inner, LocalEngine, Precision, Session
 from parallelize.runtime import context
@@ -47,6 +47,7 @@ def parallel_model(
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
     methods: str | Iterable[str] = (),
     restore: bool = True,
+    split_rng: bool = True,
     **options: Any,
 ) -> Iterator[Any]:
     """Run models in parallel inside a `with` block; the model objects and the way to call them stay the same.
@@ -66,6 +67,13 @@ def parallel_model(
     call) is not averaged: an optimizer step on such a gradient raises SyncError. A forward under `torch.no_grad()` runs
     no collective, so a single rank may evaluate.
 
+    Every rank draws its own random numbers in the block, for dropout masks, noise and augmentation. `seed=` seeds the
+    global generators (torch, random, numpy) per rank. Without it, generators with equal states, because the script has
+    seeded itself, are split when the block begins, reproducibly: rank 0 draws the numbers of one process, the other
+    ranks get new seeds. Numbers that have to be equal on all ranks (random_split, shuffling a list, a decision to skip
+    a layer or a collective) are drawn before the block, or from a generator with its own seed. A seed set inside the
+    block is the same on all ranks.
+
     The block works in a decorated function, in a process started by torchrun or srun, and in a plain script. A plain
     script is one process; if it sees several GPUs, `backend` defaults to "dp".
 
@@ -74,6 +82,8 @@ def parallel_model(
         optimizers: the optimizers of these models; required by fsdp and Apex.
         methods: names of methods that run in parallel in addition to forward, such as "loss" or "encode".
         restore: whether sharded parameters (fsdp) are gathered into full ones when the block ends.
+        split_rng: whether global generators with equal states are split over the ranks, unless `seed=` seeds them.
+            False: they stay equal, with a warning.
         **options: options of `distributed`, for this block only: `backend`, `amp`, `amp_engine`, `wrap`,
             `verify_every`; outside of a decorated function also all others, such as `gpus` and `seed`.
 
@@ -93,8 +103,6 @@ def parallel_model(
         outer.flags.add(ENTERED_PARALLEL_MODEL)
         outer.models.extend(map(weakref.ref, models))
         _refuse_comparing_shards(run)
-        if run.config.seed is not None and run.world.world_size > 1:
-            seed_per_rank(seed=run.config.seed, rank=run.world.rank)
         if run.config.wrap is not None or not run.config.backend.places_model:
             for model in models:
                 model.to(run.device)
@@ -106,6 +114,7 @@ def parallel_model(
             block = Block(inner, run=run, build=build, on_rebuilt=lambda: session.bind(models), startup_summary=summary)
             stack.enter_context(block.running())
         session.bind(models)
+        random_numbers_per_rank(run, split=split_rng)
         yield models[0] if len(models) == 1 else models
 
 

@@ -46,21 +46,25 @@ def test_a_legacy_script_needs_one_line(run_script: Callable[..., subprocess.Com
 
 
 def test_a_legacy_script_under_torchrun(tmp_path: Path) -> None:
-    """The processes form a group, gradients are averaged, and the group is destroyed afterwards."""
+    """The processes form a group, gradients are averaged, random numbers differ, and the group is destroyed."""
     script = tmp_path / "legacy.py"
     script.write_text(
         LEGACY
+        + "import random\n"
         + "import torch.distributed as dist\n"
         + "from parallelize import rank\n"
+        + "random.seed(0)\n"
         + "torch.manual_seed(rank())\n"
         + "loader = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)]\n"
         + "with parallel_model(model): legacy_train(model, loader, optimizer)\n"
         + "assert not dist.is_initialized()\n"
         + "open(f'weights{rank()}', 'w').write(str(model.weight.tolist()))\n"
+        + "open(f'drawn{rank()}', 'w').write(str(random.random()))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=50, capture_output=True)
     assert (tmp_path / "weights0").read_text() == (tmp_path / "weights1").read_text()
+    assert (tmp_path / "drawn0").read_text() != (tmp_path / "drawn1").read_text()
 
 
 def test_a_process_group_of_the_user_is_used_and_kept(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""Global generators that are equal on all ranks are split when a block begins, reproducibly, or warned of."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from zoo import Mlp
+
+from parallelize import distributed, parallel_model, rank
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+@distributed(processes=2)
+def seeded_run() -> dict[str, Any]:
+    """Train a model with dropout in a script that seeds itself, and enter more blocks."""
+    seed_all(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(rank())
+    drawn = {"before": draw()}
+    with parallel_model(model):
+        drawn["block"] = draw()
+        drawn["mask"] = tuple(model[1](torch.ones(32)).tolist())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+            optimizer.step()
+        other, state = Mlp(), torch.get_rng_state()
+        with parallel_model(other):
+            pass
+        drawn["is kept"] = torch.equal(state, torch.get_rng_state())
+    drawn["weights"] = tuple(model[0].weight.flatten().tolist())
+    seed_all(3)
+    random.seed(rank())
+    with parallel_model(model):
+        drawn["again"] = draw()
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """What each of two ranks draws."""
+    return seeded_run.all_ranks()
+
+
+def test_equal_generators_are_split_reproducibly(ranks: list[dict[str, Any]]) -> None:
+    """Rank 0 draws what one process draws, the others something else, the same in every run; weights stay equal."""
+    first, second = ranks
+    assert seeded_run.all_ranks() == [first, second]
+    (alone,) = seeded_run.options(processes=1).all_ranks()
+    assert first["before"] == second["before"] == alone["before"]
+    for name in ("block", "mask"):
+        assert first[name] == alone[name]
+    for one, other in zip(first["block"], second["block"], strict=True):
+        assert one != other
+    assert first["mask"] != second["mask"]
+    assert first["weights"] == second["weights"]
+
+
+def test_generators_that_differ_are_left_alone(ranks: list[dict[str, Any]]) -> None:
+    """A nested block does not split again, and a rank that has seeded one generator itself keeps that one."""
+    first, second = ranks
+    assert first["is kept"]
+    assert second["is kept"]
+    assert second["again"][1] == random.Random(1).random()
+    assert first["again"][0] != second["again"][0]
+
+
+def test_a_seed_of_the_run_seeds_every_rank() -> None:
+    """It wins over split_rng=."""
+
+    @distributed(processes=2, seed=7)
+    def drawn(**options: Any) -> tuple[float, ...]:
+        with parallel_model(Mlp(), **options):
+            return draw()
+
+    values = drawn.all_ranks()
+    assert len(set(values)) == 2
+    assert drawn.all_ranks(split_rng=False) == values
+
+
+def test_equal_generators_that_are_not_split_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 warns once, at the block's line, of those that are equal."""
+
+    @distributed(processes=2)
+    def drawn() -> tuple[float, ...]:
+        seed_all(3)
+        random.seed(rank())
+        for _ in range(2):
+            with parallel_model(Mlp(), split_rng=False):
+                values = draw()
+        return values
+
+    first, second = drawn.all_ranks()
+    assert (first[0], first[2]) == (second[0], second[2])
+    err = capsys.readouterr().err
+    assert err.count("torch and numpy.random draw the same numbers on 2 ranks") == 1
+    assert "test_rank_rng.py" in err.partition("UserWarning")[0]
