@@ -23,6 +23,7 @@ from parallelize.inplace.block import Block
 from parallelize.inplace.forward_routing import route_of
 from parallelize.inplace.model_checks import check_models, methods_of
 from parallelize.inplace.rank_rng import random_numbers_per_rank
+from parallelize.inplace.same_data import same_data_check
 from parallelize.plugins import registry
 from parallelize.plugins.base import Engine, Inner, LocalEngine, Precision, Session
 from parallelize.runtime import context
@@ -70,9 +71,12 @@ def parallel_model(
     Every rank draws its own random numbers in the block, for dropout masks, noise and augmentation. `seed=` seeds the
     global generators (torch, random, numpy) per rank. Without it, generators with equal states, because the script has
     seeded itself, are split when the block begins, reproducibly: rank 0 draws the numbers of one process, the other
-    ranks get new seeds. Numbers that have to be equal on all ranks (random_split, shuffling a list, a decision to skip
-    a layer or a collective) are drawn before the block, or from a generator with its own seed. A seed set inside the
-    block is the same on all ranks.
+    ranks get new seeds. Numbers that have to be equal on all ranks (random_split, the order of a list or of an iterable
+    dataset, a decision to skip a layer or a collective) are drawn before the block, or from a generator with its own
+    seed. A seed set inside the block is the same on all ranks.
+
+    A warning says if the inputs or local gradients of the first steps are bitwise equal on all ranks, which then do the
+    work of one: a loader is not wrapped in `shard_loader`, or each rank seeds a generator of its own alike.
 
     The block works in a decorated function, in a process started by torchrun or srun, and in a plain script. A plain
     script is one process; if it sees several GPUs, `backend` defaults to "dp".
@@ -109,9 +113,17 @@ def parallel_model(
         session = stack.enter_context(_open_precision(run, models, given_optimizers))
         build = _engine_factory(run, optimizers=given_optimizers, restore=restore)
         summary = StartupSummary(run, given_optimizers)
+        same_data = stack.enter_context(same_data_check(run, models))
         for model, originals in zip(models, routed_methods, strict=True):
             inner = Inner(model, original_methods=originals, session=session)
-            block = Block(inner, run=run, build=build, on_rebuilt=lambda: session.bind(models), startup_summary=summary)
+            block = Block(
+                inner,
+                run=run,
+                build=build,
+                on_rebuilt=lambda: session.bind(models),
+                startup_summary=summary,
+                same_data=same_data,
+            )
             stack.enter_context(block.running())
         session.bind(models)
         random_numbers_per_rank(run, split=split_rng)

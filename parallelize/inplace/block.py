@@ -16,6 +16,7 @@ from parallelize.inplace.gradient_averaging_guard import GradientAveragingGuard
 from parallelize.inplace.local_gradients import claim_gradients, refuse_steps_after_block
 from parallelize.inplace.model_consistency import require_same_model, verify_every
 from parallelize.inplace.model_structure import Structure
+from parallelize.inplace.same_data import SameDataCheck
 from parallelize.inplace.unmanaged_parameters import refuse_unmanaged_parameters
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.context import Runtime
@@ -34,6 +35,7 @@ class Block:
         build: builds the engine; called again if the user unfreezes or replaces parameters.
         on_rebuilt: called after each rebuild of the engine.
         startup_summary: summary to add the engine to; logged at the first forward with grad mode on.
+        same_data: compares the block's first forwards across ranks; None: there is nothing to compare.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Block:
         build: Callable[[Inner], Engine],
         on_rebuilt: Callable[[], None] = lambda: None,
         startup_summary: StartupSummary,
+        same_data: SameDataCheck | None = None,
     ) -> None:
         self._inner = inner
         self._run = run
         self._build_engine = build
         self._on_rebuilt = on_rebuilt
         self._startup_summary, self._has_logged_summary = startup_summary, False
+        self._same_data = same_data
         self._engine: Engine
         self._structure: Structure
         self._guard: GradientAveragingGuard | None = None
@@ -79,8 +83,10 @@ class Block:
             refuse_steps_after_block([] if self._guard is None else self._guard.local_gradients())
             self._stop(failed=failed)
 
-    def before_forward(self) -> nn.Module:
+    def before_forward(self, inputs: Any) -> nn.Module:
         """Return the module for a forward with grad mode on; rebuild the engine first if parameters have changed."""
+        if self._same_data is not None:
+            self._same_data.before_forward(inputs)
         if not self._has_logged_summary:
             self._has_logged_summary = True
             self._startup_summary.log_once()

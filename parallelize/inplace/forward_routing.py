@@ -51,8 +51,8 @@ class _ThreadState(threading.local):
 class ForwardHandler(Protocol):
     """Chooses the module that runs each routed forward."""
 
-    def before_forward(self) -> nn.Module:
-        """Return the module for a forward with grad mode on."""
+    def before_forward(self, inputs: Any) -> nn.Module:
+        """Return the module for a forward with grad mode on and these arguments."""
 
     def after_forward(self, module: nn.Module, output: Any) -> None:
         """Handle the output of a forward that `module` ran with grad mode on."""
@@ -118,7 +118,7 @@ class Route:
         if model is not self.model or not self._installed or self._thread_state.is_in_engine:
             return self.inner.bind_method(method, model)(*args, **kwargs)
         is_recording = torch.is_grad_enabled()
-        module = self.handler.before_forward() if is_recording else self.handler.local_module()
+        module = self.handler.before_forward((args, kwargs)) if is_recording else self.handler.local_module()
         if self._device is not None:
             args, kwargs = map_leaves(self._to_device, (args, kwargs))
         if self.inner.method != method:

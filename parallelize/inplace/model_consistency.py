@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from parallelize.errors import SyncError
 from parallelize.runtime.gradients import parameters_of
 
-__all__ = ["first_difference", "require_equal", "require_same_model", "verify_every"]
+__all__ = ["bits_of", "first_difference", "require_equal", "require_same_model", "verify_every"]
 
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -95,7 +95,7 @@ def first_difference(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     """
     if not tensors:
         return None
-    local = torch.stack([_checksum(tensor) for tensor in tensors])  # one number per tensor
+    local = torch.stack([bits_of(tensor.to_dense()).sum(dtype=torch.int64) for tensor in tensors])  # one per tensor
     rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, local)
     for rank, row in enumerate(rows):
@@ -104,12 +104,11 @@ def first_difference(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
     return None
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a checksum of a tensor's bits: the sum of its elements as integers."""
-    dense = tensor.detach().to_dense()
-    plain = torch.view_as_real(dense) if dense.is_complex() else dense
-    words = plain.contiguous().view(_AS_INTEGER[plain.element_size()])
-    return words.sum(dtype=torch.int64)
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a dense tensor as integers of the same size."""
+    values = tensor.detach()
+    plain = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    return plain.contiguous().view(_AS_INTEGER[plain.element_size()])
 
 
 def _signature(model: nn.Module) -> list[tuple[str, str, tuple[int, ...], str]]:
