@@ -21,6 +21,7 @@ from parallelize.errors import ConfigError
 from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL
 from parallelize.inplace.block import Block
 from parallelize.inplace.forward_routing import route_of
+from parallelize.inplace.gradient_average import Average, GradientAverage, require_average
 from parallelize.inplace.model_checks import check_models, methods_of
 from parallelize.inplace.rank_rng import random_numbers_per_rank
 from parallelize.inplace.same_data import same_data_check
@@ -48,6 +49,7 @@ def parallel_model(
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
     methods: str | Iterable[str] = (),
     restore: bool = True,
+    average: Average = "ranks",
     split_rng: bool = True,
     **options: Any,
 ) -> Iterator[Any]:
@@ -59,8 +61,9 @@ def parallel_model(
                 loss.backward()
                 optimizer.step()
 
-    In the block, `model(x)` runs in parallel and `backward` averages gradients over all processes: the result is that
-    of one process that trains on the concatenated batches. All ranks start from rank 0's parameters. The model is moved
+    In the block, `model(x)` runs in parallel and `backward` averages gradients over all processes. For a loss that is a
+    mean over equally many targets on every rank, the result is that of one process that trains on the concatenated
+    batches; for other losses, `average=` makes it so. All ranks start from rank 0's parameters. The model is moved
     to this process's device and keeps its `Parameter` objects: optimizers may be created before or inside the block.
     After the block or an exception, it is a plain model again, with the trained weights, on the training device.
 
@@ -86,6 +89,12 @@ def parallel_model(
         optimizers: the optimizers of these models; required by fsdp and Apex.
         methods: names of methods that run in parallel in addition to forward, such as "loss" or "encode".
         restore: whether sharded parameters (fsdp) are gathered into full ones when the block ends.
+        average: how gradients of the ranks are averaged. "ranks": with equal weights. "sum": they are added, for losses
+            that are sums (`reduction="sum"`). "tokens": by the number of targets over which each loss is a mean, such
+            as a cross entropy with `ignore_index` over unequal padding, or with class weights; the micro-batches of an
+            optimizer step (losses divided by their number) are weighted alike. The count is read from torch's
+            reductions, and a sum divided by a number counts as a mean over that number; a loss whose count is not known
+            is refused.
         split_rng: whether global generators with equal states are split over the ranks, unless `seed=` seeds them.
             False: they stay equal, with a warning.
         **options: options of `distributed`, for this block only: `backend`, `amp`, `amp_engine`, `wrap`,
@@ -101,18 +110,20 @@ def parallel_model(
     given_optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
     routed_methods = methods_of(models, (methods,) if isinstance(methods, str) else tuple(methods))
     check_models(models)
+    require_average(average)
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(_enter_run({name: value for name, value in options.items() if value is not None}))
         outer = context.active() or run
         outer.flags.add(ENTERED_PARALLEL_MODEL)
         outer.models.extend(map(weakref.ref, models))
         _refuse_comparing_shards(run)
+        _refuse_apex(run, average)
         if run.config.wrap is not None or not run.config.backend.places_model:
             for model in models:
                 model.to(run.device)
         session = stack.enter_context(_open_precision(run, models, given_optimizers))
-        build = _engine_factory(run, optimizers=given_optimizers, restore=restore)
-        summary = StartupSummary(run, given_optimizers)
+        build = _engine_factory(run, optimizers=given_optimizers, restore=restore, average=average)
+        summary, averaging = StartupSummary(run, given_optimizers), GradientAverage(average, run=run)
         same_data = stack.enter_context(same_data_check(run, models))
         for model, originals in zip(models, routed_methods, strict=True):
             inner = Inner(model, original_methods=originals, session=session)
@@ -123,8 +134,10 @@ def parallel_model(
                 on_rebuilt=lambda: session.bind(models),
                 startup_summary=summary,
                 same_data=same_data,
+                window=averaging.window(),
             )
             stack.enter_context(block.running())
+        stack.enter_context(averaging.active())
         session.bind(models)
         random_numbers_per_rank(run, split=split_rng)
         yield models[0] if len(models) == 1 else models
@@ -185,6 +198,15 @@ def _refuse_comparing_shards(run: Runtime) -> None:
         )
 
 
+def _refuse_apex(run: Runtime, average: Average) -> None:
+    if average == "tokens" and run.config.amp is not None and run.config.amp_engine == "apex":
+        raise ConfigError(
+            "average='tokens' with amp_engine='apex'",
+            why="Apex holds accumulated gradients in copies of its own, which cannot be weighted again",
+            fix="use amp_engine='native'",
+        )
+
+
 def _missing_processes(layout: Layout) -> ConfigError:
     backend = layout.config.backend.name
     return ConfigError(
@@ -214,7 +236,7 @@ def _open_precision(
 
 
 def _engine_factory(
-    run: Runtime, *, optimizers: Sequence[torch.optim.Optimizer], restore: bool
+    run: Runtime, *, optimizers: Sequence[torch.optim.Optimizer], restore: bool, average: Average
 ) -> Callable[[Inner], Engine]:
     """Return a function that builds the engine of a model, with the backend or with the user's `wrap`."""
     wrap = run.config.wrap
@@ -227,6 +249,12 @@ def _engine_factory(
         module = wrap(inner, run.world)
         if isinstance(module, DistributedDataParallel):
             return DDPEngine(module, local=inner, broadcasts_buffers=module.broadcast_buffers)
+        if average != "ranks":
+            raise ConfigError(
+                f"average={average!r} with a wrap= that returns a {type(module).__name__}",
+                why="only DistributedDataParallel is known to average gradients over the ranks with equal weights",
+                fix="return a DistributedDataParallel, or drop average=",
+            )
         return _WrapEngine(module, local=inner)
 
     return build

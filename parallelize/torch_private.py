@@ -39,7 +39,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_execution_engine": ("queue a callback for the end of backward", "every backend with gradients fails"),
     },
     "torch.autograd.graph.Node": {
-        "_input_metadata": ("read the shape of a loss passed as a GradientEdge", "such losses fail"),
+        "_input_metadata": ("read the shape of a loss or its operand", 'average="tokens" fails'),
     },
     "torch.autograd.grad_mode": {
         "_unsafe_preserve_version_counter": (
@@ -126,6 +126,9 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "torch._C._distributed_c10d": {
         "_dump_fr_trace": ("read the flight recorder", "hang reports name no collectives"),
+    },
+    "torch.nn.parallel.distributed": {
+        "_DDPSink": ("follow a loss through the outputs of DDP", 'average="tokens" with static_graph fails'),
     },
     "torch.nn.parallel.DistributedDataParallel": {
         "_comm_hooks": ("check whether a communication hook is registered", "the startup summary fails"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import platform
 import statistics
@@ -100,7 +101,7 @@ def by_hand(work: Work) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def ours(work: Work) -> Iterator[Step]:
+def ours(work: Work, **options: Any) -> Iterator[Step]:
     model = work.make()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
 
@@ -109,7 +110,7 @@ def ours(work: Work) -> Iterator[Step]:
         work.loss(model(x), x).backward()
         optimizer.step()
 
-    with parallelize.parallel_model(model):
+    with parallelize.parallel_model(model, **options):
         yield step
 
 
@@ -151,6 +152,7 @@ def accelerate(work: Work) -> Iterator[Step]:
 CONTENDERS: dict[str, tuple[str, Callable[[Work], Any]]] = {
     "by hand": ("torch", by_hand),
     "parallelize": ("parallelize", ours),
+    "parallelize, by tokens": ("parallelize", functools.partial(ours, average="tokens")),
     "Fabric": ("lightning_fabric", fabric),
     "Accelerate": ("accelerate", accelerate),
 }

@@ -14,12 +14,13 @@ from parallelize.data.epoch_shards import IndexedShard
 from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.source import EpochShard, Position, Source
 from parallelize.data.step_timing import timed_steps
-from parallelize.data.weighted_gradients import BatchWeight, weighted_backward
+from parallelize.data.weighted_gradients import BatchWeight
 from parallelize.errors import ConfigError
 from parallelize.precision.autocast_filter import set_loss_over
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.rank_consistency import ConsistencyCheck, register_check
 from parallelize.runtime.startup_summary import register_loader
+from parallelize.runtime.weighted_backward import weigh_batches
 
 __all__ = ["ShardedLoader"]
 
@@ -175,7 +176,7 @@ class ShardedLoader(Generic[T]):
 
     def _iterate(self, progress: _EpochProgress[T]) -> Iterator[T]:
         is_weighted = self._options.tail == "weighted"
-        backward = weighted_backward(progress.weight) if is_weighted else contextlib.nullcontext()
+        backward = weigh_batches(progress.weight) if is_weighted else contextlib.nullcontext()
         with backward, progress.closing():
             for batch in self._with_data_location(self._batches(progress)):
                 if progress.steps == 0:

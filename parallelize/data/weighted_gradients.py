@@ -1,4 +1,4 @@
-"""Weighted gradients: a backward pass starts from its batch's weight, so that uneven batches average correctly.
+"""Weights of batches by their samples: backward passes start from them, so that uneven batches average correctly.
 
 Process `r` of `W` has `c_r` samples, and the gradient `g_r` of their mean loss. Every engine averages gradients over
 processes, so the weights `w_r` are:
@@ -12,19 +12,9 @@ make the same optimizer steps with the same gradients, so they cannot diverge, a
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.autograd.graph import GradientEdge
-
 from parallelize.errors import SyncError
-from parallelize.runtime.gradients import is_in_backward
 
-__all__ = ["BatchWeight", "weighted_backward"]
+__all__ = ["BatchWeight"]
 
 
 class BatchWeight:
@@ -73,71 +63,3 @@ def _batch_taken_ahead_error(what: str) -> SyncError:
         why="each backward pass uses the weight of the latest batch",
         fix="take one batch at a time and run its backward pass before taking the next, or use tail='pad'",
     )
-
-
-class _WeightedBackward:
-    """Replacement for torch.autograd.backward while weighted loaders are iterated."""
-
-    def __init__(self, original: Callable[..., None]) -> None:
-        self.original = original
-        self.weights: list[BatchWeight] = []
-        self._is_running = False
-
-    def __call__(
-        self, tensors: Any, grad_tensors: Any = None, *args: Any, grad_variables: Any = None, **kwargs: Any
-    ) -> None:
-        given = grad_tensors if grad_variables is None else grad_variables  # the deprecated name
-        is_nested = self._is_running or is_in_backward()
-        # A nested backward pass (reentrant checkpointing, or torch's second call for a Tensor subclass) starts from a
-        # gradient that is already weighted.
-        weight = 1.0 if is_nested else self._current_weight()
-        if weight == 1.0:
-            self.original(tensors, given, *args, **kwargs)
-            return
-        roots = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
-        grads = (given,) * len(roots) if given is None or isinstance(given, Tensor) else tuple(given)
-        self._is_running = True
-        try:
-            weighted = [_weighted_grad(root, grad, weight) for root, grad in zip(roots, grads, strict=True)]
-            self.original(roots, weighted, *args, **kwargs)
-        finally:
-            self._is_running = False
-
-    def _current_weight(self) -> float:
-        for each in self.weights:
-            each.start_backward()
-        values = {weight.value for weight in self.weights}
-        if len(values) > 1:
-            raise SyncError(
-                f"a backward pass with batches of two loaders, of weights {' and '.join(map(str, sorted(values)))}",
-                why="a single loss cannot be split into the parts of each batch",
-                fix="use tail='pad' or 'drop' for one of the loaders",
-            )
-        return values.pop() if values else 1.0
-
-
-def _weighted_grad(root: Tensor | GradientEdge, grad: Tensor | None, weight: float) -> Tensor | None:
-    """Return the weighted gradient from which a backward pass starts at a root tensor."""
-    if grad is not None:
-        return grad * weight
-    like: Any = root if isinstance(root, Tensor) else root.node._input_metadata[root.output_nr]
-    if math.prod(like.shape) != 1:
-        return None  # torch raises its own error
-    return torch.full(tuple(like.shape), weight, dtype=like.dtype, device=like.device)
-
-
-@contextlib.contextmanager
-def weighted_backward(weight: BatchWeight) -> Iterator[None]:
-    """Start every backward pass in the block from `weight.value`, by patching what Tensor.backward calls, too."""
-    current = torch.autograd.backward
-    patch = current if isinstance(current, _WeightedBackward) else _WeightedBackward(current)
-    patch.weights.append(weight)
-    autograd: Any = torch.autograd
-    autograd.backward = patch
-    try:
-        yield
-    finally:
-        patch.weights.remove(weight)
-        # If other code has patched the function since, its patch still calls this one, which then calls torch's.
-        if not patch.weights and torch.autograd.backward is patch:
-            autograd.backward = patch.original

@@ -12,6 +12,7 @@ from torch import nn
 from parallelize.errors import SyncError
 from parallelize.inplace.backward_after_block import BackwardAfterBlock
 from parallelize.inplace.forward_routing import Route
+from parallelize.inplace.gradient_average import Window
 from parallelize.inplace.gradient_averaging_guard import GradientAveragingGuard
 from parallelize.inplace.local_gradients import claim_gradients, refuse_steps_after_block
 from parallelize.inplace.model_consistency import require_same_model, verify_every
@@ -36,6 +37,7 @@ class Block:
         on_rebuilt: called after each rebuild of the engine.
         startup_summary: summary to add the engine to; logged at the first forward with grad mode on.
         same_data: compares the block's first forwards across ranks; None: there is nothing to compare.
+        window: the model's backward passes since its last optimizer step.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Block:
         on_rebuilt: Callable[[], None] = lambda: None,
         startup_summary: StartupSummary,
         same_data: SameDataCheck | None = None,
+        window: Window,
     ) -> None:
         self._inner = inner
         self._run = run
@@ -60,6 +63,7 @@ class Block:
         self._backward_after_block = BackwardAfterBlock(inner.model)
         self._checks = contextlib.ExitStack()
         self._forwards = SyncPoints()
+        self._window = window
 
     @property
     def model(self) -> nn.Module:
@@ -105,8 +109,10 @@ class Block:
         self._guard.before_forward()
         return self._engine.module
 
-    def after_forward(self, module: nn.Module, output: Any) -> None:
+    def after_forward(self, module: nn.Module, output: Any, *, inputs: Any) -> None:
         """Begin to track gradients after a forward that `module` ran; no-op if that was the local module."""
+        if module is self._engine.module:
+            self._window.mark(output, inputs)
         if self._guard is not None and module is self._engine.module:
             self._guard.after_forward()
             self._backward_after_block.register_hooks(output)
@@ -119,7 +125,7 @@ class Block:
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging them while the context lasts."""
         guard_no_sync = contextlib.nullcontext() if self._guard is None else self._guard.no_sync()
-        with guard_no_sync, self._engine.no_sync():
+        with guard_no_sync, self._engine.no_sync(), self._window.no_sync():
             yield
 
     def _start(self) -> None:
@@ -135,7 +141,9 @@ class Block:
             self._guard = guard
             self._checks.enter_context(guard.hooks_installed())
         is_sharded = self._run.config.backend.shards_gradients and self._run.world.world_size > 1
-        if self._engine.averages_gradients or is_sharded:
+        is_averaging = self._engine.averages_gradients or is_sharded
+        self._window.bind(self.model, is_averaging=is_averaging)
+        if is_averaging:
             self._checks.enter_context(refuse_unmanaged_parameters(self.model))
         every = self._run.config.verify_every
         if every and self._run.world.world_size > 1:

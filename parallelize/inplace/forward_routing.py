@@ -54,7 +54,7 @@ class ForwardHandler(Protocol):
     def before_forward(self, inputs: Any) -> nn.Module:
         """Return the module for a forward with grad mode on and these arguments."""
 
-    def after_forward(self, module: nn.Module, output: Any) -> None:
+    def after_forward(self, module: nn.Module, output: Any, *, inputs: Any) -> None:
         """Handle the output of a forward that `module` ran with grad mode on."""
 
     def local_module(self) -> nn.Module:
@@ -129,7 +129,7 @@ class Route:
         finally:
             self._thread_state.is_in_engine = False
         if is_recording:
-            self.handler.after_forward(module, output)
+            self.handler.after_forward(module, output, inputs=(args, kwargs))
         return output
 
     def _to_device(self, leaf: Any) -> Any:

@@ -124,7 +124,8 @@ class GradientScaling:
         self._skipped_steps.restore_all()
         self._found_inf.update_scale()
         leaves = [*self._parameters.values(), *reachable.others, *self._non_leaves.keys()]
-        scale_(leaves, self._scale)
+        # Exact, because the scale is a power of two.
+        scale_(leaves, lambda gradient: self._scale.on(gradient.device)[0])
         try:
             with self._hooks.scaled_backward(self._scale):
                 run(_scaled_gradients(roots, gradients, self._scale))

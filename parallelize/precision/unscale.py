@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -15,11 +15,16 @@ __all__ = ["max_flag", "non_finite_flag", "scale_", "unscale_"]
 K = TypeVar("K", bound=Hashable)
 
 
-def scale_(leaves: Iterable[torch.Tensor], scale: LossScale) -> None:
-    """Multiply the gradients of `leaves` by the loss scale, in place; exact while the scale is a power of two."""
-    for (device, _), gradients in _foreach_groups(leaves, scale, inverse=False).items():
+def scale_(leaves: Iterable[torch.Tensor], factor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Multiply the gradients of `leaves` in place.
+
+    Args:
+        leaves: leaf tensors; those without a gradient are ignored.
+        factor: returns the 0-dim factor for a gradient, on its device; equal for all gradients.
+    """
+    for gradients in _foreach_groups(leaves, factor).values():
         with torch.no_grad():
-            torch._foreach_mul_(gradients, scale.on(device)[0])
+            torch._foreach_mul_(gradients, factor(gradients[0]))
 
 
 def unscale_(groups: Mapping[K, Sequence[torch.Tensor]], scale: LossScale) -> dict[K, torch.Tensor]:
@@ -36,7 +41,7 @@ def unscale_(groups: Mapping[K, Sequence[torch.Tensor]], scale: LossScale) -> di
     flags_by_group = {}
     for key, leaves in groups.items():
         flags: dict[torch.device, torch.Tensor] = {}
-        for (device, _), gradients in _foreach_groups(leaves, scale, inverse=True).items():
+        for (device, _), gradients in _foreach_groups(leaves, lambda each: scale.on(each.device)[1]).items():
             flag = flags.setdefault(device, torch.zeros((), device=device))
             with torch.no_grad():
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, scale.on(device)[1])
@@ -66,7 +71,7 @@ def _local_values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _foreach_groups(
-    leaves: Iterable[torch.Tensor], scale: LossScale, *, inverse: bool
+    leaves: Iterable[torch.Tensor], factor: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """Return the gradients of `leaves` grouped by device and dtype, as foreach kernels require.
 
@@ -80,7 +85,7 @@ def _foreach_groups(
             continue
         if gradient.requires_grad:
             with torch.enable_grad():
-                leaf.grad = gradient * scale.on(gradient.device)[1 if inverse else 0]
+                leaf.grad = gradient * factor(gradient)
             gradient = gradient.detach().clone()
         gradient = _local_values(gradient)
         groups[gradient.device, gradient.dtype].append(gradient)

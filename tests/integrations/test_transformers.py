@@ -31,7 +31,12 @@ def sentences(batch_size: int) -> DataLoader[Any]:
 
 
 def collate(rows: list[Any]) -> Any:
-    return transformers.default_data_collator([{**row, "labels": row["input_ids"]} for row in rows])
+    """Make a batch in which the labels of each sentence end after another number of tokens."""
+    return transformers.default_data_collator([{**row, "labels": ended(row["input_ids"])} for row in rows])
+
+
+def ended(ids: torch.Tensor) -> torch.Tensor:
+    return ids.where(torch.arange(16) < 3 + ids[0] % 13, -100)
 
 
 def run_steps(model: Any, batches: Any) -> None:
@@ -46,7 +51,7 @@ def run_steps(model: Any, batches: Any) -> None:
 
 def train(folder: str) -> tuple[str, list[int]]:
     model = make_model()
-    with parallel_model(model):
+    with parallel_model(model, average="tokens"):
         run_steps(model, shard_loader(sentences(PER_PROCESS)))
         generated = model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False, pad_token_id=0)
     if is_main():

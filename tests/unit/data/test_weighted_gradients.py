@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from parallelize import SyncError
-from parallelize.data.weighted_gradients import BatchWeight, weighted_backward
+from parallelize.data.weighted_gradients import BatchWeight
+from parallelize.runtime.weighted_backward import weigh_batches
 
 
 class Marked(torch.Tensor):
@@ -28,7 +29,7 @@ def test_every_kind_of_backward_is_weighted():
     original = torch.autograd.backward
     for call in calls:
         x = torch.zeros(3, requires_grad=True)
-        with weighted_backward(BatchWeight(0.25)):
+        with weigh_batches(BatchWeight(0.25)):
             call(x)
         assert x.grad.tolist() == [0.5] * 3
     assert torch.autograd.backward is original
@@ -37,7 +38,7 @@ def test_every_kind_of_backward_is_weighted():
 def test_accumulated_gradients_keep_their_own_weights():
     """Each backward pass uses the weight of its batch."""
     current, x = BatchWeight(), torch.zeros(1, requires_grad=True)
-    with weighted_backward(current):
+    with weigh_batches(current):
         for value in (0.5, 0.25, 0.0):
             current.value = value
             x.sum().backward()
@@ -64,7 +65,7 @@ class Recomputed(torch.autograd.Function):
 def test_a_backward_inside_a_backward_is_not_weighted_twice():
     """The inner one starts from a gradient that is already weighted."""
     x = torch.ones(2, requires_grad=True)
-    with weighted_backward(BatchWeight(0.5)):
+    with weigh_batches(BatchWeight(0.5)):
         Recomputed.apply(x).sum().backward()
     assert x.grad.tolist() == [1.0, 1.0]
 
@@ -72,7 +73,7 @@ def test_a_backward_inside_a_backward_is_not_weighted_twice():
 def test_a_root_without_a_gradient_is_still_torchs_error():
     """A loss of several values is refused with torch's message."""
     with (
-        weighted_backward(BatchWeight(0.5)),
+        weigh_batches(BatchWeight(0.5)),
         pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar"),
     ):
         torch.zeros(2, requires_grad=True).backward()
@@ -82,7 +83,7 @@ def test_two_weights_at_once_are_refused():
     """A loss from two weighted loaders has no weight, unless their weights are equal."""
     x = torch.zeros(1, requires_grad=True)
     first, second = BatchWeight(0.5), BatchWeight(0.5)
-    with weighted_backward(first), weighted_backward(second):
+    with weigh_batches(first), weigh_batches(second):
         x.sum().backward()
         assert x.grad.item() == 0.5
         second.value = 2.0
@@ -93,7 +94,7 @@ def test_two_weights_at_once_are_refused():
 def gradient_after(order, values):
     """Return the gradient after taking batches (letters), running backward (!) and exhausting the loader (.)."""
     current, x, left = BatchWeight(), torch.zeros(1, requires_grad=True), iter(values)
-    with weighted_backward(current):
+    with weigh_batches(current):
         for each in order:
             if each == ".":
                 current.end_epoch()
@@ -130,7 +131,7 @@ def test_batches_that_are_taken_ahead_are_refused(order):
 def test_loaders_may_end_in_any_order():
     """The original backward is restored when the last of several loaders ends, not when the first one does."""
     original = torch.autograd.backward
-    first, second = weighted_backward(BatchWeight()), weighted_backward(BatchWeight())
+    first, second = weigh_batches(BatchWeight()), weigh_batches(BatchWeight())
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

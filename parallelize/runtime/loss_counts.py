@@ -1,0 +1,261 @@
+"""Number of targets that a loss averages over, read from its autograd graph before backward.
+
+    loss ── / k ── + ──┬── 0.9 * ── NllLoss (mean)          count: its total weight, without ignored targets
+                       └── 0.1 * ── Sum / n                 count: n
+
+The search follows operations that are linear in one loss down to each reduction. Functions are not patched: losses in a
+forward, of modules, under autocast and imported by name are found alike, and nothing is done while they are computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from parallelize.runtime.containers import leaves
+
+__all__ = ["LossCount", "attach_count", "join_weights", "loss_counts", "mark_outputs", "models_reached"]
+
+_MODELS_KEY = "parallelize: models"
+_COUNTS_KEY = "parallelize: counts"
+
+# Operations by their nodes' names up to "Backward".
+_LINEAR = frozenset(("Add", "Alias", "Clone", "Div", "Mul", "Neg", "Reshape", "ReshapeAlias", "Rsub", "Select"))
+_LINEAR |= {"Squeeze", "Sub", "ToCopy", "UnsafeView", "Unsqueeze", "View"}
+_LISTS = frozenset({"Cat", "Stack"})
+
+
+@dataclass(frozen=True)
+class LossCount:
+    """One reduction in a loss.
+
+    Args:
+        loss: name of the reduction, such as "NllLoss".
+        kind: a mean; a sum that is divided by a number, such as its count; a sum; or an operation that is not known.
+        count: number (or total weight) of the targets; a tensor on an accelerator, where reading it synchronizes; None
+            for the last two kinds.
+    """
+
+    loss: str
+    kind: Literal["mean", "divided sum", "sum", "unknown"]
+    count: float | torch.Tensor | None = None
+
+
+class _Term(NamedTuple):
+    """A node that the search has reached."""
+
+    node: Any
+    output: int
+    divisor: float | torch.Tensor | None = None  # product of the constants that divide the node's value
+    is_in_model: bool = False  # whether it is part of a model's forward
+
+
+def loss_counts(roots: Iterable[torch.Tensor | GradientEdge], *, is_in_model: bool = False) -> list[LossCount]:
+    """Return the reductions of which the roots are linear combinations, without terms that depend on no model's output.
+
+    Args:
+        roots: the scalar losses from which a backward starts.
+        is_in_model: whether the roots were computed in the forward of a model.
+    """
+    edges = [_edge(root) for root in roots if isinstance(root, GradientEdge) or root.requires_grad]
+    with torch.no_grad():
+        found = list(_reductions([_Term(edge.node, edge.output_nr, None, is_in_model) for edge in edges]))
+    if len(found) > 1:  # e.g. a penalty on weights: data has no part in it
+        found = [(term, count) for term, count in found if _is_from_data(term)]
+    return [count for _, count in found]
+
+
+def attach_count(tensor: torch.Tensor, count: LossCount) -> None:
+    """Store the count of a loss that custom operations have joined from several ones, in its graph."""
+    edge = get_gradient_edge(tensor)
+    _metadata(edge.node).setdefault(_COUNTS_KEY, {})[edge.output_nr] = count
+
+
+def join_weights(
+    losses: Sequence[torch.Tensor], *, samples: Sequence[int], inputs: Any
+) -> tuple[list[float | torch.Tensor], LossCount]:
+    """Return the weights by which losses of the parts of a batch add up to the loss of the batch, and its count.
+
+    Means are weighted by their counts, and sums are added. All other scalars are weighted by samples.
+
+    Args:
+        losses: one scalar per part, computed in the model's forward.
+        samples: number of samples of each part.
+        inputs: the inputs of the model; a sum divided by one of these numbers, such as the number of targets of several
+            batches, stays a sum.
+    """
+    numbers = [each for each in leaves(inputs) if not isinstance(each, torch.Tensor) or each.dim() == 0]
+    with torch.no_grad():
+        counts = [_common_count(loss_counts([each], is_in_model=True), numbers) for each in losses]
+    (kind, *others), first = {each.kind for each in counts}, counts[0]
+    if kind == "mean" and not others:
+        total: Any = sum(each.count for each in counts if each.count is not None)
+        return [each.count / (total or 1.0) for each in counts if each.count is not None], LossCount(
+            first.loss, "mean", total
+        )
+    # A sum that is equal in all parts, such as a penalty on weights, does not depend on the batch.
+    if kind in {"sum", "divided sum"} and not others and len({each.item() for each in losses}) > 1:
+        return [1.0] * len(losses), first
+    return [each / sum(samples) for each in samples], LossCount(first.loss, "unknown")
+
+
+def _common_count(counts: Sequence[LossCount], numbers: Sequence[Any]) -> LossCount:
+    """Return the count of a loss with one or several terms; "divided sum": it is a sum divided by one of `numbers`."""
+    kinds, first = {each.kind for each in counts}, counts[0] if counts else LossCount("", "unknown")
+    if len(counts) > 1 and len({float(each.count or 0.0) for each in counts}) > 1:
+        return LossCount(first.loss, "unknown")
+    if kinds == {"divided sum"} and any(_is_equal(first.count, each) for each in numbers):
+        return first
+    if kinds and kinds <= {"mean", "divided sum"}:
+        return LossCount(first.loss, "mean", first.count)
+    return first if len(kinds) == 1 else LossCount(first.loss, "unknown")
+
+
+def _is_equal(count: Any, number: Any) -> bool:
+    return isinstance(number, (int, float, torch.Tensor)) and float(count) == float(number)
+
+
+def _reductions(terms: list[_Term]) -> Iterator[tuple[_Term, LossCount]]:
+    while terms:
+        term = terms.pop()
+        node = term.node
+        if not term.is_in_model and _MODELS_KEY in node.metadata:
+            term = _Term(node, term.output, term.divisor, is_in_model=True)
+        given = node.metadata.get(_COUNTS_KEY, {}).get(term.output)
+        inner = None if given is not None else _operands(term)
+        if inner is None:
+            yield term, given or _reduction(term)
+        else:
+            terms += inner
+
+
+def _operands(term: _Term) -> list[_Term] | None:
+    """Return the losses of which a node's value is a linear combination; None if it is a reduction or not known."""
+    node, name = term.node, _operation(term.node)
+    divisor = term.divisor
+    edges = [_Term(each, output, divisor, term.is_in_model) for each, output in node.next_functions if each is not None]
+    if name in {"Mean", "Sum"}:
+        return _scalars(edges)
+    if name == "_DDPSink":
+        return [edges[term.output]]
+    if name in {"Add", "Sub"} and len(edges) > 1:
+        # A divisor of the sum is the number of passes, not that of targets.
+        return [_Term(each.node, each.output, None, each.is_in_model) for each in edges]
+    if name == "Mul" and len(edges) > 1:
+        edges = [each for each in edges if _is_from_data(each)]  # e.g. without a learned weight of the loss
+    is_known = name in _LINEAR and len(edges) == 1 and _numel(edges[0]) == 1
+    if name != "Div" or not is_known:
+        return edges if is_known else None
+    if len(node.next_functions) > 1 and node.next_functions[0][0] is None:
+        return None  # a constant divided by a loss
+    number = _number(node._saved_other)
+    return [_Term(edges[0].node, edges[0].output, number if divisor is None else divisor * number, term.is_in_model)]
+
+
+def _scalars(operands: list[_Term]) -> list[_Term] | None:
+    """Return the scalars that a mean or sum reduces: a scalar itself, or those of torch.stack; None: other tensors."""
+    for each in operands:
+        inner = each.node.next_functions
+        if _operation(each.node) in _LISTS and _numel(each) == len(inner):
+            return [_Term(node, output, None, each.is_in_model) for node, output in inner if node is not None]
+        if _shape(each) == ():
+            return [each]
+    return None
+
+
+def _reduction(term: _Term) -> LossCount:
+    name = _operation(term.node)
+    if _numel(term) != 1:
+        return LossCount(name, "unknown")
+    reduction = getattr(term.node, "_saved_reduction", None)  # torch's enum: 1 mean, 2 sum
+    if name == "Sum" or reduction == 2:
+        divisor = term.divisor
+        return LossCount(name, "sum") if divisor is None else LossCount(name, "divided sum", divisor)
+    if name in {"NllLoss", "NllLoss2D"} and reduction == 1:
+        return LossCount(name, "mean", _number(term.node._saved_total_weight))
+    if name == "Mean" or reduction == 1:
+        operand = next(_Term(*edge) for edge in term.node.next_functions if edge[0] is not None)
+        return LossCount(name, "mean", _numel(operand))
+    return LossCount(name, "unknown")
+
+
+def _metadata(node: Any) -> dict[Any, Any]:
+    metadata: dict[Any, Any] = node.metadata  # torch declares a method
+    return metadata
+
+
+def _operation(node: Any) -> str:
+    name: str = node.name()
+    return name.rpartition("Backward")[0] or name
+
+
+def _shape(term: _Term) -> tuple[int, ...]:
+    # Not the saved tensor: hooks on saved tensors would load it from where they have moved it.
+    return tuple(term.node._input_metadata[term.output].shape)
+
+
+def _numel(term: _Term) -> int:
+    return math.prod(_shape(term))
+
+
+def _number(value: Any) -> float | torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    return float(value) if value.device.type == "cpu" else value.detach()
+
+
+def _is_from_data(term: _Term) -> bool:
+    return term.is_in_model or bool(_models_behind([term.node], among=None))
+
+
+def mark_outputs(outputs: Any, *, inputs: Any, model: object) -> None:
+    """Store a model in the graph nodes of its forward's outputs, so that searches find it and skip the forward's graph.
+
+    Args:
+        outputs: the value that the forward returned.
+        inputs: the values that it received.
+        model: what `models_reached` returns for the model.
+    """
+    tensors = [each for each in leaves(inputs) if isinstance(each, torch.Tensor) and each.requires_grad]
+    before = {get_gradient_edge(each).node for each in tensors}
+    for each in leaves(outputs):
+        node: Any = each.grad_fn if isinstance(each, torch.Tensor) else None
+        if node is not None and node not in before:
+            _metadata(node).setdefault(_MODELS_KEY, {})[model] = before
+
+
+def models_reached(roots: Iterable[torch.Tensor | GradientEdge], *, among: Collection[object]) -> list[Any]:
+    """Return the models among `among` whose outputs lead to the roots."""
+    nodes = [_edge(root).node for root in roots if isinstance(root, GradientEdge) or root.requires_grad]
+    return _models_behind(nodes, among=among)
+
+
+def _models_behind(nodes: Iterable[Any], *, among: Collection[object] | None) -> list[Any]:
+    """Return the models that are marked at or behind the nodes; with `among` None, at most one, of any block."""
+    pending, seen = list(nodes), set()
+    found: dict[Any, None] = {}
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        marks = node.metadata.get(_MODELS_KEY)
+        if marks is None:
+            pending.extend(each for each, _ in node.next_functions)
+            continue
+        if among is None:
+            return list(marks)
+        found.update(dict.fromkeys(each for each in marks if each in among))
+        if len(found) == len(among):
+            break
+        pending.extend(each for inputs in marks.values() for each in inputs)
+    return list(found)
+
+
+def _edge(root: torch.Tensor | GradientEdge) -> GradientEdge:
+    return root if isinstance(root, GradientEdge) else get_gradient_edge(root)

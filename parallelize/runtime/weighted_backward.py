@@ -1,0 +1,155 @@
+"""Weighted backward passes: torch.autograd.backward starts from a weight instead of 1, chosen by batches and losses."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from parallelize.errors import ConfigError, SyncError
+from parallelize.runtime.gradients import is_in_backward
+
+__all__ = ["BatchWeight", "LossWeight", "Roots", "Weight", "weigh_batches", "weigh_losses"]
+
+Roots = tuple[Tensor | GradientEdge, ...]
+Weight = float | Tensor
+
+
+class BatchWeight(Protocol):
+    """The weight of a loader's latest batch."""
+
+    value: float
+
+    def start_backward(self) -> None:
+        """Record a backward pass of the latest batch."""
+
+
+class LossWeight(Protocol):
+    """The weights of the losses of a parallel_model block."""
+
+    def during(self, roots: Roots, batch_weight: float) -> contextlib.AbstractContextManager[Weight | None]:
+        """Return a context for a backward pass, which yields its weight; None: it is `batch_weight`.
+
+        Args:
+            roots: the tensors from which the backward pass starts.
+            batch_weight: weight of the batch by its number of samples; 0: this rank has no samples.
+        """
+
+
+# Global, because torch.autograd.backward belongs to the process. Other code may patch it between two of our patches;
+# the outermost patch weights the backward pass.
+_batches: list[BatchWeight] = []
+_losses: list[LossWeight] = []
+
+
+class _WeightedBackward:
+    """Replacement for torch.autograd.backward."""
+
+    is_running = False
+
+    def __init__(self, original: Callable[..., None]) -> None:
+        self.original = original
+        self.users = 0
+
+    def __call__(
+        self, tensors: Any, grad_tensors: Any = None, *args: Any, grad_variables: Any = None, **kwargs: Any
+    ) -> None:
+        given = grad_tensors if grad_variables is None else grad_variables  # the deprecated name
+        # A nested backward pass (reentrant checkpointing, or torch's second call for a Tensor subclass) starts from a
+        # gradient that is already weighted.
+        if _WeightedBackward.is_running or is_in_backward():
+            self.original(tensors, given, *args, **kwargs)
+            return
+        roots = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
+        with contextlib.ExitStack() as stack:
+            weight = _weight(roots, stack)
+            _WeightedBackward.is_running = True
+            stack.callback(_end_running)
+            if not isinstance(weight, Tensor) and weight == 1.0:
+                self.original(roots, given, *args, **kwargs)
+                return
+            grads = (given,) * len(roots) if given is None or isinstance(given, Tensor) else tuple(given)
+            weighted = [_weighted_grad(root, grad, weight) for root, grad in zip(roots, grads, strict=True)]
+            self.original(roots, weighted, *args, **kwargs)
+
+
+def _end_running() -> None:
+    _WeightedBackward.is_running = False
+
+
+def _weight(roots: Roots, stack: contextlib.ExitStack) -> Weight:
+    """Return the weight of a backward pass, and enter the contexts of its losses' weights."""
+    for each in _batches:
+        each.start_backward()
+    values = {each.value for each in _batches}
+    if len(values) > 1:
+        raise SyncError(
+            f"a backward pass with batches of two loaders, of weights {' and '.join(map(str, sorted(values)))}",
+            why="a single loss cannot be split into the parts of each batch",
+            fix="use tail='pad' or 'drop' for one of the loaders",
+        )
+    batch_weight = values.pop() if values else 1.0
+    found = [stack.enter_context(each.during(roots, batch_weight)) for each in _losses]
+    weights = [each for each in found if each is not None]
+    if len(weights) > 1:
+        raise ConfigError(
+            "a loss through models of two parallel_model blocks, both with average='sum' or 'tokens'",
+            why="each block would weight the loss",
+            fix="use one block: parallel_model(first, second, average=...)",
+        )
+    return weights[0] if weights else batch_weight
+
+
+def _weighted_grad(root: Tensor | GradientEdge, grad: Tensor | None, weight: Weight) -> Tensor | None:
+    """Return the weighted gradient from which a backward pass starts at a root tensor."""
+    like: Any = root if isinstance(root, Tensor) else root.node._input_metadata[root.output_nr]
+    if isinstance(weight, Tensor):
+        weight = weight.to(like.device, like.dtype)
+    if grad is not None:
+        return grad * weight
+    if math.prod(like.shape) != 1:
+        return None  # torch raises its own error
+    return torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device) * weight
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    current = torch.autograd.backward
+    patch = current if isinstance(current, _WeightedBackward) else _WeightedBackward(current)
+    patch.users += 1
+    autograd: Any = torch.autograd
+    autograd.backward = patch
+    try:
+        yield
+    finally:
+        patch.users -= 1
+        # If other code has patched the function since, its patch still calls this one, which then calls torch's.
+        if not patch.users and torch.autograd.backward is patch:
+            autograd.backward = patch.original
+
+
+@contextlib.contextmanager
+def weigh_batches(weight: BatchWeight) -> Iterator[None]:
+    """Start the backward passes in the block from the weight of a loader's latest batch."""
+    _batches.append(weight)
+    try:
+        with _patched():
+            yield
+    finally:
+        _batches.remove(weight)
+
+
+@contextlib.contextmanager
+def weigh_losses(weight: LossWeight) -> Iterator[None]:
+    """Start the backward passes in the block from the weight of their loss."""
+    _losses.append(weight)
+    try:
+        with _patched():
+            yield
+    finally:
+        _losses.remove(weight)

@@ -1,0 +1,114 @@
+"""loss_counts: what a loss averages over, from its graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallelize.runtime.loss_counts import LossCount, attach_count, loss_counts, mark_outputs, models_reached
+
+T = torch.tensor([0, 1, -100, 2, 3, -100])
+W = torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0])
+ONES = torch.ones(6, 5)
+
+LOSSES = {
+    "cross_entropy": (lambda x: F.cross_entropy(x, T), 4),
+    "class weights": (lambda x: nn.CrossEntropyLoss(weight=W)(x, T), 7.5),
+    "smoothing": (lambda x: F.cross_entropy(x, T, label_smoothing=0.1) / 3, 4),
+    "smoothing with weights": (lambda x: F.cross_entropy(x, T, weight=W, label_smoothing=0.1), 7.5),
+    "probabilities": (lambda x: F.cross_entropy(x, ONES / 5), 6),
+    "2d": (lambda x: F.cross_entropy(x.view(2, 5, 3), T.view(2, 3)), 4),
+    "nll": (lambda x: F.nll_loss(x.log_softmax(1), T), 4),
+    "mse": (lambda x: F.mse_loss(x, ONES) / 7, 30),
+    "l1": (lambda x: F.l1_loss(x, ONES), 30),
+    "smooth_l1": (lambda x: F.smooth_l1_loss(x, ONES), 30),
+    "huber": (lambda x: F.huber_loss(x, ONES), 30),
+    "bce": (lambda x: F.binary_cross_entropy(x.sigmoid(), ONES), 30),
+    "bce logits": (lambda x: F.binary_cross_entropy_with_logits(x, ONES, pos_weight=W), 30),
+    "soft margin": (lambda x: F.soft_margin_loss(x, ONES), 30),
+    "triplet": (lambda x: F.triplet_margin_loss(x, x + 1, x - 1), 6),
+    "kl": (lambda x: F.kl_div(x.log_softmax(1), ONES / 5, reduction="batchmean"), 6),
+    "mean": (lambda x: 1 - 0.5 * x.mean(), 30),
+    "mean over dims": (lambda x: x.mean((0, 1)), 30),
+    "mean of a mean": (lambda x: F.mse_loss(x, ONES).mean().half().float(), 30),
+    "mean of means of rows": (lambda x: x.mean(1).mean(), 6),
+    "masked mean": (lambda x: -(x.mean(1) * (T >= 0)).sum() / (T >= 0).sum() / 2, 8),
+    "sum divided by an int": (lambda x: F.cross_entropy(x, T, reduction="sum") / 4, 4),
+    "equal terms": (lambda x: x.mean() + 2 * F.mse_loss(x, ONES), 30),
+    "stacked terms": (lambda x: torch.stack([x.mean(), x.abs().mean()]).sum(), 30),
+    "one element": (lambda x: x.mean().view(1)[0], 30),
+    "a penalty on weights": (lambda x: x.mean() + 0.1 * nn.Linear(2, 2).weight.pow(2).sum(), 30),
+    "a learned weight": (lambda x: x.mean() * nn.Parameter(torch.zeros(())).exp(), 30),
+}
+
+
+def outputs():
+    """Return the outputs of a model."""
+    x = torch.randn(6, 5, requires_grad=True) * 1
+    mark_outputs({"logits": [x]}, inputs=(), model="net")
+    return x
+
+
+@pytest.mark.parametrize(("loss", "count"), LOSSES.values(), ids=LOSSES)
+def test_losses_have_the_number_of_their_targets(loss, count):
+    """Means, with ignored targets and class weights; sums divided by a count; linear combinations of them."""
+    assert {each.count for each in loss_counts([loss(outputs())])} == {count}
+
+
+def test_terms_of_different_counts_are_all_found():
+    """Also of several roots."""
+    x = outputs()
+    assert {each.count for each in loss_counts([x.mean() + F.cross_entropy(x, T)])} == {30, 4}
+    assert {each.count for each in loss_counts([x.mean(), F.cross_entropy(x, T)])} == {30, 4}
+
+
+class Custom(torch.autograd.Function):
+    """A loss without a known reduction."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.expand(6, 5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda x: x.sum(), "sum"),
+        (lambda x: F.mse_loss(x, ONES, reduction="sum") * 2, "sum"),
+        (Custom.apply, "unknown"),
+        (lambda x: x.mean() ** 2, "unknown"),
+        (lambda x: 1 / x.mean(), "unknown"),
+        (lambda x: x.mean() * x.mean(), "unknown"),
+        (lambda x: x.sum() / x.sum(), "unknown"),
+        (lambda x: x[0, 0], "unknown"),
+        (lambda x: x.mean(1), "unknown"),
+    ],
+)
+def test_other_losses_have_no_count(loss, kind):
+    """Sums, custom functions and functions that are not linear in a loss."""
+    (found,) = loss_counts([loss(outputs())])
+    assert (found.kind, found.count) == (kind, None)
+
+
+def test_a_given_count_is_used():
+    """For a loss that a backend has joined from several ones."""
+    loss = Custom.apply(outputs())
+    attach_count(loss, LossCount("NllLoss", "mean", 12))
+    assert loss_counts([loss / 2]) == [LossCount("NllLoss", "mean", 12)]
+
+
+def test_models_behind_other_models_are_found():
+    """A discriminator's loss reaches the generator, through its inputs, unless they are detached."""
+    z = torch.randn(3, requires_grad=True) * 1
+    mark_outputs(z, inputs=(), model="generator")
+    for x, expected in ((z, {"generator", "discriminator"}), (z.detach().requires_grad_(), {"discriminator"})):
+        y = x * 2
+        mark_outputs(y, inputs=([x],), model="discriminator")
+        assert set(models_reached([y.mean()], among={"generator", "discriminator"})) == expected
+    assert models_reached([nn.Linear(2, 2).weight.sum(), torch.zeros(())], among={"generator"}) == []
