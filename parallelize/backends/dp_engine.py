@@ -13,6 +13,7 @@ from typing_extensions import override
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner, LocalEngine
 from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.runtime.loss_counts import attach_count, join_weights
 
 __all__ = ["DPEngine", "data_parallel", "gather_outputs"]
 
@@ -45,11 +46,11 @@ def data_parallel(inner: Inner, *, devices: Sequence[torch.device]) -> nn.Module
 
 
 class _ReplicaOutput:
-    """Output of one replica, and its number of samples."""
+    """Output of one replica, and its inputs."""
 
-    def __init__(self, output: Any, *, samples: int) -> None:
+    def __init__(self, output: Any, *, inputs: Any) -> None:
         self.output = output
-        self.samples = samples
+        self.inputs = inputs
 
 
 class _DataParallel(DataParallel[Inner]):
@@ -65,28 +66,28 @@ class _DataParallel(DataParallel[Inner]):
     @override
     def parallel_apply(self, replicas: Sequence[Inner], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         outputs = super().parallel_apply(replicas, inputs, kwargs)
-        counts = [_count_samples(each) for each in zip(inputs, kwargs, strict=True)]
-        return [_ReplicaOutput(output, samples=count) for output, count in zip(outputs, counts, strict=True)]
+        pairs = zip(inputs, kwargs, strict=True)
+        return [_ReplicaOutput(output, inputs=pair) for output, pair in zip(outputs, pairs, strict=True)]
 
     @override
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
         device = torch.device(self.src_device_obj.type, int(self.output_device))
-        samples = [each.samples for each in outputs]
-        return gather_outputs([each.output for each in outputs], samples=samples, device=device)
+        return gather_outputs([each.output for each in outputs], [each.inputs for each in outputs], device=device)
 
 
-def gather_outputs(outputs: Sequence[Any], *, samples: Sequence[int], device: torch.device) -> Any:
+def gather_outputs(outputs: Sequence[Any], inputs: Sequence[Any], *, device: torch.device) -> Any:
     """Join the outputs of all replicas into one output for the full batch, on one device.
 
     Args:
         outputs: one per replica, in containers of the same structure.
-        samples: number of samples per replica.
+        inputs: one per replica, in any containers.
         device: device of the result.
 
     Returns:
-        The same containers, with tensors concatenated along their first dimension. 0-dim floating-point tensors (mean
-        losses) are averaged, weighted by samples. Other 0-dim tensors are stacked, one value per replica. Leaves that
-        are not tensors are taken from the first replica.
+        The same containers, with tensors concatenated along their first dimension. 0-dim floating-point tensors add up
+        to the loss of the batch: means are weighted by the number of their targets, sums are added, and others are
+        averaged by samples. Other 0-dim tensors are stacked, one value per replica. Leaves that are not tensors are
+        taken from the first replica.
 
     Raises:
         ConfigError: the replicas return different numbers of leaves.
@@ -98,11 +99,11 @@ def gather_outputs(outputs: Sequence[Any], *, samples: Sequence[int], device: to
             why="the outputs of several devices are joined value by value",
             fix="return tensors whose first dimension counts samples, or use backend='ddp'",
         )
-    rows = iter([_gather_leaf(row, samples=samples, device=device) for row in zip(*columns, strict=True)])
+    rows = iter([_gather_leaf(row, inputs, device=device) for row in zip(*columns, strict=True)])
     return map_leaves(lambda _: next(rows), outputs[0])
 
 
-def _gather_leaf(row: Sequence[Any], *, samples: Sequence[int], device: torch.device) -> Any:
+def _gather_leaf(row: Sequence[Any], inputs: Sequence[Any], *, device: torch.device) -> Any:
     if not all(isinstance(each, torch.Tensor) for each in row):
         return row[0]
     tensors = [each.to(device, non_blocking=True) for each in row]
@@ -113,8 +114,12 @@ def _gather_leaf(row: Sequence[Any], *, samples: Sequence[int], device: torch.de
         return column
     # In fp32: a loss times its samples may overflow fp16, and bf16 represents integers exactly up to 256 only.
     wide_dtype = torch.promote_types(column.dtype, torch.float32)
-    weights = torch.tensor(samples, dtype=wide_dtype).to(device, non_blocking=True) / sum(samples)
-    return (column * weights).sum().to(column.dtype)
+    weights, count = join_weights(row, samples=[_count_samples(each) for each in inputs], inputs=inputs[0])
+    factors = torch.stack([torch.as_tensor(each, dtype=wide_dtype).to(device, non_blocking=True) for each in weights])
+    joined = (column * factors).sum().to(column.dtype)
+    if joined.requires_grad:
+        attach_count(joined, count)
+    return joined
 
 
 def _count_samples(replica_inputs: Any) -> int:

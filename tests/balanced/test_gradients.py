@@ -11,9 +11,11 @@ import pytest
 import torch
 from balanced.models import assert_equal_gradients, loss_of, pipelined, rows, seeded
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from parallelize import ConfigError, parallel_model
 from parallelize.backends.balanced.plugin import BalancedBackend
+from parallelize.runtime.loss_counts import loss_counts
 
 INPUTS = rows(8)
 X = INPUTS[0][0]
@@ -226,3 +228,44 @@ def test_an_activation_made_to_require_grad() -> None:
         loss_of(model(X)).backward()
     loss_of(plain(X)).backward()
     assert_equal_gradients(model, plain)
+
+
+class WithLoss(nn.Module):
+    """Computes its loss in forward, as models of transformers do."""
+
+    def __init__(self, loss_of: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.loss_of = nn.Linear(8, 8), nn.Linear(8, 5), loss_of
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return self.loss_of(self.b(self.a(x)), labels, num_items_in_batch)
+
+
+def of_items(y: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
+    return F.cross_entropy(y, labels, reduction="sum") / items
+
+
+LOSSES_IN_FORWARD = {
+    "ignored targets": lambda y, labels, _: F.cross_entropy(y, labels),
+    "masked mean": lambda y, labels, _: of_items(y, labels, (labels >= 0).sum()),
+    "sum": lambda y, labels, _: F.cross_entropy(y, labels, reduction="sum"),
+    "items": of_items,
+}
+
+
+@pytest.mark.parametrize("items", [11, torch.tensor(11)], ids=["int", "tensor"])
+@pytest.mark.parametrize("name", LOSSES_IN_FORWARD)
+def test_losses_in_forward_have_the_gradients_of_the_full_batch(name: str, items: Any) -> None:
+    """Means over unequal numbers of targets, sums, and sums divided by num_items_in_batch."""
+    model = seeded(lambda: WithLoss(LOSSES_IN_FORWARD[name]))
+    x, labels = torch.randn(8, 8), torch.tensor([0, 1, -100, -100, 2, 3, 4, -100])
+    plain = copy.deepcopy(model)
+    inputs = ((x, labels), {"num_items_in_batch": items})
+    with pipelined(model, inputs, microbatches=3):
+        loss = model(x, labels, num_items_in_batch=items)
+        assert [each.kind for each in loss_counts([loss])] == [{"sum": "sum", "items": "divided sum"}.get(name, "mean")]
+        loss.backward()
+    expected = plain(x, labels, num_items_in_batch=items)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    assert_equal_gradients(model, plain, rtol=1e-5, atol=1e-6)

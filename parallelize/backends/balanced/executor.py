@@ -22,6 +22,7 @@ from parallelize.backends.balanced.stage_threads import Aborted, StageLock, Stag
 from parallelize.backends.balanced.stage_transfer import StageTransfer
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves
+from parallelize.runtime.loss_counts import attach_count
 
 __all__ = ["Executor", "ModelForward", "PipelineConfig"]
 
@@ -159,7 +160,9 @@ class Executor:
         ]
         rows = [[value for value, _ in row] for row in exported]
         dims, known_form = config.output_dims, config.output_form
-        joined_outputs = join_outputs(rows, sizes, device=config.output_device, dims=dims, known_form=known_form)
+        joined_outputs = join_outputs(
+            rows, sizes, device=config.output_device, dims=dims, known_form=known_form, inputs=backward.batch.inputs(0)
+        )
         values = [joined.value for joined in joined_outputs]
         output_leaves = [[row[position][1] for row in exported] for position in range(len(joined_outputs))]
         differentiable = [i for i, leaves_ in enumerate(output_leaves) if any(leaf is not None for leaf in leaves_)]
@@ -170,4 +173,6 @@ class Executor:
             connected = connect(backward, [values[i] for i in differentiable])
             for i, value in zip(differentiable, connected, strict=True):
                 values[i] = value
+                if (count := joined_outputs[i].count) is not None:
+                    attach_count(value, count)
         return rebuild(outputs[0], values)

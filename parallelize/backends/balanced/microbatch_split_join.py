@@ -3,9 +3,9 @@
 Inputs: a tensor anywhere in the arguments is split along `batch_dim` (a 1-D tensor along its only dimension) if that
 dimension is as long as the batch, in this and in every earlier batch. All other values are passed to every micro-batch.
 
-Outputs: tensors are concatenated along the dimension whose length is the micro-batch's size. Scalar tensors are
-averaged with the micro-batches' numbers of samples as weights, which is exact for a loss that is a mean over samples.
-A value that is equal in all micro-batches is returned once. Other outputs are refused.
+Outputs: tensors are concatenated along the dimension whose length is the micro-batch's size. Scalar losses add up to
+that of the batch: means are weighted by the number of their targets, sums are added, other scalars are averaged by
+samples. A value that is equal in all micro-batches is returned once. Other outputs are refused.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from parallelize.backends.balanced import refusals
 from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.runtime.loss_counts import LossCount, join_weights
 
 __all__ = [
     "JoinedOutput",
@@ -176,17 +177,19 @@ class JoinedOutput:
     Args:
         value: output of the full batch.
         dim: dimension of the concatenation; None if the output is not concatenated.
-        weights: weight of each micro-batch in the mean; None if the output is not averaged.
+        weights: weight of each micro-batch's scalar; None if the output is no scalar.
+        count: number of targets that a scalar loss averages over; None if the output is no scalar.
     """
 
     value: Any
     dim: int | None = None
-    weights: tuple[float, ...] | None = None
+    weights: tuple[float | torch.Tensor, ...] | None = None
+    count: LossCount | None = None
 
     def split_gradient(self, gradient: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
         """Split the joined output's gradient into the gradients of the micro-batches' outputs."""
         if self.weights is not None:
-            return [gradient * weight for weight in self.weights]
+            return [gradient * torch.as_tensor(weight).to(gradient) for weight in self.weights]
         if self.dim is not None:
             return torch.split(gradient, list(sizes), self.dim)
         return [gradient, *[None] * (len(sizes) - 1)]
@@ -224,6 +227,7 @@ def join_outputs(
     device: torch.device,
     dims: Mapping[int, int | None],
     known_form: tuple[int | None, ...] | None = None,
+    inputs: Any = (),
 ) -> list[JoinedOutput]:
     """Join the outputs of micro-batches.
 
@@ -233,6 +237,7 @@ def join_outputs(
         device: device of the joined tensors.
         dims: position of an output -> its batch dimension, None if it has none; absent if not known.
         known_form: number of dimensions of each output; `dims` applies to this form only. None: to any form.
+        inputs: the inputs of the model.
 
     Raises:
         ConfigError: an output differs between micro-batches, and can be neither concatenated nor averaged.
@@ -242,9 +247,28 @@ def join_outputs(
     if known_form is not None and known_form != output_form(output_shapes(rows[0])):
         dims = {}  # not the planned outputs: without labels, for example, a model may return others
     return [
-        _join_output(values, tuple(sizes), position=position, device=device, dims=dims)
+        _join_scalars(values, sizes, device=device, inputs=inputs)
+        if all(_is_scalar(each) for each in values)
+        else _join_output(values, tuple(sizes), position=position, device=device, dims=dims)
         for position, values in enumerate(zip(*rows, strict=True))
     ]
+
+
+def _is_scalar(value: Any) -> bool:
+    """Return whether an output is a scalar that forward has computed, such as a loss."""
+    is_float = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+    return is_float and not (value.requires_grad and value.is_leaf)
+
+
+def _join_scalars(
+    values: tuple[torch.Tensor, ...], sizes: Sequence[int], *, device: torch.device, inputs: Any
+) -> JoinedOutput:
+    weights, count = join_weights(values, samples=sizes, inputs=inputs)
+    joined: Any = sum(
+        value.detach().to(device) * torch.as_tensor(weight).to(device, value.dtype)
+        for value, weight in zip(values, weights, strict=True)
+    )
+    return JoinedOutput(joined, weights=tuple(weights), count=count)
 
 
 def _join_output(
@@ -266,11 +290,6 @@ def _join_output(
                 raise refusals.not_a_tensor(position, type(first).__name__)
             raise refusals.unjoinable(position, f"{first!r} in the first micro-batch, another value in a later one")
         return JoinedOutput(first)
-    if first.dim() == 0 and first.is_floating_point():
-        weights = tuple(size / sum(sizes) for size in sizes)
-        return JoinedOutput(
-            sum(v.detach().to(device) * w for v, w in zip(values, weights, strict=True)), weights=weights
-        )
     dim = _batch_dim(values, sizes, known_dim=dims.get(position, -1))
     if dim is not None:
         shapes_ = [tuple(value.shape) for value in values]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -15,6 +16,7 @@ from zoo import ModelOutput
 from parallelize import ConfigError
 from parallelize.backends.dp_engine import data_parallel, gather_outputs
 from parallelize.plugins.base import Inner, Session
+from parallelize.runtime.loss_counts import LossCount, loss_counts
 
 CPU = torch.device("cpu")
 
@@ -30,8 +32,9 @@ class Output:
     name: str
 
 
-def gather(*outputs: Any, samples: list[int] | None = None) -> Any:
-    return gather_outputs(outputs, samples=samples or [1] * len(outputs), device=CPU)
+def gather(*outputs: Any, samples: list[int] | None = None, number: object = None) -> Any:
+    inputs = [(torch.zeros(each), number) for each in samples or [1] * len(outputs)]
+    return gather_outputs(outputs, inputs, device=CPU)
 
 
 def test_tensors_are_joined_along_the_first_dimension() -> None:
@@ -81,6 +84,44 @@ def test_losses_stay_in_the_graph() -> None:
     losses = [torch.zeros((), requires_grad=True) for _ in range(2)]
     gather(*losses, samples=[3, 1]).backward()
     assert [loss.grad.item() for loss in losses if loss.grad is not None] == [0.75, 0.25]
+
+
+LOGITS = torch.arange(12.0, dtype=torch.float64).view(4, 3).cos()
+TARGETS = torch.tensor([0, -100, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "kind", "count"),
+    [
+        (F.cross_entropy, "mean", 3),
+        (lambda y, t: F.cross_entropy(y, t, reduction="sum"), "sum", None),
+        (lambda y, t: F.cross_entropy(y, t, reduction="sum") / 7, "divided sum", 7),
+        (lambda y, t: F.cross_entropy(y, t, reduction="sum") / (t >= 0).sum(), "mean", 3),
+        (lambda y, _: y.square().mean(), "mean", 12),
+    ],
+)
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_losses_add_up_to_that_of_the_batch(loss_of: Any, kind: str, count: float | None, split: int) -> None:
+    """Means by targets; sums, also divided by a number that the model gets, by addition."""
+    logits = LOGITS.clone().requires_grad_()
+    losses = [loss_of(logits[part], TARGETS[part]) for part in (slice(None, split), slice(split, None))]
+    joined = gather(*losses, samples=[split, 4 - split], number=7)
+    assert loss_counts([joined / 3]) == [LossCount(joined_name(loss_of, logits), kind, count)]
+    joined.backward()
+    whole = LOGITS.clone().requires_grad_()
+    loss_of(whole, TARGETS).backward()
+    torch.testing.assert_close(logits.grad, whole.grad)
+
+
+def joined_name(loss_of: Any, logits: torch.Tensor) -> str:
+    return loss_counts([loss_of(logits, TARGETS)], is_in_model=True)[0].loss
+
+
+def test_penalties_are_not_added_up() -> None:
+    """A sum that is equal on all replicas does not depend on the batch; other scalars are averaged by samples."""
+    weight = torch.ones(3, requires_grad=True)
+    assert gather(weight.sum(), weight.sum(), samples=[3, 1]).item() == 3
+    assert gather(weight.exp().sum().log(), 0 * weight.sum().sin(), samples=[3, 1]).item() == pytest.approx(1.574, 1e-3)
 
 
 def test_leaves_that_are_no_tensors_are_the_first_replicas() -> None:
