@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from parallelize.call.reachable import global_variables, holds_state, is_user_code, walk
+from parallelize.call.reachable import global_variables, holds_state, is_a, is_user_code, walk
 
 __all__ = ["Binding", "find_imported_state", "install_imported_state"]
 
@@ -36,7 +36,7 @@ def find_imported_state(
     found: dict[Binding, object] = {}
     for _, item in walk(roots):
         for module, name, value in _variables(item):
-            is_data = not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType))
+            is_data = not is_a(value, (type, types.ModuleType, types.BuiltinFunctionType))
             if (module, name) not in found and is_data and imports(module) and holds_state(value):
                 found[module, name] = value
     return found
@@ -52,7 +52,7 @@ def _variables(item: object) -> Iterator[tuple[str, str, object]]:
                 yield item.__module__, f"{item.__qualname__}.{attribute}", getattr(item, attribute)
     elif isinstance(item, type) and is_user_code(item.__module__) and "<locals>" not in item.__qualname__:
         for name, value in vars(item).items():
-            if not (name.startswith("__") or isinstance(value, (types.FunctionType, classmethod, staticmethod))):
+            if not (name.startswith("__") or is_a(value, (types.FunctionType, classmethod, staticmethod))):
                 yield item.__module__, f"{item.__qualname__}.{name}", value
 
 

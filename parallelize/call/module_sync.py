@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from parallelize.call.reachable import STATEFUL
+from parallelize.call.reachable import STATEFUL, is_a
 
 __all__ = [
     "ModuleState",
@@ -24,6 +24,8 @@ __all__ = [
     "copy_module_state",
     "module_state",
     "restore",
+    "signature",
+    "tensor_fingerprint",
     "tensor_ids",
 ]
 
@@ -42,7 +44,7 @@ class StatefulObjects(list[Any]):
 
     def add(self, item: object) -> None:
         """Add an object if it is a module, optimizer or scheduler that is not yet contained."""
-        if id(item) in self._ids or not isinstance(item, STATEFUL):
+        if not is_a(item, STATEFUL) or id(item) in self._ids:
             return
         self._ids.update(map(id, item.modules() if isinstance(item, nn.Module) else [item]))
         self.append(item)
@@ -82,20 +84,27 @@ def _fingerprint(item: object) -> object:
     """Return a value that changes when an optimizer, or any large part of a module's weights, changes."""
     if not isinstance(item, (nn.Module, Optimizer)):
         return object()
-    tensors = {name: _tensor_fingerprint(tensor) for name, tensor in _named_tensors(item).items()}
+    tensors = {name: tensor_fingerprint(tensor) for name, tensor in _named_tensors(item).items()}
     if isinstance(item, nn.Module):
         return tensors, module_state(item).training
     settings = [{key: repr(value) for key, value in group.items() if key != "params"} for group in item.param_groups]
-    return tensors, settings, len(item.state)
+    parts: list[tuple[str, Any]] = [part for each in item.state.values() for part in each.items()]
+    state = [(key, value._version if isinstance(value, torch.Tensor) else repr(value)) for key, value in parts]
+    return tensors, settings, state
 
 
-def _tensor_fingerprint(tensor: torch.Tensor) -> object:
+def tensor_fingerprint(tensor: torch.Tensor) -> object:
     """Return shape, version and a sample: writes through `.data`, as in an EMA, do not change the version."""
     version = -1 if tensor.is_inference() else tensor._version
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return tensor.shape, version
     step = max(1, tensor.numel() // _SAMPLE_SIZE)
     return tensor.shape, version, tensor.view(-1)[::step].contiguous().view(torch.uint8).tolist()
+
+
+def signature(module: nn.Module) -> str:
+    """Return the class and the shapes of a module's parameters, as text."""
+    return f"{type(module).__qualname__} {[(name, tuple(each.shape)) for name, each in _named_tensors(module).items()]}"
 
 
 def tensor_ids(items: Iterable[object]) -> set[int]:
@@ -160,13 +169,27 @@ def _restore_one(item: Any, state: Any) -> str | None:
             if targets[name].shape == tensors[name].shape:
                 _copy(targets[name], tensors[name])
     try:
-        item.load_state_dict(state)
+        _load(item, state)
     except Exception as exc:  # noqa: BLE001 - a user's class may raise anything
         return (
             f"the state of {type(item).__name__} after the call does not fit the caller's ({exc}): not copied back; "
             "return its state_dict() from the function"
         )
     return None
+
+
+def _load(item: Any, state: Any) -> None:
+    """Load a state dict; keep the dictionaries of an optimizer, which others may hold, as wrappers such as SAM do."""
+    if type(item).load_state_dict is not Optimizer.load_state_dict:
+        item.load_state_dict(state)
+        return
+    groups, states = item.param_groups, item.state
+    item.load_state_dict(state)
+    for group, loaded in zip(groups, item.param_groups, strict=True):
+        group.update(loaded)
+    states.clear()
+    states.update(item.state)
+    item.param_groups, item.state = groups, states
 
 
 def copy_module_state(module: nn.Module, state: ModuleState) -> str | None:

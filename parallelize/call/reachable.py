@@ -8,18 +8,22 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
+import wrapt
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["STATEFUL", "global_variables", "holds_state", "is_user_code", "members", "walk"]
+__all__ = ["STATEFUL", "global_variables", "holds_state", "is_a", "is_user_code", "members", "walk"]
 
 STATEFUL = (nn.Module, Optimizer, LRScheduler)
 _ATOMS = (str, bytes, bytearray, int, float, complex, type(None), types.ModuleType, types.CodeType)
+T = TypeVar("T")
+
 _MAX_ITEMS = 1000  # longer containers hold data, not models
+_MAX_OBJECTS = 10_000  # the search is breadth first: what comes later is data
 
 
 def walk(
@@ -41,19 +45,30 @@ def walk(
     seen: dict[int, object] = {}  # keeps the objects alive: no id is used twice
     queue = deque(roots.items())
     methods = _Methods()
-    while queue:
+    while queue and len(seen) < _MAX_OBJECTS:
         name, item = queue.popleft()
-        if id(item) in seen or isinstance(item, _ATOMS):
+        if is_a(item, wrapt.ObjectProxy):  # a decorated function
+            item = getattr(item, "__wrapped__", None)
+        if id(item) in seen or is_a(item, _ATOMS):
             continue
-        is_code = isinstance(item, (types.FunctionType, type))
-        if is_code and not (is_user_code(item.__module__) and (follows_code or _is_closure(item))):
+        is_code = is_a(item, (types.FunctionType, type))
+        if is_code and not (is_user_code(_module_of(item)) and (follows_code or _is_closure(item))):
             continue
         seen[id(item)] = item
         yield name, item
-        if not isinstance(item, (torch.Tensor, *skips)):
+        if not is_a(item, (torch.Tensor, *skips)):
             queue.extend(methods.filter(item, members(name, item)))
             if not is_code and follows_code:
                 queue.append((type(item).__name__, type(item)))
+
+
+def is_a(item: object, kinds: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
+    """Whether an object's type is one of `kinds`; isinstance would ask its `__class__`, which a proxy may not have."""
+    return issubclass(type(item), kinds)
+
+
+def _module_of(item: Any) -> object:
+    return getattr(item, "__module__", None)
 
 
 class _Methods:
@@ -63,19 +78,19 @@ class _Methods:
         self._mentioned = {"forward"}
         self._held: dict[str, list[tuple[str, object]]] = {}
 
-    def filter(self, item: object, found: dict[str, object]) -> list[tuple[str, object]]:
+    def filter(self, item: Any, found: dict[str, object]) -> list[tuple[str, object]]:
         """Return those members of `item` that are to be followed, and methods that it mentions."""
-        if isinstance(item, types.FunctionType):
+        if is_a(item, types.FunctionType):
             new = _names(item.__code__) - self._mentioned
             self._mentioned |= new
             return [*found.items(), *(each for method in new for each in self._held.pop(method, ()))]
-        if not isinstance(item, type):
-            is_library = not (is_user_code(type(item).__module__) or isinstance(item, _CONTAINERS))
+        if not is_a(item, type):
+            is_library = not (is_user_code(type(item).__module__) or is_a(item, _CONTAINERS))
             return [(key, value) for key, value in found.items() if not is_library or _may_hold_state(value)]
         followed: list[tuple[str, object]] = []
         for key, value in found.items():
             method = key.rpartition(".")[2]
-            is_held = isinstance(value, types.FunctionType) and method not in self._mentioned
+            is_held = is_a(value, types.FunctionType) and method not in self._mentioned
             to = self._held.setdefault(method, []) if is_held and not method.startswith("__") else followed
             to.append((key, value))
         return followed
@@ -85,18 +100,18 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MethodType, funct
 
 
 def _may_hold_state(value: object) -> bool:
-    is_state = isinstance(value, (*STATEFUL, types.FunctionType, types.MethodType, functools.partial))
+    is_state = is_a(value, (*STATEFUL, types.FunctionType, types.MethodType, functools.partial))
     return is_state or is_user_code(type(value).__module__)
 
 
-def _is_closure(item: object) -> bool:
-    return isinstance(item, types.FunctionType) and bool(item.__closure__) and "<locals>" in item.__qualname__
+def _is_closure(item: Any) -> bool:
+    return is_a(item, types.FunctionType) and bool(item.__closure__) and "<locals>" in item.__qualname__
 
 
 def holds_state(value: object) -> bool:
     """Whether a value is or holds a module, optimizer, scheduler, or tensor that requires grad."""
     return any(
-        isinstance(item, STATEFUL) or (isinstance(item, torch.Tensor) and item.requires_grad)
+        is_a(item, STATEFUL) or (isinstance(item, torch.Tensor) and item.requires_grad)
         for _, item in walk({"": value}, follows_code=False)
     )
 
@@ -119,23 +134,39 @@ def members(name: str, item: object) -> dict[str, object]:
         name: name of the object.
         item: any object; of functions: their variables, of classes: their attributes and base classes.
     """
-    if isinstance(item, types.MethodType):
+    try:
+        return _members(name, item)
+    except Exception:  # noqa: BLE001 - a user's attribute, slot or key may raise anything when it is read
+        return {}
+
+
+def _members(name: str, item: Any) -> dict[str, object]:
+    if is_a(item, types.MethodType):
         return {f"self of {name}": item.__self__, name: item.__func__}
-    if isinstance(item, functools.partial):
+    if is_a(item, functools.partial):
         return {name: item.func, f"{name}.args": item.args, f"{name}.keywords": item.keywords}
-    if isinstance(item, types.FunctionType):
+    if is_a(item, types.FunctionType):
         return _variables_of(item)
-    if isinstance(item, type):
+    if is_a(item, type):
         return _class_members(item)
-    if isinstance(item, dict):
-        return {f"{name}[{key!r}]": value for key, value in dict.items(item)} if len(item) <= _MAX_ITEMS else {}
-    if isinstance(item, (list, tuple, set, frozenset, deque)):
+    if is_a(item, dict):
+        pairs = dict.items(item) if len(item) <= _MAX_ITEMS else ()
+        return {f"{name}[{_key_text(key)}]": value for key, value in pairs}
+    if is_a(item, (list, tuple, set, frozenset, deque)):
         return {f"{name}[{index}]": value for index, value in enumerate(item)} if len(item) <= _MAX_ITEMS else {}
     slots = [slot for each in type(item).__mro__ for slot in _slots_of(each) if hasattr(item, slot)]
     attributes = {**getattr(item, "__dict__", {}), **{slot: getattr(item, slot) for slot in slots}}
-    if isinstance(item, nn.Module):
+    if is_a(item, nn.Module):
         attributes.update(item.named_children())
+    if is_a(item, Optimizer):  # its parts come back with it
+        attributes = {
+            key: value for key, value in attributes.items() if key not in ("defaults", "param_groups", "state")
+        }
     return {f"{name}.{attribute}": value for attribute, value in attributes.items()}
+
+
+def _key_text(key: object) -> str:
+    return repr(key) if type(key) in (str, int, bool, float, type(None)) else f"<{type(key).__name__} {id(key)}>"
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
@@ -178,9 +209,19 @@ def global_variables(function: types.FunctionType) -> Iterator[tuple[str, object
     for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
         value = function.__globals__[name]
         yield name, value, function.__globals__.get("__name__", "")
-        if isinstance(value, types.ModuleType) and is_user_code(value.__name__):
-            for attribute in sorted(names & vars(value).keys()):
-                yield f"{name}.{attribute}", vars(value)[attribute], value.__name__
+        yield from _module_variables(name, value, names, seen=())
+
+
+def _module_variables(
+    name: str, module: object, names: set[str], *, seen: tuple[object, ...]
+) -> Iterator[tuple[str, object, str]]:
+    """Yield the variables of a user module with one of the names, and of its submodules."""
+    if not isinstance(module, types.ModuleType) or module in seen or not is_user_code(module.__name__):
+        return
+    for attribute in sorted(names & vars(module).keys()):
+        value = vars(module)[attribute]
+        yield f"{name}.{attribute}", value, module.__name__
+        yield from _module_variables(f"{name}.{attribute}", value, names, seen=(*seen, module))
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch.optim import Optimizer
 
 from parallelize.call.reachable import members
 from parallelize.errors import ConfigError
@@ -28,7 +29,9 @@ _HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: set for classes made by a class state
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle's pickler, extended to exceptions whose `__init__` does not accept `args`; rejects open text files.
+    """cloudpickle's pickler, extended to exceptions with an `__init__` of their own and to subclasses of optimizers.
+
+    Open text files are rejected.
 
     An object whose `__class__` differs from its type, such as a decorated function, is pickled by its own
     `__reduce_ex__`; cloudpickle would pickle it as a plain function.
@@ -37,6 +40,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def reducer_override(self, obj: Any) -> Any:
         if "__reduce_ex__" in vars(type(obj)) and obj.__class__ is not type(obj):
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(obj, Optimizer) and type(obj).__getstate__ is Optimizer.__getstate__:
+            return _reduce_optimizer(obj)
         if isinstance(obj, BaseException) and _is_reduced_by_default(type(obj)):
             reduced: Any = obj.__reduce__()
             return _rebuild_exception, (type(obj), reduced[1]), *reduced[2:]
@@ -55,6 +60,13 @@ def _pickle_module(on_object: Callable[[Any], None]) -> types.SimpleNamespace:
             return super().reducer_override(obj)
 
     return types.SimpleNamespace(Pickler=Pickler, __name__=__name__)
+
+
+def _reduce_optimizer(optimizer: Optimizer) -> Any:
+    """Reduce an optimizer with all its own attributes: `Optimizer.__getstate__` drops those of subclasses."""
+    of_torch = vars(torch.optim.SGD([torch.zeros(1)]))
+    own = {name: value for name, value in vars(optimizer).items() if name not in of_torch and name != "step"}
+    return object.__new__, (type(optimizer),), {**own, **optimizer.__getstate__()}
 
 
 def _is_reduced_by_default(kind: type[BaseException]) -> bool:

@@ -20,8 +20,8 @@ from torch import nn
 
 from parallelize.call.function_ref import FunctionRef, is_importable, pickling_module_by_value
 from parallelize.call.imported_state import Binding, find_imported_state, install_imported_state
-from parallelize.call.module_sync import StatefulObjects
-from parallelize.call.reachable import walk
+from parallelize.call.module_sync import StatefulObjects, signature
+from parallelize.call.reachable import is_a, walk
 from parallelize.call.serialization import dump, is_picklable, load
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
@@ -43,7 +43,7 @@ class Task:
         layout: number and devices of the processes, and the config.
         all_ranks: whether the caller gets the return values of all ranks; False: only that of rank 0.
         stateful: the call's modules, optimizers and schedulers; found by `write`, and in the same order by `read`.
-        unsent: name -> class of reachable ones that the workers do not get, because `__getstate__` drops them or a
+        unsent: name -> signature of reachable ones that the workers do not get, because `__getstate__` drops them or a
             closure of an imported function holds them; found by `write`.
     """
 
@@ -98,8 +98,8 @@ class Task:
         found = StatefulObjects()
         dump((imported, call, found), path, parts=parts, on_object=found.add)
         self.stateful[:] = found
-        modules = {name: item for name, item in walk(self.roots()) if isinstance(item, nn.Module) and item not in found}
-        self.unsent.update({name: type(item).__qualname__ for name, item in modules.items()})
+        modules = {name: item for name, item in walk(self.roots()) if is_a(item, nn.Module) and item not in found}
+        self.unsent.update({name: signature(item) for name, item in modules.items()})
 
     @classmethod
     def read(cls, path: Path, *, device: torch.device) -> Task:
@@ -123,7 +123,7 @@ class Outcome:
         failed_at: time of the exception in seconds since the epoch, taken before any teardown.
         states: states of what the call trained, by their index in Task.stateful; rank 0 only.
         unreturned: names of other things that the call changed; rank 0 only.
-        unmatched: classes of trained models that are in none of them, as those that the function made; rank 0 only.
+        unmatched: signatures of trained models that are in none of them, as those that the function made; rank 0 only.
     """
 
     rank: int

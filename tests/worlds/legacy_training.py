@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+import worlds.legacy_state
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -64,6 +65,28 @@ def train_state() -> torch.Tensor:
     weight = loop(legacy_state.model, legacy_state.optimizer)
     legacy_state.history.append(0.5)
     return weight
+
+
+@run
+def train_by_package() -> torch.Tensor:
+    return loop(worlds.legacy_state.model, worlds.legacy_state.optimizer)
+
+
+class Averaging(torch.optim.SGD):
+    """An optimizer with attributes of its own, one of them another optimizer."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
+        self.inner.param_groups = self.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@run
+def train_with(net: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    return loop(net, optimizer)
 
 
 @run

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from worlds import legacy_state, legacy_training
-from worlds.legacy_training import Lazy, Rebuilt, Trainer, loop, sgd
+from worlds.legacy_training import Averaging, Lazy, Rebuilt, Trainer, loop, sgd
 
 from parallelize import distributed
 
@@ -54,6 +54,7 @@ SHAPES: dict[str, Callable[[], tuple[Callable[[], Any], nn.Module]]] = {
     "global variable that was set later": late_global,
     "default": lambda: (legacy_training.train_default, legacy_training.model),
     "global variable of a helper": lambda: (legacy_training.train_by_helper, legacy_training.hidden),
+    "global variable by the name of its package": lambda: (legacy_training.train_by_package, legacy_state.model),
     "class attribute": lambda: (Trainer().fit_shared, Trainer.shared),
 }
 
@@ -102,6 +103,15 @@ def test_a_trainer_trains_on_as_on_one_device(fit: Callable[[Trainer], torch.Ten
     assert trainer.optimizer.param_groups[0]["params"][0] is held
 
 
+def test_an_optimizer_with_attributes_of_its_own() -> None:
+    """It arrives whole, and the optimizer inside it comes back, too."""
+    net = nn.Linear(2, 1)
+    optimizer = Averaging(net.parameters())
+    assert torch.equal(legacy_training.train_with(net, optimizer), net.weight)
+    assert optimizer.inner.param_groups is optimizer.param_groups
+    assert "momentum_buffer" in optimizer.inner.state[net.weight]
+
+
 def test_a_restarted_call_trains_once() -> None:
     """The second attempt begins with the caller's weights, and its result comes back."""
     net = nn.Linear(2, 1)
@@ -122,6 +132,7 @@ def test_a_restarted_call_trains_once() -> None:
 
 def test_state_of_another_module() -> None:
     """An optimizer made at the module's top goes on, and a list that has grown is named."""
+    legacy_state.optimizer.state.clear()
     with pytest.warns(UserWarning, match=r"^legacy_state.history changed in the workers and does not come back: only"):
         trained = legacy_training.train_state()
     assert torch.equal(legacy_state.model.weight, trained)

@@ -108,6 +108,21 @@ def test_an_optimizer_goes_on_where_the_call_ended() -> None:
     assert scheduler.last_epoch == 1
 
 
+def test_a_wrapper_keeps_the_groups_of_its_optimizer() -> None:
+    """Sharpness-aware minimization holds another optimizer's list of groups: one learning rate for both."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
+    groups, group, states = optimizer.param_groups, optimizer.param_groups[0], optimizer.state
+    state = TrainingState([optimizer])
+    group["lr"] = 7.0
+    changed = state.changed([])
+    group["lr"] = 1.0
+    assert restore([optimizer], changed) == []
+    assert optimizer.param_groups is groups
+    assert optimizer.param_groups[0] is group
+    assert optimizer.state is states
+    assert group["lr"] == 7.0
+
+
 def test_an_optimizer_with_other_groups_is_named() -> None:
     """A group that the function added does not fit into the caller's optimizer."""
     ours, theirs = (torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0) for _ in range(2))

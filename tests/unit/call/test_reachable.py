@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from parallelize.call.reachable import holds_state, is_user_code, walk
+from parallelize.call.unreturned import UnreturnedChanges
 
 GLOBAL = nn.Linear(1, 1)
 OTHER = nn.Linear(1, 1)
@@ -87,6 +89,39 @@ def test_installed_packages_are_not_entered() -> None:
     assert is_user_code(__name__)
     names = [name for name, _ in walk({"log": logging.getLogger("a"), "log_function": logging.info})]
     assert names == ["log"]
+
+
+class Unbound:
+    """As a proxy of a request outside of a request: every attribute raises."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("working outside of a request")
+
+
+class BadDict(dict[Any, Any]):
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+
+class BadText:
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("make", [Unbound, BadDict, lambda: {BadText(): 1}, lambda: [Unbound()]])
+def test_objects_that_raise_when_they_are_read(make: Callable[[], object]) -> None:
+    """They are passed over: what is beside them is found."""
+    value = make()
+    assert id(GLOBAL) in [id(item) for _, item in walk({"box": [value, GLOBAL]})]
+    UnreturnedChanges({"box": [value]}, returned=[]).names()
+
+
+def test_a_search_through_much_data_ends() -> None:
+    """It is breadth first, so that models are found before the data."""
+    data = [[[number] for number in range(900)] for _ in range(100)]
+    found = [item for _, item in walk({"data": data, "box": {"model": GLOBAL}})]
+    assert GLOBAL in found
+    assert len(found) <= 10_000
 
 
 @pytest.mark.parametrize(

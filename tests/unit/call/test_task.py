@@ -165,7 +165,7 @@ def test_a_global_model_that_cannot_be_pickled_is_left_to_the_import(tmp_path: P
     task = Task(uses_a_model_with_a_lock, (), {}, layout())
     task.write(tmp_path / "task")
     assert task.stateful == []
-    assert task.unsent == {"kept": "KeepsALock"}
+    assert task.unsent == {"kept": "KeepsALock []"}
 
 
 def test_the_roots_of_a_call_are_named_as_its_user_does() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from parallelize.call.module_sync import signature
 from parallelize.call.unreturned import UnreturnedChanges, describe
 
 counter = 0
@@ -25,6 +26,10 @@ class Cached(Dataset[int]):
         self.cache: dict[int, int] = {}
 
 
+class Counting(torch.optim.SGD):
+    count = 0
+
+
 class Trainer:
     steps = 0
 
@@ -33,9 +38,10 @@ class Trainer:
         self.best = {"loss": float("nan"), "nested": [1]}
         self.epoch, self.rate, self.nan = 300, 0.5, float("nan")
         self.device = torch.device("cpu")
+        self.generator = torch.Generator()
         self.tensor = torch.zeros(2)
         self.model = nn.Linear(1, 1)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.optimizer = Counting(self.model.parameters(), lr=1.0)
         self.data = Cached()
         self._private = [0]
 
@@ -64,6 +70,9 @@ CHANGES: dict[str, tuple[Callable[[Trainer], object], list[str]]] = {
     "global": (lambda _: count(), ["counter"]),
     "tensor in place": (lambda it: it.tensor.add_(1), ["it.tensor"]),
     "new model": (lambda it: setattr(it, "model", nn.Linear(1, 1)), ["it.model"]),
+    "optimizer's own": (lambda it: setattr(it.optimizer, "count", 1), ["it.optimizer.count"]),
+    "generator": (lambda it: torch.rand(1, generator=it.generator), ["it.generator"]),
+    "tensor by data": (lambda it: it.tensor.data.add_(1), ["it.tensor"]),
     "equal number": (lambda it: setattr(it, "rate", float("0.5")), []),
     "equal nan": (lambda it: setattr(it, "nan", float("nan")), []),
     "equal device": (lambda it: setattr(it, "device", torch.device("cpu")), []),
@@ -89,11 +98,16 @@ def test_changes_are_named(name: str) -> None:
 imported = {"net": nn.Linear(1, 1)}
 
 
+class Shared:
+    net = nn.Linear(1, 1)
+
+
 def test_models_that_the_workers_imported_are_named() -> None:
     """A model that the function made is the function's own."""
     changes = UnreturnedChanges({}, returned=[])
     made = nn.Linear(1, 1)
-    assert changes.unreturned_models([imported["net"], made]) == ([f"{__name__}.imported['net']"], ["Linear"])
+    assert changes.unreturned_models([imported["net"], made]) == ([f"{__name__}.imported['net']"], [signature(made)])
+    assert changes.unreturned_models([Shared.net]) == ([f"{__name__}.Shared.net"], [])
     assert UnreturnedChanges({}, returned=[imported["net"]]).unreturned_models([imported["net"]]) == ([], [])
 
 
