@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -106,7 +107,8 @@ class ShardedParameterGuard:
         shards = {original: self._shards[id(original)] for _, _, original in self._registrations}
         unused = {each: self._names[id(shard)] for each, shard in shards.items() if self._has_unused_gradient(shard)}
         if unused:
-            _refuse_steps_without_gradients(unused)
+            _without_gradients.update(unused)
+            _install_hook()
 
     def _has_unused_gradient(self, sharded: nn.Parameter) -> bool:
         """Whether a shard has a nonzero gradient that no optimizer has used."""
@@ -156,27 +158,27 @@ def _has_unreduced_gradient(fsdp_param: Any, *, gradient: torch.Tensor | None) -
     )
 
 
-def _refuse_steps_without_gradients(unused: Mapping[nn.Parameter, str]) -> None:
-    """Refuse steps on originals whose unused gradients were freed with the shards, until they have new gradients.
+# Originals whose unused gradients were freed with the shards -> their names, for the error.
+_without_gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    Args:
-        unused: each such original -> its name, for the error.
-    """
-    names = WeakIdKeyDictionary(unused)
 
-    def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        for each in [each for each in parameters_of(optimizer) if each in names]:
-            if each.grad is None and each.requires_grad:
-                raise SyncError(
-                    f"{type(optimizer).__name__} steps after the block in which {names[each]} got its gradient",
-                    why="under fsdp gradients are sharded, and freed with the block: the step would have no effect",
-                    fix="put the step inside the block: the whole loop belongs there",
-                )
-            del names[each]
-        if not names:
-            handle.remove()
+@functools.cache
+def _install_hook() -> None:
+    """Register `_refuse_without_gradients` once: a hook that removed itself would change a dict that torch iterates."""
+    register_optimizer_step_pre_hook(_refuse_without_gradients)
 
-    handle = register_optimizer_step_pre_hook(before_step)
+
+def _refuse_without_gradients(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Refuse steps on originals without gradients, until they have new ones."""
+    for each in [each for each in parameters_of(optimizer) if _without_gradients and each in _without_gradients]:
+        if each.grad is None and each.requires_grad:
+            name = _without_gradients[each]
+            raise SyncError(
+                f"{type(optimizer).__name__} steps after the block in which {name} got its gradient",
+                why="under fsdp gradients are sharded, and freed with the block: the step would have no effect",
+                fix="put the step inside the block: the whole loop belongs there",
+            )
+        del _without_gradients[each]
 
 
 def _refuse_former_optimizer(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
