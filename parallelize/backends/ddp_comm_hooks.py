@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -17,16 +18,40 @@ __all__ = ["HOOKS", "HOOK_OF_DTYPE", "CommHook", "build_comm_hook"]
 
 CommHook = Literal["fp16", "bf16", "powersgd"] | tuple[object, Callable[..., Any]]
 
+
+def _powersgd_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Run torch's PowerSGD, without what an overflow has left in its memory.
+
+    Under fp16 loss scaling, gradients are inf from time to time, and that step is skipped. PowerSGD would add the inf
+    in its error feedback to all later gradients, and multiply them by nan factors.
+    """
+    error, factor = (memory.get(bucket.index()) for memory in (state.error_dict, state.q_memory_dict))
+    if error is not None:
+        error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    if factor is not None:  # equal on all ranks; zeros could not be orthogonalized
+        start = torch.arange(factor.numel(), dtype=factor.dtype, device=factor.device).cos().view_as(factor)
+        factor.copy_(torch.where(factor.isfinite(), factor, start))
+    return powerSGD_hook(state, bucket)
+
+
 HOOKS: dict[str, Callable[..., Any]] = {
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
-    "powersgd": powerSGD_hook,
+    "powersgd": _powersgd_hook,
 }
 HOOK_OF_DTYPE = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def build_comm_hook(model: nn.Module, hook: CommHook | str) -> tuple[object, Callable[..., Any]]:
+def build_comm_hook(
+    model: nn.Module, hook: CommHook | str, *, powersgd_rank: int, powersgd_start: int
+) -> tuple[object, Callable[..., Any]]:
     """Return the state and the function for `DistributedDataParallel.register_comm_hook`.
+
+    Args:
+        model: the model whose gradients are sent.
+        hook: a name, or the user's state and function.
+        powersgd_rank: rank of PowerSGD's factors.
+        powersgd_start: backward pass from which PowerSGD compresses.
 
     Raises:
         ConfigError: complex or sparse gradients, which a named hook does not support.
@@ -35,7 +60,7 @@ def build_comm_hook(model: nn.Module, hook: CommHook | str) -> tuple[object, Cal
         _refuse_unsupported_gradients(model, hook)
     state, function = hook if isinstance(hook, tuple) else (None, HOOKS[hook])
     if hook == "powersgd":
-        state = PowerSGDState(None, start_powerSGD_iter=2)
+        state = PowerSGDState(None, powersgd_rank, powersgd_start)
 
     # No annotations: DDP compares them with types, and in this module they would be strings. Another name: DDP refuses
     # torch's bf16 hook by name on gloo, although gloo supports bf16.

@@ -42,6 +42,9 @@ class DDPOptions(Backend):
         comm_hook: compression of the gradients that are sent: "fp16", "bf16", "powersgd" (low-rank factors), or a pair
             (state, hook) for `DistributedDataParallel.register_comm_hook`; None: no compression, unless mixed precision
             sets a `communication_dtype`.
+        powersgd_rank: rank of the factors that "powersgd" sends; more is exacter, and slower.
+        powersgd_start: number of backward passes before "powersgd" compresses, at least 2: early gradients tolerate it
+            least. torch suggests 10 % of all steps.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html,
         https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
@@ -54,8 +57,19 @@ class DDPOptions(Backend):
     broadcast_buffers: bool = True
     sync_batchnorm: bool = False
     comm_hook: CommHook | None = None
+    powersgd_rank: int = 1
+    powersgd_start: int = 1000
 
     def __post_init__(self) -> None:
+        for name, least in (("powersgd_rank", 1), ("powersgd_start", 2)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(
+                    f"{name}={value!r}", why=f"it is not an integer >= {least}", fix=f"use {name}={least}"
+                )
+            if self.comm_hook != "powersgd" and value != getattr(DDPOptions, name):
+                why = "it is a setting of PowerSGD, which is not used"
+                raise ConfigError(f"{name}={value!r} without comm_hook='powersgd'", why=why, fix="add it, or drop this")
         if isinstance(self.comm_hook, str) and self.comm_hook not in HOOKS:
             raise ConfigError(
                 f"comm_hook={self.comm_hook!r}",
@@ -196,7 +210,13 @@ def build_ddp_engine(options: DDPOptions, module: nn.Module, *, inner: Inner, de
         broadcast_from_rank_0([*inner.parameters(), *inner.buffers()])
         return _FrozenEngine(module, broadcasts_buffers=options.broadcast_buffers)
     hook = options.comm_hook or HOOK_OF_DTYPE.get(inner.session.communication_dtype)  # type: ignore[arg-type]  # get(None) returns None
-    state_and_hook = None if hook is None else build_comm_hook(inner.model, hook)
+    state_and_hook = (
+        None
+        if hook is None
+        else build_comm_hook(
+            inner.model, hook, powersgd_rank=options.powersgd_rank, powersgd_start=options.powersgd_start
+        )
+    )
     with contextlib.ExitStack() as stack:
         if options.sync_batchnorm:
             stack.enter_context(_sync_batchnorm(inner.model, device=device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import subprocess
 import sys
@@ -226,7 +227,7 @@ def test_wrap_returns_any_module() -> None:
         wrappers.append(CountingWrapper(module))
         return wrappers[-1]
 
-    @distributed(processes=2, wrap=wrap, verify_every=1)
+    @distributed(processes=2, wrap=wrap, verify_every=1, update_modules=False)
     def train() -> int:
         from parallelize import SyncError
 
@@ -258,11 +259,15 @@ def test_comm_hooks_average_gradients(hook: str) -> None:
         state.append(bucket.index())
         return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda done: done.value()[0])
 
-    @distributed(processes=2)
+    backend = DDPBackend(
+        comm_hook=(seen, user_hook) if hook == "pair" else hook, **{"powersgd_start": 2} if hook == "powersgd" else {}
+    )
+
+    @distributed(processes=2, backend=backend, update_modules=False)
     def train() -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = Mlp()
-        with parallel_model(model, backend=DDPBackend(comm_hook=(seen, user_hook) if hook == "pair" else hook)):
+        with parallel_model(model):
             for _ in range(4):
                 model.zero_grad()
                 model(torch.full((2, 6), rank() + 1.0)).mean().backward()
@@ -327,6 +332,41 @@ def test_a_comm_hook_refuses_gradients_that_it_does_not_support(hook: Any) -> No
             pass
 
     train()
+
+
+def test_powersgd_forgets_an_overflow() -> None:
+    """As under fp16 loss scaling: after a pass with inf on one rank, gradients are exact again."""
+
+    @distributed(processes=2, backend=DDPBackend(comm_hook="powersgd", powersgd_start=2))
+    def train() -> list[bool]:
+        torch.manual_seed(0)
+        model, found = nn.Linear(64, 64), []
+        expected = copy.deepcopy(model)
+        for each in (1.0, 2.0):
+            (expected(torch.full((1, 64), each)).square().sum() / 2).backward()
+        x = torch.full((1, 64), rank() + 1.0)
+        with parallel_model(model):
+            for step in range(6):
+                model.zero_grad()
+                model(x * (float("inf") if step == 3 and rank() == 1 else 1.0)).square().sum().backward()
+                found.append(torch.allclose(model.weight.grad, expected.weight.grad, rtol=1e-3))
+        return found
+
+    assert train.all_ranks() == [[True, True, True, False, True, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"powersgd_rank": 0}, "powersgd_rank=0"),
+        ({"powersgd_start": 1}, "powersgd_start=1"),
+        ({"comm_hook": "fp16", "powersgd_rank": 2}, "powersgd_rank=2 without comm_hook='powersgd'"),
+    ],
+)
+def test_settings_of_powersgd_are_checked(options: Any, message: str) -> None:
+    """Torch needs two uncompressed passes."""
+    with pytest.raises(ConfigError, match=message):
+        DDPBackend(**{"comm_hook": "powersgd", **options})
 
 
 def test_an_unknown_comm_hook_is_refused() -> None:
