@@ -250,7 +250,7 @@ class _Reasons:
                 "sum instead of mean",
                 f"the gradients of {self.labels[1]} are {scale:.4g} times those of {self.labels[0]}: gradients are "
                 "averaged over the processes, and the loss is a sum over samples or is divided by their number",
-                "use the mean over samples, reduction='mean', without division by world_size()",
+                "parallel_model(model, average='sum'), or the mean over samples, reduction='mean'",
             )
         rounding = 32 * self.tolerance**2 * abs(expected)
         if not abs(mean - expected) > rounding:  # also for nan
@@ -260,7 +260,7 @@ class _Reasons:
                 "token mean",
                 "each process's loss is a mean over another number of terms (ignore_index, masks, padding, sequence "
                 "lengths), and the mean of these means is not the mean over all terms",
-                "loss = sum_of_losses / all_reduce(count), with count a float",
+                "parallel_model(model, average='tokens') weights each loss by its number of terms",
             )
         return Reason(
             "loss over the batch",

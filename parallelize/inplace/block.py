@@ -11,6 +11,7 @@ from torch import nn
 
 from parallelize.errors import SyncError
 from parallelize.inplace.backward_after_block import BackwardAfterBlock
+from parallelize.inplace.closure_averaging import average_closures
 from parallelize.inplace.forward_routing import Route
 from parallelize.inplace.gradient_average import Window
 from parallelize.inplace.gradient_averaging_guard import GradientAveragingGuard
@@ -145,6 +146,7 @@ class Block:
         self._window.bind(self.model, is_averaging=is_averaging)
         if is_averaging:
             self._checks.enter_context(refuse_unmanaged_parameters(self.model))
+            self._checks.enter_context(average_closures(self.model))
         every = self._run.config.verify_every
         if every and self._run.world.world_size > 1:
             self._checks.enter_context(verify_every(self.model, every=every))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parallelize.errors import SyncError
+from parallelize.inplace.closure_averaging import change_closure
 from parallelize.inplace.local_gradients import BYPASSED, INCOMPLETE, UNDER_NO_SYNC, LocalGradient
 from parallelize.inplace.model_consistency import require_equal
 from parallelize.inplace.model_structure import Structure
@@ -154,7 +155,8 @@ class GradientAveragingGuard:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check an optimizer's gradients before its step, and after each call of the step's closure."""
-        checked = _checked_closure(args, kwargs, check=functools.partial(self._check, optimizer))
+        check = functools.partial(self._check, optimizer)
+        checked = change_closure(functools.partial(_checked, check=check), args, kwargs)
         # The closure computes new gradients, so the current ones need not be compared between ranks.
         self._check(optimizer, has_closure=checked is not None)
         return checked
@@ -244,11 +246,8 @@ class GradientAveragingGuard:
         )
 
 
-def _checked_closure(args: tuple[Any, ...], kwargs: dict[str, Any], *, check: Any) -> Any:
-    """Return (args, kwargs) of step with a closure that ends by calling `check`; None if step has no closure."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        return None
+def _checked(closure: Callable[[], Any], *, check: Callable[[], None]) -> Callable[[], Any]:
+    """Return a closure that ends by calling `check`."""
 
     @functools.wraps(closure)
     def checked() -> Any:
@@ -256,6 +255,4 @@ def _checked_closure(args: tuple[Any, ...], kwargs: dict[str, Any], *, check: An
         check()
         return loss
 
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": checked}
-    return (args[0], checked, *args[2:]), kwargs
+    return checked

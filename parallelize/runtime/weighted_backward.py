@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime.gradients import is_in_backward
 
-__all__ = ["BatchWeight", "LossWeight", "Roots", "Weight", "weigh_batches", "weigh_losses"]
+__all__ = ["BatchWeight", "LossWeight", "Roots", "Weight", "last_weight", "weigh_batches", "weigh_losses"]
 
 Roots = tuple[Tensor | GradientEdge, ...]
 Weight = float | Tensor
@@ -51,6 +51,7 @@ class _WeightedBackward:
     """Replacement for torch.autograd.backward."""
 
     is_running = False
+    last: Weight = 1.0
 
     def __init__(self, original: Callable[..., None]) -> None:
         self.original = original
@@ -67,7 +68,7 @@ class _WeightedBackward:
             return
         roots = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
         with contextlib.ExitStack() as stack:
-            weight = _weight(roots, stack)
+            weight = _WeightedBackward.last = _weight(roots, stack)
             _WeightedBackward.is_running = True
             stack.callback(_end_running)
             if not isinstance(weight, Tensor) and weight == 1.0:
@@ -86,15 +87,8 @@ def _weight(roots: Roots, stack: contextlib.ExitStack) -> Weight:
     """Return the weight of a backward pass, and enter the contexts of its losses' weights."""
     for each in _batches:
         each.start_backward()
-    values = {each.value for each in _batches}
-    if len(values) > 1:
-        raise SyncError(
-            f"a backward pass with batches of two loaders, of weights {' and '.join(map(str, sorted(values)))}",
-            why="a single loss cannot be split into the parts of each batch",
-            fix="use tail='pad' or 'drop' for one of the loaders",
-        )
-    batch_weight = values.pop() if values else 1.0
-    found = [stack.enter_context(each.during(roots, batch_weight)) for each in _losses]
+    of_batch = _batch_weight()
+    found = [stack.enter_context(each.during(roots, of_batch)) for each in _losses]
     weights = [each for each in found if each is not None]
     if len(weights) > 1:
         raise ConfigError(
@@ -102,7 +96,23 @@ def _weight(roots: Roots, stack: contextlib.ExitStack) -> Weight:
             why="each block would weight the loss",
             fix="use one block: parallel_model(first, second, average=...)",
         )
-    return weights[0] if weights else batch_weight
+    return weights[0] if weights else of_batch
+
+
+def last_weight() -> Weight:
+    """Return the weight of the latest backward pass; 1 if none was weighted."""
+    return _WeightedBackward.last
+
+
+def _batch_weight() -> float:
+    values = {each.value for each in _batches}
+    if len(values) > 1:
+        raise SyncError(
+            f"a backward pass with batches of two loaders, of weights {' and '.join(map(str, sorted(values)))}",
+            why="a single loss cannot be split into the parts of each batch",
+            fix="use tail='pad' or 'drop' for one of the loaders",
+        )
+    return values.pop() if values else 1.0
 
 
 def _weighted_grad(root: Tensor | GradientEdge, grad: Tensor | None, weight: Weight) -> Tensor | None:
@@ -129,8 +139,10 @@ def _patched() -> Iterator[None]:
     finally:
         patch.users -= 1
         # If other code has patched the function since, its patch still calls this one, which then calls torch's.
-        if not patch.users and torch.autograd.backward is patch:
-            autograd.backward = patch.original
+        if not patch.users:
+            _WeightedBackward.last = 1.0
+            if torch.autograd.backward is patch:
+                autograd.backward = patch.original
 
 
 @contextlib.contextmanager

@@ -1,0 +1,88 @@
+"""Averages the values of closures over the ranks, so that `optimizer.step(closure)` decides alike on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import numbers
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from parallelize.collectives import all_reduce
+from parallelize.runtime.containers import map_leaves
+from parallelize.runtime.gradients import parameters_of
+from parallelize.runtime.weighted_backward import last_weight
+
+__all__ = ["average_closures", "change_closure"]
+
+Closure = Callable[[], Any]
+_MARK = "_parallelize_is_averaged"
+
+
+@contextlib.contextmanager
+def average_closures(model: nn.Module) -> Iterator[None]:
+    """Average, while the context lasts, what closures return to the optimizers that hold a parameter of the model.
+
+    A line search, or an optimizer that accepts or rejects a step, compares losses. Gradients are averaged over the
+    ranks, but a closure's loss is that of this rank's batch: ranks that compare their own losses take other steps, or
+    evaluate the closure another number of times and then wait for each other.
+
+    Args:
+        model: a model whose engine averages gradients over the ranks; an fsdp model has its shards already.
+    """
+    ids_at_start = {id(each) for each in model.parameters()}  # during a forward, fsdp registers full parameters
+
+    def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ids = ids_at_start | {id(each) for each in model.parameters()}
+        is_held = any(id(each) in ids for each in parameters_of(optimizer))
+        return change_closure(_averaged, args, kwargs) if is_held else None
+
+    handle = register_optimizer_step_pre_hook(before_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def change_closure(
+    change: Callable[[Closure], Closure], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return (args, kwargs) of an optimizer's `step` with another closure; None if it has no closure."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": change(closure)}
+    return (args[0], change(closure), *args[2:]), kwargs
+
+
+def _averaged(closure: Closure) -> Closure:
+    # Marked (`wraps` copies marks): an optimizer may pass it on to another one, or hold parameters of two models.
+    if hasattr(closure, _MARK):
+        return closure
+
+    @functools.wraps(closure)
+    def averaged() -> Any:
+        return map_leaves(_average, closure())
+
+    setattr(averaged, _MARK, True)
+    return averaged
+
+
+def _average(value: Any) -> Any:
+    """Return the mean of a loss over the ranks; values other than numbers and tensors of real numbers are unchanged.
+
+    It is weighted as the gradients of the closure's backward are: `average="sum"` adds losses. The gradient of a tensor
+    flows to this rank's loss, unchanged: some optimizers call backward on what they get.
+    """
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        averaged = value.clone()
+        averaged.detach().copy_(all_reduce(value.detach() * last_weight()))
+        return averaged
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
+        return all_reduce(float(value) * float(last_weight()))
+    return value
