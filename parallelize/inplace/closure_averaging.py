@@ -15,11 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from parallelize.collectives import all_reduce
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.gradients import parameters_of
-from parallelize.runtime.weighted_backward import last_weight
+from parallelize.runtime.weighted_backward import loss_weight
 
 __all__ = ["average_closures", "change_closure"]
 
-Closure = Callable[[], Any]
+Closure = Callable[..., Any]
 _MARK = "_parallelize_is_averaged"
 
 
@@ -61,13 +61,13 @@ def change_closure(
 
 
 def _averaged(closure: Closure) -> Closure:
-    # Marked (`wraps` copies marks): an optimizer may pass it on to another one, or hold parameters of two models.
+    # An optimizer may pass its closure on to another one, or hold parameters of two models; `wraps` copies the mark.
     if hasattr(closure, _MARK):
         return closure
 
     @functools.wraps(closure)
-    def averaged() -> Any:
-        return map_leaves(_average, closure())
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        return map_leaves(_average, closure(*args, **kwargs))
 
     setattr(averaged, _MARK, True)
     return averaged
@@ -81,8 +81,7 @@ def _average(value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         averaged = value.clone()
-        averaged.detach().copy_(all_reduce(value.detach() * last_weight()))
+        averaged.detach().copy_(all_reduce(value.detach() * loss_weight()))
         return averaged
-    if not isinstance(value, bool) and isinstance(value, numbers.Real):
-        return all_reduce(float(value) * float(last_weight()))
-    return value
+    is_number = not isinstance(value, bool) and isinstance(value, numbers.Real)
+    return all_reduce(float(value) * float(loss_weight())) if is_number else value

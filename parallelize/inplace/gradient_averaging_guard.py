@@ -246,12 +246,12 @@ class GradientAveragingGuard:
         )
 
 
-def _checked(closure: Callable[[], Any], *, check: Callable[[], None]) -> Callable[[], Any]:
+def _checked(closure: Callable[..., Any], *, check: Callable[[], None]) -> Callable[..., Any]:
     """Return a closure that ends by calling `check`."""
 
     @functools.wraps(closure)
-    def checked() -> Any:
-        loss = closure()
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
         check()
         return loss
 

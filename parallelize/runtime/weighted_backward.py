@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime.gradients import is_in_backward
 
-__all__ = ["BatchWeight", "LossWeight", "Roots", "Weight", "last_weight", "weigh_batches", "weigh_losses"]
+__all__ = ["BatchWeight", "LossWeight", "Roots", "Weight", "loss_weight", "weigh_batches", "weigh_losses"]
 
 Roots = tuple[Tensor | GradientEdge, ...]
 Weight = float | Tensor
@@ -51,7 +51,7 @@ class _WeightedBackward:
     """Replacement for torch.autograd.backward."""
 
     is_running = False
-    last: Weight = 1.0
+    loss_weight: Weight | None = None  # of the latest backward pass; None: that was weighted by its batch
 
     def __init__(self, original: Callable[..., None]) -> None:
         self.original = original
@@ -68,7 +68,7 @@ class _WeightedBackward:
             return
         roots = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
         with contextlib.ExitStack() as stack:
-            weight = _WeightedBackward.last = _weight(roots, stack)
+            weight = _weight(roots, stack)
             _WeightedBackward.is_running = True
             stack.callback(_end_running)
             if not isinstance(weight, Tensor) and weight == 1.0:
@@ -96,12 +96,14 @@ def _weight(roots: Roots, stack: contextlib.ExitStack) -> Weight:
             why="each block would weight the loss",
             fix="use one block: parallel_model(first, second, average=...)",
         )
+    _WeightedBackward.loss_weight = weights[0] if weights else None
     return weights[0] if weights else of_batch
 
 
-def last_weight() -> Weight:
-    """Return the weight of the latest backward pass; 1 if none was weighted."""
-    return _WeightedBackward.last
+def loss_weight() -> Weight:
+    """Return the weight of this rank's latest loss in the mean over the ranks."""
+    weight = _WeightedBackward.loss_weight
+    return _batch_weight() if weight is None else weight
 
 
 def _batch_weight() -> float:
@@ -140,7 +142,7 @@ def _patched() -> Iterator[None]:
         patch.users -= 1
         # If other code has patched the function since, its patch still calls this one, which then calls torch's.
         if not patch.users:
-            _WeightedBackward.last = 1.0
+            _WeightedBackward.loss_weight = None
             if torch.autograd.backward is patch:
                 autograd.backward = patch.original
 

@@ -1,97 +1,190 @@
-"""Optimizers that take a closure: every rank decides by the mean loss of all ranks."""
+"""Optimizers that evaluate a closure train what one process would train on the batches of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from zoo import Mlp
 
-from parallelize import distributed, parallel_model, rank, world_size
+from parallelize import distributed, parallel_model, rank, shard_loader
 
-# torch's own LBFGS converts the loss.
-pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")
-
-INPUTS = torch.linspace(-2, 2, 48, dtype=torch.float64).view(8, 6).sin()
-TARGETS = INPUTS.cumsum(1)[:, :1].cos() * torch.linspace(0.1, 3, 8, dtype=torch.float64).view(8, 1)
+WORLD = 2
 
 
-class Backtracking(torch.optim.SGD):
-    """Halves its step until the loss falls: it takes decisions by what its closure returns."""
+class Halving(torch.optim.SGD):
+    """Halves the step until the loss decreases."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        assert closure is not None
+    def step(self, closure: Any = None) -> Any:
         loss = closure()
         parameters = self.param_groups[0]["params"]
-        before = [each.detach().clone() for each in parameters]
-        directions = [each.grad.clone() for each in parameters]
-        size = 8.0
-        while True:
+        before = [(each.detach().clone(), each.grad.clone()) for each in parameters]
+        lr = self.param_groups[0]["lr"]
+        for _ in range(12):
             with torch.no_grad():
-                for each, old, direction in zip(parameters, before, directions, strict=True):
-                    each.copy_(old - size * direction)
-            if closure() < loss or size < 1e-6:
-                return loss
-            size /= 2
+                for each, (value, gradient) in zip(parameters, before, strict=True):
+                    each.copy_(value - lr * gradient)
+            if closure() < loss:
+                break
+            lr /= 2
+        return loss
 
 
-def lbfgs(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(model.parameters(), max_iter=5, **options)
+class Sam(torch.optim.SGD):
+    """Takes the gradient at the worst point nearby, as sharpness-aware minimization does."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        parameters = self.param_groups[0]["params"]
+        norm = torch.stack([each.grad.norm() for each in parameters]).norm()
+        offsets = [0.1 * each.grad / norm for each in parameters]
+        with torch.no_grad():
+            torch._foreach_add_(parameters, offsets)
+            with torch.enable_grad():
+                closure()
+            torch._foreach_sub_(parameters, offsets)
+        super().step()
+        return loss
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "strong_wolfe": lambda model: lbfgs(model, line_search_fn="strong_wolfe"),
-    "lbfgs": lbfgs,
-    "backtracking": lambda model: Backtracking(model.parameters(), lr=1.0),
+class Polyak(torch.optim.SGD):
+    """Calls backward itself on a loss that sets the step's length."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure(False)
+        loss.backward()
+        norm = sum(each.grad.square().sum() for each in self.param_groups[0]["params"])
+        self.param_groups[0]["lr"] = 0.1 * loss.item() / float(norm)
+        super().step()
+        return loss
+
+
+class GradientFree(torch.optim.SGD):
+    """Compares the losses at two random points, without gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        generator = torch.Generator().manual_seed(0)
+        noise = [torch.randn(each.shape, generator=generator, dtype=each.dtype) for each in parameters]
+        with torch.no_grad():
+            losses = []
+            for size in (0.01, -0.02, 0.01):
+                torch._foreach_add_(parameters, noise, alpha=size)
+                losses.append(closure(False))
+            torch._foreach_add_(parameters, noise, alpha=float(losses[1] - losses[0]))
+        return losses[-1]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, max_iter=5),
+    "strong Wolfe": lambda parameters: torch.optim.LBFGS(parameters, max_iter=5, line_search_fn="strong_wolfe"),
+    "halving": lambda parameters: Halving(parameters, lr=8.0),
+    "SAM": lambda parameters: Sam(parameters, lr=0.1),
+    "Polyak": Polyak,
+    "gradient-free": GradientFree,
 }
 
 
-@distributed(processes=2)
-def train(name: str, average: Any = "ranks", value: type = torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    optimizer = OPTIMIZERS[name](model)
-    part = slice(rank() * len(INPUTS) // world_size(), (rank() + 1) * len(INPUTS) // world_size())
-    losses = []
-    with parallel_model(model, average=average):
+def made(name: str) -> tuple[Mlp, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model = Mlp().double().requires_grad_(name != "gradient-free")
+    return model, OPTIMIZERS[name](model.parameters())
 
-        def closure() -> Any:
-            optimizer.zero_grad()
-            reduction = "sum" if average == "sum" else "mean"
-            loss = F.mse_loss(model(INPUTS[part]), TARGETS[part], reduction=reduction)
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> list[Any]:
+    """Take a step on one batch; return the step's value, the number of evaluations and the weights."""
+    evaluations = 0
+
+    def closure(calls_backward: bool = True) -> torch.Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        loss = (model(x) - x.sin().sum(1, keepdim=True)).square().mean()
+        if calls_backward:
             loss.backward()
-            return loss.item() if value is float else loss
+        return loss
 
-        for _ in range(4):
-            loss = optimizer.step(closure)
-            assert isinstance(loss, value)
-            losses.append(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
-    return torch.cat([each.detach().flatten() for each in model.parameters()]), losses
+    value = optimizer.step(closure).detach()
+    return [value, evaluations, {name: each.detach().clone() for name, each in model.named_parameters()}]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("average", "value"), [("ranks", torch.Tensor), ("ranks", float), ("sum", torch.Tensor)])
-def test_two_ranks_search_as_one_process(name: str, average: str, value: type) -> None:
-    """Weights and losses of all ranks are those of one process on the whole batch."""
-    expected, losses = train.options(processes=1)(name, average, value)
-    for weights, found in train.all_ranks(name, average, value):
-        torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-8)
-        assert found == pytest.approx(losses)
+def samples(count: int = 8) -> torch.Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-def test_other_optimizers_and_other_values_are_left_alone() -> None:
-    """An optimizer of a model outside of blocks gets its own rank's loss; None, True and text stay as they are."""
+def test_optimizers_with_a_closure_equal_one_process() -> None:
+    """Line searches, rejected steps, SAM, gradient-free steps: bitwise equal on all ranks, and as in one process."""
 
-    @distributed(processes=2)
-    def run() -> list[Any]:
-        inside, outside = nn.Linear(1, 1), nn.Linear(1, 1)
-        with parallel_model(inside):
-            inside(torch.ones(1, 1)).sum().backward()
-            own = torch.optim.SGD(outside.parameters(), lr=0.1).step(lambda: float(rank()))
-            optimizer = torch.optim.SGD(inside.parameters(), lr=0.1)
-            return [own, *(optimizer.step(lambda each=each: each) for each in (None, True, "text", float(rank())))]
+    @distributed(processes=WORLD)
+    def train() -> dict[str, list[Any]]:
+        results = {}
+        for name in OPTIMIZERS:
+            model, optimizer = made(name)
+            with parallel_model(model):
+                results[name] = [fit(model, optimizer, samples().chunk(WORLD)[rank()]) for _ in range(4)]
+        return results
 
-    assert run.all_ranks() == [[0.0, None, True, "text", 0.5], [1.0, None, True, "text", 0.5]]
+    ranks = train.all_ranks()
+    for name in OPTIMIZERS:
+        model, optimizer = made(name)
+        expected = [fit(model, optimizer, samples()) for _ in range(4)]
+        torch.testing.assert_close(ranks[0][name], expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(ranks[1][name], ranks[0][name], rtol=0, atol=0)
+
+
+def test_shards_and_half_precision_and_uneven_batches() -> None:
+    """Rejected steps under fsdp, a line search under bf16, and one on batches of 3 and 2 samples."""
+
+    def uneven(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Any]]:
+        loader = DataLoader(TensorDataset(samples(5)), batch_size=3)
+        return [fit(model, optimizer, x) for (x,) in shard_loader(loader, tail="weighted")]
+
+    @distributed(processes=WORLD)
+    def train() -> list[Any]:
+        model, optimizer = made("halving")
+        with parallel_model(model, optimizers=optimizer, backend="fsdp"):
+            sharded = [fit(model, optimizer, samples().chunk(WORLD)[rank()])[:2] for _ in range(4)]
+        weights = dict(model.state_dict())
+        model, optimizer = made("strong Wolfe")
+        with parallel_model(model):
+            weighted = uneven(model, optimizer)
+        model, optimizer = made("strong Wolfe")
+        model.float()
+        with parallel_model(model, amp="bf16"):
+            half = [fit(model, optimizer, samples().float().chunk(WORLD)[rank()]) for _ in range(2)]
+        return [sharded, weights, weighted, half]
+
+    first, second = train.all_ranks()
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    model, optimizer = made("halving")
+    expected = [fit(model, optimizer, samples())[:2] for _ in range(4)]
+    torch.testing.assert_close(first[:2], [expected, dict(model.state_dict())], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(first[2], [fit(*made("strong Wolfe"), samples(5))], rtol=1e-6, atol=1e-9)
+
+
+def test_a_line_search_over_summed_losses() -> None:
+    """average="sum" adds the values, as it adds the gradients."""
+
+    def fit_sum(x: torch.Tensor) -> list[Any]:
+        model, optimizer = made("strong Wolfe")
+        with parallel_model(model, average="sum"):
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = (model(x) - x.sin().sum(1, keepdim=True)).square().sum() / 10
+                loss.backward()
+                return loss
+
+            values = [optimizer.step(closure).detach() for _ in range(3)]
+        return [values, dict(model.state_dict())]
+
+    @distributed(processes=WORLD)
+    def train() -> list[Any]:
+        return fit_sum(samples().chunk(WORLD)[rank()])
+
+    expected = fit_sum(samples())
+    for found in train.all_ranks():
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
