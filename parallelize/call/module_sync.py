@@ -39,6 +39,9 @@ class StatefulObjects(list[Any]):
         super().__init__()
         self._ids: set[int] = set()
 
+    def __reduce__(self) -> Any:
+        return list, (list(self),)  # without the ids, which are those of this process
+
     def __contains__(self, item: object) -> bool:
         return id(item) in self._ids
 

@@ -52,7 +52,7 @@ class Task:
     kwargs: dict[str, Any]
     layout: Layout
     all_ranks: bool = False
-    stateful: StatefulObjects = field(default_factory=StatefulObjects, compare=False)
+    stateful: list[Any] = field(default_factory=list, compare=False)
     unsent: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
