@@ -75,8 +75,8 @@ def parallel_model(
     global generators (torch, random, numpy) per rank. Without it, generators with equal states, because the script has
     seeded itself, are split when the block begins, reproducibly: rank 0 draws the numbers of one process, the other
     ranks get new seeds. Numbers that have to be equal on all ranks (random_split, the order of a list or of an iterable
-    dataset, a decision to skip a layer or a collective) are drawn before the block, or from a generator with its own
-    seed. A seed set inside the block is the same on all ranks.
+    dataset, a decision to skip a layer or a collective) are drawn outside of the block, where all ranks draw rank 0's
+    numbers again, or from a generator with its own seed. A seed set inside the block is the same on all ranks.
 
     A warning says if the inputs or local gradients of the first steps are bitwise equal on all ranks, which then do the
     work of one: a loader is not wrapped in `shard_loader`, or each rank seeds a generator of its own alike.
@@ -94,7 +94,7 @@ def parallel_model(
             as a cross entropy with `ignore_index` over unequal padding, or with class weights; the micro-batches of an
             optimizer step (losses divided by their number) are weighted alike. The count is read from torch's
             reductions, and a sum divided by a number counts as a mean over that number; a loss whose count is not known
-            is refused.
+            is refused. Different losses of one step belong in one backward: separate passes count as micro-batches.
         split_rng: whether global generators with equal states are split over the ranks, unless `seed=` seeds them.
             False: they stay equal, with a warning.
         **options: options of `distributed`, for this block only: `backend`, `amp`, `amp_engine`, `wrap`,
@@ -139,7 +139,7 @@ def parallel_model(
             stack.enter_context(block.running())
         stack.enter_context(averaging.active())
         session.bind(models)
-        random_numbers_per_rank(run, split=split_rng)
+        stack.enter_context(random_numbers_per_rank(run, split=split_rng))
         yield models[0] if len(models) == 1 else models
 
 

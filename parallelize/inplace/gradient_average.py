@@ -15,6 +15,7 @@ Passes under `no_sync` use the last C instead, and the pass that averages sums t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -260,7 +261,8 @@ def _required_count(roots: Roots) -> LossCount:
             raise ConfigError(
                 f"average='tokens' with a loss that is a sum ({each.loss})",
                 why="only a mean has a number of targets to be weighted by",
-                fix="use average='sum', or divide the sum by the number of its targets",
+                fix="divide each sum by the number of its targets; use average='sum' if one process would add the sums "
+                "of all ranks, or average='ranks' if all ranks have equally many targets",
             )
         if each.count is None:
             raise ConfigError(
@@ -278,4 +280,9 @@ def _required_count(roots: Roots) -> LossCount:
             why="a backward has one weight",
             fix="divide all terms by the same count, or use average='ranks'",
         )
-    return counts[0]
+    first, root = counts[0], roots[0]
+    if first.kind == "divided sum" and isinstance(root, torch.Tensor):
+        # All targets are masked, and the user has clamped the divisor, as in loss.sum() / mask.sum().clamp(min=1).
+        count = torch.where(root.detach() == 0, 0.0, torch.as_tensor(first.count, device=root.device))
+        return dataclasses.replace(first, count=count if root.device.type != "cpu" else float(count.sum()))
+    return first

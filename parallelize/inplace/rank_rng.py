@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,38 +22,50 @@ __all__ = ["random_numbers_per_rank"]
 
 @dataclass(frozen=True)
 class _Generator:
-    """A global generator, with a hash of its state."""
+    """A global generator, with a hash of its state when this object was created."""
 
     state_hash: str
     seed: Callable[[int], Any]
+    state: Callable[[], Any]
+    restore: Callable[[Any], Any]
 
 
-def random_numbers_per_rank(run: Runtime, *, split: bool) -> None:
-    """Make the global generators of torch, random and (if imported) numpy draw other numbers on each rank.
+@contextlib.contextmanager
+def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
+    """Make the global generators of torch, random and (if imported) numpy draw other numbers on each rank in a block.
 
     With a seed in the config they are seeded. Else, a generator whose state is that of a lower rank's is reseeded: rank
-    0 draws the numbers of one process, and ranks that differ already are left alone. Both can be repeated. A collective
-    without a seed, which gathers one hash per generator and rank.
+    0 draws the numbers of one process, and ranks that differ already are left alone. Both can be repeated. Without a
+    seed, a collective gathers one hash per generator and rank; at the end of the block, unless by an exception, another
+    one sends rank 0's states to the ranks that had equal ones.
 
     Args:
         run: runtime of this process.
         split: whether to reseed equal generators; otherwise, warn of them.
     """
     world = run.world
-    if world.world_size == 1:
-        return
-    if run.config.seed is not None:
-        _seed(seed=run.config.seed, rank=world.rank)
+    if world.world_size == 1 or run.config.seed is not None:
+        if world.world_size > 1:
+            _seed(seed=run.config.seed or 0, rank=world.rank)
+        yield
         return
     generators = _global_generators(run.devices)
     hashes: list[Any] = [None] * world.world_size  # of the states of each rank's generators, by name
     dist.all_gather_object(hashes, {name: each.state_hash for name, each in generators.items()})
     if not split:
         _warn_of_equal(hashes)
+        yield
         return
     for name, each in generators.items():
         if any(lower.get(name) == each.state_hash for lower in hashes[: world.rank]):
             each.seed(int(_hash(f"{each.state_hash}/{world.rank}"), 16))
+    yield
+    if any(set(hashes[0].items()) & set(other.items()) for other in hashes[1:]):
+        states: list[Any] = [{name: each.state() for name, each in generators.items()} if world.is_main else None]
+        dist.broadcast_object_list(states, src=0)
+        for name, each in generators.items():
+            if hashes[0].get(name) == each.state_hash:
+                each.restore(states[0][name])
 
 
 def _warn_of_equal(hashes: Sequence[Mapping[str, str]]) -> None:
@@ -62,7 +75,7 @@ def _warn_of_equal(hashes: Sequence[Mapping[str, str]]) -> None:
         warnings.warn(
             f"split_rng=False, and {' and '.join(equal)} draw the same numbers on {len(hashes)} ranks: dropout masks, "
             "noise and augmentation are the same on all of them; drop split_rng=False, or seed each rank differently",
-            stacklevel=5,  # the user's with statement
+            stacklevel=7,  # the user's with statement
         )
 
 
@@ -83,12 +96,14 @@ def _global_generators(devices: Sequence[torch.device]) -> dict[str, _Generator]
     for number, device in enumerate([torch.device("cpu"), *accelerators]):
         generator = default_generator(device)
         name = "torch" if number == 0 else f"torch.{device.type}" if number == 1 else f"torch.{device.type} {number}"
-        found[name] = _Generator(_hash(generator.get_state().tolist()), generator.manual_seed)
-    found["random"] = _Generator(_hash(random.getstate()), random.seed)
+        text = _hash(generator.get_state().tolist())
+        found[name] = _Generator(text, generator.manual_seed, generator.get_state, generator.set_state)
+    found["random"] = _Generator(_hash(random.getstate()), random.seed, random.getstate, random.setstate)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         state = numpy.random.get_state(legacy=False)
-        found["numpy.random"] = _Generator(_hash(state), lambda seed: numpy.random.seed(seed % 2**32))
+        get, restore = numpy.random.get_state, numpy.random.set_state
+        found["numpy.random"] = _Generator(_hash(state), lambda seed: numpy.random.seed(seed % 2**32), get, restore)
     return found
 
 

@@ -50,9 +50,9 @@ class SameDataCheck:
         forwards 4 to 19    rank 0 looks for the hashes of all ranks, and compares them: usually in forward 4, as all
                             ranks have begun forward 3 when its gradients are averaged
 
-    All ranks do the same work if their gradients are bitwise equal. Inputs that are equal are the same data, even if
-    dropout makes the gradients differ, if they change from step to step: a constant one, such as a graph of which every
-    rank trains other nodes, does not tell. The forwards of all models of the block have to agree.
+    All ranks do the same work if their gradients are bitwise equal. Inputs that are equal and change from step to
+    step are the same data, too, if dropout may make the gradients differ; else these differ by their targets. The
+    forwards of all models of the block have to agree.
 
     Args:
         run: runtime of this process.
@@ -134,8 +134,14 @@ class SameDataCheck:
         computed = [each for each in gradients if each != {""}]
         if len(computed) > 1 and all(len(each) == 1 for each in computed):
             self._warn("local gradients")
-        elif len({value for each in inputs for value in each if value}) == _STEPS:
+            return
+        changes = len({value for each in inputs for value in each if value}) == _STEPS
+        if changes and (not computed or self._has_dropout()):
             self._warn("inputs")
+
+    def _has_dropout(self) -> bool:
+        """Whether dropout explains gradients that differ although all of the data is equal; targets may differ, too."""
+        return any("Dropout" in type(each).__name__ for model in self._models for each in model.modules())
 
     def _warn(self, equal: str) -> None:
         flags = (active() or self._run).flags

@@ -22,7 +22,7 @@ class CountRange(NamedTuple):
     """The counts of the backward passes of one step.
 
     Args:
-        loss: name of the reduction of their losses.
+        loss: name of the reduction of their losses, and the number by which these are divided.
         bounds: (largest count, negated smallest count), to be combined by the maximum.
     """
 
@@ -68,14 +68,16 @@ class UnevenCounts:
         if self._has_warned or not is_due:
             return None
         counts: list[Any] = [each for each in loss_counts(roots) if each.count is not None]
-        loss = counts[0].loss if counts else ""
+        loss = f"{counts[0].loss} / {counts[0].divisor}" if counts else ""
+        # Micro-batches of one loss, and not several losses, such as a discriminator's of real and of generated samples.
+        is_micro_batch = bool(counts) and (is_local if not is_alone else counts[0].divisor is not None)
         bounds = torch.full((2,), -math.inf, dtype=torch.float64, device=self._run.device)
         if counts and batch_weight:
             bounds[0], bounds[1] = counts[0].count / batch_weight, -counts[0].count / batch_weight
         if former is not None and former.loss == loss:
             bounds = torch.maximum(bounds, former.bounds)
         self._compared = bounds.clone() if is_alone or not is_local else None
-        return CountRange(loss, bounds)
+        return CountRange(loss, bounds) if is_micro_batch else None
 
     def start_reduction(self) -> None:
         """Start the all-reduce; after backward, so that deadlocks in backward are reported as those of gradients."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -23,6 +23,7 @@ __all__ = ["LossCount", "attach_count", "join_weights", "loss_counts", "mark_out
 
 _MODELS_KEY = "parallelize: models"
 _COUNTS_KEY = "parallelize: counts"
+_MAX_NODES = 1000
 
 # Operations by their nodes' names up to "Backward".
 _LINEAR = frozenset(("Add", "Alias", "Clone", "Div", "Mul", "Neg", "Reshape", "ReshapeAlias", "Rsub", "Select"))
@@ -39,20 +40,24 @@ class LossCount:
         kind: a mean; a sum that is divided by a number, such as its count; a sum; or an operation that is not known.
         count: number (or total weight) of the targets; a tensor on an accelerator, where reading it synchronizes; None
             for the last two kinds.
+        divisor: number by which a mean is divided further, such as the number of micro-batches; None: it is not.
     """
 
     loss: str
     kind: Literal["mean", "divided sum", "sum", "unknown"]
     count: float | torch.Tensor | None = None
+    divisor: float | torch.Tensor | None = None
 
 
-class _Term(NamedTuple):
+@dataclass(frozen=True)
+class _Term:
     """A node that the search has reached."""
 
     node: Any
     output: int
     divisor: float | torch.Tensor | None = None  # product of the constants that divide the node's value
     is_in_model: bool = False  # whether it is part of a model's forward
+    outer: float | torch.Tensor | None = None  # product of the constants that divide a sum of several such values
 
 
 def loss_counts(roots: Iterable[torch.Tensor | GradientEdge], *, is_in_model: bool = False) -> list[LossCount]:
@@ -121,11 +126,19 @@ def _is_equal(count: Any, number: Any) -> bool:
 
 
 def _reductions(terms: list[_Term]) -> Iterator[tuple[_Term, LossCount]]:
+    seen: set[Any] = set()  # a sum may lead to the same loss in exponentially many ways
     while terms:
         term = terms.pop()
         node = term.node
+        key = (node, term.output, *map(_identity, (term.divisor, term.outer)))
+        if key in seen:
+            continue
+        seen.add(key)
+        if len(seen) > _MAX_NODES:
+            yield term, LossCount("more operations than are searched", "unknown")
+            return
         if not term.is_in_model and _MODELS_KEY in node.metadata:
-            term = _Term(node, term.output, term.divisor, is_in_model=True)
+            term = replace(term, is_in_model=True)
         given = node.metadata.get(_COUNTS_KEY, {}).get(term.output)
         inner = None if given is not None else _operands(term)
         if inner is None:
@@ -134,18 +147,23 @@ def _reductions(terms: list[_Term]) -> Iterator[tuple[_Term, LossCount]]:
             terms += inner
 
 
+def _identity(number: Any) -> object:
+    return id(number) if isinstance(number, torch.Tensor) else number
+
+
 def _operands(term: _Term) -> list[_Term] | None:
     """Return the losses of which a node's value is a linear combination; None if it is a reduction or not known."""
     node, name = term.node, _operation(term.node)
     divisor = term.divisor
-    edges = [_Term(each, output, divisor, term.is_in_model) for each, output in node.next_functions if each is not None]
+    edges = [replace(term, node=each, output=output) for each, output in node.next_functions if each is not None]
     if name in {"Mean", "Sum"}:
         return _scalars(edges)
     if name == "_DDPSink":
         return [edges[term.output]]
     if name in {"Add", "Sub"} and len(edges) > 1:
-        # A divisor of the sum is the number of passes, not that of targets.
-        return [_Term(each.node, each.output, None, each.is_in_model) for each in edges]
+        # Of means, it is the number of passes and not that of targets; sums may have this one only.
+        outer = term.outer if divisor is None else divisor
+        return [replace(each, divisor=None, outer=outer) for each in edges]
     if name == "Mul" and len(edges) > 1:
         edges = [each for each in edges if _is_from_data(each)]  # e.g. without a learned weight of the loss
     is_known = name in _LINEAR and len(edges) == 1 and _numel(edges[0]) == 1
@@ -154,7 +172,7 @@ def _operands(term: _Term) -> list[_Term] | None:
     if len(node.next_functions) > 1 and node.next_functions[0][0] is None:
         return None  # a constant divided by a loss
     number = _number(node._saved_other)
-    return [_Term(edges[0].node, edges[0].output, number if divisor is None else divisor * number, term.is_in_model)]
+    return [replace(edges[0], divisor=number if divisor is None else divisor * number)]
 
 
 def _scalars(operands: list[_Term]) -> list[_Term] | None:
@@ -162,10 +180,16 @@ def _scalars(operands: list[_Term]) -> list[_Term] | None:
     for each in operands:
         inner = each.node.next_functions
         if _operation(each.node) in _LISTS and _numel(each) == len(inner):
-            return [_Term(node, output, None, each.is_in_model) for node, output in inner if node is not None]
-        if _shape(each) == ():
+            return [replace(each, node=node, output=output) for node, output in inner if node is not None]
+        if _shape(each) == () and _is_followed(each.node):
             return [each]
     return None
+
+
+def _is_followed(node: Any) -> bool:
+    """Whether a node is a linear operation or a reduction; another 0-dim value is one target, as of a batch of one."""
+    name = _operation(node)
+    return name in _LINEAR | {"Mean", "Sum"} or hasattr(node, "_saved_reduction") or _COUNTS_KEY in node.metadata
 
 
 def _reduction(term: _Term) -> LossCount:
@@ -174,13 +198,14 @@ def _reduction(term: _Term) -> LossCount:
         return LossCount(name, "unknown")
     reduction = getattr(term.node, "_saved_reduction", None)  # torch's enum: 1 mean, 2 sum
     if name == "Sum" or reduction == 2:
-        divisor = term.divisor
+        divisor = term.outer if term.divisor is None else term.divisor
         return LossCount(name, "sum") if divisor is None else LossCount(name, "divided sum", divisor)
+    passes = term.outer if term.divisor is None else term.divisor
     if name in {"NllLoss", "NllLoss2D"} and reduction == 1:
-        return LossCount(name, "mean", _number(term.node._saved_total_weight))
+        return LossCount(name, "mean", _number(term.node._saved_total_weight), passes)
     if name == "Mean" or reduction == 1:
         operand = next(_Term(*edge) for edge in term.node.next_functions if edge[0] is not None)
-        return LossCount(name, "mean", _numel(operand))
+        return LossCount(name, "mean", _numel(operand), passes)
     return LossCount(name, "unknown")
 
 

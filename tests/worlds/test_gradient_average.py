@@ -25,8 +25,10 @@ from parallelize import (
     shard_loader,
     world_size,
 )
+from parallelize.inplace.gradient_average import _required_count
 from parallelize.model import _refuse_apex
 from parallelize.precision.native_session import Policy, mixed_precision
+from parallelize.runtime.loss_counts import mark_outputs
 
 CLASSES, PADDING = 5, -100
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25, 1.5]).double()
@@ -350,8 +352,19 @@ def test_apex_does_not_average_by_tokens():
     _refuse_apex(run, "sum")
 
 
-def warned(*, passes, loss, equal=False):
-    """Return the warnings of rank 0's training."""
+@pytest.mark.parametrize(("targets", "count"), [([1, 2, PADDING], 2), ([PADDING] * 3, 0)])
+def test_masked_targets_count_nothing_although_the_divisor_is_clamped(targets, count):
+    """A rank without targets computes 0 / 1, and has no part in the mean."""
+    t = torch.tensor(targets)
+    y = torch.ones(3, 5, requires_grad=True) * 1
+    mark_outputs(y, inputs=(), model="net")
+    losses = F.cross_entropy(y, t.clamp(min=0), reduction="none") * (t != PADDING)
+    loss = losses.sum() / (t != PADDING).sum().clamp(min=1)
+    assert _required_count([loss]).count == count
+
+
+def warned(*, passes, loss, equal=False, of=None):
+    """Return the warnings of rank 0's training; `of`: the passes are different losses of the same data on all ranks."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         net = Net()
@@ -359,8 +372,9 @@ def warned(*, passes, loss, equal=False):
         with parallel_model(net):
             for step in range(STEPS):
                 for i in range(passes):
-                    x, t = micro_batch(0 if equal else rank(), 3 if equal else passes * step + i)
-                    loss(net(x), t).backward()
+                    x, t = micro_batch(0 if equal or of else rank(), 3 if equal else passes * step + i)
+                    value = loss(net(x), t)
+                    (value if of else value / passes).backward()
                 optimizer.step()
     return [str(each.message) for each in caught if "different numbers of targets" in str(each.message)]
 
@@ -379,8 +393,9 @@ def warned_tail():
 
 
 def all_warnings():
-    tail = {(1, "tail", True): warned_tail()}
-    return tail | {
+    equal = {(1, "tail", True): warned_tail()}
+    equal[2, "losses", True] = warned(passes=2, loss=LOSSES["cross_entropy"], of="real and generated samples")
+    return equal | {
         (passes, name, equal): warned(passes=passes, loss=LOSSES[name], equal=equal)
         for passes in (1, 3)
         for name in ("cross_entropy", "mse")

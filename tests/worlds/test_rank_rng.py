@@ -43,6 +43,7 @@ def seeded_run() -> dict[str, Any]:
         with parallel_model(other):
             pass
         drawn["is kept"] = torch.equal(state, torch.get_rng_state())
+    drawn["after"] = draw()
     drawn["weights"] = tuple(model[0].weight.flatten().tolist())
     seed_all(3)
     random.seed(rank())
@@ -68,6 +69,7 @@ def test_equal_generators_are_split_reproducibly(ranks: list[dict[str, Any]]) ->
     for one, other in zip(first["block"], second["block"], strict=True):
         assert one != other
     assert first["mask"] != second["mask"]
+    assert first["after"] == second["after"]  # folds of a cross-validation are drawn between blocks
     assert first["weights"] == second["weights"]
 
 

@@ -38,6 +38,8 @@ LOSSES = {
     "sum divided by an int": (lambda x: F.cross_entropy(x, T, reduction="sum") / 4, 4),
     "equal terms": (lambda x: x.mean() + 2 * F.mse_loss(x, ONES), 30),
     "stacked terms": (lambda x: torch.stack([x.mean(), x.abs().mean()]).sum(), 30),
+    "divided sum of sums": (lambda x: (x.sum() + x.abs().sum()) / 6, 6),
+    "a batch of one": (lambda x: (x[0, 0].squeeze() ** 2).mean(), 1),
     "one element": (lambda x: x.mean().view(1)[0], 30),
     "a penalty on weights": (lambda x: x.mean() + 0.1 * nn.Linear(2, 2).weight.pow(2).sum(), 30),
     "a learned weight": (lambda x: x.mean() * nn.Parameter(torch.zeros(())).exp(), 30),
@@ -55,6 +57,14 @@ def outputs():
 def test_losses_have_the_number_of_their_targets(loss, count):
     """Means, with ignored targets and class weights; sums divided by a count; linear combinations of them."""
     assert {each.count for each in loss_counts([loss(outputs())])} == {count}
+
+
+def test_a_recurrence_is_searched_once():
+    """Each of its steps leads to the last one in two ways: 2 ** 100 ways in all."""
+    loss = outputs().mean()
+    for _ in range(100):
+        loss = loss + 0.01 * loss
+    assert {each.count for each in loss_counts([loss])} == {30}
 
 
 def test_terms_of_different_counts_are_all_found():
