@@ -57,10 +57,10 @@ def test_a_legacy_script_under_torchrun(tmp_path: Path) -> None:
         + "random.seed(0)\n"
         + "torch.manual_seed(rank())\n"
         + "loader = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)]\n"
-        + "with parallel_model(model): legacy_train(model, loader, optimizer)\n"
+        + "with parallel_model(model): legacy_train(model, loader, optimizer); drawn = random.random()\n"
         + "assert not dist.is_initialized()\n"
         + "open(f'weights{rank()}', 'w').write(str(model.weight.tolist()))\n"
-        + "open(f'drawn{rank()}', 'w').write(str(random.random()))\n"
+        + "open(f'drawn{rank()}', 'w').write(str(drawn))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=50, capture_output=True)
