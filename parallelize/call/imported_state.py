@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from parallelize.call.reachable import global_variables, holds_state, is_a, is_user_code, walk
+from parallelize.call.reachable import global_variables, holds_state, is_a, is_user_code
 
 __all__ = ["Binding", "find_imported_state", "install_imported_state"]
 
@@ -21,12 +21,12 @@ Binding = tuple[str, str]  # (module, dotted name in it)
 
 
 def find_imported_state(
-    roots: Mapping[str, object], *, is_importable: Callable[[types.ModuleType], bool]
+    reached: Iterable[tuple[str, object]], *, is_importable: Callable[[types.ModuleType], bool]
 ) -> dict[Binding, object]:
     """Return the reachable variables of importable modules that hold models or optimizers.
 
     Args:
-        roots: name -> the function, and its arguments.
+        reached: (name, object): what `walk` yields for the function and its arguments.
         is_importable: whether a worker can import a module.
 
     Returns:
@@ -34,7 +34,7 @@ def find_imported_state(
     """
     imports = functools.cache(lambda name: name in sys.modules and is_importable(sys.modules[name]))
     found: dict[Binding, object] = {}
-    for _, item in walk(roots):
+    for _, item in reached:
         for module, name, value in _variables(item):
             is_data = not is_a(value, (type, types.ModuleType, types.BuiltinFunctionType))
             if (module, name) not in found and is_data and imports(module) and holds_state(value):

@@ -66,9 +66,13 @@ def module_state(module: nn.Module) -> ModuleState:
     """Return the state of a module; without lazy tensors that are not initialized."""
     return ModuleState(
         _named_tensors(module),
-        frozenset(name for name, each in module.named_modules() if each.training),
+        _modules_in_training(module),
         frozenset(name for name, each in module.named_parameters() if each.requires_grad),
     )
+
+
+def _modules_in_training(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, each in module.named_modules() if each.training)
 
 
 def _named_tensors(item: object) -> dict[str, torch.Tensor]:
@@ -89,7 +93,7 @@ def _fingerprint(item: object) -> object:
         return object()
     tensors = {name: tensor_fingerprint(tensor) for name, tensor in _named_tensors(item).items()}
     if isinstance(item, nn.Module):
-        return tensors, module_state(item).training
+        return tensors, _modules_in_training(item)
     settings = [{key: repr(value) for key, value in group.items() if key != "params"} for group in item.param_groups]
     parts: list[tuple[str, Any]] = [part for each in item.state.values() for part in each.items()]
     state = [(key, value._version if isinstance(value, torch.Tensor) else repr(value)) for key, value in parts]

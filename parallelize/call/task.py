@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from parallelize.call.function_ref import FunctionRef, is_importable, pickling_module_by_value
-from parallelize.call.imported_state import Binding, find_imported_state, install_imported_state
+from parallelize.call.imported_state import find_imported_state, install_imported_state
 from parallelize.call.module_sync import StatefulObjects, signature
 from parallelize.call.reachable import is_a, walk
 from parallelize.call.serialization import dump, is_picklable, load
@@ -84,29 +84,33 @@ class Task:
             **{f"option {name!r}": value for name, value in self.layout.config.options().items()},
         }
         call = (function, self.args, self.kwargs, self.layout, self.all_ranks)
-        imported = find_imported_state(self.roots(), is_importable=is_importable)
+        reached = list(walk(self.roots()))
+        imported = find_imported_state(reached, is_importable=is_importable)
         with pickling_module_by_value(self.function):
             try:
-                self._dump(call, imported, path, parts)
+                found = _dump((imported, call), path, parts)
             except ConfigError:
                 picklable = {key: value for key, value in imported.items() if is_picklable(value)}
                 if len(picklable) == len(imported):
                     raise
-                self._dump(call, picklable, path, parts)
-
-    def _dump(self, call: Any, imported: dict[Binding, object], path: Path, parts: Mapping[str, object]) -> None:
-        found = StatefulObjects()
-        dump((imported, call, found), path, parts=parts, on_object=found.add)
+                found = _dump((picklable, call), path, parts)
         self.stateful[:] = found
-        modules = {name: item for name, item in walk(self.roots()) if is_a(item, nn.Module) and item not in found}
+        modules = {name: item for name, item in reached if is_a(item, nn.Module) and item not in found}
         self.unsent.update({name: signature(item) for name, item in modules.items()})
 
     @classmethod
     def read(cls, path: Path, *, device: torch.device) -> Task:
         """Read the call from a file in a worker; tensors that were on an accelerator are moved to `device`."""
-        imported, (function, args, kwargs, layout, all_ranks), stateful = load(path, device=device)
+        (imported, (function, args, kwargs, layout, all_ranks)), stateful = load(path, device=device)
         install_imported_state(imported)
         return cls(function.resolve(), args, kwargs, layout, all_ranks, stateful)
+
+
+def _dump(call: Any, path: Path, parts: Mapping[str, object]) -> StatefulObjects:
+    """Pickle a call, then the list of the stateful objects that were pickled with it; return that list."""
+    found = StatefulObjects()
+    dump((call, found), path, parts=parts, on_object=found.add)
+    return found
 
 
 @dataclass(frozen=True)

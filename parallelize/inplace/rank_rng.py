@@ -44,9 +44,11 @@ def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
         split: whether to reseed equal generators; otherwise, warn of them.
     """
     world = run.world
-    if world.world_size == 1 or run.config.seed is not None:
-        if world.world_size > 1:
-            _seed(seed=run.config.seed or 0, rank=world.rank)
+    if world.world_size == 1:
+        yield
+        return
+    if run.config.seed is not None:
+        _seed(seed=run.config.seed, rank=world.rank)
         yield
         return
     generators = _global_generators(run.devices)
