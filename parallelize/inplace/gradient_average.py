@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallelize.errors import ConfigError, did_you_mean
 from parallelize.inplace.uneven_counts import CountRange, UnevenCounts
+from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.precision.unscale import scale_
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.gradients import parameters_of
@@ -104,11 +105,8 @@ class Window:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Count the backward passes in the context locally."""
-        before, self._is_no_sync = self._is_no_sync, True
-        try:
+        with replace_attribute(self, "_is_no_sync", value=True):
             yield
-        finally:
-            self._is_no_sync = before
 
     @property
     def is_local(self) -> bool:

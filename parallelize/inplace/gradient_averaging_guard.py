@@ -27,6 +27,7 @@ from parallelize.inplace.local_gradients import BYPASSED, INCOMPLETE, UNDER_NO_S
 from parallelize.inplace.model_consistency import require_equal
 from parallelize.inplace.model_structure import Structure
 from parallelize.plugins.base import Engine
+from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.runtime.gradients import at_end_of_backward, is_in_backward, parameters_of
 
 __all__ = ["GradientAveragingGuard"]
@@ -78,11 +79,8 @@ class GradientAveragingGuard:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Treat gradients of forwards inside the context as local: these forwards begin no averaging."""
-        before, self._is_no_sync = self._is_no_sync, True
-        try:
+        with replace_attribute(self, "_is_no_sync", value=True):
             yield
-        finally:
-            self._is_no_sync = before
 
     def before_forward(self) -> None:
         """Check, before the engine's forward, that the averaging of the previous backward pass is complete.
