@@ -14,6 +14,8 @@ from typing import Any
 
 import cloudpickle
 
+from parallelize.call.serialization import dumps
+
 __all__ = ["pickle_main_by_value", "populate"]
 
 
@@ -48,7 +50,7 @@ def _dump(obj: object, file: Any, protocol: int | None = None) -> None:
 class _Pickler(reduction.ForkingPickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
-            return _load_in_child, (cloudpickle.dumps(obj),)
+            return _load_in_child, (dumps(obj),)
         return NotImplemented
 
 

@@ -12,6 +12,8 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.optim import Optimizer
 from parallelize.call.reachable import members
 from parallelize.errors import ConfigError
 
-__all__ = ["dump", "is_picklable", "load"]
+__all__ = ["dump", "dumps", "is_picklable", "load"]
 
 _FIX = "create it inside the function, or pass the values it is built from (a path, a size, a seed)"
 _HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: set for classes made by a class statement, not for built-in exceptions
@@ -31,7 +33,8 @@ _HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: set for classes made by a class state
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """cloudpickle's pickler, extended to exceptions with an `__init__` of their own and to subclasses of optimizers.
 
-    Open text files are rejected.
+    Modules of every class, such as `torch.backends.cudnn`, and operators of `torch.ops` are pickled by name. Open text
+    files are rejected.
 
     An object whose `__class__` differs from its type, such as a decorated function, is pickled by its own
     `__reduce_ex__`; cloudpickle would pickle it as a plain function.
@@ -40,6 +43,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def reducer_override(self, obj: Any) -> Any:
         if "__reduce_ex__" in vars(type(obj)) and obj.__class__ is not type(obj):
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        name = _name_of_module(obj)
+        if name is not None:
+            return _resolve, name
         if isinstance(obj, Optimizer) and type(obj).__getstate__ is Optimizer.__getstate__:
             return _reduce_optimizer(obj)
         if isinstance(obj, BaseException) and _is_reduced_by_default(type(obj)):
@@ -60,6 +66,39 @@ def _pickle_module(on_object: Callable[[Any], None]) -> types.SimpleNamespace:
             return super().reducer_override(obj)
 
     return types.SimpleNamespace(Pickler=Pickler, __name__=__name__)
+
+
+def _name_of_module(obj: Any) -> tuple[str, str] | None:
+    """Return the name of an imported module, and a dotted name in it, that refer to a module object or an operator.
+
+    None for modules whose class is that of Python's own, which cloudpickle handles, and for all other objects.
+    """
+    is_operator = type(obj).__module__ == "torch._ops"
+    if not is_operator and (type(obj) is types.ModuleType or not issubclass(type(obj), types.ModuleType)):
+        return None
+    aliases = (name for name, module in list(sys.modules.items()) if module is obj)
+    full = obj.__name__ if isinstance(obj, types.ModuleType) else f"torch.ops.{obj}"
+    for name in (full, *aliases):
+        module = name
+        while module and module not in sys.modules:
+            module = module.rpartition(".")[0]
+        if module and _is_found(obj, module, name[len(module) + 1 :]):
+            return module, name[len(module) + 1 :]
+    return None
+
+
+def _is_found(obj: object, module: str, name: str) -> bool:
+    try:
+        return _resolve(module, name) is obj
+    except (AttributeError, ImportError):
+        return False
+
+
+def _resolve(module: str, name: str) -> Any:
+    """Import a module and return an attribute of it; "" is the module itself."""
+    import_module(module)
+    found: Any = sys.modules[module]
+    return attrgetter(name)(found) if name else found
 
 
 def _reduce_optimizer(optimizer: Optimizer) -> Any:
@@ -142,9 +181,16 @@ def is_picklable(obj: object) -> bool:
     return _pickle_error(obj) is None
 
 
+def dumps(obj: object) -> bytes:
+    """Pickle an object to bytes, which `pickle.loads` reads."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(obj)
+    return buffer.getvalue()
+
+
 def _pickle_error(obj: object) -> Exception | None:
     try:
-        _Pickler(io.BytesIO()).dump(obj)
+        dumps(obj)
     except Exception as exc:  # noqa: BLE001 - a user's __reduce__ may raise anything
         return exc
     return None

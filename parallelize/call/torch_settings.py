@@ -46,6 +46,8 @@ _ATTRIBUTES = (
     "backends.cudnn.deterministic",
     "backends.mkldnn.enabled",
     "backends.mkldnn.deterministic",
+    "backends.opt_einsum.enabled",
+    "backends.opt_einsum.strategy",
     "utils.deterministic.fill_uninitialized_memory",
 )
 # name -> (getter, setter); none of these functions initializes a GPU.
@@ -57,12 +59,15 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda modes: torch.autograd.set_detect_anomaly(*modes),
     ),
+    "warn_always": (torch.is_warn_always_enabled, torch.set_warn_always),
     "sharing": (torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy),
     "flash_sdp": (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
     "mem_efficient_sdp": (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
     "math_sdp": (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
     "cudnn_sdp": (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
     "math_sdp_reduction": (_CUDA.fp16_bf16_reduction_math_sdp_allowed, _CUDA.allow_fp16_bf16_reduction_math_sdp),
+    "blas": (_CUDA.preferred_blas_library, _CUDA.preferred_blas_library),
+    "linalg": (_CUDA.preferred_linalg_library, _CUDA.preferred_linalg_library),
     "matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     **{name: _attribute(name) for name in _ATTRIBUTES},
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -30,6 +32,42 @@ def test_tensors_outlive_the_file_and_are_private(tmp_path: Path) -> None:
     one += 1
     assert one.sum() == 1000
     assert other.sum() == 0
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        torch.backends,
+        torch.backends.cudnn,
+        torch.backends.mkldnn,
+        torch.backends.opt_einsum,
+        torch.ops,
+        torch.ops.aten,
+        torch.ops.aten.add,
+        torch.ops.aten.add.Tensor,
+        torch.classes,
+        torch.jit,
+        torch.utils.deterministic,
+        torch.compiler.config,
+    ],
+    ids=str,
+)
+def test_modules_of_every_class_are_pickled_by_name(item: object, tmp_path: Path) -> None:
+    """Module objects that torch replaces by others, modules without a file, and operators are the process's own."""
+    assert round_trip(item, tmp_path) is item
+
+
+def test_a_module_under_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name in sys.modules counts, not the module's own; a module that no import finds is named."""
+
+    class Module(ModuleType):
+        pass
+
+    module = Module("nowhere")
+    with pytest.raises(ConfigError, match="the call cannot be pickled"):
+        round_trip(module, tmp_path)
+    monkeypatch.setitem(sys.modules, "elsewhere", module)
+    assert round_trip(module, tmp_path) is module
 
 
 class SaysMoreError(Exception):

@@ -39,6 +39,7 @@ LINES = [
     "torch.backends.cudnn.benchmark = True",
     "torch.backends.cudnn.deterministic = True",
     "torch.backends.cudnn.enabled = False",
+    "torch.set_warn_always(True)",
     "torch.backends.cuda.enable_flash_sdp(False)",
     "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False",
     "torch.set_float32_matmul_precision('high')",
@@ -52,6 +53,11 @@ LINES = [
     "torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
     "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
 ]
+if torch.backends.cuda.is_built():  # other builds refuse to set these
+    LINES += [
+        "torch.backends.cuda.preferred_linalg_library('magma')",
+        "torch.backends.cuda.preferred_blas_library('cublaslt')",
+    ]
 
 
 @pytest.mark.parametrize("line", LINES)
