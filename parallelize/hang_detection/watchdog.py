@@ -105,6 +105,11 @@ class Watchdog:
             if self._block is not None:
                 self._block.store_wait = None
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of a collective, if another one than at the start of the block."""
+        if self._block is not None:
+            self._block.timeout_s = timeout.total_seconds()
+
     def _end(self, error: SyncError) -> None:
         self.on_hang(error)  # on_hang may be replaced while the block is watched
 
@@ -129,7 +134,7 @@ class _WatchedBlock:
     ) -> None:
         self._exchange, self._on_hang = exchange, on_hang
         self.store_wait: StoreWait | None = None
-        self._timeout_s, self._owns_group = timeout.total_seconds(), since_ns is not None
+        self.timeout_s, self._owns_group = timeout.total_seconds(), since_ns is not None
         self._main = threading.get_ident()
         self._cpu_clock, self._recorder = stack_frames.ThreadCpuClock(self._main), FlightRecorder(since_ns or 0)
         self._is_spinning = "nccl" in str(dist.get_backend())  # NCCL: a blocked thread uses 100 % of a core
@@ -222,7 +227,7 @@ class _WatchedBlock:
     def _keep_waiting(self, own: RankState, states: list[RankState]) -> None:
         states = _answering(states, self._first_request)
         libraries = {call.library for call in own.pending()}
-        if libraries - {"gloo"} and own.idle_s >= self._timeout_s - _SUSPECT_AFTER_S:
+        if libraries - {"gloo"} and own.idle_s >= self.timeout_s - _SUSPECT_AFTER_S:
             # At the timeout, NCCL would abort this process without an exception.
             self._end_with(self._timeout_report(states, reason="nothing was received"))
         if own.idle_s >= deadlock.line_due_s(self._lines):
@@ -230,7 +235,7 @@ class _WatchedBlock:
             self._exchange.publish_line(deadlock.waiting_line(states, world_size=self._exchange.world_size))
 
     def _timeout_report(self, states: list[RankState], *, reason: str) -> deadlock.HangReport:
-        return deadlock.timeout_report(states, self._timeout_s, world_size=self._exchange.world_size, reason=reason)
+        return deadlock.timeout_report(states, self.timeout_s, world_size=self._exchange.world_size, reason=reason)
 
     def _end_with(self, report: deadlock.HangReport) -> None:
         frame = sys._current_frames().get(self._main)

@@ -19,8 +19,9 @@ from parallelize.cluster.network import gloo_interface, resolvable_address
 from parallelize.cluster.store import serve_store
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
-from parallelize.hang_detection.unsynced_training import warn_if_unsynced
+from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL, warn_if_unsynced
 from parallelize.hang_detection.watchdog import Watchdog
+from parallelize.runtime.user_process_group import user_process_group
 
 __all__ = ["default_store", "new_group", "process_group"]
 
@@ -35,37 +36,66 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog, *, flags: se
         watchdog: detects hangs if the group has several processes.
         flags: `Runtime.flags` of the run.
     """
-    timeout = layout.config.timeout
+    config, since_ns = layout.config, time.time_ns()
     if dist.is_initialized():
-        with _with_watchdog(watchdog, timeout, flags=flags, since_ns=None):
+        with (
+            _with_watchdog(watchdog, config.timeout, flags=flags, since_ns=None),
+            user_process_group(world, os.environ, None),
+        ):
             yield
         return
-    config, since_ns = layout.config, time.time_ns()
-    store: dist.Store | None = None
+    group: _Group | None = None
     if config.init_connection is not None:
         config.init_connection(world)
     else:
-        world = _reachable(world)
-        # Each group has its own prefix, so that it does not read the keys of an earlier group. All ranks make their
-        # groups in the same order, so their counters agree.
-        store = dist.PrefixStore(f"parallelize/{next(_group_ids)}", _store(world, timeout))
-        with _gloo_interface(world), _kept_excepthook(world):
-            dist.init_process_group(
-                layout.process_group_backend,
-                store=store,
-                rank=world.rank,
-                world_size=world.world_size,
-                timeout=timeout,
-            )
-        _wait_for_all(store, world.world_size)
+        group = _Group(_reachable(world), config.timeout)
+        group.initialize(backend=layout.process_group_backend)
+
+    def initialize_again(arguments: dict[str, Any]) -> None:
+        if group is not None and ENTERED_PARALLEL_MODEL not in flags:
+            group.initialize(**arguments)
+            watchdog.set_timeout(arguments.get("timeout") or config.timeout)
+
     try:
-        with _with_watchdog(watchdog, timeout, flags=flags, since_ns=since_ns):
+        with (
+            _with_watchdog(watchdog, config.timeout, flags=flags, since_ns=since_ns),
+            user_process_group(world, os.environ, initialize_again),
+        ):
             yield
-        if store is not None:
-            _wait_before_closing(store, world.world_size)
+        if group is not None:
+            _wait_before_closing(group.store, world.world_size)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+class _Group:
+    """The default process group of a run, on the run's store.
+
+    Args:
+        world: rank and world size; rank 0's address needs no DNS.
+        timeout: timeout of the rendezvous, and default timeout of a collective.
+    """
+
+    def __init__(self, world: World, timeout: timedelta) -> None:
+        self._world, self._timeout = world, timeout
+        self.store: dist.Store
+
+    def initialize(self, **options: Any) -> None:
+        """Initialize the default group with options of init_process_group; replace the group of an earlier call."""
+        # Each group has its own prefix, so that it does not read the keys of an earlier group. All ranks make their
+        # groups in the same order, so their counters agree.
+        world, number = self._world, next(_group_ids)
+        self.store = dist.PrefixStore(f"parallelize/{number}", _store(world, self._timeout))
+        if dist.is_initialized():
+            # No rank is in a collective of the old group any more.
+            _wait_for_all(dist.PrefixStore("replace", self.store), world.world_size)
+            dist.distributed_c10d.destroy_process_group()
+        if options.get("timeout") is None:
+            options["timeout"] = self._timeout
+        with _gloo_interface(world), _kept_excepthook(world):
+            dist.init_process_group(store=self.store, rank=world.rank, world_size=world.world_size, **options)
+        _wait_for_all(self.store, world.world_size)
 
 
 @contextlib.contextmanager

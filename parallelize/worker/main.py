@@ -34,6 +34,7 @@ from parallelize.cluster.world import World, detect
 from parallelize.config.layout import Layout
 from parallelize.errors import LaunchError
 from parallelize.runtime.context import Runtime, activate
+from parallelize.runtime.user_process_group import replace_group_functions
 from parallelize.worker.shutdown import WorkerShutdown, exit_on_signal, flush, report_leftover_threads, unblock_sigint
 
 __all__ = ["WorkerSetup", "active_run", "outcome_path", "refuse_during_task_load", "run", "task_path"]
@@ -88,12 +89,13 @@ def run(setup: WorkerSetup) -> None:
     try:
         _set_up_process(setup, world)
         shutdown.follow_launcher()
-        task = _load_task(task_path(folder))
-        # A scheduler that was pickled has lost its mark on optimizer.step, and would warn about that.
-        warnings.filterwarnings("ignore", "Seems like `optimizer.step\\(\\)` has been overridden")
-        main_module.populate(task.function)
-        main_module.pickle_main_by_value()
-        _perform(task, world, path, shutdown, settings=setup.settings)
+        with replace_group_functions():  # before the task's modules import them by name
+            task = _load_task(task_path(folder))
+            # A scheduler that was pickled has lost its mark on optimizer.step, and would warn about that.
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step\\(\\)` has been overridden")
+            main_module.populate(task.function)
+            main_module.pickle_main_by_value()
+            _perform(task, world, path, shutdown, settings=setup.settings)
         report_leftover_threads(world.rank)
     except BaseException as error:  # noqa: BLE001 - any exception that ends a rank is its outcome
         shutdown.fail(error)
