@@ -90,7 +90,7 @@ class _Group:
         if dist.is_initialized():
             # No rank is in a collective of the old group any more.
             _wait_for_all(dist.PrefixStore("replace", self.store), world.world_size)
-            dist.distributed_c10d.destroy_process_group()
+            dist.destroy_process_group()
         if options.get("timeout") is None:
             options["timeout"] = self._timeout
         with _gloo_interface(world), _kept_excepthook(world):
