@@ -90,14 +90,16 @@ print(f"{found}\\n", end="")
 OWN = ["ConfigError", "ConfigError", 77.0, 0.5, 0.5, 0.5]
 
 
+@pytest.mark.timeout(150)
 def test_a_function_initializes_the_group_itself(run_script: Run) -> None:
     """It gets a group with its own options, may end it and begin again, and the run's blocks and helpers use it."""
-    assert run_script(FUNCTION.replace("SETUP", "False")).stdout == f"{[OWN, OWN, True]}\n"
+    assert run_script(FUNCTION.replace("SETUP", "False"), timeout_s=120).stdout == f"{[OWN, OWN, True]}\n"
 
 
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("setup", ["False", "dist.init_process_group('gloo') is None"])
 def test_a_function_under_torchrun(setup: str, run_script: Run) -> None:
     """The same in torchrun's processes; a group that the script has made ends when the call ends."""
     expected = [OWN, OWN, True] if setup == "False" else [[0.5, 0.5, 0.5], False, True]
-    done = run_script(FUNCTION.replace("SETUP", setup), launcher=("-m", *TORCHRUN))
+    done = run_script(FUNCTION.replace("SETUP", setup), launcher=("-m", *TORCHRUN), timeout_s=120)
     assert done.stdout.splitlines() == [str(expected)] * 2
