@@ -10,7 +10,10 @@ from collections.abc import Mapping
 
 __all__ = ["PRIVATE_NAMES", "SINCE"]
 
-SINCE: Mapping[str, str] = {"torch.distributed.fsdp._fully_shard._fsdp_param._orig_param_uid": "2.13"}
+SINCE: Mapping[str, str] = {
+    "torch.distributed.fsdp._fully_shard._fsdp_param._orig_param_uid": "2.13",
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl": "2.15",
+}
 """Path -> first torch release that has the name; only for names newer than 2.11, the oldest supported release."""
 
 PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -74,9 +77,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "torch.utils.checkpoint": {
         "_checkpoint_without_reentrant_generator": (
-            "recompute a checkpoint inside a micro-batch",
-            'backend="balanced" with checkpoint fails',
+            "replaced: recompute a checkpoint inside a micro-batch",
+            'backend="balanced" refuses this torch',
         ),
+        "_checkpoint_without_reentrant_generator_impl": ("the same, since 2.15", "the name above is replaced"),
     },
     "torch.nn.Module": {
         "_parameters": ("replace a Parameter where it is registered", 'backend="fsdp" and amp="O2" fail'),

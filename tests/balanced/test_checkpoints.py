@@ -12,6 +12,7 @@ import pytest
 import torch
 from balanced.models import assert_equal_gradients, loss_of, pipelined, seeded
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -100,11 +101,29 @@ def assert_true_gradient(model: Any, x: Tensor) -> None:
         torch.testing.assert_close((found[0] - found[1]) / (2 * step), slope, rtol=1e-4, atol=1e-5, msg=name)
 
 
+class Decorated(Chain):
+    """Regions of a function that was decorated before the block."""
+
+    def __init__(self, dropout: float = 0.4) -> None:
+        super().__init__(dropout)
+        self.region: Any = checkpoint(use_reentrant=False)(lambda block, x: block(x))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.region(block, x)
+        return x
+
+
+KINDS = [Modules, Reentrant, Functions, Rows, Nested]
+if TorchVersion(torch.__version__) >= "2.15":
+    KINDS.append(Decorated)
+
+
 # `call_order` runs forward without gradients.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("kind", [Modules, Reentrant, Functions, Rows, Nested])
+@pytest.mark.parametrize("kind", KINDS)
 def test_random_numbers_are_drawn_again(kind: type[Chain], microbatches: int, recompute: bool) -> None:
     """Recomputation uses forward's dropout masks, wherever a region begins and whatever surrounds it."""
     model = seeded(kind)

@@ -131,7 +131,7 @@ def scripted(x: Tensor) -> Tensor:
 def test_scripted_functions() -> None:
     """Tensors that a scripted function computes belong to the segment that has called it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # deprecated
         scripted_function = torch.jit.script(scripted)
 
     class Scripted(Chain):

@@ -284,7 +284,7 @@ def test_modules_that_are_parallel_or_scripted_themselves(kind: str) -> None:
     elif kind == "SyncBatchNorm":
         model[1] = nn.SyncBatchNorm(8)
     else:
-        with pytest.warns(DeprecationWarning, match="torch.jit"):
+        with pytest.warns(Warning, match="torch.jit"):
             model[1] = torch.jit.script(model[1])
     with pytest.raises(ConfigError, match=f"1 is a {kind}"), parallel_model(model, backend=TWO):
         pass

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,34 +28,61 @@ from parallelize.backends.balanced.segment import Segment
 __all__ = ["checkpoint_reentrant", "intercept_checkpoints", "recompute_modules"]
 
 _Context = contextlib.AbstractContextManager[Any]
+_ContextFn = Callable[[], tuple[_Context, _Context]]
 _Transfer = Callable[[MicrobatchRun], _Context]
 
 
 @contextlib.contextmanager
 def intercept_checkpoints(transfer: _Transfer) -> Iterator[None]:
     """Patch torch to recompute a region in the segment that computed it, under the function mode `transfer(run)`."""
-    checkpoint_module: Any = torch_checkpoint
-    original = checkpoint_module._checkpoint_without_reentrant_generator
+    module: Any = torch_checkpoint
+    # Every form of checkpoint calls the first of these functions that torch has, with these arguments:
+    #   (fn, args, kwargs, *, preserve_rng_state, context_fn, ...)       newer releases
+    #   (fn, preserve_rng_state, context_fn, ..., *args, **kwargs)       2.11 to 2.13
+    newer, older = "_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator"
+    name = newer if hasattr(module, newer) else older
+    original = getattr(module, name)
 
-    def generator(fn: Any, preserve_rng_state: Any, context_fn: Any, *more: Any, **kwargs: Any) -> Any:
+    def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
         run = active_run()
         if run is None:
-            return original(fn, preserve_rng_state, context_fn, *more, **kwargs)
-
-        def contexts() -> tuple[Any, Any]:
-            first_pass, recomputing = context_fn()
-            region = _Region(run, transfer, recomputing)
-            return _first_pass(run, region, first_pass), region
-
+            return original(fn, *args, **kwargs)
         # preserve_rng_state=False: torch would restore the global generators, but segments have their own.
-        return original(fn, False, contexts, *more, **kwargs)  # noqa: FBT003  # positional arguments follow
+        if name == newer:
+            changed = {"preserve_rng_state": False, "context_fn": _contexts(run, transfer, kwargs["context_fn"])}
+            opened = original(fn, *args, **{**kwargs, **changed})
+        else:
+            _, context_fn, *more = args
+            opened = original(fn, False, _contexts(run, transfer, context_fn), *more, **kwargs)  # noqa: FBT003  # positional arguments follow
+        if not run.is_recomputing:
+            # torch 2.11 leaves a region that raises when the traceback is freed, which may be after the next forward. A
+            # weak reference: if the user's forward catches the exception, torch leaves it there.
+            run.open_regions.callback(_close, weakref.ref(opened))
+        return opened
 
-    checkpoint_module._checkpoint_without_reentrant_generator = generator
+    setattr(module, name, generator)
     try:
         yield
     finally:
-        if checkpoint_module._checkpoint_without_reentrant_generator is generator:
-            checkpoint_module._checkpoint_without_reentrant_generator = original
+        if getattr(module, name) is generator:
+            setattr(module, name, original)
+
+
+def _close(region: weakref.ref[Generator[None, None, None]]) -> None:
+    found = region()
+    if found is not None:
+        found.close()
+
+
+def _contexts(run: MicrobatchRun, transfer: _Transfer, context_fn: _ContextFn) -> _ContextFn:
+    """Return a `context_fn` whose contexts also make the region's segment current; the user's are entered inside."""
+
+    def contexts() -> tuple[_Context, _Context]:
+        first_pass, recomputing = context_fn()
+        region = _Region(run, transfer, recomputing)
+        return _first_pass(run, region, first_pass), region
+
+    return contexts
 
 
 def checkpoint_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:  # noqa: FBT001  # torch's order

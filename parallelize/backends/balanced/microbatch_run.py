@@ -106,6 +106,7 @@ class MicrobatchRun:
         # The `on_segment` of each open checkpoint region.
         self._region_callbacks: list[Callable[[Segment], None]] = []
         self._region_has_computed = False
+        self.open_regions = contextlib.ExitStack()  # closed at the end of forward
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +118,7 @@ class MicrobatchRun:
         try:
             with _activated(self), self._rng_mode():
                 self.move_to(0)
-                with transfer:
+                with transfer, self.open_regions:
                     return call()
         finally:
             self._leave_stage()

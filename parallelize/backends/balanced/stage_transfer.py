@@ -117,7 +117,9 @@ def _intercept_functions() -> Iterator[None]:
         own = original.__get__(None, cls)
         if cls is CheckpointFunction:  # not only in micro-batches: planning needs autograd.grad, which torch's refuses
             return checkpoint_reentrant(*args)
-        return own(*args, **kwargs) if run is None else _call_on_stage(run, own, args, kwargs)
+        if run is None or cls.__module__ == CheckpointFunction.__module__:  # torch 2.11 saves a region's inputs so
+            return own(*args, **kwargs)
+        return _call_on_stage(run, own, args, kwargs)
 
     replacement = classmethod(apply)
     function.apply = replacement
