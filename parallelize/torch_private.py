@@ -2,13 +2,65 @@
 
 A private name may change in any release. `tests/unit/test_torch_private.py` fails if the code uses a name that is not
 listed here, no longer uses a listed name, or if the installed release lacks a listed name.
+
+If a name is gone, its first use raises. But a patch or a hook may also be bypassed: torch still has the name, and no
+longer calls it. Where that would train wrongly, a self-test runs once per process, when the feature is first used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import threading
+from collections.abc import Callable, Mapping
 
-__all__ = ["PRIVATE_NAMES", "SINCE"]
+import torch
+
+from parallelize.errors import ConfigError
+
+__all__ = ["PRIVATE_NAMES", "SINCE", "self_test", "unsupported"]
+
+
+def self_test(feature: str, *, instead: str) -> Callable[[Callable[[], bool]], Callable[[], None]]:
+    """Make a function that tries out a private part of torch into one that requires, once per process, that it works.
+
+    The function runs on a thread of its own, where autograd, autocast and torch's modes have their default states.
+
+    Args:
+        feature: the feature that needs this part, as the user writes it.
+        instead: what works without this part.
+    """
+
+    def decorate(works: Callable[[], bool]) -> Callable[[], None]:
+        @functools.cache
+        @functools.wraps(works)
+        def require() -> None:
+            outcome: list[bool | Exception] = []
+
+            def run() -> None:
+                try:
+                    outcome.append(works())
+                except Exception as error:  # noqa: BLE001  # whatever another torch raises
+                    outcome.append(error)
+
+            thread = threading.Thread(target=run, name=f"self-test of {feature}")
+            thread.start()
+            thread.join()
+            if outcome[0] is not True:
+                raise unsupported(feature, instead=instead) from (outcome[0] or None)
+
+        return require
+
+    return decorate
+
+
+def unsupported(feature: str, *, instead: str) -> ConfigError:
+    """Build the error for a feature whose private part of torch does not work in the installed release."""
+    return ConfigError(
+        f"{feature} with torch {torch.__version__}",
+        why="it relies on private parts of torch that this release calls differently, so training would be wrong",
+        fix=f"{instead}; or install a torch that README lists as tested, or a newer parallelize",
+    )
+
 
 SINCE: Mapping[str, str] = {
     "torch.distributed.fsdp._fully_shard._fsdp_param._orig_param_uid": "2.13",

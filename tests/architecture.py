@@ -39,8 +39,9 @@ Sources = Mapping[str, str]
 # From the ground up: a room (a folder, or a file beside the folders) imports only from rooms on lower floors. "" is
 # parallelize/__init__.py. Each floor says why it lies above the one before.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "torch_private", "version"}),  # import nothing of the package
-    frozenset({"cluster", "hang_detection"}),  # facts about the machine and about blocked ranks; they raise errors
+    frozenset({"errors", "version"}),  # import nothing of the package
+    # facts about the machine, blocked ranks and torch; they raise errors
+    frozenset({"cluster", "hang_detection", "torch_private"}),
     frozenset({"plugins"}),  # the contracts name World and Node
     frozenset({"config"}),  # parses values into plug-ins, and lays them over the devices of a node
     frozenset({"call", "runtime"}),  # carry a Layout: to another process, or as this process's contextvar

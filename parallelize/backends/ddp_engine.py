@@ -24,6 +24,7 @@ from parallelize.plugins.traffic import Traffic
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.context import current_world
 from parallelize.runtime.process_group import new_group
+from parallelize.torch_private import unsupported
 
 __all__ = ["DDPEngine", "DDPOptions", "broadcast_from_rank_0", "build_ddp_engine"]
 
@@ -89,11 +90,16 @@ class _DistributedDataParallel(DistributedDataParallel):
         if self.broadcast_buffers is not should_broadcast:
             self.broadcast_buffers = should_broadcast
         run: Any = super().forward
-        return run(*inputs, **kwargs)
+        self._is_output_prepared = False
+        output = run(*inputs, **kwargs)
+        if not self._is_output_prepared:
+            raise unsupported("backend='ddp'", instead="use backend='fsdp'")
+        return output
 
     @override
     def _post_forward(self, output: Any) -> Any:
         """Pass the output's tensors to torch as a list: torch does not find tensors in dataclasses, for example."""
+        self._is_output_prepared = True
         post_forward: Any = super()._post_forward
         if not self.find_unused_parameters:
             return post_forward(output)

@@ -6,11 +6,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, distributed
 
 from parallelize.runtime.gradients import at_end_of_backward, backward_id, grad_fns_of
+from parallelize.torch_private import self_test
 
 __all__ = ["FirstIteration"]
+
+
+@self_test("static_graph=True", instead="drop static_graph=True")
+def _require_flag() -> bool:
+    """DistributedDataParallel's backward reads the flag that tells it not to enqueue the first all-reduce."""
+    return "_static_graph_delay_allreduce_enqueued" in distributed._DDPSink.backward.__code__.co_names
 
 
 class FirstIteration:
@@ -31,6 +38,7 @@ class FirstIteration:
     """
 
     def __init__(self, module: DistributedDataParallel) -> None:
+        _require_flag()
         self._module = module
         self.is_over = False
         self._backward_id = -1

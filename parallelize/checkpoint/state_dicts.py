@@ -18,6 +18,7 @@ from parallelize.errors import ConfigError, Fault
 from parallelize.inplace.forward_routing import route_of
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.gradients import parameters_of
+from parallelize.torch_private import self_test
 
 __all__ = ["VALUE", "StateHandler", "clone_tensor", "handler_for", "needs_all_ranks"]
 
@@ -70,6 +71,21 @@ class StateHandler(abc.ABC):
             )
 
 
+@self_test("load()", instead="save and load with torch.save and torch.load")
+def _require_versions() -> bool:
+    """A module gets its version number from a state dict's `_metadata`."""
+    found: list[Any] = []
+
+    class Versioned(nn.Module):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            found.append(args[2].get("version"))
+
+    state: Any = OrderedDict()
+    state._metadata = {"": {"version": 7}}
+    Versioned().load_state_dict(state)
+    return found == [7]
+
+
 class _ModelHandler(StateHandler):
     kind = "model"
 
@@ -108,6 +124,7 @@ class _ModelHandler(StateHandler):
         return not all(_is_library_code(each) for module in obj.modules() for each in _load_functions(module))
 
     def set_state(self, obj: Any, state: Any) -> None:
+        _require_versions()
         tensors: OrderedDict[str, Any] = OrderedDict(state["tensors"])
         tensors._metadata = state["versions"]  # type: ignore[attr-defined]  # load_state_dict reads it there
         obj.load_state_dict(tensors)

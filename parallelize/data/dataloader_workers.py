@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import _utils, get_worker_info
 
+from parallelize.torch_private import unsupported
+
 __all__ = ["GlobalWorkerInfo", "WorkerInit", "add_data_location"]
 
 
@@ -44,6 +46,8 @@ class WorkerInit:
             info = GlobalWorkerInfo(get_worker_info(), rank=self.rank, world_size=self.world_size)
             torch_worker: Any = _utils.worker
             torch_worker._worker_info = info
+            if id(get_worker_info()) != id(info):
+                raise unsupported("shard_loader with workers", instead="use num_workers=0")
             worker_id = info.id
         if self.user_init is not None:
             self.user_init(worker_id)

@@ -13,6 +13,7 @@ from parallelize.data.dataloader_workers import GlobalWorkerInfo
 from parallelize.data.detect_rank_queries import ambiguous_sharding_error, detect_rank_queries, world_size_attribute
 from parallelize.data.loader_options import Divides
 from parallelize.data.sampler_arithmetic import Tail, shard_stream
+from parallelize.torch_private import unsupported
 
 __all__ = ["ShardedIterableDataset", "with_own_sharding"]
 
@@ -67,6 +68,8 @@ def _with_worker_info(dataset: Any, info: GlobalWorkerInfo) -> Iterator[Any]:
     while True:
         previous = module._worker_info
         module._worker_info = info
+        if id(get_worker_info()) != id(info):
+            raise unsupported("shard_loader of an iterable dataset", instead="use a dataset with __getitem__")
         try:
             samples = iter(dataset) if samples is None else samples
             sample = next(samples)

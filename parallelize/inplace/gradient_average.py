@@ -31,7 +31,13 @@ from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.precision.unscale import scale_
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.gradients import parameters_of
-from parallelize.runtime.loss_counts import LossCount, loss_counts, mark_outputs, models_reached
+from parallelize.runtime.loss_counts import (
+    LossCount,
+    loss_counts,
+    mark_outputs,
+    models_reached,
+    require_readable_losses,
+)
 from parallelize.runtime.weighted_backward import Roots, Weight, weigh_losses
 
 __all__ = ["Average", "GradientAverage", "Window", "require_average"]
@@ -253,6 +259,7 @@ def _required_count(roots: Roots) -> LossCount:
     Raises:
         ConfigError: it is not known, or there are several.
     """
+    require_readable_losses()
     counts = loss_counts(roots)
     for each in counts:
         if each.kind == "sum":

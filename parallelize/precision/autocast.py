@@ -11,6 +11,7 @@ from torch import nn
 
 from parallelize.precision import torch_compile
 from parallelize.precision.autocast_filter import AutocastFilter, nesting_depth, remove_filter, set_loss_over
+from parallelize.torch_private import self_test
 
 __all__ = ["HeldAutocast"]
 
@@ -69,6 +70,8 @@ class HeldAutocast:
         """Enter autocast on this thread, unless a context is held already or the user has entered autocast."""
         if self._dtype is None or self._filter is None:
             return
+        if self is not _tested:
+            _require_held_autocast()
         self._undo_dynamo_restore()
         state = self._weights_state()
         if self._thread.context is not None:
@@ -140,3 +143,17 @@ class HeldAutocast:
         Writing to `.data` changes no counter, but code that swaps weights this way (EMA) calls eval() and train() too.
         """
         return sum(weight._version for weight in self._weights), *(model.training for model in self._models)
+
+
+_tested = HeldAutocast("cpu", torch.bfloat16)
+
+
+@self_test("amp=", instead="call torch.autocast in the loop")
+def _require_held_autocast() -> bool:
+    """Between `enter` and `exit`, operations on weights run under autocast, and those on the user's own tensors not."""
+    weight, own = torch.ones(1, 1, dtype=torch.float32, requires_grad=True), torch.ones(1, 1, dtype=torch.float32)
+    dtypes = []
+    for change in (_tested.enter, _tested.exit):
+        change()
+        dtypes += [(weight @ weight).dtype, (own @ own).dtype]
+    return dtypes == [torch.bfloat16, torch.float32, torch.float32, torch.float32]

@@ -22,7 +22,7 @@ from parallelize.precision.loss_scale import LossScale
 from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.precision.weight_casting import HalfStorage, HalfWeightsInForward, exempt_modules
 from parallelize.runtime.containers import map_leaves
-from parallelize.runtime.gradients import is_in_backward
+from parallelize.runtime.gradients import is_in_backward, require_patchable_backward
 
 __all__ = ["NativeSession", "Policy", "mixed_precision"]
 
@@ -171,6 +171,7 @@ def mixed_precision(policy: Policy, *, models: Sequence[nn.Module]) -> Iterator[
     Raises:
         ConfigError: a parameter is in fp16 under loss scaling.
     """
+    require_patchable_backward()
     torch_compile.exclude_package()
     autocast = HeldAutocast(policy.device.type, policy.autocast_dtype)
     scaling, own_scaling = active_scaling(), None

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 
+from parallelize.torch_private import self_test
+
 __all__ = ["compilation_disabled", "exclude_package", "is_inside_compiled"]
 
 
@@ -24,6 +26,19 @@ def exclude_package() -> None:
 
     trace_rules: Any = torch._dynamo.trace_rules
     trace_rules.add(__name__.partition(".")[0])
+    _require_exclusion()
+
+
+@self_test("amp=", instead="call torch.autocast in the loop")
+def _require_exclusion() -> bool:
+    """Dynamo skips functions of this package, and says whether a compiled function is running."""
+    from torch._dynamo import trace_rules
+
+    callback: Any = is_inside_compiled
+    before = set_eval_frame(callback)  # until it is set back, no Python function is called
+    inside = get_eval_frame_callback()
+    set_eval_frame(before)
+    return trace_rules.check(is_inside_compiled) and callable(inside) and not is_inside_compiled()
 
 
 def is_inside_compiled() -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from parallelize.precision.loss_scale import LossScale
 from parallelize.precision.replace_attribute import replace_attribute
+from parallelize.torch_private import self_test
 
 __all__ = ["UnscaledHooks"]
 
@@ -56,6 +57,7 @@ class UnscaledHooks:
 
     def wrap_existing(self, parameters: Iterable[torch.Tensor]) -> None:
         """Wrap the hooks that were registered on parameters before the block."""
+        _require_replaceable_hooks()
         for hooks in _backward_hooks_of(parameters):
             hooks.update({key: self._wrapped(hook) for key, hook in hooks.items()})
 
@@ -88,6 +90,18 @@ class _UnscaledHook:
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
         return self.owner.call_unscaled(self.hook, gradient)
+
+
+@self_test("loss scaling (fp16)", instead="use amp='bf16', which needs none")
+def _require_replaceable_hooks() -> bool:
+    """A hook that replaces another one in `_backward_hooks_of` is called instead of it."""
+    called: list[str] = []
+    leaf: Any = torch.ones((), device="cpu", requires_grad=True)
+    leaf.register_hook(lambda _: called.append("original"))
+    for hooks in _backward_hooks_of([leaf]):
+        hooks.update({key: lambda _: called.append("wrapped") for key in hooks})
+    torch.autograd.grad(leaf * 2, leaf)
+    return called == ["wrapped"]
 
 
 def _backward_hooks_of(parameters: Iterable[torch.Tensor]) -> Iterator[dict[int, Any]]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from parallelize.runtime.containers import leaves
+from parallelize.torch_private import self_test
 
 __all__ = [
     "at_end_of_backward",
@@ -19,7 +20,36 @@ __all__ = [
     "has_sparse_gradient",
     "is_in_backward",
     "parameters_of",
+    "require_patchable_backward",
 ]
+
+
+@self_test("shard_loader, average= and amp=", instead="average gradients by parallelize.all_reduce")
+def require_patchable_backward() -> bool:
+    """`Tensor.backward` calls torch.autograd.backward; hooks know the running pass, and can queue its last action."""
+    events: list[str] = []
+    autograd: Any = torch.autograd
+    original = autograd.backward
+    leaf: Any = torch.ones((), device="cpu", requires_grad=True)
+    loss = leaf * 2
+
+    def patch(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if tensors is loss:  # not a backward pass of another thread
+            events.append("patch")
+        original(tensors, *args, **kwargs)
+
+    def hook(_: torch.Tensor) -> None:
+        events.append("in backward" if is_in_backward() else "outside")
+        at_end_of_backward(lambda: events.append("end" if leaf.grad is not None else "too early"))
+
+    leaf.register_hook(hook)
+    autograd.backward = patch
+    try:
+        loss.backward()
+    finally:
+        if autograd.backward is patch:
+            autograd.backward = original
+    return events == ["patch", "in backward", "end"] and not is_in_backward()
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:

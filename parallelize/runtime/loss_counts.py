@@ -16,10 +16,20 @@ from typing import Any, Literal
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
 
 from parallelize.runtime.containers import leaves
+from parallelize.torch_private import self_test
 
-__all__ = ["LossCount", "attach_count", "join_weights", "loss_counts", "mark_outputs", "models_reached"]
+__all__ = [
+    "LossCount",
+    "attach_count",
+    "join_weights",
+    "loss_counts",
+    "mark_outputs",
+    "models_reached",
+    "require_readable_losses",
+]
 
 _MODELS_KEY = "parallelize: models"
 _COUNTS_KEY = "parallelize: counts"
@@ -75,6 +85,16 @@ def loss_counts(roots: Iterable[torch.Tensor | GradientEdge], *, is_in_model: bo
     return [count for _, count in found]
 
 
+@self_test("average='sum' or 'tokens', and losses computed in forward", instead="use average='ranks'")
+def require_readable_losses() -> bool:
+    """The graph of a loss tells the loss's reduction, and what it is divided by."""
+    logits, targets = torch.zeros(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
+    summed = F.cross_entropy(logits, targets, reduction="sum")
+    losses = (F.cross_entropy(logits, targets), summed, summed / 4, F.mse_loss(logits, logits.detach()), logits.sum())
+    found = [(each.kind, float(each.count or 0)) for loss in losses for each in loss_counts([loss], is_in_model=True)]
+    return found == [("mean", 2.0), ("sum", 0.0), ("divided sum", 4.0), ("mean", 6.0), ("sum", 0.0)]
+
+
 def attach_count(tensor: torch.Tensor, count: LossCount) -> None:
     """Store the count of a loss that custom operations have joined from several ones, in its graph."""
     edge = get_gradient_edge(tensor)
@@ -94,6 +114,7 @@ def join_weights(
         inputs: the inputs of the model; a sum divided by one of these numbers, such as the number of targets of several
             batches, stays a sum.
     """
+    require_readable_losses()
     numbers = [each for each in leaves(inputs) if not isinstance(each, torch.Tensor) or each.dim() == 0]
     with torch.no_grad():
         counts = [_common_count(loss_counts([each], is_in_model=True), numbers) for each in losses]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from parallelize.errors import ConfigError, SyncError
-from parallelize.runtime.gradients import is_in_backward
+from parallelize.runtime.gradients import is_in_backward, require_patchable_backward
 
 __all__ = ["BatchWeight", "LossWeight", "Roots", "Weight", "loss_weight", "weigh_batches", "weigh_losses"]
 
@@ -131,6 +131,7 @@ def _weighted_grad(root: Tensor | GradientEdge, grad: Tensor | None, weight: Wei
 
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
+    require_patchable_backward()
     current = torch.autograd.backward
     patch = current if isinstance(current, _WeightedBackward) else _WeightedBackward(current)
     patch.users += 1

@@ -41,7 +41,10 @@ def intercept_checkpoints(transfer: _Transfer) -> Iterator[None]:
     #   (fn, preserve_rng_state, context_fn, ..., *args, **kwargs)       2.11 to 2.13
     newer, older = "_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator"
     name = newer if hasattr(module, newer) else older
-    original = getattr(module, name)
+    original = getattr(module, name, None)
+    if original is None:  # the self-test of the interception will fail
+        yield
+        return
 
     def generator(fn: Any, *args: Any, **kwargs: Any) -> Any:
         run = active_run()

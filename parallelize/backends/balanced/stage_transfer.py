@@ -9,6 +9,7 @@ calls of modules                  global hooks, since hooks on a module would be
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,13 +19,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.activation_checkpoint import checkpoint_reentrant, intercept_checkpoints
 from parallelize.backends.balanced.microbatch_run import MicrobatchRun, active_run
-from parallelize.backends.balanced.segment import guard_gradients
+from parallelize.backends.balanced.segment import Stage, guard_gradients
+from parallelize.backends.balanced.stage_parameters import StageParameters
 from parallelize.runtime.containers import leaves
+from parallelize.torch_private import self_test
 
 __all__ = ["StageTransfer", "intercept_operations"]
 
@@ -99,12 +103,38 @@ def intercept_operations() -> Iterator[None]:
             _interception.cleanup.enter_context(_intercept_functions())
             _interception.cleanup.enter_context(intercept_checkpoints(StageTransfer))
     try:
+        _require_interception()
         yield
     finally:
         with _interception.lock:
             _interception.install_count -= 1
             if _interception.install_count == 0:
                 _interception.cleanup.close()
+
+
+@self_test('backend="balanced"', instead="use backend='ddp' or 'fsdp'")
+def _require_interception() -> bool:
+    """Checkpoint regions are recomputed in their segment: they draw forward's random numbers, and no global ones."""
+    device = torch.device("cpu")
+    global_state = torch.get_rng_state()
+    for is_reentrant in (False, True):
+        drawn: list[torch.Tensor] = []
+
+        def region(x: torch.Tensor, drawn: list[torch.Tensor] = drawn) -> torch.Tensor:
+            drawn.append(torch.rand(2))
+            return (x * drawn[-1]).exp()
+
+        x = torch.ones(2, requires_grad=True)
+        run = MicrobatchRun(0, stages=[Stage(device)], routes={}, stage_parameters=StageParameters([device]), seed=0)
+        call = functools.partial(torch_checkpoint.checkpoint, region, x, use_reentrant=is_reentrant)
+        _, leaf = run.export_output(run.call_forward(call, transfer=StageTransfer(run)))
+        if leaf is None:
+            return False
+        leaf.grad = torch.ones(2)
+        run.segments[-1].backward()
+        if len(drawn) != 2 or not torch.equal(*drawn):
+            return False
+    return torch.equal(torch.get_rng_state(), global_state)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ that exits with code 0 before its function returns.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -32,6 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from parallelize.launchers.elastic.failures import WorkerExit
 from parallelize.launchers.elastic.peers import MultiNode, SingleNode
+from parallelize.torch_private import self_test
 
 __all__ = ["MONITOR_INTERVAL_S", "STOP_GRACE_S", "Agent"]
 
@@ -41,6 +43,20 @@ _SIGTERM_EXIT_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 _PRELOADED_MODULES = ["parallelize.launchers.elastic.preload"]
 _start_lock = threading.Lock()
+
+
+@self_test("the elastic launcher", instead="start the script by torchrun or srun")
+def _require_overridable_agent() -> bool:
+    """Torch elastic calls the methods that `Agent` overrides, and the handler that is replaced while workers start."""
+    functions = [
+        inspect.unwrap(each)
+        for kind in (LocalElasticAgent, *LocalElasticAgent.__bases__, torch_api.PContext)
+        for each in vars(kind).values()
+        if inspect.isfunction(each)
+    ]
+    called = {name for each in functions for name in each.__code__.co_names}
+    names = ("_start_workers", "_monitor_workers", "_exit_barrier", "_shutdown", "_terminate_process_handler")
+    return called.issuperset(names)
 
 
 class Agent(LocalElasticAgent):
@@ -63,6 +79,7 @@ class Agent(LocalElasticAgent):
         after_start: Callable[[int], None],
         peers: SingleNode | MultiNode,
     ) -> None:
+        _require_overridable_agent()
         super().__init__(spec, logs_specs, start_method=start_method)
         self._after_start = after_start
         self._peers = peers

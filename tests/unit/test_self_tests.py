@@ -1,0 +1,240 @@
+"""Private parts of torch that a release bypasses: the features that rely on them raise an error, once they are used."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.utils import checkpoint as torch_checkpoint
+
+from parallelize import ConfigError, parallel_model
+from parallelize.backends import ddp_static_graph
+from parallelize.backends.balanced import stage_transfer
+from parallelize.backends.balanced.plugin import BalancedBackend
+from parallelize.backends.ddp_engine import _DistributedDataParallel
+from parallelize.checkpoint import state_dicts
+from parallelize.cluster.world import World
+from parallelize.data import sharded_iterable_dataset
+from parallelize.launchers.elastic import agent
+from parallelize.precision import autocast, torch_compile, unscaled_hooks
+from parallelize.runtime import gradients, loss_counts
+from parallelize.torch_private import self_test
+
+SELF_TESTS: dict[str, Any] = {
+    "interception": stage_transfer._require_interception,
+    "backward": gradients.require_patchable_backward,
+    "autocast": autocast._require_held_autocast,
+    "exclusion": torch_compile._require_exclusion,
+    "hooks": unscaled_hooks._require_replaceable_hooks,
+    "static graph": ddp_static_graph._require_flag,
+    "versions": state_dicts._require_versions,
+    "agent": agent._require_overridable_agent,
+    "losses": loss_counts.require_readable_losses,
+}
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def untested() -> Iterator[None]:
+    """Let each self-test run again, here and in the tests that follow in this process."""
+    for each in SELF_TESTS.values():
+        each.cache_clear()
+    yield
+    for each in SELF_TESTS.values():
+        each.cache_clear()
+
+
+def test_a_self_test_runs_once() -> None:
+    """One that succeeds is not repeated; one that fails raises each time, with torch's version and what still works."""
+    runs: list[bool] = []
+
+    @self_test("a feature", instead="use another one")
+    def works() -> bool:
+        runs.append(len(runs) > 1)
+        return runs[-1]
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"a feature with torch .*(?s:.*)use another one") as raised:
+            works()
+        assert torch.__version__ in str(raised.value)
+    for _ in range(2):
+        works()
+    assert runs == [False, False, True]
+
+
+def test_an_exception_is_the_cause() -> None:
+    """An exception of the self-test is the cause of the error."""
+
+    @self_test("a feature", instead="use another one")
+    def works() -> bool:
+        raise AttributeError("module 'torch' has no attribute")
+
+    with pytest.raises(ConfigError) as raised:
+        works()
+    assert isinstance(raised.value.__cause__, AttributeError)
+
+
+def test_modes_of_the_caller_do_not_disturb() -> None:
+    """Self-tests succeed under the caller's grad mode, autocast, default device, dtype and hooks."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"), hooks:
+        for name in SELF_TESTS.keys() - {"interception"}:
+            if name != "exclusion":
+                SELF_TESTS[name]()
+        with stage_transfer.intercept_operations():
+            torch_compile.exclude_package.cache_clear()
+            torch_compile.exclude_package()
+
+
+def altered_checkpoint() -> Any:
+    """Return another instance of the module torch.utils.checkpoint, whose functions call no function of the first."""
+    spec: Any = importlib.util.find_spec("torch.utils.checkpoint")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_bypassed_checkpoints(recompute: bool, monkeypatch: Patch) -> None:
+    """If torch's checkpoint bypasses the patch, balanced raises before any gradient; nothing stays patched."""
+    monkeypatch.setattr(torch_checkpoint, "checkpoint", altered_checkpoint().checkpoint)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
+    apply = torch.autograd.Function.__dict__["apply"]
+    backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=2, recompute=recompute)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match='backend="balanced" with torch'), parallel_model(model, backend=backend):
+            model(torch.randn(4, 4)).sum().backward()
+    assert all(each.grad is None for each in model.parameters())
+    assert torch.autograd.Function.__dict__["apply"] is apply
+
+
+def test_missing_checkpoint_functions(monkeypatch: Patch) -> None:
+    """A torch without the patched functions is refused by the same error."""
+    module = altered_checkpoint()
+    monkeypatch.setattr(torch_checkpoint, "checkpoint", module.checkpoint)
+    for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"):
+        monkeypatch.delattr(torch_checkpoint, name, raising=False)
+    with pytest.raises(ConfigError, match="balanced"), stage_transfer.intercept_operations():
+        pass
+
+
+def bypass_backward(monkeypatch: Patch) -> None:
+    original = torch.autograd.backward
+    monkeypatch.setattr(Tensor, "backward", original)
+
+
+def hide_the_running_backward(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def never_end_backward(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(gradients, "at_end_of_backward", lambda callback: None)
+
+
+def drop_function_modes(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch._C, "_push_on_torch_function_stack", lambda mode: None)
+
+
+def trace_the_package(monkeypatch: Patch) -> None:
+    from torch._dynamo import trace_rules
+
+    monkeypatch.setattr(trace_rules, "check", lambda function: False)
+
+
+def hide_dynamo(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch_compile, "get_eval_frame_callback", lambda: None)
+
+
+def copy_hooks(monkeypatch: Patch) -> None:
+    hooks: Any = torch._C.TensorBase._backward_hooks
+
+    def get(tensor: Tensor) -> Any:
+        found = hooks.__get__(tensor)
+        return None if found is None else dict(found)
+
+    def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+        if hooks.__get__(tensor) is None:
+            hooks.__set__(tensor, {})
+        hooks.__get__(tensor)[0] = hook
+
+    monkeypatch.setattr(Tensor, "register_hook", register_hook)
+    monkeypatch.setattr(Tensor, "_backward_hooks", property(get), raising=False)
+
+
+def ignore_the_flag(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(distributed._DDPSink, "backward", lambda ctx, *gradients: gradients)
+
+
+def drop_versions(monkeypatch: Patch) -> None:
+    original = nn.Module.load_state_dict
+    monkeypatch.setattr(nn.Module, "load_state_dict", lambda module, state: original(module, dict(state)))
+
+
+def monitor_otherwise(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(SimpleElasticAgent, "_invoke_run", lambda agent, role: None)
+
+
+def change_losses(monkeypatch: Patch) -> None:
+    def cross_entropy(x: Tensor, _: Tensor, reduction: str = "mean") -> Tensor:
+        return x.exp().sum()
+
+    monkeypatch.setattr(nn.functional, "cross_entropy", cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("name", "alter"),
+    [
+        ("backward", bypass_backward),
+        ("backward", hide_the_running_backward),
+        ("backward", never_end_backward),
+        ("autocast", drop_function_modes),
+        ("exclusion", trace_the_package),
+        ("exclusion", hide_dynamo),
+        ("hooks", copy_hooks),
+        ("static graph", ignore_the_flag),
+        ("versions", drop_versions),
+        ("agent", monitor_otherwise),
+        ("losses", change_losses),
+    ],
+)
+def test_an_altered_torch(name: str, alter: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    """Each self-test succeeds with this torch, and fails with one that bypasses what it tests."""
+    torch_compile.exclude_package()
+    SELF_TESTS[name]()
+    SELF_TESTS[name].cache_clear()
+    with monkeypatch.context() as patch:
+        alter(patch)
+        with pytest.raises(ConfigError, match="with torch"):
+            SELF_TESTS[name]()
+
+
+def test_a_forward_that_prepares_no_output(monkeypatch: Patch) -> None:
+    """The DDP of a block refuses a forward in which torch does not call its override."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        replica = _DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True)
+        replica.is_training = lambda: True
+        replica(torch.ones(1, 2)).sum().backward()
+        monkeypatch.setattr(DistributedDataParallel, "forward", lambda ddp, x: ddp.module(x))
+        with pytest.raises(ConfigError, match="backend='ddp' with torch"):
+            replica(torch.ones(1, 2))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_worker_info_that_is_not_replaced(monkeypatch: Patch) -> None:
+    """An iterable dataset is refused if get_worker_info() does not return what counts the workers of all ranks."""
+    dataset = sharded_iterable_dataset.ShardedIterableDataset(
+        range(8), divides=None, tail="drop", world=World(rank=0, local_rank=0, world_size=2, local_world_size=2)
+    )
+    assert len(list(dataset)) == 4
+    monkeypatch.setattr(sharded_iterable_dataset, "get_worker_info", lambda: None)
+    with pytest.raises(ConfigError, match="iterable dataset with torch"):
+        list(dataset)
