@@ -38,6 +38,7 @@ from parallelize.errors import SyncError
 from parallelize.plugins.base import Engine, Inner
 from parallelize.plugins.traffic import Traffic
 from parallelize.runtime import differentiable
+from parallelize.torch_private import unsupported
 
 __all__ = ["FSDPEngine"]
 
@@ -94,7 +95,8 @@ class FSDPEngine(Engine):
         self._originals = {id(original): original for _, _, original in self._registrations}
         self._attributes_before = {module: frozenset(module.__dict__) for module in model.modules()}
         self._mesh = _mesh(options, world=world, device=device)
-        _fully_shard(options, inner, units=units, mesh=self._mesh)
+        with _require_known_traces(inner):
+            _fully_shard(options, inner, units=units, mesh=self._mesh)
         self._shards: dict[int, Any] = {
             id(original): module._parameters[name] for module, name, original in self._registrations
         }
@@ -264,3 +266,19 @@ def _is_fsdp_hook(hook: Any) -> bool:
         return False
     origin = getattr(getattr(hook, "hook", hook), "__module__", None)
     return isinstance(origin, str) and origin.startswith("torch.distributed.fsdp")
+
+
+@contextlib.contextmanager
+def _require_known_traces(root: nn.Module) -> Iterator[None]:
+    """Require that the end of the block recognizes all that fully_shard adds to modules inside the context."""
+    before = {module: (frozenset(vars(module)), {id(each) for each in _hooks_of(module)}) for module in root.modules()}
+    yield
+    for module, (attributes, hooks) in before.items():
+        names = [each for each in vars(module) if each not in attributes and not each.startswith(_FSDP_ATTRIBUTES)]
+        if names or any(id(each) not in hooks and not _is_fsdp_hook(each) for each in _hooks_of(module)):
+            raise unsupported("backend='fsdp'", instead="use backend='ddp'")
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    for values in [each.values() for each in vars(module).values() if isinstance(each, dict)]:
+        yield from (each for each in values if callable(each) and not isinstance(each, (nn.Module, torch.Tensor)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime.gradients import gradient_version, parameters_of
+from parallelize.torch_private import self_test
 
 __all__ = ["Registration", "ShardedParameterGuard", "refuse_lbfgs"]
 
@@ -35,6 +38,7 @@ class ShardedParameterGuard:
     def __init__(
         self, model: nn.Module, *, root: nn.Module, registrations: Sequence[Registration], shards: Mapping[int, Any]
     ) -> None:
+        _require_parameter_forms()
         self._model = model
         self._registrations = registrations
         self._shards = shards
@@ -146,6 +150,14 @@ def _is_unsharded_form(fsdp_param: Any, parameter: nn.Parameter) -> bool:
     """Whether `parameter` is one that fully_shard itself registers in place of the shard, in a forward or after it."""
     forms = (getattr(fsdp_param, "_unsharded_param", None), getattr(fsdp_param, "_sharded_post_forward_param", None))
     return any(parameter is each for each in forms)
+
+
+@self_test("backend='fsdp'", instead="use backend='ddp'")
+def _require_parameter_forms() -> bool:
+    """fully_shard keeps its own forms of a parameter where `_is_unsharded_form` looks for them."""
+    functions = [each for each in vars(FSDPParam).values() if inspect.isfunction(each)]
+    names = {name for each in functions for name in inspect.unwrap(each).__code__.co_names}
+    return names.issuperset(("_unsharded_param", "_sharded_post_forward_param"))
 
 
 def _has_unreduced_gradient(fsdp_param: Any, *, gradient: torch.Tensor | None) -> bool:

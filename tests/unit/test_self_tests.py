@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils import checkpoint as torch_checkpoint
 
 from parallelize import ConfigError, parallel_model
-from parallelize.backends import ddp_static_graph
+from parallelize.backends import ddp_static_graph, sharded_parameter_guard
 from parallelize.backends.balanced import stage_transfer
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.backends.ddp_engine import _DistributedDataParallel
+from parallelize.backends.fsdp_engine import _require_known_traces
 from parallelize.checkpoint import state_dicts
 from parallelize.cluster.world import World
 from parallelize.data import sharded_iterable_dataset
@@ -37,6 +38,7 @@ SELF_TESTS: dict[str, Any] = {
     "versions": state_dicts._require_versions,
     "agent": agent._require_overridable_agent,
     "losses": loss_counts.require_readable_losses,
+    "sharding": sharded_parameter_guard._require_parameter_forms,
 }
 Patch = pytest.MonkeyPatch
 
@@ -188,6 +190,10 @@ def change_losses(monkeypatch: Patch) -> None:
     monkeypatch.setattr(nn.functional, "cross_entropy", cross_entropy)
 
 
+def gather_otherwise(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sharded_parameter_guard, "FSDPParam", object)
+
+
 @pytest.mark.parametrize(
     ("name", "alter"),
     [
@@ -202,6 +208,7 @@ def change_losses(monkeypatch: Patch) -> None:
         ("versions", drop_versions),
         ("agent", monitor_otherwise),
         ("losses", change_losses),
+        ("sharding", gather_otherwise),
     ],
 )
 def test_an_altered_torch(name: str, alter: Callable[[Patch], None], monkeypatch: Patch) -> None:
@@ -227,6 +234,17 @@ def test_a_forward_that_prepares_no_output(monkeypatch: Patch) -> None:
             replica(torch.ones(1, 2))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_attribute", [False, True])
+def test_unknown_traces_of_fully_shard(is_attribute: bool) -> None:
+    """A fully_shard that adds other hooks or attributes is refused: the end of the block would not remove them."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with _require_known_traces(model):
+        pass
+    change = (lambda: setattr(model[0], "shards", 1)) if is_attribute else (lambda: model.register_forward_hook(print))
+    with pytest.raises(ConfigError, match="backend='fsdp' with torch"), _require_known_traces(model):
+        change()
 
 
 def test_worker_info_that_is_not_replaced(monkeypatch: Patch) -> None:
