@@ -117,6 +117,14 @@ def test_bypassed_checkpoints(recompute: bool, monkeypatch: Patch) -> None:
     assert torch.autograd.Function.__dict__["apply"] is apply
 
 
+@pytest.mark.skipif(not hasattr(torch_checkpoint, "_CheckpointedFunction"), reason="torch 2.15 has decorated regions")
+def test_bypassed_decorators(monkeypatch: Patch) -> None:
+    """It is enough that one form of checkpoint bypasses the patch."""
+    monkeypatch.setattr(torch_checkpoint, "_CheckpointedFunction", altered_checkpoint()._CheckpointedFunction)
+    with pytest.raises(ConfigError, match="balanced"), stage_transfer.intercept_operations():
+        pass
+
+
 def test_missing_checkpoint_functions(monkeypatch: Patch) -> None:
     """A torch without the patched functions is refused by the same error."""
     module = altered_checkpoint()

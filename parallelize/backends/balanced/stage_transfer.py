@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -114,27 +115,30 @@ def intercept_operations() -> Iterator[None]:
 
 @self_test('backend="balanced"', instead="use backend='ddp' or 'fsdp'")
 def _require_interception() -> bool:
-    """Checkpoint regions are recomputed in their segment: they draw forward's random numbers, and no global ones."""
+    """Checkpoint regions are recomputed in their segment, where they draw forward's random numbers again."""
+    checkpoint: Any = torch_checkpoint.checkpoint
+    forms: list[Any] = [functools.partial(checkpoint, use_reentrant=is_reentrant) for is_reentrant in (False, True)]
+    if inspect.signature(checkpoint).parameters["function"].default is None:  # it is a decorator, too
+        forms.append(lambda region, x: checkpoint(use_reentrant=False)(region)(x))
+    return all(map(_recomputes_in_segment, forms))
+
+
+def _recomputes_in_segment(checkpoint: Callable[..., torch.Tensor]) -> bool:
+    drawn: list[torch.Tensor] = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        drawn.append(torch.rand(2))
+        return (x * drawn[-1]).exp()
+
     device = torch.device("cpu")
-    global_state = torch.get_rng_state()
-    for is_reentrant in (False, True):
-        drawn: list[torch.Tensor] = []
-
-        def region(x: torch.Tensor, drawn: list[torch.Tensor] = drawn) -> torch.Tensor:
-            drawn.append(torch.rand(2))
-            return (x * drawn[-1]).exp()
-
-        x = torch.ones(2, requires_grad=True)
-        run = MicrobatchRun(0, stages=[Stage(device)], routes={}, stage_parameters=StageParameters([device]), seed=0)
-        call = functools.partial(torch_checkpoint.checkpoint, region, x, use_reentrant=is_reentrant)
-        _, leaf = run.export_output(run.call_forward(call, transfer=StageTransfer(run)))
-        if leaf is None:
-            return False
-        leaf.grad = torch.ones(2)
-        run.segments[-1].backward()
-        if len(drawn) != 2 or not torch.equal(*drawn):
-            return False
-    return torch.equal(torch.get_rng_state(), global_state)
+    run = MicrobatchRun(0, stages=[Stage(device)], routes={}, stage_parameters=StageParameters([device]), seed=0)
+    call = functools.partial(checkpoint, region, torch.ones(2, requires_grad=True))
+    _, leaf = run.export_output(run.call_forward(call, transfer=StageTransfer(run)))
+    if leaf is None:
+        return False
+    leaf.grad = torch.ones(2)
+    run.segments[-1].backward()
+    return len(drawn) == 2 and torch.equal(*drawn)
 
 
 @contextlib.contextmanager
