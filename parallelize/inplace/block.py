@@ -14,12 +14,11 @@ from parallelize.inplace.backward_after_block import BackwardAfterBlock
 from parallelize.inplace.closure_averaging import average_closures
 from parallelize.inplace.forward_routing import Route
 from parallelize.inplace.gradient_average import Window
-from parallelize.inplace.gradient_averaging_guard import GradientAveragingGuard
-from parallelize.inplace.local_gradients import claim_gradients, refuse_steps_after_block
+from parallelize.inplace.gradient_origins import GradientTracker
 from parallelize.inplace.model_consistency import require_same_model, verify_every
 from parallelize.inplace.model_structure import Structure
 from parallelize.inplace.same_data import SameDataCheck
-from parallelize.inplace.unmanaged_parameters import refuse_unmanaged_parameters
+from parallelize.inplace.step_watch import claim_gradients, leave_gradients, watch_steps
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.rank_consistency import SyncPoints
@@ -60,7 +59,7 @@ class Block:
         self._same_data = same_data
         self._engine: Engine
         self._structure: Structure
-        self._guard: GradientAveragingGuard | None = None
+        self._tracker: GradientTracker | None = None
         self._backward_after_block = BackwardAfterBlock(inner.model)
         self._checks = contextlib.ExitStack()
         self._forwards = SyncPoints()
@@ -85,7 +84,9 @@ class Block:
         finally:
             route.uninstall()
             self._backward_after_block.close()
-            refuse_steps_after_block([] if self._guard is None else self._guard.local_gradients())
+            self._checks.close()
+            if self._tracker is not None:
+                leave_gradients(self.model)
             self._stop(failed=failed)
 
     def before_forward(self, inputs: Any) -> nn.Module:
@@ -95,7 +96,7 @@ class Block:
         if not self._has_logged_summary:
             self._has_logged_summary = True
             self._startup_summary.log_once()
-        if self._guard is None:
+        if self._tracker is None:
             if not self._engine.is_rebuildable and not self._structure.is_current():
                 self._refuse_change()
             return self._engine.module
@@ -107,15 +108,15 @@ class Block:
             self._rebuild()
         # Before the step's collectives, in which ranks would wait for a rank that has fewer batches.
         self._forwards.reach()
-        self._guard.before_forward()
+        self._tracker.before_forward()
         return self._engine.module
 
     def after_forward(self, module: nn.Module, output: Any, *, inputs: Any) -> None:
         """Begin to track gradients after a forward that `module` ran; no-op if that was the local module."""
         if module is self._engine.module:
             self._window.mark(output, inputs)
-        if self._guard is not None and module is self._engine.module:
-            self._guard.after_forward()
+        if self._tracker is not None and module is self._engine.module:
+            self._tracker.after_forward()
             self._backward_after_block.register_hooks(output)
 
     def local_module(self) -> nn.Module:
@@ -125,8 +126,8 @@ class Block:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging them while the context lasts."""
-        guard_no_sync = contextlib.nullcontext() if self._guard is None else self._guard.no_sync()
-        with guard_no_sync, self._engine.no_sync(), self._window.no_sync():
+        tracker_no_sync = contextlib.nullcontext() if self._tracker is None else self._tracker.no_sync()
+        with tracker_no_sync, self._engine.no_sync(), self._window.no_sync():
             yield
 
     def _start(self) -> None:
@@ -136,16 +137,15 @@ class Block:
         self._startup_summary.add_model(self.model, self._engine)
         self._structure = Structure(self.model, keeps_parameters=self._engine.is_rebuildable)
         if self._engine.averages_gradients:
-            guard = GradientAveragingGuard(self._structure, engine=self._engine)
-            former = self._guard
-            guard.inherit(claim_gradients(self.model) if former is None else former.local_gradients())
-            self._guard = guard
-            self._checks.enter_context(guard.hooks_installed())
+            if self._tracker is None:
+                claim_gradients(self.model)
+            self._tracker = GradientTracker(self._structure, engine=self._engine)
+            self._checks.enter_context(self._tracker.hooks_installed())
         is_sharded = self._run.config.backend.shards_gradients and self._run.world.world_size > 1
         is_averaging = self._engine.averages_gradients or is_sharded
         self._window.bind(self.model, is_averaging=is_averaging)
         if is_averaging:
-            self._checks.enter_context(refuse_unmanaged_parameters(self.model))
+            self._checks.enter_context(watch_steps(self.model, self._tracker))
             self._checks.enter_context(average_closures(self.model))
         every = self._run.config.verify_every
         if every and self._run.world.world_size > 1:

@@ -37,6 +37,8 @@ def average_closures(model: nn.Module) -> Iterator[None]:
     ids_at_start = {id(each) for each in model.parameters()}  # during a forward, fsdp registers full parameters
 
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _find_closure(args, kwargs) is None:
+            return None
         ids = ids_at_start | {id(each) for each in model.parameters()}
         is_held = any(id(each) in ids for each in parameters_of(optimizer))
         return change_closure(_averaged, args, kwargs) if is_held else None
@@ -52,12 +54,18 @@ def change_closure(
     change: Callable[[Closure], Closure], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return (args, kwargs) of an optimizer's `step` with another closure; None if it has no closure."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
+    closure = _find_closure(args, kwargs)
+    if closure is None:
         return None
     if "closure" in kwargs:
         return args, {**kwargs, "closure": change(closure)}
     return (args[0], change(closure), *args[2:]), kwargs
+
+
+def _find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
+    """Return the closure in the arguments of an optimizer's `step`, or None."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None
 
 
 def _averaged(closure: Closure) -> Closure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,11 +14,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallelize.errors import SyncError
+from parallelize.inplace.rank_comparison import require_equal
 from parallelize.runtime.gradients import parameters_of
 
-__all__ = ["bits_of", "first_difference", "require_equal", "require_same_model", "verify_every"]
-
-_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["require_same_model", "verify_every"]
 
 
 def require_same_model(model: nn.Module) -> None:
@@ -60,55 +59,6 @@ def verify_every(model: nn.Module, *, every: int) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def require_equal(tensors: Mapping[str, torch.Tensor], *, model_name: str, when: str) -> None:
-    """Check that tensors are bitwise equal on all ranks; a collective of 8 bytes per tensor.
-
-    Args:
-        tensors: name -> tensor, in the same order on every rank.
-        model_name: name of the model, for the error.
-        when: time of the comparison, for the error.
-
-    Raises:
-        SyncError: a tensor differs; raised on every rank.
-    """
-    difference = first_difference(list(tensors.values()))
-    if difference is None:
-        return
-    index, rank = difference
-    raise SyncError(
-        f"{list(tensors)[index]} of {model_name} differs between rank 0 and rank {rank} {when}",
-        why="ranks that step on different gradients train different models",
-        fix="look for code that only some ranks run, or that draws random numbers, between backward and step",
-    )
-
-
-def first_difference(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """Find the first tensor that is not bitwise equal on all ranks; a collective of 8 bytes per tensor.
-
-    Args:
-        tensors: equally many on every rank, all on one device.
-
-    Returns:
-        (index, rank): the first rank that differs from rank 0, and the first tensor that differs; None: all equal.
-    """
-    if not tensors:
-        return None
-    local = torch.stack([bits_of(tensor.to_dense()).sum(dtype=torch.int64) for tensor in tensors])  # one per tensor
-    rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, local)
-    for rank, row in enumerate(rows):
-        for index in (row != rows[0]).nonzero()[:1].flatten().tolist():
-            return index, rank
-    return None
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a dense tensor as integers of the same size."""
-    values = tensor.detach()
-    plain = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    return plain.contiguous().view(_AS_INTEGER[plain.element_size()])
 
 
 def _signature(model: nn.Module) -> list[tuple[str, str, tuple[int, ...], str]]:

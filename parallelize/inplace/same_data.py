@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize.inplace.forward_routing import count_routes
-from parallelize.inplace.model_consistency import bits_of
+from parallelize.inplace.rank_comparison import fingerprint
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.context import Runtime, active
 from parallelize.runtime.process_group import default_store
@@ -66,7 +66,7 @@ class SameDataCheck:
         self._is_over = False
         self._forward_count = 0
         self._inputs = ""
-        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter: sums of bits and magnitudes
+        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter: fingerprints and magnitudes
 
     @contextlib.contextmanager
     def running(self) -> Iterator[SameDataCheck]:
@@ -117,7 +117,7 @@ class SameDataCheck:
             return
         if _is_strided(gradient) and gradient.is_floating_point():
             magnitude = torch.linalg.vector_norm(gradient.detach(), 1, dtype=torch.float64)
-            self._gradients[index] = (bits_of(gradient).sum(dtype=torch.int64), magnitude)
+            self._gradients[index] = (fingerprint(gradient), magnitude)
 
     def _compare(self) -> None:
         """Warn if all ranks have posted hashes that tell of the same data."""
@@ -166,7 +166,7 @@ def _input_hash(inputs: Any) -> str:
         if _is_strided(leaf):
             has_tensor = True
             try:
-                text = f"{tuple(leaf.shape)} {leaf.dtype} {_positional_checksum(leaf)}"
+                text = f"{tuple(leaf.shape)} {leaf.dtype} {_checksum(leaf)}"
             except RuntimeError:  # e.g. a tensor inside torch.func.vmap
                 return ""
         elif leaf is None or isinstance(leaf, (str, bytes, int, float)):
@@ -182,13 +182,9 @@ def _is_strided(value: Any) -> bool:
     return type(value) is torch.Tensor and value.layout is torch.strided
 
 
-def _positional_checksum(tensor: torch.Tensor) -> int:
-    """Return the sum of a tensor's bits, with a random weight for each position: one-hot rows differ by position."""
-    bits = bits_of(tensor).reshape(-1)
-    bits = bits[:: bits.numel() // _MAX_ELEMENTS + 1]
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randint(2**62, bits.shape, generator=generator, device="cpu").to(bits.device)
-    return int((bits * weights).sum().item())
+def _checksum(tensor: torch.Tensor) -> int:
+    values = tensor.detach().reshape(-1)
+    return int(fingerprint(values[:: values.numel() // _MAX_ELEMENTS + 1]))
 
 
 def _gradient_hash(gradients: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> str:

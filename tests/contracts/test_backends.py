@@ -273,7 +273,7 @@ def test_a_submodule_that_bypasses_forward_is_refused(name: str) -> None:
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
             def train() -> None:
-                model.encoder(torch.ones(2, 6)).mean().backward()
+                model.encoder(torch.full((2, 6), rank() + 1.0)).mean().backward()
                 optimizer.step()
 
             if dist.get_world_size() > 1:

@@ -198,7 +198,7 @@ def test_wrap_returns_the_users_own_ddp() -> None:
         with parallel_model(model):
             model(torch.full((2, 6), rank() + 1.0)).mean().backward()
             optimizer.step()
-            model.encoder(torch.ones(2, 6)).mean().backward()
+            model.encoder(torch.full((2, 6), rank() + 1.0)).mean().backward()
             with pytest.raises(SyncError, match="is not averaged"):
                 optimizer.step()
         return model.head.weight.detach()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from zoo import ConvNet, Mlp, TiedTransformer
 
-from parallelize import ConfigError, SyncError, distributed, no_sync, parallel_model, rank
+from parallelize import ConfigError, SyncError, all_reduce, distributed, no_sync, parallel_model, rank
 
 WORLD = 2
 
@@ -345,7 +345,7 @@ def test_gradients_accumulated_under_no_sync_are_refused() -> None:
         model = Mlp()
         with parallel_model(model):
             with no_sync(model):
-                model(inputs()).mean().backward()
+                model(inputs(seed=rank())).mean().backward()
             with pytest.raises(SyncError, match="accumulated under no_sync"):
                 torch.optim.SGD(model.parameters(), 0.1).step()
 
@@ -362,16 +362,22 @@ def test_no_sync_outside_a_block_does_nothing() -> None:
 
 
 def test_a_backward_after_the_block_is_refused() -> None:
-    """Its gradients would not be averaged: a block cannot be around the forward alone, as autocast can."""
+    """Its gradients are not averaged, but by the user: a block around the forward alone, as autocast, does not do."""
 
     @distributed(processes=WORLD)
     def train() -> None:
         model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for _ in range(2):
             with parallel_model(model):
                 loss = model(inputs(seed=rank())).square().mean()
-            with pytest.raises(SyncError, match=r"(?s)backward after the parallel_model block of Mlp.*encoder.weight"):
-                loss.backward()
+            optimizer.zero_grad()
+            loss.backward()
+            with pytest.raises(SyncError, match=r"(?s)encoder.weight of Mlp is not averaged.*after the parallel_model"):
+                optimizer.step()
+            for each in model.parameters():
+                each.grad.copy_(all_reduce(each.grad))
+            optimizer.step()
 
     train()
 

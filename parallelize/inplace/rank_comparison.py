@@ -1,0 +1,166 @@
+"""Comparison of tensors across ranks: a 64-bit fingerprint of each tensor, and one all-reduce of their extrema."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from parallelize.errors import SyncError
+from parallelize.runtime import context
+from parallelize.runtime.process_group import default_store
+
+__all__ = ["Meeting", "differences", "differs_by_rounding", "fingerprint", "require_equal"]
+
+_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # of the splitmix64 generator, as int64
+_ROUNDING = 1e-4
+_FIRST_POLL_S, _MAX_POLL_S = 0.0002, 0.05
+
+# Meetings so far by topic, per process group: later groups have other counts.
+_meetings: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a 0-dim int64 tensor that depends on all elements of a tensor and their positions; 0 for zeros."""
+    values = tensor.detach()
+    if values.is_sparse:
+        values = values.coalesce()
+        used = values.values().flatten(1).any(1) if values.values().dim() > 1 else values.values() != 0
+        return fingerprint(values.values()[used]) + fingerprint(values.indices()[:, used])
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if values.is_floating_point() and values.element_size() > 1:
+        values = values + 0.0  # -0.0 becomes 0.0, in a copy
+    bits = values.contiguous().view(_AS_INTEGER[values.element_size()])
+    rows = bits.reshape(len(bits) if bits.dim() else 1, -1) if bits.numel() else bits.new_zeros(1, 1)
+    total: torch.Tensor = _weighted_sum(rows, 1) + _FACTORS[1] * _weighted_sum(rows, 0)
+    return total
+
+
+def _weighted_sum(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    sums = rows.sum(dim, dtype=torch.int64)
+    weights = torch.arange(1, len(sums) + 1, device=sums.device) * _FACTORS[0]
+    return (sums * ((weights ^ (weights >> 31)) * _FACTORS[1])).sum()
+
+
+def differences(tensors: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, int]]:
+    """Compare tensors bitwise across ranks; a collective of 16 bytes per tensor.
+
+    Args:
+        tensors: equally many on every rank; None stands for zeros.
+
+    Yields:
+        (index, rank): each tensor that differs, with the first rank where it differs from rank 0's. Every rank must
+        take equally many, as each is a collective.
+    """
+    if not tensors:
+        return
+    device = context.current().device
+    zero = torch.zeros((), dtype=torch.int64)
+    local = torch.stack([(zero if each is None else fingerprint(each)).to(device) for each in tensors])
+    extrema = torch.stack([local, ~local])  # the maximum of ~x is that of the smallest x
+    dist.all_reduce(extrema, dist.ReduceOp.MAX)
+    for index in (extrema[0] != ~extrema[1]).nonzero().flatten().tolist():
+        rows = [torch.empty_like(local[index]) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, local[index].clone())
+        found = torch.stack(rows)
+        yield index, int((found != found[0]).nonzero()[0])
+
+
+def differs_by_rounding(tensor: torch.Tensor | None) -> bool:
+    """Whether a tensor differs across ranks by rounding only, as after equal operations on other hardware.
+
+    A collective of twice the tensor's size. Only for tensors that an all-reduce has made equal: these have one shape.
+    """
+    if tensor is None or tensor.is_sparse or not tensor.is_floating_point():
+        return False
+    values = tensor.detach().float().to(context.current().device)
+    extrema = torch.stack([values, -values])
+    dist.all_reduce(extrema, dist.ReduceOp.MAX)
+    return bool(extrema.sum(0).max() <= _ROUNDING * extrema.abs().max())
+
+
+def require_equal(tensors: Mapping[str, torch.Tensor], *, model_name: str, when: str) -> None:
+    """Check that tensors are bitwise equal on all ranks; a collective.
+
+    Args:
+        tensors: name -> tensor, in the same order on every rank.
+        model_name: name of the model, for the error.
+        when: time of the comparison, for the error.
+
+    Raises:
+        SyncError: a tensor differs; raised on every rank.
+    """
+    for index, rank in differences(list(tensors.values())):
+        raise SyncError(
+            f"{list(tensors)[index]} of {model_name} differs between rank 0 and rank {rank} {when}",
+            why="ranks that step on different gradients train different models",
+            fix="look for code that only some ranks run, or that draws random numbers, between backward and step",
+        )
+
+
+class Meeting:
+    """A comparison that all ranks have to come to: without it, its collective could meet another one.
+
+    Args:
+        topic: what is compared; ranks with equal topics meet.
+    """
+
+    def __init__(self, topic: str) -> None:
+        group: Any = dist.group.WORLD
+        self._topic, self._store, self._world_size = topic, default_store(), dist.get_world_size()
+        self._counts = _meetings.setdefault(group, Counter())
+        self._number = self._counts.total()
+        self._counter = f"parallelize/comparison/{topic}"
+
+    def wait(self) -> str:
+        """Wait until all ranks have come; return "", or which rank never comes, and what it does instead."""
+        self._store.set(_key_of(dist.get_rank()), f"{self._number} {self._topic}")
+        expected = self._world_size * (self._counts[self._topic] + 1)
+        if self._store.add(self._counter, 1) < expected:
+            absent = self._poll(expected)
+            if absent:
+                self._store.add(self._counter, -1)
+                return absent
+        self._counts[self._topic] += 1
+        return ""
+
+    def _poll(self, expected: int) -> str:
+        """Poll for the number of ranks that have come: a blocking wait would hold the store's lock."""
+        run, pause_s = context.current(), _FIRST_POLL_S
+        end = time.monotonic() + run.config.timeout.total_seconds()
+        with run.watchdog.waiting_in_store(self._missing_ranks) as failure:
+            while self._store.add(self._counter, 0) < expected:
+                absent = (failure() or self._other_topic()) if pause_s == _MAX_POLL_S else ""
+                if not absent and time.monotonic() > end:
+                    absent = f"ranks {self._missing_ranks()} have not come within timeout={run.config.timeout}"
+                if absent:
+                    return absent
+                time.sleep(pause_s)
+                pause_s = min(1.2 * pause_s, _MAX_POLL_S)
+        return ""
+
+    def _missing_ranks(self) -> list[int]:
+        return [rank for rank, (number, _) in enumerate(self._posts()) if number < self._number]
+
+    def _other_topic(self) -> str:
+        for rank, (number, topic) in enumerate(self._posts()):
+            if number == self._number and topic != self._topic:
+                return f"rank {rank} is at {topic}"
+        return ""
+
+    def _posts(self) -> list[tuple[int, str]]:
+        """Return the number and topic of the latest meeting of each rank."""
+        keys = [_key_of(rank) for rank in range(self._world_size)]
+        texts = [self._store.get(key).decode() if self._store.check([key]) else "-1 " for key in keys]
+        return [(int(number), topic) for number, _, topic in (each.partition(" ") for each in texts)]
+
+
+def _key_of(rank: int) -> str:
+    return f"parallelize/comparison of rank {rank}"

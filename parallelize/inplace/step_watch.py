@@ -1,0 +1,309 @@
+"""Watch of optimizer steps: compares the gradients across ranks whose averaging is not recorded.
+
+A gradient that an engine has averaged passes. Any other one is compared: if it is equal on all ranks, because the user
+has averaged it or because it does not depend on the batch, it passes, too. All gradients are compared in some steps (1,
+2, 4, 8, ...), which finds those that were changed after their averaging.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from parallelize.errors import SyncError
+from parallelize.inplace.closure_averaging import change_closure
+from parallelize.inplace.forward_routing import routed_parameter_ids
+from parallelize.inplace.gradient_origins import (
+    ASSIGNED,
+    CHANGED,
+    REPLACED,
+    UNFROZEN,
+    UNMANAGED,
+    GradientTracker,
+    Reason,
+    origins,
+    record,
+)
+from parallelize.inplace.rank_comparison import Meeting, differences, differs_by_rounding
+from parallelize.runtime.gradients import is_in_backward, parameters_of
+
+__all__ = ["claim_gradients", "leave_gradient", "leave_gradients", "watch_steps"]
+
+
+class _Suspect(NamedTuple):
+    """A gradient to compare; `reason` is None if an engine has averaged it."""
+
+    name: str
+    parameter: torch.Tensor
+    reason: Reason | None
+
+
+@dataclass(eq=False)
+class _Plan:
+    """What to check before the steps of one optimizer.
+
+    Args:
+        held: all parameters of the optimizer.
+        generation: number of changes of the watched models, as far as the plan knows them.
+        checked: name, parameter, and the reason for a gradient of unknown origin.
+        always: those whose gradients are never averaged by an engine.
+        trackers: of the models whose parameters the optimizer holds.
+        checks: number of checks so far.
+        checks_before_step: this number before the running or latest step.
+        accumulations: of these models before the latest step; -1: no step yet.
+    """
+
+    held: list[Any] = field(default_factory=list)
+    generation: int = -1
+    checked: list[tuple[str, Any, Reason]] = field(default_factory=list)
+    always: list[tuple[str, Any, Reason]] = field(default_factory=list)
+    trackers: list[GradientTracker] = field(default_factory=list)
+    checks: int = 0
+    checks_before_step: int = 0
+    accumulations: int = -1
+
+
+class _Left(NamedTuple):
+    """A gradient of unknown origin, after the block in which it was computed."""
+
+    name: str
+    gradient: ref[torch.Tensor]
+    reason: Reason
+
+
+class _StepWatch:
+    """Hooks on all optimizer steps, while models are in blocks and until the gradients that they leave are freed."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, tuple[nn.Module, GradientTracker | None]] = {}
+        self._generation = 0
+        self._plans: WeakKeyDictionary[torch.optim.Optimizer, _Plan] = WeakKeyDictionary()
+        self._left: dict[int, _Left] = {}
+        self._handles = contextlib.ExitStack()
+        self._is_installed = False
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module, tracker: GradientTracker | None) -> Iterator[None]:
+        """Watch the steps of the optimizers that hold a parameter of the model, while the context lasts."""
+        self._watched[id(model)] = model, tracker
+        self._generation += 1
+        self._update_hooks()
+        try:
+            yield
+        finally:
+            del self._watched[id(model)]
+            self._generation += 1
+            self._update_hooks()
+
+    def leave(self, parameter: torch.Tensor, name: str, reason: Reason) -> None:
+        """Watch a gradient after its block, until it is freed or replaced."""
+        if parameter.grad is not None:
+            # A weak reference keeps no gradient alive.
+            gradient = ref(parameter.grad, functools.partial(self._forget, id(parameter)))
+            self._left[id(parameter)] = _Left(name, gradient, reason)
+            self._update_hooks()
+
+    def claim(self, parameter: torch.Tensor) -> Reason | None:
+        """Return why a gradient from an earlier block may differ between ranks, and watch it no longer by itself."""
+        left = self._left.pop(id(parameter), None)
+        return left.reason if left is not None and left.gradient() is parameter.grad else None
+
+    def end_block(self) -> None:
+        """Drop what is known of gradients and optimizers if no model is in a block."""
+        if not self._watched:
+            self._plans.clear()
+            origins.clear()
+
+    def _forget(self, parameter_id: int, _: Any) -> None:
+        self._left.pop(parameter_id, None)
+        self._update_hooks()
+
+    def _update_hooks(self) -> None:
+        is_needed = bool(self._watched or self._left)
+        if is_needed is self._is_installed:
+            return
+        self._is_installed = is_needed
+        if is_needed:
+            self._handles.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            self._handles.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        else:
+            self._handles.close()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Check an optimizer's gradients before its step, or at the end of each call of the step's closure."""
+        plan = self._plan_of(optimizer) if self._watched else None
+        if self._left:
+            self._compare(optimizer, self._left_suspects(optimizer))
+        if plan is None:
+            return None
+        check = functools.partial(self._check, optimizer, plan)
+        if plan.trackers and is_in_backward():
+            raise SyncError(
+                f"{type(optimizer).__name__}.step() inside backward, on parameters that are in a parallel_model block",
+                why="the averaging of gradients over the ranks is complete only when backward ends",
+                fix="call step() after backward(), not from a hook in it",
+            )
+        plan.checks_before_step = plan.checks
+        checked = change_closure(functools.partial(_checked, check=check), args, kwargs)
+        if checked is None:
+            check()
+        return checked
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        plan = self._plans.get(optimizer)
+        if plan is None:
+            return
+        if plan.checks == plan.checks_before_step:  # the optimizer has not called its closure
+            self._check(optimizer, plan)
+        plan.accumulations = sum(each.accumulations for each in plan.trackers)
+
+    def _plan_of(self, optimizer: torch.optim.Optimizer) -> _Plan | None:
+        """Return the plan of an optimizer; None if it holds no parameter of a watched model."""
+        plan = self._plans.get(optimizer)
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        if plan is None:
+            plan = self._plans[optimizer] = _Plan()
+        is_current = plan.generation == self._generation and len(plan.held) == len(held)
+        if not is_current or any(one is not other for one, other in zip(held, plan.held, strict=True)):
+            plan.held, plan.generation = held, self._generation
+            self._fill(plan, type(optimizer).__name__)
+        return plan if plan.checked or plan.always else None
+
+    def _fill(self, plan: _Plan, optimizer_name: str) -> None:
+        plan.checked, plan.always, plan.trackers = [], [], []
+        model_of = {
+            id(parameter): (f"{name} of {type(model).__name__}", name, tracker)
+            for model, tracker in self._watched.values()
+            for name, parameter in model.named_parameters()
+        }
+        if not any(id(each) in model_of for each in plan.held):
+            return
+        routed_ids = routed_parameter_ids()
+        for each in plan.held:
+            full_name, name, tracker = model_of.get(id(each), ("", "", None))
+            if tracker is not None:
+                plan.checked.append((full_name, each, ASSIGNED if name in tracker.trained else UNFROZEN))
+                if tracker not in plan.trackers:
+                    plan.trackers.append(tracker)
+            # A DTensor belongs to a model in an fsdp block, even while a full parameter is registered in its place.
+            elif id(each) not in routed_ids and not hasattr(each, "full_tensor"):
+                plan.always.append((f"a parameter of shape {tuple(each.shape)} in {optimizer_name}", each, UNMANAGED))
+
+    def _check(self, optimizer: torch.optim.Optimizer, plan: _Plan) -> None:
+        for tracker in plan.trackers:
+            tracker.require_complete()
+        plan.checks += 1
+        is_assigned = plan.accumulations == sum(each.accumulations for each in plan.trackers)
+        # Nothing can be read while a CUDA graph is captured.
+        is_sampled = not plan.checks & (plan.checks - 1) and not _is_capturing()
+        suspects = [_Suspect(*each) for each in plan.always if each[1].requires_grad or each[1].grad is not None]
+        for name, parameter, reason in plan.checked:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            origin = origins.get(id(parameter))
+            if is_assigned or origin is None:
+                suspects.append(_Suspect(name, parameter, reason))
+            elif origin.gradient() is not gradient:
+                suspects.append(_Suspect(name, parameter, REPLACED if origin.reason is None else ASSIGNED))
+            elif origin.reason is not None or is_sampled:
+                suspects.append(_Suspect(name, parameter, origin.reason))
+        self._compare(optimizer, suspects)
+
+    def _left_suspects(self, optimizer: torch.optim.Optimizer) -> list[_Suspect]:
+        held = [(each, self._left[id(each)]) for each in parameters_of(optimizer) if id(each) in self._left]
+        return [_Suspect(left.name, each, left.reason) for each, left in held if left.gradient() is each.grad]
+
+    def _compare(self, optimizer: torch.optim.Optimizer, suspects: Sequence[_Suspect]) -> None:
+        if not suspects:
+            return
+        unknown = [each for each in suspects if each.reason is not None]
+        first = unknown[0] if unknown else suspects[0]
+        reason = first.reason or CHANGED
+        if not dist.is_initialized():
+            raise reason.error(first.name, ", and no process group is left in which it could be compared")
+        names = [each.name for each in unknown]
+        digest = zlib.crc32(repr((names, len(suspects))).encode())
+        listed = first.name if len(suspects) == 1 else f"{first.name} and {len(suspects) - 1} more"
+        absent = Meeting(f"{type(optimizer).__name__}.step with the gradient of {listed} ({digest:08x})").wait()
+        if absent:
+            raise _absent_error(first, absent)
+        for index, rank in differences([each.parameter.grad for each in suspects]):
+            found = suspects[index]
+            if found.reason is not None or not differs_by_rounding(found.parameter.grad):
+                difference = f": it differs between rank 0 and rank {rank}"
+                raise (found.reason or CHANGED).error(found.name, difference)
+
+
+_watch = _StepWatch()
+
+
+def watch_steps(model: nn.Module, tracker: GradientTracker | None) -> contextlib.AbstractContextManager[None]:
+    """Watch, while the context lasts, the steps of all optimizers that hold a parameter of a model in a block.
+
+    Args:
+        model: the model.
+        tracker: knows which gradients its engine has averaged; None: the engine shards parameters, and checks these.
+    """
+    return _watch.watching(model, tracker)
+
+
+def leave_gradient(parameter: torch.Tensor, name: str, reason: Reason) -> None:
+    """Watch the gradient of a parameter after its block, until it is freed or replaced."""
+    _watch.leave(parameter, name, reason)
+
+
+def claim_gradients(model: nn.Module) -> None:
+    """Record, at the entry of a block, why gradients of a model from an earlier block may differ between ranks."""
+    for parameter in model.parameters():
+        reason = _watch.claim(parameter)
+        origins.pop(id(parameter), None)
+        if reason is not None:
+            record(parameter, reason)
+
+
+def leave_gradients(model: nn.Module) -> None:
+    """Go on watching, at the end of a block, the gradients of a model that its engine has not averaged."""
+    for name, parameter in model.named_parameters():
+        origin = origins.pop(id(parameter), None)
+        if origin is not None and origin.reason is not None and origin.gradient() is parameter.grad:
+            _watch.leave(parameter, f"{name} of {type(model).__name__}", origin.reason)
+    _watch.end_block()
+
+
+def _absent_error(suspect: _Suspect, absent: str) -> SyncError:
+    """Build the error for a gradient that only some ranks compare."""
+    reason = suspect.reason
+    fix = "make the same backward passes and steps on every rank, without `if rank() == 0`"
+    if reason is not None:
+        error = f"the gradient of {suspect.name} is not averaged over the ranks, and cannot be compared: {absent}"
+        return SyncError(error, why=reason.why, fix=f"{fix}; or {reason.fix}")
+    why = "the gradients of one rank come from other backward passes than those of another"
+    return SyncError(f"ranks step on different gradients: {absent}", why=why, fix=fix)
+
+
+def _checked(closure: Callable[..., Any], *, check: Callable[[], None]) -> Callable[..., Any]:
+    """Return a closure that ends by calling `check`."""
+
+    @functools.wraps(closure)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
+        check()
+        return loss
+
+    return checked
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, where values cannot be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
