@@ -85,8 +85,7 @@ class Block:
             route.uninstall()
             self._backward_after_block.close()
             self._checks.close()
-            if self._tracker is not None:
-                leave_gradients(self.model)
+            leave_gradients(self.model)
             self._stop(failed=failed)
 
     def before_forward(self, inputs: Any) -> nn.Module:

@@ -38,6 +38,8 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     if values.is_floating_point() and values.element_size() > 1:
         values = values + 0.0  # -0.0 becomes 0.0, in a copy
     bits = values.contiguous().view(_AS_INTEGER[values.element_size()])
+    if values.element_size() == 8:
+        bits = bits ^ (bits >> 29)  # the sum of an even number of sign bits would be 0
     rows = bits.reshape(len(bits) if bits.dim() else 1, -1) if bits.numel() else bits.new_zeros(1, 1)
     total: torch.Tensor = _weighted_sum(rows, 1) + _FACTORS[1] * _weighted_sum(rows, 0)
     return total
@@ -46,7 +48,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 def _weighted_sum(rows: torch.Tensor, dim: int) -> torch.Tensor:
     sums = rows.sum(dim, dtype=torch.int64)
     weights = torch.arange(1, len(sums) + 1, device=sums.device) * _FACTORS[0]
-    return (sums * ((weights ^ (weights >> 31)) * _FACTORS[1])).sum()
+    return (sums * ((weights ^ (weights >> 31)) * _FACTORS[1] | 1)).sum()
 
 
 def differences(tensors: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, int]]:

@@ -161,7 +161,7 @@ class _StepWatch:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         plan = self._plans.get(optimizer)
-        if plan is None:
+        if plan is None or not (plan.checked or plan.always):
             return
         if plan.checks == plan.checks_before_step:  # the optimizer has not called its closure
             self._check(optimizer, plan)
@@ -273,7 +273,7 @@ def claim_gradients(model: nn.Module) -> None:
 
 
 def leave_gradients(model: nn.Module) -> None:
-    """Go on watching, at the end of a block, the gradients of a model that its engine has not averaged."""
+    """Watch the gradients of a model that its engine has not averaged, at the end of its block."""
     for name, parameter in model.named_parameters():
         origin = origins.pop(id(parameter), None)
         if origin is not None and origin.reason is not None and origin.gradient() is parameter.grad:
