@@ -64,8 +64,9 @@ def parallel_model(
     In the block, `model(x)` runs in parallel and `backward` averages gradients over all processes. For a loss that is a
     mean over equally many targets on every rank, the result is that of one process that trains on the concatenated
     batches; for other losses, `average=` makes it so. All ranks start from rank 0's parameters. The model is moved
-    to this process's device and keeps its `Parameter` objects: optimizers may be created before or inside the block.
-    After the block or an exception, it is a plain model again, with the trained weights, on the training device.
+    to this process's device. Optimizers may be created before or inside the block, and go on after it; under fsdp, they
+    hold this rank's shards of the parameters in the block. After the block or an exception, the model is a plain model
+    again, with the trained weights, on the training device.
 
     A gradient that bypasses the model's forward (`model.encoder(x)`, a method that does not call forward, a functional
     call) is not averaged: an optimizer step on such a gradient raises SyncError. A forward under `torch.no_grad()` runs
@@ -86,7 +87,8 @@ def parallel_model(
 
     Args:
         *models: one or several models; no two of them may share a parameter.
-        optimizers: the optimizers of these models; required by fsdp and Apex.
+        optimizers: optimizers of these models that do not inherit from `torch.optim.Optimizer`, for fsdp and Apex; all
+            others are found.
         methods: names of methods that run in parallel in addition to forward, such as "loss" or "encode".
         restore: whether sharded parameters (fsdp) are gathered into full ones when the block ends.
         average: how gradients of the ranks are averaged. "ranks": with equal weights. "sum": they are added, for losses
@@ -107,7 +109,7 @@ def parallel_model(
         ConfigError: the options are invalid, or do not support a model.
         SyncError: the ranks pass different models.
     """
-    given_optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    given_optimizers = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     routed_methods = methods_of(models, (methods,) if isinstance(methods, str) else tuple(methods))
     check_models(models)
     require_average(average)
@@ -123,7 +125,7 @@ def parallel_model(
                 model.to(run.device)
         session = stack.enter_context(_open_precision(run, models, given_optimizers))
         build = _engine_factory(run, optimizers=given_optimizers, restore=restore, average=average)
-        summary, averaging = StartupSummary(run, given_optimizers), GradientAverage(average, run=run)
+        summary, averaging = StartupSummary(run), GradientAverage(average, run=run)
         same_data = stack.enter_context(same_data_check(run, models))
         for model, originals in zip(models, routed_methods, strict=True):
             inner = Inner(model, original_methods=originals, session=session)

@@ -31,8 +31,9 @@ from parallelize.backends.fsdp_units import (
     refuse_tied_parameters,
 )
 from parallelize.backends.sharded_forward import ShardedForward, refuse_submodule_calls
-from parallelize.backends.sharded_parameter_guard import ShardedParameterGuard, refuse_lbfgs
-from parallelize.backends.sharded_tensors import convert_state_entry, full_state_dicts, full_tensor, shard
+from parallelize.backends.sharded_optimizers import ShardedOptimizers
+from parallelize.backends.sharded_parameter_guard import ShardedParameterGuard
+from parallelize.backends.sharded_tensors import full_state_dicts, full_tensor, shard
 from parallelize.cluster.world import World
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Engine, Inner
@@ -53,7 +54,7 @@ class FSDPEngine(Engine):
         inner: the root of fully_shard.
         world: ranks and sizes of this process.
         device: device on which the model computes.
-        optimizers: the model's optimizers; they hold the shards in the block and the originals after it.
+        optimizers: optimizers of the model, in addition to those that are found.
         restore: whether full parameters are restored at the end.
     """
 
@@ -74,14 +75,11 @@ class FSDPEngine(Engine):
         self.copy_refusal = options.limitations["copies"]
         self._inner = inner
         self._restore = restore
-        self._optimizers = optimizers
         units = find_units(model, options.blocks)
         refuse_tied_parameters(model, units)
         refuse_mixed_dtypes(model, [*_fp32_modules(options, inner), *units])
         refuse_sparse_gradients(model)
         refuse_unbroadcastable(model, accepts_expanded=True)
-        for optimizer in optimizers:
-            refuse_lbfgs(optimizer)
         reshards = options.reshard_after_forward is not False
         self._ids_gathered_twice = {id(each) for unit in units for each in unit.parameters() if reshards}
         broadcast_from_rank_0([*model.parameters(), *model.buffers()])
@@ -100,15 +98,16 @@ class FSDPEngine(Engine):
         self._shards: dict[int, Any] = {
             id(original): module._parameters[name] for module, name, original in self._registrations
         }
-        for optimizer in optimizers:
-            self._swap_parameters(optimizer, to_shards=True)
+        self._optimizers = ShardedOptimizers(self._originals, self._shards, given=optimizers)
         self._free_originals()
         self._guard = ShardedParameterGuard(model, root=inner, registrations=self._registrations, shards=self._shards)
-        before = self._guard.before_forward
-        self.local = self.module = ShardedForward(inner, roll_call_s=options.roll_call_s, world=world, before=before)
+        self.local = self.module = ShardedForward(
+            inner, roll_call_s=options.roll_call_s, world=world, before=self._before_forward
+        )
         self._exit_stack = contextlib.ExitStack()
-        self._exit_stack.callback(register_optimizer_step_pre_hook(self._guard.before_step).remove)
+        self._exit_stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._exit_stack.callback(register_optimizer_step_post_hook(self._guard.after_step).remove)
+        self._exit_stack.enter_context(self._optimizers.convert_new_groups())
         self._exit_stack.enter_context(refuse_submodule_calls(model, self.module))
         self._exit_stack.enter_context(full_state_dicts(model, saves_full=options.full_state_dict))
 
@@ -142,6 +141,7 @@ class FSDPEngine(Engine):
             module._parameters[name] = self._shards[id(original)]
         self._remove_fully_shard()
         if failed or not self._restore:
+            self._optimizers.close(restored=False)
             _mark_as_sharded(self._inner.model, failed=failed)
             return
         for original in self._originals.values():
@@ -150,9 +150,16 @@ class FSDPEngine(Engine):
             original.requires_grad_(sharded.requires_grad)
         for module, name, original in self._registrations:
             module._parameters[name] = original
-        for optimizer in self._optimizers:
-            self._swap_parameters(optimizer, to_shards=False)
-        self._guard.close(self._optimizers)
+        self._optimizers.close(restored=True)
+        self._guard.close()
+
+    def _before_forward(self) -> None:
+        self._guard.before_forward()
+        self._optimizers.before_forward()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizers.before_step(optimizer)
+        self._guard.before_step(optimizer, args, kwargs)
 
     def _free_originals(self) -> None:
         """Move the originals' gradients to the shards, and free the memory of the originals."""
@@ -182,21 +189,6 @@ class FSDPEngine(Engine):
                     del module.__dict__[key]
         for original in self._originals.values():
             original.__dict__.pop("_orig_param_uid", None)
-
-    def _swap_parameters(self, optimizer: torch.optim.Optimizer, *, to_shards: bool) -> None:
-        """Replace an optimizer's parameters by their shards, or the shards by the originals; convert its state."""
-        replacements: dict[int, Any] = dict(self._shards)
-        if not to_shards:
-            replacements = {id(sharded): self._originals[key] for key, sharded in self._shards.items()}
-        for group in optimizer.param_groups:
-            group["params"] = [replacements.get(id(each), each) for each in group["params"]]
-        for each in [each for each in optimizer.state if id(each) in replacements]:
-            target = replacements[id(each)]
-            state = optimizer.state.pop(each)
-            optimizer.state[target] = {
-                name: convert_state_entry(value, parameter=each, like=target if to_shards else None)
-                for name, value in state.items()
-            }
 
 
 # Default process group -> its 2D meshes, whose subgroups are destroyed with it.

@@ -1,10 +1,9 @@
-"""Checks of sharded parameters: refuses replaced parameters, and optimizer steps that would have no effect."""
+"""Checks of sharded parameters: refuses replaced parameters, and steps whose gradients are not reduced or freed."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +14,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallelize.errors import ConfigError, SyncError
+from parallelize.errors import SyncError
 from parallelize.runtime.gradients import gradient_version, parameters_of
 from parallelize.torch_private import self_test
 
-__all__ = ["Registration", "ShardedParameterGuard", "refuse_lbfgs"]
+__all__ = ["Registration", "ShardedParameterGuard"]
 
 Registration = tuple[nn.Module, str, nn.Parameter]
 """Module that registers a parameter, its name there, and the user's Parameter object (the original)."""
@@ -43,14 +42,12 @@ class ShardedParameterGuard:
         self._registrations = registrations
         self._shards = shards
         self._names = {id(shards[id(each)]): name for name, each in _names_of(model, registrations).items()}
-        self._original_ids = {id(original) for _, _, original in registrations}
         groups: list[Any] = [
             module._get_fsdp_state()._fsdp_param_group for module in root.modules() if isinstance(module, FSDPModule)
         ]
         self._fsdp_params: dict[int, Any] = {
             id(each.sharded_param): each for group in groups if group is not None for each in group.fsdp_params
         }
-        self._optimizers_with_shards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._stepped_versions: dict[int, tuple[int, int]] = {}
 
     def before_forward(self) -> None:
@@ -72,26 +69,15 @@ class ShardedParameterGuard:
                 )
 
     def before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Check the parameters of an optimizer before its step.
+        """Check the gradients of an optimizer's shards before its step.
 
         Raises:
-            SyncError: the optimizer holds originals, or shards whose gradients are not reduced.
-            ConfigError: the optimizer cannot step on shards.
+            SyncError: the optimizer holds shards whose gradients are not reduced.
         """
-        held = list(parameters_of(optimizer))
-        if any(id(each) in self._original_ids for each in held):
-            raise SyncError(
-                f"{type(optimizer).__name__} holds parameters that {type(self._model).__name__} had before the block",
-                why="fsdp has replaced them by shards: steps of this optimizer would have no effect",
-                fix="pass the optimizer, parallel_model(model, optimizers=optimizer), or construct it inside the block",
-            )
-        for each in held:
+        for each in parameters_of(optimizer):
             fsdp_param = self._fsdp_params.get(id(each))
-            if fsdp_param is not None:
-                refuse_lbfgs(optimizer)
-                self._optimizers_with_shards.add(optimizer)
-                if _has_unreduced_gradient(fsdp_param, gradient=each.grad):
-                    raise self._unreduced_error(self._names[id(each)])
+            if fsdp_param is not None and _has_unreduced_gradient(fsdp_param, gradient=each.grad):
+                raise self._unreduced_error(self._names[id(each)])
 
     def after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Record which gradients an optimizer has used in its step."""
@@ -99,15 +85,8 @@ class ShardedParameterGuard:
             if id(each) in self._fsdp_params and each.grad is not None:
                 self._stepped_versions[id(each)] = gradient_version(each.grad)
 
-    def close(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse steps of optimizers that still hold shards, and steps whose gradients were freed with the shards.
-
-        Args:
-            optimizers: the optimizers that hold the originals again, and may step.
-        """
-        for optimizer in self._optimizers_with_shards:
-            if not any(optimizer is each for each in optimizers):
-                optimizer.register_step_pre_hook(_refuse_former_optimizer)
+    def close(self) -> None:
+        """Refuse steps whose gradients were freed with the shards."""
         shards = {original: self._shards[id(original)] for _, _, original in self._registrations}
         unused = {each: self._names[id(shard)] for each, shard in shards.items() if self._has_unused_gradient(shard)}
         if unused:
@@ -128,16 +107,6 @@ class ShardedParameterGuard:
             f"the gradient of {name} of {type(self._model).__name__} is not averaged over the ranks",
             why="it was computed under no_sync, or by torch.autograd.grad: the step would ignore it",
             fix="run forward and backward of the last micro-batch outside of no_sync, and call backward",
-        )
-
-
-def refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse LBFGS, which needs all parameters in one vector: each rank would build it from its shards only."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            f"{type(optimizer).__name__} under backend='fsdp'",
-            why="it joins all parameters in one vector, and each rank holds only shards of them",
-            fix="use backend='ddp', or an element-wise optimizer such as AdamW",
         )
 
 
@@ -191,11 +160,3 @@ def _refuse_without_gradients(optimizer: torch.optim.Optimizer, _args: Any, _kwa
                 fix="put the step inside the block: the whole loop belongs there",
             )
         del _without_gradients[each]
-
-
-def _refuse_former_optimizer(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    raise SyncError(
-        f"{type(optimizer).__name__} holds shards of a model whose fsdp block has ended",
-        why="the optimizer was constructed inside that block, and its steps would have no effect",
-        fix="construct it before the block and pass it: parallel_model(model, optimizers=optimizer)",
-    )

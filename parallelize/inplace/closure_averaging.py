@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,12 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallelize.collectives import all_reduce
 from parallelize.runtime.containers import map_leaves
-from parallelize.runtime.gradients import parameters_of
+from parallelize.runtime.gradients import Closure, change_closure, find_closure, parameters_of
 from parallelize.runtime.weighted_backward import loss_weight
 
-__all__ = ["average_closures", "change_closure"]
+__all__ = ["average_closures"]
 
-Closure = Callable[..., Any]
 _MARK = "_parallelize_is_averaged"
 
 
@@ -37,7 +36,7 @@ def average_closures(model: nn.Module) -> Iterator[None]:
     ids_at_start = {id(each) for each in model.parameters()}  # during a forward, fsdp registers full parameters
 
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _find_closure(args, kwargs) is None:
+        if find_closure(args, kwargs) is None:
             return None
         ids = ids_at_start | {id(each) for each in model.parameters()}
         is_held = any(id(each) in ids for each in parameters_of(optimizer))
@@ -48,24 +47,6 @@ def average_closures(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def change_closure(
-    change: Callable[[Closure], Closure], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return (args, kwargs) of an optimizer's `step` with another closure; None if it has no closure."""
-    closure = _find_closure(args, kwargs)
-    if closure is None:
-        return None
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": change(closure)}
-    return (args[0], change(closure), *args[2:]), kwargs
-
-
-def _find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """Return the closure in the arguments of an optimizer's `step`, or None."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return closure if callable(closure) else None
 
 
 def _averaged(closure: Closure) -> Closure:

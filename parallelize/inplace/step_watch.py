@@ -21,7 +21,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parallelize.errors import SyncError
-from parallelize.inplace.closure_averaging import change_closure
 from parallelize.inplace.forward_routing import routed_parameter_ids
 from parallelize.inplace.gradient_origins import (
     ASSIGNED,
@@ -35,7 +34,7 @@ from parallelize.inplace.gradient_origins import (
     record,
 )
 from parallelize.inplace.rank_comparison import Meeting, differences, differs_by_rounding
-from parallelize.runtime.gradients import is_in_backward, parameters_of
+from parallelize.runtime.gradients import change_closure, is_in_backward, parameters_of
 
 __all__ = ["claim_gradients", "leave_gradient", "leave_gradients", "watch_steps"]
 

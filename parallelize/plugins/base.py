@@ -255,7 +255,7 @@ class Backend(abc.ABC):
             inner: wrapper of the user's model; its parameters are on `devices[0]`, unless `places_model` is True.
             world: rank and world size of this process; the process group is initialized.
             devices: devices that this process drives; one unless `process_per` is "node".
-            optimizers: the user's optimizers; a backend that replaces parameters must also replace them in these.
+            optimizers: optimizers that the user has passed; a backend that replaces parameters finds all others.
             restore: whether `Engine.close` replaces sharded parameters by full ones.
 
         Raises:
@@ -293,7 +293,7 @@ class Precision(abc.ABC):
         Args:
             amp: the user's options; fields that are None are resolved here, identically on every rank.
             models: the user's model objects, already on `device`.
-            optimizers: the user's optimizers; may be empty.
+            optimizers: optimizers that the user has passed; may be empty.
             device: the first device that this process drives.
             world: rank and world size of this process; the process group is initialized.
             sharded: whether each rank holds only a shard of a gradient, so that ranks must agree on inf and nan.

@@ -18,6 +18,7 @@ from parallelize.precision.apex_restore import ApexSnapshot
 from parallelize.precision.levels import describe, resolve
 from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.runtime.gradients import is_in_backward
+from parallelize.runtime.live_optimizers import live_optimizers
 
 __all__ = ["PLUGIN", "ApexPrecision", "ApexSession"]
 
@@ -56,22 +57,25 @@ class ApexPrecision(Precision):
         Args:
             amp: the request; Apex ignores its scale options, and doubles the scale after 2000 steps, halves it on inf.
             models: the user's own objects, already on `device`.
-            optimizers: every optimizer that steps in the block.
+            optimizers: optimizers that step in the block, in addition to those that are found.
             device: the first device this process drives.
             world: ranks and sizes of this process.
             sharded: ignored, because no backend that shards gradients supports Apex.
 
         Raises:
             MissingDependencyError: Apex is not installed, or has no `amp`.
-            ConfigError: no optimizer was passed.
+            ConfigError: no optimizer holds a parameter of the models.
         """
         del sharded
         library = _apex_amp()
+        parameters = [one for each in models for one in each.parameters()]
+        optimizers = live_optimizers(parameters, also=optimizers)
         if not optimizers:
             raise ConfigError(
                 "amp_engine='apex' without optimizers",
                 why="Apex changes the optimizers together with the models",
-                fix="pass them: parallel_model(model, optimizers=optimizer); or use amp_engine='native'",
+                fix="construct them before the block, or pass those that are not found: "
+                "parallel_model(model, optimizers=optimizer); or use amp_engine='native'",
             )
         amp = resolve(amp, self, device=device, world=world)
         return _apex_block(library, amp=amp, models=list(models), optimizers=list(optimizers))

@@ -13,8 +13,11 @@ from parallelize.runtime.containers import leaves
 from parallelize.torch_private import self_test
 
 __all__ = [
+    "Closure",
     "at_end_of_backward",
     "backward_id",
+    "change_closure",
+    "find_closure",
     "grad_fns_of",
     "gradient_version",
     "has_sparse_gradient",
@@ -22,6 +25,10 @@ __all__ = [
     "parameters_of",
     "require_patchable_backward",
 ]
+
+
+Closure = Callable[..., Any]
+"""Function that computes the gradients of an optimizer's step, and returns the loss."""
 
 
 @self_test("shard_loader, average= and amp=", instead="average gradients by parallelize.all_reduce")
@@ -87,3 +94,21 @@ def grad_fns_of(output: Any) -> list[Any]:
     """Return the distinct grad_fns of a model's output, where backward starts; torch's pytrees are searched, too."""
     nodes = (getattr(leaf, "grad_fn", None) for leaf in tree_leaves(list(leaves(output))))
     return list(dict.fromkeys(node for node in nodes if node is not None))
+
+
+def change_closure(
+    change: Callable[[Closure], Closure], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return (args, kwargs) of an optimizer's `step` with another closure; None if it has no closure."""
+    closure = find_closure(args, kwargs)
+    if closure is None:
+        return None
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": change(closure)}
+    return (args[0], change(closure), *args[2:]), kwargs
+
+
+def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
+    """Return the closure in the arguments of an optimizer's `step`, or None."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None

@@ -21,6 +21,7 @@ from torch.nn.parameter import UninitializedParameter
 from parallelize.config.explain import precision_summary
 from parallelize.plugins.base import Engine
 from parallelize.runtime.context import Runtime, active
+from parallelize.runtime.live_optimizers import live_optimizers
 
 __all__ = ["ActiveLoader", "StartupSummary", "register_loader", "size_text"]
 
@@ -54,12 +55,10 @@ class StartupSummary:
 
     Args:
         run: the run in this process.
-        optimizers: the optimizers that the user passed to parallel_model.
     """
 
-    def __init__(self, run: Runtime, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+    def __init__(self, run: Runtime) -> None:
         self._run = run
-        self._optimizers = optimizers
         self._engines: dict[nn.Module, Engine] = {}
 
     def add_model(self, model: nn.Module, engine: Engine) -> None:
@@ -94,7 +93,7 @@ class StartupSummary:
     def _memory(self, parameters: Sequence[nn.Parameter]) -> str:
         trainable = _local_bytes(each for each in parameters if each.requires_grad)
         terms = [f"{size_text(_local_bytes(parameters))} of parameters", f"{size_text(trainable)} of gradients"]
-        states = [_state_bytes(each) for each in self._optimizers]
+        states = [_state_bytes(each) for each in live_optimizers(parameters)]
         known = [each for each in states if each is not None]
         is_known = states != [] and len(known) == len(states)
         terms.append(f"{size_text(sum(known))} of the optimizer's state" if is_known else "the optimizer's state")

@@ -109,7 +109,7 @@ def test_training_equals_one_process_on_the_full_batch(name: str, model_name: st
         size = dist.get_world_size()
         batches = [shards(ZOO[model_name], size=size, step=step)[rank()] for step in range(3)]
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        with parallel_model(model, backend=backend, optimizers=optimizer):
+        with parallel_model(model, backend=backend):
             losses = train(model, optimizer, batches)
         return losses, model.state_dict()
 
@@ -245,7 +245,7 @@ def test_accumulated_gradients_are_those_of_the_full_batch(name: str) -> None:
         model = seeded(Mlp)
         size = dist.get_world_size()
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        with parallel_model(model, backend=backend, optimizers=optimizer):
+        with parallel_model(model, backend=backend):
             for step in range(3):
                 (x,) = shards(ZOO["mlp"], size=size, step=step)[rank()]
                 with no_sync(model) if step < 2 else contextlib.nullcontext():

@@ -21,7 +21,7 @@ run = distributed(processes=2)
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int = 1) -> torch.Tensor:
     """Train, and return the first parameter."""
-    with parallel_model(model, optimizers=optimizer):
+    with parallel_model(model):
         for _ in range(epochs):
             for x, y in shard_loader(DataLoader(TensorDataset(X, Y), batch_size=4 // world_size())):
                 optimizer.zero_grad()

@@ -204,7 +204,7 @@ def test_fsdp_trains_like_ddp(amp):
         losses, seen = [], set()
         model[0][0].register_forward_pre_hook(lambda each, _: seen.add(("linear", each.weight.dtype)))
         model[1].register_forward_pre_hook(lambda each, _: seen.add(("batch norm", each.weight.dtype)))
-        with parallel_model(model, optimizers=optimizer):
+        with parallel_model(model):
             for step in range(STEPS):
                 x, y = batch(step, rank())
                 loss = F.cross_entropy(model(x), y)

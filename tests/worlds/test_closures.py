@@ -145,7 +145,7 @@ def test_shards_and_half_precision_and_uneven_batches() -> None:
     @distributed(processes=WORLD)
     def train() -> list[Any]:
         model, optimizer = made("halving")
-        with parallel_model(model, optimizers=optimizer, backend="fsdp"):
+        with parallel_model(model, backend="fsdp"):
             sharded = [fit(model, optimizer, samples().chunk(WORLD)[rank()])[:2] for _ in range(4)]
         weights = dict(model.state_dict())
         model, optimizer = made("strong Wolfe")

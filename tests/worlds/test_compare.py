@@ -38,7 +38,7 @@ def train(kind: str, model: nn.Module | None = None, batch_size: int = 4) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (world_size() if kind == "rate" else 1))
     batch_size = batch_size * 2 // world_size() if kind == "batch" else batch_size
     loader = DataLoader(samples(), batch_size=batch_size, shuffle=True)
-    with parallel_model(model, optimizers=optimizer):
+    with parallel_model(model):
         for x, y in loader if kind == "unsharded" else shard_loader(loader):
             optimizer.zero_grad()
             target = y if kind == "tokens" else y.clamp(min=0)

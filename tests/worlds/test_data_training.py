@@ -54,7 +54,7 @@ def test_weighted_steps_equal_those_of_one_process(length, options):
     def train():
         loader, net = DataLoader(data(length), batch_size=4, shuffle=True), model()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
-        with parallel_model(net, optimizers=optimizer):
+        with parallel_model(net):
             for _ in range(3):
                 for x, y in shard_loader(loader, tail="weighted"):
                     optimizer.zero_grad()

@@ -72,6 +72,14 @@ def test_digits_are_recognised(script: str) -> None:
     assert accuracy(script) >= 0.97
 
 
+def test_one_word_changes_the_engine(tmp_path: Path) -> None:
+    """Only `backend="fsdp"` is added to the first example."""
+    script = tmp_path / "digits.py"
+    text = (EXAMPLES / "01_digits.py").read_text()
+    script.write_text(text.replace("@distributed(", '@distributed(backend="fsdp", ').replace("epochs=10", "epochs=3"))
+    assert accuracy(str(script)) >= 0.9
+
+
 @pytest.mark.soak
 def test_a_gpt_learns_more_than_character_frequencies() -> None:
     """After 100 steps in bf16, its loss on unseen text is 0.6 nats per character below the entropy of frequencies."""

@@ -1,4 +1,4 @@
-"""Tests of the fsdp backend beyond the contract: optimizers, units, meshes, state dicts, errors."""
+"""Tests of the fsdp backend beyond the contract: units, meshes, state dicts, errors."""
 
 from __future__ import annotations
 
@@ -63,48 +63,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: range) -
 
 def assert_close(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     torch.testing.assert_close(dict(weights), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_a_passed_optimizer_keeps_its_state() -> None:
-    """An optimizer from before the block keeps its state inside and after it."""
-
-    @distributed(processes=WORLD)
-    def run() -> dict[str, torch.Tensor]:
-        model = seeded()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        parameters = list(model.parameters())
-
-        def train_plain_model(step: int) -> None:
-            optimizer.zero_grad()
-            model(torch.cat([batch_of(rank, step) for rank in range(WORLD)])).square().mean().backward()
-            optimizer.step()
-
-        train_plain_model(0)
-        with parallel_model(model, backend="fsdp", optimizers=optimizer):
-            assert all(isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"])
-            train(model, optimizer, steps=range(1, 3))
-        assert all(one is other for one, other in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
-        assert not any(isinstance(value, DTensor) for state in optimizer.state.values() for value in state.values())
-        train_plain_model(3)
-        return model.state_dict()
-
-    for weights in run.all_ranks():
-        assert_close(weights, train_in_one_process(steps=4))
-
-
-def test_an_optimizer_that_was_not_passed_is_refused() -> None:
-    """It holds parameters that fsdp has replaced: its first step is an error."""
-
-    @distributed(processes=WORLD)
-    def run() -> None:
-        model = seeded()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with parallel_model(model, backend="fsdp"):
-            model(batch_of(rank())).mean().backward()
-            with pytest.raises(SyncError, match=r"(?s)SGD holds parameters that Stack had.*optimizers=optimizer"):
-                optimizer.step()
-
-    run()
 
 
 @pytest.mark.parametrize(
@@ -303,7 +261,7 @@ def test_gradients_from_before_the_block_are_averaged(accumulates: bool) -> None
         model(batch_of(rank(), 0)).square().mean().backward()
         if rank() == 0:
             model.head.bias.grad = None  # as if only some ranks ran a branch
-        with parallel_model(model, backend="fsdp", optimizers=optimizer):
+        with parallel_model(model, backend="fsdp"):
             if accumulates:
                 model(batch_of(rank(), 1)).square().mean().backward()
             optimizer.step()
@@ -347,32 +305,14 @@ def test_a_step_on_unreduced_gradients_is_refused(how: str) -> None:
     run()
 
 
-def test_an_optimizer_made_inside_is_refused_after_the_block() -> None:
-    """It holds shards that the model no longer uses, neither plainly nor in a second block."""
-
-    @distributed(processes=WORLD)
-    def run() -> None:
-        model = seeded()
-        with parallel_model(model, backend="fsdp"):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            train(model, optimizer, steps=range(1))
-        with pytest.raises(SyncError, match=r"(?s)SGD holds shards of a model.*optimizers=optimizer"):
-            train(model, optimizer, steps=range(1))
-        with parallel_model(model, backend="fsdp"), pytest.raises(SyncError, match="SGD holds shards of a model"):
-            train(model, optimizer, steps=range(1))
-
-    run()
-
-
-@pytest.mark.parametrize("is_passed", [True, False])
-def test_a_step_after_the_block_is_refused(is_passed: bool) -> None:
+def test_a_step_after_the_block_is_refused() -> None:
     """Sharded gradients are freed with the block: a step without gradients is refused, until new ones exist."""
 
     @distributed(processes=WORLD)
     def run() -> None:
         model = seeded()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with parallel_model(model, backend="fsdp", optimizers=[optimizer] if is_passed else ()):
+        with parallel_model(model, backend="fsdp"):
             model(batch_of(0)).sum().backward()
         with pytest.raises(SyncError, match=r"(?s)SGD steps after the block in which .* inside the block"):
             optimizer.step()
@@ -388,7 +328,7 @@ def test_a_step_after_the_block_is_accepted_if_all_gradients_were_used() -> None
     def run() -> None:
         model = seeded()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        with parallel_model(model, backend="fsdp", optimizers=[optimizer]):
+        with parallel_model(model, backend="fsdp"):
             train(model, optimizer, steps=range(2))
         optimizer.step()
 
@@ -477,27 +417,6 @@ def test_sparse_gradients_are_refused() -> None:
     run()
 
 
-@pytest.mark.parametrize("is_passed", [True, False])
-def test_lbfgs_is_refused(is_passed: bool) -> None:
-    """It needs full parameters: refused at the entry of the block if it is passed, else at its first step."""
-
-    @distributed(processes=WORLD)
-    def run() -> None:
-        model = seeded()
-        refused = pytest.raises(ConfigError, match=r"(?s)LBFGS under backend='fsdp'.*backend='ddp'")
-        if is_passed:
-            with refused, parallel_model(model, backend="fsdp", optimizers=torch.optim.LBFGS(model.parameters())):
-                pass
-            model(batch_of(rank()))  # unchanged
-            return
-        with parallel_model(model, backend="fsdp"):
-            optimizer = torch.optim.LBFGS(model.parameters())
-            with refused:
-                optimizer.step(lambda: model(batch_of(rank())).mean())
-
-    run()
-
-
 def test_block_classes_that_the_model_does_not_have_are_refused() -> None:
     """No submodule would be a unit."""
 
@@ -578,7 +497,7 @@ def test_a_block_can_follow_a_block() -> None:
         model = seeded()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         for step, backend in enumerate(("fsdp", "ddp", "fsdp")):
-            with parallel_model(model, backend=backend, optimizers=optimizer):
+            with parallel_model(model, backend=backend):
                 train(model, optimizer, steps=range(step, step + 1))
         dist.barrier()
         return model.state_dict()

@@ -45,7 +45,7 @@ def train_in_two_blocks(**options: object) -> tuple[list[str], int, int]:
     gradients = state = 0
     with CapturedLog() as log:
         for _ in range(2):
-            with parallel_model(model, optimizers=optimizer, **options):
+            with parallel_model(model, **options):
                 with torch.no_grad():
                     model(torch.zeros(1, 64))  # an evaluation logs no summary
                 for (x,) in shard_loader(loader):

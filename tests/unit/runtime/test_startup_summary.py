@@ -17,9 +17,9 @@ from parallelize.runtime.context import Runtime
 from parallelize.runtime.startup_summary import StartupSummary, register_loader, size_text
 
 
-def line(*models: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...] = ()) -> str:
+def line(*models: nn.Module) -> str:
     world = World(world_size=2, local_world_size=2)
-    summary = StartupSummary(Runtime(world, compute_layout(Config.parse(processes=2), Hardware())), optimizers)
+    summary = StartupSummary(Runtime(world, compute_layout(Config.parse(processes=2), Hardware())))
     for model in models:
         summary.add_model(model, LocalEngine(model))
     return summary.text()
@@ -65,7 +65,7 @@ def test_the_state_size_of_torchs_optimizers_is_predicted(make, copies: int) -> 
     """It is the size after a step, without the step counters."""
     model = nn.Linear(256, 256, bias=False)
     optimizer = make(model.parameters())
-    assert f"+ {size_text(copies * 2**18)} of the optimizer's state" in line(model, optimizers=(optimizer,))
+    assert f"+ {size_text(copies * 2**18)} of the optimizer's state" in line(model)
     model(torch.zeros(1, 256)).sum().backward()
     optimizer.step()
     held = [value for value in optimizer.state[model.weight].values() if value is not None and value.numel() > 1]
@@ -76,8 +76,8 @@ def test_the_state_size_of_other_optimizers_is_measured() -> None:
     """It is unknown before their first step."""
     model = nn.Linear(256, 256, bias=False)
     optimizer = torch.optim.Adagrad(model.parameters())
+    assert line(model).endswith("+ 256.0 KiB of the optimizer's state")
     optimizer.state.clear()
-    both = (optimizer, torch.optim.Adam(model.parameters()))
-    assert line(model, optimizers=both).endswith("of gradients + the optimizer's state")
-    optimizer = torch.optim.Adagrad(model.parameters())
-    assert line(model, optimizers=(optimizer,)).endswith("+ 256.0 KiB of the optimizer's state")
+    other = torch.optim.Adam(model.parameters())
+    assert line(model).endswith("of gradients + the optimizer's state")
+    del other
