@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from parallelize.backends.fsdp_options import FSDPOptions
 from parallelize.cluster.world import World
-from parallelize.errors import ConfigError
 from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
 
 __all__ = ["PLUGIN", "FSDPBackend"]
@@ -46,12 +45,7 @@ class FSDPBackend(FSDPOptions):
         """Apply fully_shard to the model's blocks and to `inner`, unless the world has only one process."""
         if world.world_size == 1:
             return LocalEngine(inner)
-        if self.shard_size is not None and (self.shard_size < 2 or world.world_size % self.shard_size):
-            raise ConfigError(
-                f"shard_size={self.shard_size} in a world of {world.world_size}",
-                why="each group of shard_size ranks shards one copy of the parameters",
-                fix=f"use a divisor of {world.world_size} above 1, or None",
-            )
+        self.ranks_per_copy(world)  # raises before the import
         # Imported lazily, because the import takes half a second.
         from parallelize.backends.fsdp_engine import FSDPEngine
 

@@ -196,9 +196,10 @@ _meshes: WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], DeviceMesh]] =
 
 
 def _mesh(options: FSDPOptions, *, world: World, device: torch.device) -> DeviceMesh:
-    if options.shard_size is None or options.shard_size == world.world_size:
+    size = options.ranks_per_copy(world)
+    if size == world.world_size:
         return init_device_mesh(device.type, (world.world_size,), mesh_dim_names=("shard",))
-    shape = (world.world_size // options.shard_size, options.shard_size)
+    shape = (world.world_size // size, size)
     meshes = _meshes.setdefault(dist.group.WORLD, {})
     # Cached: DTensor's caches treat equal meshes as one, and would use the process groups of an earlier mesh.
     if (device.type, shape) not in meshes:

@@ -104,9 +104,9 @@ def test_torchs_own_tools_read_it(saved):
 def test_copies_of_one_shard_are_written_once(tmp_path, saved):
     """Of replicated shards one rank writes, and saving again leaves only the new shards."""
 
-    @distributed(processes=4, backend=FSDPBackend(shard_size=2))
+    @distributed(processes=4, backend=FSDPBackend(shard_over=2))
     def run():
-        return train_and_save(tmp_path / "last", FSDPBackend(shard_size=2), times=2)
+        return train_and_save(tmp_path / "last", FSDPBackend(shard_over=2), times=2)
 
     weights, listed = run()
     assert listed == [MAIN_FILE, "parts"]

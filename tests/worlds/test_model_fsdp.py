@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from parallelize import ConfigError, FSDPBackend, SyncError, distributed, no_sync, parallel_model, rank
+from parallelize.cluster.world import World
 
 WORLD = 2
 
@@ -96,10 +97,11 @@ def test_blocks_are_chosen_as_asked(blocks: Any, sharded: set[str]) -> None:
     [
         FSDPBackend(reshard_after_forward=False),
         FSDPBackend(cpu_offload=True),
-        FSDPBackend(shard_size=2),
+        FSDPBackend(shard_over=2),
+        FSDPBackend(shard_over="node"),
         FSDPBackend(roll_call_s=0),
     ],
-    ids=["kept", "offloaded", "one copy", "no roll call"],
+    ids=["kept", "offloaded", "one copy", "node", "no roll call"],
 )
 def test_options_change_no_result(backend: FSDPBackend) -> None:
     """Options about memory and timeouts train the same weights."""
@@ -134,14 +136,14 @@ def test_inference_mode_before_training_changes_no_result() -> None:
 
 
 def test_hybrid_sharding_averages_over_copies() -> None:
-    """shard_size=2 on four ranks averages the gradients of two copies, also in a second block."""
+    """shard_over=2 on four ranks averages the gradients of two copies, also in a second block."""
 
     @distributed(processes=4)
     def run() -> dict[str, torch.Tensor]:
-        with parallel_model(seeded(), backend=FSDPBackend(shard_size=2)) as model:  # a block before this one
+        with parallel_model(seeded(), backend=FSDPBackend(shard_over=2)) as model:  # a block before this one
             model(batch_of(0)).sum().backward()
         model = seeded()
-        with parallel_model(model, backend=FSDPBackend(shard_size=2)):
+        with parallel_model(model, backend=FSDPBackend(shard_over=2)):
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
             for step in range(2):
                 optimizer.zero_grad()
@@ -170,16 +172,24 @@ def test_mixed_precision_policy_gathers_in_half_precision() -> None:
     assert run() == {torch.bfloat16}
 
 
-def test_a_wrong_shard_size_is_refused() -> None:
-    """The shard size must divide the number of ranks."""
+@pytest.mark.parametrize("shard_over", [3, 1, 0, -2, True, "nodes", None, 2.0])
+def test_a_wrong_shard_over_is_refused(shard_over: Any) -> None:
+    """Equally many ranks, at least two, shard each copy."""
+    refused = pytest.raises(ConfigError, match=rf"(?s)shard_over={shard_over!r}\) in a world of 4.*a divisor of 4")
+    with refused:
+        FSDPBackend(shard_over=shard_over).ranks_per_copy(World(world_size=4, local_world_size=2))
 
-    @distributed(processes=WORLD)
-    def run() -> None:
-        refused = pytest.raises(ConfigError, match=r"(?s)shard_size=3 in a world of 2.*a divisor of 2")
-        with refused, parallel_model(seeded(), backend=FSDPBackend(shard_size=3)):
-            pass
 
-    run()
+def test_ranks_of_a_node_shard_a_copy() -> None:
+    """shard_over="node" needs two ranks per node."""
+    world = World(world_size=4, local_world_size=2)
+    sizes = [FSDPBackend(shard_over=each).ranks_per_copy(world) for each in ("world", "node", 4, 2)]
+    assert sizes == [4, 2, 4, 2]
+    assert FSDPBackend(shard_over="node").ranks_per_copy(World(world_size=4, local_world_size=4)) == 4
+    with pytest.raises(ConfigError, match="in a world of 6"):
+        FSDPBackend(shard_over="node").ranks_per_copy(World(world_size=6, local_world_size=2, num_nodes=2))
+    with pytest.raises(ConfigError, match=r"(?s)shard_over='node'\) \(1 on this node\) in a world of 2.*'world'"):
+        FSDPBackend(shard_over="node").ranks_per_copy(World(world_size=2, local_world_size=1))
 
 
 def test_without_restore_parameters_stay_sharded() -> None:
