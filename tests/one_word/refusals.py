@@ -1,0 +1,35 @@
+"""What does not run, or ends with other weights, under a backend: declared, so that the tests keep it true."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DIFFERENCES", "REFUSALS", "Refusal"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error that a program is expected to end with: a part of its message, and why it cannot be otherwise."""
+
+    words: str
+    reason: str
+
+
+# program, world -> error
+REFUSALS: dict[tuple[str, str], Refusal] = {
+    ("moco", "balanced"): Refusal(
+        r"forward changes queue, queue_ptr of the model",
+        "micro-batches run at the same time, and the queue of one would hold the keys of another",
+    ),
+    ("vqvae", "balanced"): Refusal(
+        r"forward changes vq\.ema_cluster_size, vq\.ema_w, vq\.embedding of the model",
+        "micro-batches run at the same time, and the codebook of one would be that of another",
+    ),
+    ("word_language_model", "balanced"): Refusal(
+        r"no dimension is as long as a micro-batch, so it cannot be joined",
+        "the output is flattened over time and batch, and the hidden state has its batch in dimension 1",
+    ),
+}
+
+# program, world -> why its weights are not those of the reference
+DIFFERENCES: dict[tuple[str, str], str] = {}
