@@ -131,7 +131,7 @@ def parallel_model(
                 inner,
                 run=run,
                 build=build,
-                on_rebuilt=lambda: session.bind(models),
+                on_switched=lambda: session.bind(models),
                 startup_summary=summary,
                 same_data=same_data,
                 window=averaging.window(),

@@ -41,13 +41,15 @@ class Structure:
 
     def is_current(self) -> bool:
         """Return whether the model has the same modules and parameters, with the same `requires_grad`."""
-        for dictionary, size in self._sizes:
-            if len(dictionary) != size:
-                return False
-        for dictionary, values in self._members:
-            if not all(map(is_, dictionary.values(), values)):
-                return False
-        return [parameter.requires_grad for parameter in self._compared] == self._requires_grad
+        return (
+            self.has_same_parts() and [parameter.requires_grad for parameter in self._compared] == self._requires_grad
+        )
+
+    def has_same_parts(self) -> bool:
+        """Return whether the model has the same modules and parameters."""
+        if not all(len(dictionary) == size for dictionary, size in self._sizes):
+            return False
+        return all(all(map(is_, dictionary.values(), values)) for dictionary, values in self._members)
 
     def changes(self) -> list[str]:
         """Describe each module or parameter that was added, removed or replaced."""
