@@ -21,6 +21,7 @@ from parallelize.inplace.same_data import SameDataCheck
 from parallelize.inplace.unmanaged_parameters import refuse_unmanaged_parameters
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.context import Runtime
+from parallelize.runtime.gradients import reaches_any
 from parallelize.runtime.rank_consistency import SyncPoints
 from parallelize.runtime.startup_summary import StartupSummary
 
@@ -105,12 +106,10 @@ class Block:
             if not any(parameter.requires_grad for parameter in self.model.parameters()):
                 # E.g. a discriminator frozen during the generator's step: no gradient accumulates in it.
                 return self._engines.active.local
-            self._refuse_functional_call()
+            if not all(isinstance(parameter, nn.Parameter) for parameter in self.model.parameters()):
+                return self._before_functional_call()
             self._switch_engine()
-        # Before the step's collectives, in which ranks would wait for a rank that has fewer batches.
-        self._forwards.reach()
-        self._guard.before_forward()
-        return self._engines.active.module
+        return self._before_averaged_forward()
 
     def after_forward(self, module: nn.Module, output: Any, *, inputs: Any) -> None:
         """Begin to track gradients after a forward that `module` ran; no-op if that was the local module."""
@@ -130,6 +129,27 @@ class Block:
         guard_no_sync = contextlib.nullcontext() if self._guard is None else self._guard.no_sync()
         with guard_no_sync, self._engines.active.no_sync(), self._window.no_sync():
             yield
+
+    def _before_averaged_forward(self) -> nn.Module:
+        # Before the step's collectives, in which ranks would wait for a rank that has fewer batches.
+        self._forwards.reach()
+        if self._guard is not None:
+            self._guard.before_forward()
+        return self._engines.active.module
+
+    def _before_functional_call(self) -> nn.Module:
+        """Return the module for a forward in torch.func.functional_call, which has replaced parameters by tensors.
+
+        Backward reaches the parameters, whose gradients the engine averages, if the tensors were computed from them
+        (the fast weights of meta-learning), but not if another model has (a hypernetwork).
+        """
+        given = list(self.model.parameters())
+        with self._engines.structure.original_parameters():
+            if not self._engines.structure.is_current():
+                self._switch_engine()
+        if reaches_any(given, self._engines.structure.trained.values()):
+            return self._before_averaged_forward()
+        return self._engines.active.local
 
     def _verify(self) -> contextlib.AbstractContextManager[None]:
         every = self._run.config.verify_every
@@ -157,15 +177,6 @@ class Block:
         self._checks.close()
         self._install_checks()
         self._on_switched()
-
-    def _refuse_functional_call(self) -> None:
-        for name, each in self.model.named_parameters():
-            if not isinstance(each, nn.Parameter):
-                raise SyncError(
-                    f"torch.func.functional_call has replaced {name} of {type(self.model).__name__} by a plain tensor",
-                    why="only gradients that accumulate in parameters are averaged over the ranks",
-                    fix="put the functional call in a method of the model, and name the method: methods=['adapted']",
-                )
 
     def _refuse_change(self) -> None:
         raise SyncError(

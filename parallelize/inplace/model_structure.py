@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from operator import is_
 from typing import Any
 
@@ -50,6 +52,18 @@ class Structure:
         if not all(len(dictionary) == size for dictionary, size in self._sizes):
             return False
         return all(all(map(is_, dictionary.values(), values)) for dictionary, values in self._members)
+
+    @contextlib.contextmanager
+    def original_parameters(self) -> Iterator[None]:
+        """Undo the replacements of torch.func.functional_call in the context, so that the engine can be switched."""
+        members = [(dictionary, values, dict(dictionary)) for dictionary, values in self._members]
+        for dictionary, values, replaced in members:
+            dictionary.update(zip(replaced, values, strict=True))
+        try:
+            yield
+        finally:
+            for dictionary, _, replaced in members:
+                dictionary.update(replaced)
 
     def changes(self) -> list[str]:
         """Describe each module or parameter that was added, removed or replaced."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ __all__ = [
     "has_sparse_gradient",
     "is_in_backward",
     "parameters_of",
+    "reaches_any",
 ]
 
 
@@ -57,3 +58,19 @@ def grad_fns_of(output: Any) -> list[Any]:
     """Return the distinct grad_fns of a model's output, where backward starts; torch's pytrees are searched, too."""
     nodes = (getattr(leaf, "grad_fn", None) for leaf in tree_leaves(list(leaves(output))))
     return list(dict.fromkeys(node for node in nodes if node is not None))
+
+
+def reaches_any(tensors: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a backward pass from one of the tensors reaches one of the parameters."""
+    ids = {id(each) for each in parameters}
+    pending: list[Any] = [each if each.grad_fn is None else each.grad_fn for each in tensors]
+    visited = set()
+    while pending:
+        node = pending.pop()
+        if id(getattr(node, "variable", node)) in ids:  # AccumulateGrad.variable
+            return True
+        for following, _ in getattr(node, "next_functions", ()):
+            if following is not None and following not in visited:
+                visited.add(following)
+                pending.append(following)
+    return False

@@ -174,39 +174,6 @@ def test_two_backwards_for_two_forwards_are_refused() -> None:
     train()
 
 
-@pytest.mark.parametrize("how", ["fast weights", "func.grad"])
-def test_a_functional_call_of_the_model_is_refused(how: str) -> None:
-    """Gradients of tensors in place of parameters cannot be averaged, unless a routed method makes the call."""
-
-    class Learner(Mlp):
-        def adapted(self, x: torch.Tensor) -> torch.Tensor:
-            weights = {name: each * 0.5 for name, each in self.named_parameters()}
-            return torch.func.functional_call(self, weights, (x,)).square().mean()
-
-    def call(model: nn.Module, x: torch.Tensor) -> None:
-        if how == "func.grad":
-            weights = {name: each.detach() for name, each in model.named_parameters()}
-            torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(weights)
-        else:
-            torch.func.functional_call(model, {name: each * 0.5 for name, each in model.named_parameters()}, (x,))
-
-    @distributed(processes=WORLD)
-    def train() -> dict[str, torch.Tensor | None]:
-        model = seeded(Learner)
-        with parallel_model(model, methods=["adapted"]):
-            with pytest.raises(SyncError, match=r"(?s)has replaced encoder.weight of Learner by a plain.*methods="):
-                call(model, batch_of(rank()))
-            model.adapted(batch_of(rank())).backward()
-            torch.optim.SGD(model.parameters(), 0.0).step()
-        return gradients(model)
-
-    def halved(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        weights = {name: each * 0.5 for name, each in model.named_parameters()}
-        return torch.func.functional_call(model, weights, (x,)).square().mean()
-
-    assert_one_process_is_the_same(train.all_ranks(), halved)
-
-
 def test_a_gradient_that_bypassed_the_engine_is_averaged_by_the_next_backward() -> None:
     """A later backward through the model averages all that has accumulated."""
 
