@@ -12,7 +12,7 @@ from parallelize.errors import SyncError
 from parallelize.inplace.backward_after_block import BackwardAfterBlock
 from parallelize.inplace.closure_averaging import average_closures
 from parallelize.inplace.engines import Engines
-from parallelize.inplace.forward_routing import Route
+from parallelize.inplace.forward_routing import Route, is_in_functional_call
 from parallelize.inplace.gradient_average import Window
 from parallelize.inplace.gradient_averaging_guard import GradientAveragingGuard
 from parallelize.inplace.local_gradients import claim_gradients, refuse_steps_after_block
@@ -101,6 +101,8 @@ class Block:
         if self._guard is None:
             if not self._engines.active.is_rebuildable and not self._engines.structure.is_current():
                 self._refuse_change()
+            if self._run.config.backend.shards_gradients and is_in_functional_call(self.model):
+                self._refuse_functional_call()
             return self._engines.active.module
         if not self._engines.structure.is_current():
             if not any(parameter.requires_grad for parameter in self.model.parameters()):
@@ -177,6 +179,13 @@ class Block:
         self._checks.close()
         self._install_checks()
         self._on_switched()
+
+    def _refuse_functional_call(self) -> None:
+        raise SyncError(
+            f"torch.func.functional_call of {type(self.model).__name__} under {self._run.config.backend.name}",
+            why="the model computes with its own shards, and would ignore the given tensors",
+            fix="use backend='ddp'",
+        )
 
     def _refuse_change(self) -> None:
         raise SyncError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 import types
@@ -30,6 +31,7 @@ __all__ = [
     "ForwardHandler",
     "Route",
     "count_routes",
+    "is_in_functional_call",
     "overlapping_route",
     "route_of",
     "routed_models",
@@ -147,6 +149,17 @@ def route_of(model: nn.Module) -> Route | None:
     routed = getattr(model.__dict__.get("forward"), "__func__", None)
     route = getattr(routed, "route", None)
     return route if isinstance(route, Route) and route.model is model else None
+
+
+def is_in_functional_call(model: nn.Module) -> bool:
+    """Whether torch.func.functional_call, with tensors for parameters of `model`, is calling the caller of this."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_functional_call" and frame.f_globals["__name__"] == "torch.nn.utils.stateless":
+            called, given = frame.f_locals["module"], frame.f_locals["parameters_and_buffers"]
+            return bool(given) and any(part is model for part in called.modules())
+        frame = frame.f_back
+    return False
 
 
 def count_routes() -> int:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from parallelize.errors import ConfigError, did_you_mean
+from parallelize.errors import ConfigError, SyncError, did_you_mean
 from parallelize.inplace.uneven_counts import CountRange, UnevenCounts
 from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.precision.unscale import scale_
@@ -178,7 +178,13 @@ class GradientAverage:
 
         Raises:
             ConfigError: the number of targets of a loss is not known, under average="tokens".
+            SyncError: the pass computes a gradient that DistributedDataParallel is already averaging.
         """
+        with _ddp_errors_explained(), self._weighted(roots, batch_weight) as weight:
+            yield weight
+
+    @contextlib.contextmanager
+    def _weighted(self, roots: Roots, batch_weight: float) -> Iterator[Weight | None]:
         forwarded = [each for each in self._windows if each.has_forward]
         # Without a forward, a search through the whole graph of another model would find nothing.
         windows = models_reached(roots, among=forwarded) if forwarded else []
@@ -240,6 +246,22 @@ class GradientAverage:
         total, number = passes.total + total, passes.number + self._world_size * number
         self._last_mean = _positive(total / number, self._last_mean)
         return _Passes(loss, total, number, 0.0, 0, self._last_mean)
+
+
+@contextlib.contextmanager
+def _ddp_errors_explained() -> Iterator[None]:
+    """Replace DistributedDataParallel's error for a gradient that is computed twice in one averaging."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mark a variable ready only once" not in str(error):
+            raise
+        raise SyncError(
+            "backward computes the gradient of a parameter a second time, while the ranks average the first one",
+            why="after a forward, each gradient is averaged once: the second came from another backward through layers "
+            "that both losses share, or from a reentrant checkpoint",
+            fix="call backward once, on the sum of the losses; use torch.utils.checkpoint with use_reentrant=False",
+        ) from error
 
 
 def _positive(mean: Weight, last: Weight) -> Weight:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from zoo import BRANCHED, ZOO, Branched, Mlp
 
 from parallelize import DDPBackend, SyncError, all_reduce, distributed, no_sync, parallel_model, rank
@@ -172,6 +173,53 @@ def test_two_backwards_for_two_forwards_are_refused() -> None:
                 torch.optim.SGD(model.parameters(), 0.1).step()
 
     train()
+
+
+class TwoHeads(nn.Module):
+    """Two outputs of one trunk, which a reentrant checkpoint may run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, reentrant: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = x
+        for _ in range(2):
+            hidden = (
+                self.trunk(hidden) if reentrant is None else checkpoint(self.trunk, hidden, use_reentrant=reentrant)
+            )
+        return self.first(hidden), self.second(hidden)
+
+
+@pytest.mark.parametrize("how", ["two backwards", "reentrant"])
+def test_a_gradient_that_is_computed_twice_is_explained(how: str) -> None:
+    """The user's backward raises an error of this package, and both ways out that it names are averaged."""
+
+    def wrong(model: TwoHeads, x: torch.Tensor) -> None:
+        first, second = model(x, True if how == "reentrant" else None)
+        if how == "reentrant":
+            (first + second).mean().backward()
+        first.mean().backward(retain_graph=True)
+        second.mean().backward()
+
+    def right(model: TwoHeads, x: torch.Tensor) -> torch.Tensor:
+        first, second = model(x, False if how == "reentrant" else None)
+        return first.mean() + second.mean()
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor | None]:
+        model, x = seeded(TwoHeads), batch_of(rank()).requires_grad_()
+        backend = DDPBackend(find_unused_parameters=how == "reentrant")
+        refused = pytest.raises(SyncError, match=r"(?s)a second time.*on the sum of the losses.*use_reentrant=False")
+        with parallel_model(model, backend=backend), refused:
+            wrong(model, x)
+        model.zero_grad()
+        with parallel_model(model, backend=backend):
+            right(model, x).backward()
+            torch.optim.SGD(model.parameters(), 0.0).step()
+        return gradients(model)
+
+    assert_one_process_is_the_same(train.all_ranks(), right, make=TwoHeads)
 
 
 def test_a_gradient_that_bypassed_the_engine_is_averaged_by_the_next_backward() -> None:
