@@ -20,11 +20,13 @@ from parallelize.config.layout import Layout, compute_layout
 from parallelize.errors import ConfigError
 from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL
 from parallelize.inplace.block import Block
+from parallelize.inplace.engines import Engines
 from parallelize.inplace.forward_routing import route_of
 from parallelize.inplace.gradient_average import Average, GradientAverage, require_average
 from parallelize.inplace.model_checks import check_models, methods_of
 from parallelize.inplace.rank_rng import random_numbers_per_rank
 from parallelize.inplace.same_data import same_data_check
+from parallelize.inplace.shared_parameters import averaged, find_shared_parameters
 from parallelize.plugins import registry
 from parallelize.plugins.base import Engine, Inner, LocalEngine, Precision, Session
 from parallelize.runtime import context
@@ -85,7 +87,7 @@ def parallel_model(
     script is one process; if it sees several GPUs, `backend` defaults to "dp".
 
     Args:
-        *models: one or several models; no two of them may share a parameter.
+        *models: one or several models; under ddp and dp they may share parameters.
         optimizers: the optimizers of these models; required by fsdp and Apex.
         methods: names of methods that run in parallel in addition to forward, such as "loss" or "encode".
         restore: whether sharded parameters (fsdp) are gathered into full ones when the block ends.
@@ -125,18 +127,20 @@ def parallel_model(
         build = _engine_factory(run, optimizers=given_optimizers, restore=restore, average=average)
         summary, averaging = StartupSummary(run, given_optimizers), GradientAverage(average, run=run)
         same_data = stack.enter_context(same_data_check(run, models))
+        shared = find_shared_parameters(models, run=run, average=average)
         for model, originals in zip(models, routed_methods, strict=True):
             inner = Inner(model, original_methods=originals, session=session)
             block = Block(
-                inner,
+                Engines(inner, build=build, run=run, shared=shared.values()),
                 run=run,
-                build=build,
                 on_switched=lambda: session.bind(models),
                 startup_summary=summary,
                 same_data=same_data,
                 window=averaging.window(),
             )
             stack.enter_context(block.running())
+        if run.world.world_size > 1:
+            stack.enter_context(averaged(shared, averaging.windows))
         stack.enter_context(averaging.active())
         session.bind(models)
         stack.enter_context(random_numbers_per_rank(run, split=split_rng))

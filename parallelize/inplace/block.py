@@ -19,7 +19,6 @@ from parallelize.inplace.local_gradients import claim_gradients, refuse_steps_af
 from parallelize.inplace.model_consistency import verify_every
 from parallelize.inplace.same_data import SameDataCheck
 from parallelize.inplace.unmanaged_parameters import refuse_unmanaged_parameters
-from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.gradients import reaches_any
 from parallelize.runtime.rank_consistency import SyncPoints
@@ -32,9 +31,8 @@ class Block:
     """One model of a parallel_model block, with its engine and its checks.
 
     Args:
-        inner: the module that calls the user's forward.
+        engines: builds the model's engines.
         run: runtime of this process: config, world and device.
-        build: builds an engine; called again if the user freezes, unfreezes or replaces parameters.
         on_switched: called after each switch to another engine.
         startup_summary: summary to add the engine to; logged at the first forward with grad mode on.
         same_data: compares the block's first forwards across ranks; None: there is nothing to compare.
@@ -43,23 +41,21 @@ class Block:
 
     def __init__(
         self,
-        inner: Inner,
+        engines: Engines,
         *,
         run: Runtime,
-        build: Callable[[Inner], Engine],
         on_switched: Callable[[], None] = lambda: None,
         startup_summary: StartupSummary,
         same_data: SameDataCheck | None = None,
         window: Window,
     ) -> None:
-        self._inner = inner
+        self._engines = engines
         self._run = run
-        self._engines = Engines(inner, build=build, run=run)
         self._on_switched = on_switched
         self._startup_summary, self._has_logged_summary = startup_summary, False
         self._same_data = same_data
         self._guard: GradientAveragingGuard | None = None
-        self._backward_after_block = BackwardAfterBlock(inner.model)
+        self._backward_after_block = BackwardAfterBlock(engines.inner.model)
         self._checks = contextlib.ExitStack()
         self._forwards = SyncPoints()
         self._window = window
@@ -67,7 +63,7 @@ class Block:
     @property
     def model(self) -> nn.Module:
         """The user's model."""
-        return self._inner.model
+        return self._engines.inner.model
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -76,7 +72,7 @@ class Block:
         engine = self._engines.active
         self._startup_summary.add_model(self.model, engine)
         device = None if engine.moves_inputs or self._run.device.type == "cpu" else self._run.device
-        route = Route(self._inner, handler=self, device=device, copy_refusal=engine.copy_refusal)
+        route = Route(self._engines.inner, handler=self, device=device, copy_refusal=engine.copy_refusal)
         failed = True
         try:
             with self._verify():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
+from torch import nn
 
 from parallelize.inplace.model_consistency import first_difference, require_same_model
 from parallelize.inplace.model_structure import Structure
+from parallelize.inplace.shared_parameters import without_gradients
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.context import Runtime
 
@@ -26,8 +28,10 @@ class Engines:
         inner: wrapper of the user's model.
         build: builds an engine.
         run: runtime of this process.
+        shared: parameters that another model of the block has, too: no engine averages them.
 
     Attributes:
+        inner: wrapper of the user's model.
         active: the engine of the parameters that are trained now.
         structure: snapshot of the model for which it was built.
     """
@@ -35,10 +39,13 @@ class Engines:
     active: Engine
     structure: Structure
 
-    def __init__(self, inner: Inner, *, build: Callable[[Inner], Engine], run: Runtime) -> None:
-        self._inner = inner
+    def __init__(
+        self, inner: Inner, *, build: Callable[[Inner], Engine], run: Runtime, shared: Collection[nn.Parameter]
+    ) -> None:
+        self.inner = inner
         self._build = build
         self._run = run
+        self._shared = shared
         self._paused: list[tuple[Structure, Engine, Callable[[], None]]] = []  # least recently used first
 
     def start(self) -> None:
@@ -48,7 +55,7 @@ class Engines:
 
     def switch(self) -> None:
         """Activate the engine of the parameters that are now trained; a collective that compares the ranks' models."""
-        model, former = self._inner.model, self.structure
+        model, former = self.inner.model, self.structure
         self._require_same_model()
         if former.has_same_parts():
             resume = self.active.pause()
@@ -59,10 +66,10 @@ class Engines:
             if self._resume():
                 return
             # Parameters that the user has changed while they were frozen may differ between ranks: rank 0's win.
-            self._inner.is_broadcast = first_difference(list(model.parameters())) is None
+            self.inner.is_broadcast = first_difference(list(model.parameters())) is None
         else:
             self.close(failed=False)
-            self._inner.is_broadcast = False
+            self.inner.is_broadcast = False
             model.to(self._run.device)
         known_ids = {id(each) for each in former.parameters.values()}
         # A broadcast writes equal values: tensors that earlier forwards have saved must stay valid.
@@ -79,7 +86,7 @@ class Engines:
 
     def _require_same_model(self) -> None:
         if self._run.world.world_size > 1:
-            require_same_model(self._inner.model)
+            require_same_model(self.inner.model)
 
     def _resume(self) -> bool:
         for index, (structure, engine, resume) in enumerate(self._paused):
@@ -91,11 +98,12 @@ class Engines:
         return False
 
     def _build_active(self) -> None:
-        self.active = self._build(self._inner)
-        self.structure = Structure(self._inner.model, keeps_parameters=self.active.is_rebuildable)
+        with without_gradients(self._shared):
+            self.active = self._build(self.inner)
+        self.structure = Structure(self.inner.model, keeps_parameters=self.active.is_rebuildable, shared=self._shared)
 
     def _close_least_recent(self) -> None:
-        limit = 2 * sum(each.nbytes for each in self._inner.model.parameters())
+        limit = 2 * sum(each.nbytes for each in self.inner.model.parameters())
         while sum(each.nbytes for structure, *_ in self._paused for each in structure.trained.values()) > limit:
             self._close_paused()
 

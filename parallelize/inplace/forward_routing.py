@@ -155,8 +155,8 @@ def is_in_functional_call(model: nn.Module) -> bool:
     """Whether torch.func.functional_call, with tensors for parameters of `model`, is calling the caller of this."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_name == "_functional_call" and frame.f_globals["__name__"] == "torch.nn.utils.stateless":
-            called, given = frame.f_locals["module"], frame.f_locals["parameters_and_buffers"]
+        if frame.f_code is torch.func.functional_call.__code__:
+            called, given = frame.f_locals["module"], frame.f_locals["parameter_and_buffer_dicts"]
             return bool(given) and any(part is model for part in called.modules())
         frame = frame.f_back
     return False

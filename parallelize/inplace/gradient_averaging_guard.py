@@ -206,8 +206,9 @@ class GradientAveragingGuard:
 
     def _refuse_new_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         now = {id(each): name for name, each in self._structure.model.named_parameters() if each.requires_grad}
+        known = self._index.keys() | self._structure.shared_ids
         for each in parameters_of(optimizer):
-            if id(each) in now and id(each) not in self._index and each.grad is not None:
+            if id(each) in now and id(each) not in known and each.grad is not None:
                 raise SyncError(
                     f"the gradient of {now[id(each)]} of {self._model_name} is not averaged over the ranks",
                     why="the parameter was unfrozen, added or replaced after the last forward of the model",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import is_
 from typing import Any
 
@@ -19,13 +19,19 @@ class Structure:
         model: the model.
         keeps_parameters: whether the engine leaves the user's Parameter objects in place; if it replaces them, only
             the modules and the number of parameters are compared.
+        shared: parameters that another model of the block has, too; they are not in `trained`.
     """
 
-    def __init__(self, model: nn.Module, *, keeps_parameters: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, keeps_parameters: bool = True, shared: Collection[nn.Parameter] = ()
+    ) -> None:
         self.model = model
+        self.shared_ids = {id(each) for each in shared}
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.trained: dict[str, nn.Parameter] = {
-            name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad
+            name: parameter
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad and id(parameter) not in self.shared_ids
         }
         self._modules = dict(model.named_modules())
         self._keeps_parameters = keeps_parameters
