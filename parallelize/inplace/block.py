@@ -76,8 +76,8 @@ class Block:
         failed = True
         try:
             with self._verify():
-                self._install_checks()
                 route.install()
+                self._install_checks()
                 yield
             failed = False
         finally:

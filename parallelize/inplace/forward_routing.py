@@ -22,8 +22,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from parallelize.errors import ConfigError
+from parallelize.errors import ConfigError, SyncError
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import map_leaves
 
@@ -45,9 +46,10 @@ _installed_routes: weakref.WeakSet[Route] = weakref.WeakSet()
 
 
 class _ThreadState(threading.local):
-    """Thread-local flag: whether this thread is running the engine's forward."""
+    """Thread-local flags: whether this thread runs the engine's forward, and whether an optimizer has stepped in it."""
 
     is_in_engine = False
+    has_stepped = False
 
 
 class ForwardHandler(Protocol):
@@ -100,6 +102,7 @@ class Route:
         self._shadowed = {name: model.__dict__[name] for name in self._installed if name in model.__dict__}
         # Not by setattr: a class may override __setattr__.
         model.__dict__.update(self._installed)
+        self._step_handle = register_optimizer_step_pre_hook(self._on_step)
         _installed_routes.add(self)
 
     def uninstall(self) -> None:
@@ -112,6 +115,8 @@ class Route:
                 namespace[name] = self._shadowed[name]
             else:
                 del namespace[name]
+        if self._installed:
+            self._step_handle.remove()
         self._installed = {}
         _installed_routes.discard(self)
 
@@ -125,14 +130,34 @@ class Route:
             args, kwargs = map_leaves(self._to_device, (args, kwargs))
         if self.inner.method != method:
             self.inner.__dict__["method"] = method
-        self._thread_state.is_in_engine = True
+        self._thread_state.is_in_engine, self._thread_state.has_stepped = True, False
         try:
             output = self.inner.session.route(module, *args, **kwargs)
+        except SyncError as error:
+            if self._thread_state.has_stepped:
+                raise self._step_inside_error(method) from error
+            raise
         finally:
             self._thread_state.is_in_engine = False
         if is_recording:
             self.handler.after_forward(module, output, inputs=(args, kwargs))
         return output
+
+    def _on_step(self, *_: object) -> None:
+        if self._thread_state.is_in_engine:
+            self._thread_state.has_stepped = True
+
+    def _step_inside_error(self, method: str) -> SyncError:
+        model = type(self.model).__name__
+        child = next(
+            (name for name, part in self.model.named_children() if any(True for _ in part.parameters())), "net"
+        )
+        return SyncError(
+            f"{model}.{method} runs backward and an optimizer's step inside itself",
+            why=f"the gradients of {model} are averaged by a backward after {method} has returned",
+            fix=f"return the loss from {method}, and call backward and step after it; or pass the part that {method} "
+            f"calls: parallel_model(model.{child})",
+        )
 
     def _to_device(self, leaf: Any) -> Any:
         is_movable = isinstance(leaf, (torch.Tensor, PackedSequence))

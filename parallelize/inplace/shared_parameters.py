@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from parallelize.errors import ConfigError
+from parallelize.errors import ConfigError, SyncError
 from parallelize.inplace.gradient_average import Average, Window
-from parallelize.inplace.local_gradients import UNDER_NO_SYNC, LocalGradient
 from parallelize.inplace.model_consistency import require_equal
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.gradients import at_end_of_backward, has_sparse_gradient, parameters_of
@@ -129,9 +128,12 @@ class _Averaging:
                 self._local.discard(name)
             if id(each) not in held or each.grad is None:
                 continue
-            local = LocalGradient(each, name, UNDER_NO_SYNC)
-            if name in self._local and local.is_nonzero:
-                raise local.error()
+            if name in self._local and each.grad.count_nonzero():
+                raise SyncError(
+                    f"the gradient of {name}, which another model shares, is not averaged over the ranks",
+                    why="it was accumulated under no_sync, and no backward outside of no_sync has averaged it since",
+                    fix="run forward and backward of the last micro-batch outside of no_sync of both models",
+                )
             if name not in self._averaged_since_step and not has_closure:
                 hint = "(no backward in this block computed it: average it with parallelize.all_reduce)"
                 require_equal({"its gradient": each.grad}, model_name=name, when=hint)

@@ -175,6 +175,44 @@ def test_two_backwards_for_two_forwards_are_refused() -> None:
     train()
 
 
+class TrainsItself(nn.Module):
+    """A module whose forward trains its network, as some training_step methods do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Mlp()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
+
+    def training_step(self, x: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.net(x).square().mean().backward()
+        self.optimizer.step()
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.training_step(x)
+
+
+@pytest.mark.parametrize("method", ["forward", "training_step"])
+def test_a_forward_that_trains_names_the_way_out(method: str) -> None:
+    """The error names the method that was called and the part to pass; that part is then trained as in one process."""
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor]:
+        model = seeded(TrainsItself)
+        message = rf"(?s)TrainsItself.{method} runs backward.*parallel_model\(model.net\)"
+        refused = pytest.raises(SyncError, match=message)
+        with parallel_model(model, methods=["training_step"]), refused:
+            getattr(model, method)(batch_of(rank()))
+        with parallel_model(model.net):
+            model.training_step(batch_of(rank()))
+        return model.state_dict()
+
+    model = seeded(TrainsItself)
+    model.training_step(torch.cat([batch_of(each) for each in range(WORLD)]))
+    for state in train.all_ranks():
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+
+
 class TwoHeads(nn.Module):
     """Two outputs of one trunk, which a reentrant checkpoint may run."""
 
