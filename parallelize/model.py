@@ -20,11 +20,13 @@ from parallelize.config.layout import Layout, compute_layout
 from parallelize.errors import ConfigError
 from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL
 from parallelize.inplace.block import Block
+from parallelize.inplace.engines import Engines
 from parallelize.inplace.forward_routing import route_of
 from parallelize.inplace.gradient_average import Average, GradientAverage, require_average
 from parallelize.inplace.model_checks import check_models, methods_of
 from parallelize.inplace.rank_rng import random_numbers_per_rank
 from parallelize.inplace.same_data import same_data_check
+from parallelize.inplace.shared_parameters import averaged, find_shared_parameters
 from parallelize.plugins import registry
 from parallelize.plugins.base import Engine, Inner, LocalEngine, Precision, Session
 from parallelize.runtime import context
@@ -86,7 +88,7 @@ def parallel_model(
     script is one process; if it sees several GPUs, `backend` defaults to "dp".
 
     Args:
-        *models: one or several models; no two of them may share a parameter.
+        *models: one or several models; under ddp and dp they may share parameters.
         optimizers: optimizers of these models that do not inherit from `torch.optim.Optimizer`, for fsdp and Apex; all
             others are found.
         methods: names of methods that run in parallel in addition to forward, such as "loss" or "encode".
@@ -127,18 +129,20 @@ def parallel_model(
         build = _engine_factory(run, optimizers=given_optimizers, restore=restore, average=average)
         summary, averaging = StartupSummary(run), GradientAverage(average, run=run)
         same_data = stack.enter_context(same_data_check(run, models))
+        shared = find_shared_parameters(models, run=run, average=average)
         for model, originals in zip(models, routed_methods, strict=True):
             inner = Inner(model, original_methods=originals, session=session)
             block = Block(
-                inner,
+                Engines(inner, build=build, run=run, shared=shared.values()),
                 run=run,
-                build=build,
-                on_rebuilt=lambda: session.bind(models),
+                on_switched=lambda: session.bind(models),
                 startup_summary=summary,
                 same_data=same_data,
                 window=averaging.window(),
             )
             stack.enter_context(block.running())
+        if run.world.world_size > 1:
+            stack.enter_context(averaged(shared, averaging.windows))
         stack.enter_context(averaging.active())
         session.bind(models)
         stack.enter_context(random_numbers_per_rank(run, split=split_rng))

@@ -197,6 +197,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.distributed.Reducer": {
         "_check_reducer_finalized": ("check whether averaging is complete", 'backend="ddp" fails'),
         "_delay_all_reduce": ("end a static graph's first iteration", "static_graph fails"),
+        "_reset_state": ("pause DDP while another set of parameters is trained", 'backend="ddp" fails'),
         "_remove_autograd_hooks": ("remove the reducer's hooks from the parameters", "hooks leak"),
     },
     "torch.distributed.checkpoint.filesystem": {

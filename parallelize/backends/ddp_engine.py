@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from parallelize.backends.broadcast_checks import refuse_unbroadcastable
+from parallelize.backends.broadcast import broadcast_from_rank_0, refuse_unbroadcastable
 from parallelize.backends.ddp_comm_hooks import HOOK_OF_DTYPE, HOOKS, CommHook, build_comm_hook
 from parallelize.backends.ddp_static_graph import FirstIteration
 from parallelize.errors import ConfigError
@@ -26,7 +28,7 @@ from parallelize.runtime.context import current_world
 from parallelize.runtime.process_group import new_group
 from parallelize.torch_private import unsupported
 
-__all__ = ["DDPEngine", "DDPOptions", "broadcast_from_rank_0", "build_ddp_engine"]
+__all__ = ["DDPEngine", "DDPOptions", "build_ddp_engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,7 @@ class DDPEngine(Engine):
         local: the module that it wraps.
         broadcasts_buffers: whether all ranks get rank 0's buffers at the end of the block.
         hook: communication hook that this package has registered, which `traffic` reports; None: no such hook.
-        on_close: called at the end of the block to restore the model.
+        changes: returns a context in which the model has the changes that the engine needs.
     """
 
     averages_gradients = True
@@ -127,14 +129,19 @@ class DDPEngine(Engine):
         local: nn.Module,
         broadcasts_buffers: bool,
         hook: CommHook | str | None = None,
-        on_close: Callable[[], object] = lambda: None,
+        changes: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self.module: DistributedDataParallel = module
         self.local = local
         self._broadcasts_buffers = broadcasts_buffers
         self._hook = hook
-        self._on_close = on_close
+        self._changes = changes
+        self._applied_changes = contextlib.ExitStack()
+        self._applied_changes.enter_context(changes())
         self._first_iteration = FirstIteration(module) if module.static_graph else None
+        # Whether a forward has run whose backward has not: until then, the reducer reacts to every backward pass.
+        self._is_expecting = False
+        self._handle = module.register_forward_hook(self._on_forward)
 
     @override
     def traffic(self) -> Traffic:
@@ -154,6 +161,8 @@ class DDPEngine(Engine):
             self.module.reducer._check_reducer_finalized()
         except RuntimeError:
             return False
+        if in_backward:
+            self._is_expecting = False
         return True
 
     @override
@@ -165,12 +174,36 @@ class DDPEngine(Engine):
         return self.module.no_sync()
 
     @override
+    def pause(self) -> Callable[[], None] | None:
+        # A static graph is recorded by counting the hooks of parameters, also those of other engines' backward passes.
+        if not self.is_reduction_complete(in_backward=False):
+            return None
+        if self._is_expecting:
+            self._reset_reducer()
+        self._applied_changes.close()
+        return self._resume
+
+    def _resume(self) -> None:
+        if self.module.find_unused_parameters and not self.module.static_graph:
+            # While paused, the reducer has recorded which parameters other engines' backward passes have used.
+            self._reset_reducer()
+        self._applied_changes.enter_context(self._changes())
+
+    def _on_forward(self, *_: object) -> None:
+        self._is_expecting = self._is_expecting or (torch.is_grad_enabled() and self.module.require_backward_grad_sync)
+
+    def _reset_reducer(self) -> None:
+        self.module.reducer._reset_state()
+        self._is_expecting = False
+
+    @override
     def close(self, *, failed: bool) -> None:
+        self._handle.remove()
         if self._first_iteration is not None:
             self._first_iteration.remove_hooks()
         # Otherwise the reducer's hooks stay on the AccumulateGrad nodes until the reducer is freed.
         self.module.reducer._remove_autograd_hooks()
-        self._on_close()
+        self._applied_changes.close()
         if not failed and self._broadcasts_buffers:
             broadcast_from_rank_0(list(self.local.buffers()))
         if not failed and self.module._comm_hooks:
@@ -223,41 +256,43 @@ def build_ddp_engine(options: DDPOptions, module: nn.Module, *, inner: Inner, de
             inner.model, hook, powersgd_rank=options.powersgd_rank, powersgd_start=options.powersgd_start
         )
     )
-    with contextlib.ExitStack() as stack:
-        if options.sync_batchnorm:
-            stack.enter_context(_sync_batchnorm(inner.model, device=device))
+    changes: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    if options.sync_batchnorm:
+        changes = functools.partial(_sync_batchnorm, inner.model, device=device)
+    with changes():
         replica = _DistributedDataParallel(
             module,
             process_group=_separate_gloo_group(),
+            init_sync=not inner.is_broadcast,
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             bucket_cap_mb=options.bucket_cap_mb,
         )
-        replica.is_training = lambda: options.broadcast_buffers and inner.model.training
-        if state_and_hook is not None:
-            replica.register_comm_hook(*state_and_hook)
-        broadcasts_buffers = options.broadcast_buffers
-        on_close = stack.pop_all().close
-        return DDPEngine(replica, local=module, broadcasts_buffers=broadcasts_buffers, hook=hook, on_close=on_close)
+    replica.is_training = lambda: options.broadcast_buffers and inner.model.training
+    if state_and_hook is not None:
+        replica.register_comm_hook(*state_and_hook)
+    return DDPEngine(replica, local=module, broadcasts_buffers=options.broadcast_buffers, hook=hook, changes=changes)
+
+
+# The separate group of each default group.
+_separate_groups: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def _separate_gloo_group() -> dist.ProcessGroup | None:
-    """Return a separate gloo group for one DistributedDataParallel, or None for the default group.
+    """Return a separate gloo group for DistributedDataParallel, or None for the default group.
 
     DistributedDataParallel leaks its process group, with gloo's threads, even after destroy_process_group. Threads of
     the default group would free tensors of the last collectives while Python finalizes, which aborts the process.
     Workers started by this package skip finalization; programs started by torchrun or srun do not.
     """
     is_program = multiprocessing.parent_process() is None
-    return new_group(current_world()) if is_program and dist.get_backend() == dist.Backend.GLOO else None
-
-
-def broadcast_from_rank_0(tensors: list[torch.Tensor]) -> None:
-    """Overwrite tensors with rank 0's values, in place; one collective per tensor, in the same order on every rank."""
-    with torch.no_grad():
-        for work in [dist.broadcast(tensor.detach(), src=0, async_op=True) for tensor in tensors]:
-            work.wait()
+    if not is_program or dist.get_backend() != dist.Backend.GLOO:
+        return None
+    default = dist.group.WORLD
+    if default not in _separate_groups:
+        _separate_groups[default] = new_group(current_world())
+    return _separate_groups[default]
 
 
 @contextlib.contextmanager

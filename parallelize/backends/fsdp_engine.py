@@ -21,8 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from parallelize.backends.broadcast_checks import refuse_unbroadcastable
-from parallelize.backends.ddp_engine import broadcast_from_rank_0
+from parallelize.backends.broadcast import broadcast_from_rank_0, refuse_unbroadcastable
 from parallelize.backends.fsdp_options import FSDPOptions
 from parallelize.backends.fsdp_units import (
     find_units,

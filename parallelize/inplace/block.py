@@ -1,4 +1,4 @@
-"""Runs one model of a parallel_model block: builds its engine and checks, and rebuilds them if parameters change."""
+"""Runs one model of a parallel_model block: its engines and checks, which follow changes of its parameters."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from parallelize.errors import SyncError
 from parallelize.inplace.backward_after_block import BackwardAfterBlock
 from parallelize.inplace.closure_averaging import average_closures
-from parallelize.inplace.forward_routing import Route
+from parallelize.inplace.engines import Engines
+from parallelize.inplace.forward_routing import Route, is_in_functional_call
 from parallelize.inplace.gradient_average import Window
 from parallelize.inplace.gradient_origins import GradientTracker
-from parallelize.inplace.model_consistency import require_same_model, verify_every
-from parallelize.inplace.model_structure import Structure
+from parallelize.inplace.model_consistency import verify_every
 from parallelize.inplace.same_data import SameDataCheck
 from parallelize.inplace.step_watch import claim_gradients, leave_gradients, watch_steps
-from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.context import Runtime
+from parallelize.runtime.gradients import reaches_any
 from parallelize.runtime.rank_consistency import SyncPoints
 from parallelize.runtime.startup_summary import StartupSummary
 
@@ -31,10 +30,9 @@ class Block:
     """One model of a parallel_model block, with its engine and its checks.
 
     Args:
-        inner: the module that calls the user's forward.
+        engines: builds the model's engines.
         run: runtime of this process: config, world and device.
-        build: builds the engine; called again if the user unfreezes or replaces parameters.
-        on_rebuilt: called after each rebuild of the engine.
+        on_switched: called after each switch to another engine.
         startup_summary: summary to add the engine to; logged at the first forward with grad mode on.
         same_data: compares the block's first forwards across ranks; None: there is nothing to compare.
         window: the model's backward passes since its last optimizer step.
@@ -42,25 +40,21 @@ class Block:
 
     def __init__(
         self,
-        inner: Inner,
+        engines: Engines,
         *,
         run: Runtime,
-        build: Callable[[Inner], Engine],
-        on_rebuilt: Callable[[], None] = lambda: None,
+        on_switched: Callable[[], None] = lambda: None,
         startup_summary: StartupSummary,
         same_data: SameDataCheck | None = None,
         window: Window,
     ) -> None:
-        self._inner = inner
+        self._engines = engines
         self._run = run
-        self._build_engine = build
-        self._on_rebuilt = on_rebuilt
+        self._on_switched = on_switched
         self._startup_summary, self._has_logged_summary = startup_summary, False
         self._same_data = same_data
-        self._engine: Engine
-        self._structure: Structure
         self._tracker: GradientTracker | None = None
-        self._backward_after_block = BackwardAfterBlock(inner.model)
+        self._backward_after_block = BackwardAfterBlock(engines.inner.model)
         self._checks = contextlib.ExitStack()
         self._forwards = SyncPoints()
         self._window = window
@@ -68,114 +62,128 @@ class Block:
     @property
     def model(self) -> nn.Module:
         """The user's model."""
-        return self._inner.model
+        return self._engines.inner.model
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Route calls of the model to its engine inside the context, and restore the plain model at its end."""
-        self._start()
-        device = None if self._engine.moves_inputs or self._run.device.type == "cpu" else self._run.device
-        route = Route(self._inner, handler=self, device=device, copy_refusal=self._engine.copy_refusal)
-        route.install()
+        self._engines.start()
+        engine = self._engines.active
+        self._startup_summary.add_model(self.model, engine)
+        device = None if engine.moves_inputs or self._run.device.type == "cpu" else self._run.device
+        route = Route(self._engines.inner, handler=self, device=device, copy_refusal=engine.copy_refusal)
         failed = True
         try:
-            yield
+            with self._verify():
+                route.install()
+                self._install_checks()
+                yield
             failed = False
         finally:
             route.uninstall()
             self._backward_after_block.close()
             self._checks.close()
             leave_gradients(self.model)
-            self._stop(failed=failed)
+            self._engines.close(failed=failed)
 
     def before_forward(self, inputs: Any) -> nn.Module:
-        """Return the module for a forward with grad mode on; rebuild the engine first if parameters have changed."""
+        """Return the module for a forward with grad mode on; switch the engine first if parameters have changed."""
         if self._same_data is not None:
             self._same_data.before_forward(inputs)
         if not self._has_logged_summary:
             self._has_logged_summary = True
             self._startup_summary.log_once()
         if self._tracker is None:
-            if not self._engine.is_rebuildable and not self._structure.is_current():
+            if not self._engines.active.is_rebuildable and not self._engines.structure.is_current():
                 self._refuse_change()
-            return self._engine.module
-        if not self._structure.is_current():
+            if self._run.config.backend.shards_gradients and is_in_functional_call(self.model):
+                self._refuse_functional_call()
+            return self._engines.active.module
+        if not self._engines.structure.is_current():
             if not any(parameter.requires_grad for parameter in self.model.parameters()):
                 # E.g. a discriminator frozen during the generator's step: no gradient accumulates in it.
-                return self._engine.local
-            self._refuse_functional_call()
-            self._rebuild()
-        # Before the step's collectives, in which ranks would wait for a rank that has fewer batches.
-        self._forwards.reach()
-        self._tracker.before_forward()
-        return self._engine.module
+                return self._engines.active.local
+            if not all(isinstance(parameter, nn.Parameter) for parameter in self.model.parameters()):
+                return self._before_functional_call()
+            self._switch_engine()
+        return self._before_averaged_forward()
 
     def after_forward(self, module: nn.Module, output: Any, *, inputs: Any) -> None:
         """Begin to track gradients after a forward that `module` ran; no-op if that was the local module."""
-        if module is self._engine.module:
+        if module is self._engines.active.module:
             self._window.mark(output, inputs)
-        if self._tracker is not None and module is self._engine.module:
+        if self._tracker is not None and module is self._engines.active.module:
             self._tracker.after_forward()
             self._backward_after_block.register_hooks(output)
 
     def local_module(self) -> nn.Module:
         """Return the module for a forward with grad mode off."""
-        return self._engine.local
+        return self._engines.active.local
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging them while the context lasts."""
         tracker_no_sync = contextlib.nullcontext() if self._tracker is None else self._tracker.no_sync()
-        with tracker_no_sync, self._engine.no_sync(), self._window.no_sync():
+        with tracker_no_sync, self._engines.active.no_sync(), self._window.no_sync():
             yield
 
-    def _start(self) -> None:
-        if self._run.world.world_size > 1:
-            require_same_model(self.model)
-        self._engine = self._build_engine(self._inner)
-        self._startup_summary.add_model(self.model, self._engine)
-        self._structure = Structure(self.model, keeps_parameters=self._engine.is_rebuildable)
-        if self._engine.averages_gradients:
+    def _before_averaged_forward(self) -> nn.Module:
+        # Before the step's collectives, in which ranks would wait for a rank that has fewer batches.
+        self._forwards.reach()
+        if self._tracker is not None:
+            self._tracker.before_forward()
+        return self._engines.active.module
+
+    def _before_functional_call(self) -> nn.Module:
+        """Return the module for a forward in torch.func.functional_call, which has replaced parameters by tensors.
+
+        Backward reaches the parameters, whose gradients the engine averages, if the tensors were computed from them
+        (the fast weights of meta-learning), but not if another model has (a hypernetwork).
+        """
+        given = list(self.model.parameters())
+        with self._engines.structure.original_parameters():
+            if not self._engines.structure.is_current():
+                self._switch_engine()
+        if reaches_any(given, self._engines.structure.trained.values()):
+            return self._before_averaged_forward()
+        return self._engines.active.local
+
+    def _verify(self) -> contextlib.AbstractContextManager[None]:
+        every = self._run.config.verify_every
+        if every and self._run.world.world_size > 1:
+            return verify_every(self.model, every=every)
+        return contextlib.nullcontext()
+
+    def _install_checks(self) -> None:
+        engine, structure = self._engines.active, self._engines.structure
+        if engine.averages_gradients:
             if self._tracker is None:
                 claim_gradients(self.model)
-            self._tracker = GradientTracker(self._structure, engine=self._engine)
+            self._tracker = GradientTracker(structure, engine=engine)
             self._checks.enter_context(self._tracker.hooks_installed())
         is_sharded = self._run.config.backend.shards_gradients and self._run.world.world_size > 1
-        is_averaging = self._engine.averages_gradients or is_sharded
+        is_averaging = engine.averages_gradients or is_sharded
         self._window.bind(self.model, is_averaging=is_averaging)
         if is_averaging:
             self._checks.enter_context(watch_steps(self.model, self._tracker))
             self._checks.enter_context(average_closures(self.model))
-        every = self._run.config.verify_every
-        if every and self._run.world.world_size > 1:
-            self._checks.enter_context(verify_every(self.model, every=every))
 
-    def _stop(self, *, failed: bool) -> None:
+    def _switch_engine(self) -> None:
         self._checks.close()
-        self._engine.close(failed=failed)
-
-    def _rebuild(self) -> None:
-        known_ids = {id(each) for each in self._structure.parameters.values()}
-        unchanged = tuple(each for each in self.model.parameters() if id(each) in known_ids)
-        # The new engine overwrites parameters with equal values: tensors saved by earlier forwards must stay valid.
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(unchanged):
-            self._stop(failed=False)
-            self.model.to(self._run.device)
-            self._start()
-        self._on_rebuilt()
+        self._engines.switch()
+        self._install_checks()
+        self._on_switched()
 
     def _refuse_functional_call(self) -> None:
-        for name, each in self.model.named_parameters():
-            if not isinstance(each, nn.Parameter):
-                raise SyncError(
-                    f"torch.func.functional_call has replaced {name} of {type(self.model).__name__} by a plain tensor",
-                    why="only gradients that accumulate in parameters are averaged over the ranks",
-                    fix="put the functional call in a method of the model, and name the method: methods=['adapted']",
-                )
+        raise SyncError(
+            f"torch.func.functional_call of {type(self.model).__name__} under {self._run.config.backend.name}",
+            why="the model computes with its own shards, and would ignore the given tensors",
+            fix="use backend='ddp'",
+        )
 
     def _refuse_change(self) -> None:
         raise SyncError(
-            f"{type(self.model).__name__} has changed: {'; '.join(self._structure.changes()[:3])}",
+            f"{type(self.model).__name__} has changed: {'; '.join(self._engines.structure.changes()[:3])}",
             why=f"{self._run.config.backend.name} has sharded or placed its parameters at the entry of the block",
             fix="change the model before the block, or leave the block and enter it again",
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 import types
@@ -21,8 +22,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from parallelize.errors import ConfigError
+from parallelize.errors import ConfigError, SyncError
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import map_leaves
 
@@ -30,6 +32,7 @@ __all__ = [
     "ForwardHandler",
     "Route",
     "count_routes",
+    "is_in_functional_call",
     "overlapping_route",
     "route_of",
     "routed_models",
@@ -43,9 +46,10 @@ _installed_routes: weakref.WeakSet[Route] = weakref.WeakSet()
 
 
 class _ThreadState(threading.local):
-    """Thread-local flag: whether this thread is running the engine's forward."""
+    """Thread-local flags: whether this thread runs the engine's forward, and whether an optimizer has stepped in it."""
 
     is_in_engine = False
+    has_stepped = False
 
 
 class ForwardHandler(Protocol):
@@ -98,6 +102,7 @@ class Route:
         self._shadowed = {name: model.__dict__[name] for name in self._installed if name in model.__dict__}
         # Not by setattr: a class may override __setattr__.
         model.__dict__.update(self._installed)
+        self._step_handle = register_optimizer_step_pre_hook(self._on_step)
         _installed_routes.add(self)
 
     def uninstall(self) -> None:
@@ -110,6 +115,8 @@ class Route:
                 namespace[name] = self._shadowed[name]
             else:
                 del namespace[name]
+        if self._installed:
+            self._step_handle.remove()
         self._installed = {}
         _installed_routes.discard(self)
 
@@ -123,14 +130,34 @@ class Route:
             args, kwargs = map_leaves(self._to_device, (args, kwargs))
         if self.inner.method != method:
             self.inner.__dict__["method"] = method
-        self._thread_state.is_in_engine = True
+        self._thread_state.is_in_engine, self._thread_state.has_stepped = True, False
         try:
             output = self.inner.session.route(module, *args, **kwargs)
+        except SyncError as error:
+            if self._thread_state.has_stepped:
+                raise self._step_inside_error(method) from error
+            raise
         finally:
             self._thread_state.is_in_engine = False
         if is_recording:
             self.handler.after_forward(module, output, inputs=(args, kwargs))
         return output
+
+    def _on_step(self, *_: object) -> None:
+        if self._thread_state.is_in_engine:
+            self._thread_state.has_stepped = True
+
+    def _step_inside_error(self, method: str) -> SyncError:
+        model = type(self.model).__name__
+        child = next(
+            (name for name, part in self.model.named_children() if any(True for _ in part.parameters())), "net"
+        )
+        return SyncError(
+            f"{model}.{method} runs backward and an optimizer's step inside itself",
+            why=f"the gradients of {model} are averaged by a backward after {method} has returned",
+            fix=f"return the loss from {method}, and call backward and step after it; or pass the part that {method} "
+            f"calls: parallel_model(model.{child})",
+        )
 
     def _to_device(self, leaf: Any) -> Any:
         is_movable = isinstance(leaf, (torch.Tensor, PackedSequence))
@@ -147,6 +174,17 @@ def route_of(model: nn.Module) -> Route | None:
     routed = getattr(model.__dict__.get("forward"), "__func__", None)
     route = getattr(routed, "route", None)
     return route if isinstance(route, Route) and route.model is model else None
+
+
+def is_in_functional_call(model: nn.Module) -> bool:
+    """Whether torch.func.functional_call, with tensors for parameters of `model`, is calling the caller of this."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is torch.func.functional_call.__code__:
+            called, given = frame.f_locals["module"], frame.f_locals["parameter_and_buffer_dicts"]
+            return bool(given) and any(part is model for part in called.modules())
+        frame = frame.f_back
+    return False
 
 
 def count_routes() -> int:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from parallelize.errors import ConfigError, did_you_mean
+from parallelize.errors import ConfigError, SyncError, did_you_mean
 from parallelize.inplace.uneven_counts import CountRange, UnevenCounts
 from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.precision.unscale import scale_
@@ -86,6 +86,7 @@ class Window:
         has_forward: whether there was a forward since the last optimizer step.
         is_averaging: whether backward passes of this rank run collectives with the other ranks.
         passes: the passes of this step; None: there were none.
+        is_no_sync: whether the model is in a `no_sync` context.
         counts: under "ranks": the range of the counts of these passes.
     """
 
@@ -95,7 +96,7 @@ class Window:
         self.is_averaging = False
         self.passes: _Passes | None = None
         self.counts: CountRange | None = None
-        self._is_no_sync = False
+        self.is_no_sync = False
         self._ids: frozenset[int] = frozenset()
 
     def bind(self, model: nn.Module, *, is_averaging: bool) -> None:
@@ -111,13 +112,13 @@ class Window:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Count the backward passes in the context locally."""
-        with replace_attribute(self, "_is_no_sync", value=True):
+        with replace_attribute(self, "is_no_sync", value=True):
             yield
 
     @property
     def is_local(self) -> bool:
         """Whether a backward now accumulates gradients without averaging them."""
-        return self._is_no_sync or not self.is_averaging
+        return self.is_no_sync or not self.is_averaging
 
     def end_if_stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step if `optimizer` has parameters of the model."""
@@ -153,21 +154,21 @@ class GradientAverage:
         self._average = average
         self._world_size = run.world.world_size
         self._device = run.device
-        self._windows: list[Window] = []
+        self.windows: list[Window] = []
         self._last_mean: Weight = 1.0
         self._uneven_counts = UnevenCounts(run)
 
     def window(self) -> Window:
         """Return the window of a further model of the block."""
-        self._windows.append(Window())
-        return self._windows[-1]
+        self.windows.append(Window())
+        return self.windows[-1]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Weight backward passes in the context."""
 
         def after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-            for window in self._windows:
+            for window in self.windows:
                 window.end_if_stepped_by(optimizer)
 
         handle = register_optimizer_step_post_hook(after_step)
@@ -184,8 +185,14 @@ class GradientAverage:
 
         Raises:
             ConfigError: the number of targets of a loss is not known, under average="tokens".
+            SyncError: the pass computes a gradient that DistributedDataParallel is already averaging.
         """
-        forwarded = [each for each in self._windows if each.has_forward]
+        with _ddp_errors_explained(), self._weighted(roots, batch_weight) as weight:
+            yield weight
+
+    @contextlib.contextmanager
+    def _weighted(self, roots: Roots, batch_weight: float) -> Iterator[Weight | None]:
+        forwarded = [each for each in self.windows if each.has_forward]
         # Without a forward, a search through the whole graph of another model would find nothing.
         windows = models_reached(roots, among=forwarded) if forwarded else []
         if not windows:
@@ -246,6 +253,22 @@ class GradientAverage:
         total, number = passes.total + total, passes.number + self._world_size * number
         self._last_mean = _positive(total / number, self._last_mean)
         return _Passes(loss, total, number, 0.0, 0, self._last_mean)
+
+
+@contextlib.contextmanager
+def _ddp_errors_explained() -> Iterator[None]:
+    """Replace DistributedDataParallel's error for a gradient that is computed twice in one averaging."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mark a variable ready only once" not in str(error):
+            raise
+        raise SyncError(
+            "backward computes the gradient of a parameter a second time, while the ranks average the first one",
+            why="after a forward, each gradient is averaged once: the second came from another backward through layers "
+            "that both losses share, or from a reentrant checkpoint",
+            fix="call backward once, on the sum of the losses; use torch.utils.checkpoint with use_reentrant=False",
+        ) from error
 
 
 def _positive(mean: Weight, last: Weight) -> Weight:

@@ -32,6 +32,7 @@ __all__ = [
     "ASSIGNED",
     "CHANGED",
     "REPLACED",
+    "UNDER_NO_SYNC",
     "UNFROZEN",
     "UNMANAGED",
     "GradientTracker",
@@ -137,12 +138,11 @@ class GradientTracker:
         engine: averages the gradients of each forward that its `module` runs.
 
     Attributes:
-        trained: parameters whose gradients the engine averages, by name.
         accumulations: changes with every gradient that accumulates in the model.
     """
 
     def __init__(self, structure: Structure, *, engine: Engine) -> None:
-        self.trained = structure.trained
+        self._structure = structure
         self.accumulations = next(_clock)
         self._parameters = tuple(structure.trained.values())
         self._engine = engine
@@ -174,6 +174,10 @@ class GradientTracker:
         """Treat gradients of forwards inside the context as local: these forwards begin no averaging."""
         with replace_attribute(self, "_is_no_sync", value=True):
             yield
+
+    def averages(self, name: str) -> bool:
+        """Whether the gradient of a parameter is averaged: by the engine, or because another model shares it."""
+        return name in self._structure.trained or id(self._structure.parameters.get(name)) in self._structure.shared_ids
 
     def before_forward(self) -> None:
         """Check, before the engine's forward, that the averaging of the previous backward pass is complete.
@@ -247,7 +251,7 @@ class GradientTracker:
         return not self._is_averaging
 
     def _unused_parameters_error(self) -> SyncError:
-        missing = [name for index, name in enumerate(self.trained) if index not in self._accumulated]
+        missing = [name for index, name in enumerate(self._structure.trained) if index not in self._accumulated]
         if not missing:
             return SyncError(
                 f"the gradients of {self._model_name} are not averaged over the ranks",

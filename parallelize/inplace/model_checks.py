@@ -22,8 +22,8 @@ def check_models(models: Sequence[Any]) -> None:
     """Check that parallel_model supports every model.
 
     Raises:
-        ConfigError: no model, another object than an nn.Module, the same model twice, a wrapped model, modules or
-            parameters that are also in another model or block, lazy parameters, meta or sharded tensors.
+        ConfigError: no model, another object than an nn.Module, a model that is or contains another one, a wrapped
+            model, modules or parameters that are also in another block, lazy parameters, meta or sharded tensors.
     """
     if not models:
         raise ConfigError("parallel_model()", why="no model was passed", fix="pass the model: parallel_model(model)")
@@ -31,11 +31,17 @@ def check_models(models: Sequence[Any]) -> None:
         _check_type(model)
         _check_tensors(model)
         _check_not_in_block(model)
-    owner: dict[int, str] = {}
-    for position, model in enumerate(models):
-        for name, part in (*model.named_parameters(), *((name or "the model", m) for name, m in model.named_modules())):
-            if owner.setdefault(id(part), f"argument {position}") != f"argument {position}":
-                raise _tied_error(f"{name} of {type(model).__name__} is in two arguments of parallel_model")
+    for model in models:
+        name, outer = next(
+            ((name, other) for other in models for name, part in other.named_modules() if part is model and name),
+            ("", model),
+        )
+        if outer is not model or models.count(model) > 1:
+            raise ConfigError(
+                f"parallel_model({', '.join(type(each).__name__ for each in models)})",
+                why=f"the {type(model).__name__} is {name or 'also another argument'} of {type(outer).__name__}",
+                fix="pass the outer model only, and name its methods that do not call forward in methods=[...]",
+            )
 
 
 def methods_of(models: Sequence[nn.Module], methods: Sequence[str]) -> list[dict[str, Callable[..., Any]]]:
@@ -104,12 +110,8 @@ def _check_not_in_block(model: nn.Module) -> None:
         )
     other = overlapping_route(model)
     if other is not None:
-        raise _tied_error(f"{type(model).__name__} shares parts with {type(other.model).__name__}, which is in a block")
-
-
-def _tied_error(what: str) -> ConfigError:
-    return ConfigError(
-        what,
-        why="each model averages its own gradients: gradients of shared parameters would be averaged twice",
-        fix="put the models into one nn.Module, pass that module, and name its methods in methods=[...]",
-    )
+        raise ConfigError(
+            f"{type(model).__name__} shares parts with {type(other.model).__name__}, which is in a block",
+            why="each block averages gradients on its own: those of shared parameters would be averaged twice",
+            fix="use one block for both models: with parallel_model(first, second) as (first, second)",
+        )

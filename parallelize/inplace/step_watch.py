@@ -191,7 +191,7 @@ class _StepWatch:
         for each in plan.held:
             full_name, name, tracker = model_of.get(id(each), ("", "", None))
             if tracker is not None:
-                plan.checked.append((full_name, each, ASSIGNED if name in tracker.trained else UNFROZEN))
+                plan.checked.append((full_name, each, ASSIGNED if tracker.averages(name) else UNFROZEN))
                 if tracker not in plan.trackers:
                     plan.trackers.append(tracker)
             # A DTensor belongs to a model in an fsdp block, even while a full parameter is registered in its place.

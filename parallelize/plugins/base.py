@@ -129,6 +129,7 @@ class Inner(nn.Module):
 
     Attributes:
         method: name of the method that the next call runs.
+        is_broadcast: whether all ranks have equal parameters already, so that the engine need not broadcast them.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Inner(nn.Module):
         self.model = model
         self.original_methods = dict(original_methods)
         self.session = session
-        self.method = "forward"
+        self.method, self.is_broadcast = "forward", False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method named by `method`."""
@@ -188,11 +189,7 @@ class Engine(abc.ABC):
     copy_refusal: str | None = None
 
     def is_reduction_complete(self, *, in_backward: bool) -> bool:
-        """Return whether all gradients of the latest forward are averaged; called only if `averages_gradients`.
-
-        Args:
-            in_backward: whether a backward, possibly a nested one, is running and about to return.
-        """
+        """Return whether the latest forward's gradients are averaged; `in_backward`: a backward is about to return."""
         del in_backward
         return True
 
@@ -203,6 +200,10 @@ class Engine(abc.ABC):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward accumulates gradients without averaging; by default a null context."""
         return contextlib.nullcontext()
+
+    def pause(self) -> Callable[[], None] | None:
+        """Ignore backward passes of other engines of the model until the returned function is called; None: cannot."""
+        return None
 
     @abc.abstractmethod
     def close(self, *, failed: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "has_sparse_gradient",
     "is_in_backward",
     "parameters_of",
+    "reaches_any",
     "require_patchable_backward",
 ]
 
@@ -112,3 +113,19 @@ def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | Non
     """Return the closure in the arguments of an optimizer's `step`, or None."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     return closure if callable(closure) else None
+
+
+def reaches_any(tensors: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a backward pass from one of the tensors reaches one of the parameters."""
+    ids = {id(each) for each in parameters}
+    pending: list[Any] = [each if each.grad_fn is None else each.grad_fn for each in tensors]
+    visited = set()
+    while pending:
+        node = pending.pop()
+        if id(getattr(node, "variable", node)) in ids:  # AccumulateGrad.variable
+            return True
+        for following, _ in getattr(node, "next_functions", ()):
+            if following is not None and following not in visited:
+                visited.add(following)
+                pending.append(following)
+    return False

@@ -240,7 +240,7 @@ def test_a_module_replaced_inside_is_refused() -> None:
     run()
 
 
-@pytest.mark.parametrize("how", ["assign", "replace", "functional"])
+@pytest.mark.parametrize("how", ["assign", "replace"])
 def test_a_replaced_parameter_is_refused(how: str) -> None:
     """fully_shard would compute with its shards, and silently ignore the loaded or new parameter."""
 
@@ -255,7 +255,23 @@ def test_a_replaced_parameter_is_refused(how: str) -> None:
             elif how == "replace":
                 model.stem.weight = nn.Parameter(loaded["stem.weight"])
             with pytest.raises(SyncError, match=r"(?s)stem.weight of Stack was replaced inside the block.*assign=True"):
-                torch.func.functional_call(model, loaded if how == "functional" else {}, (batch_of(rank()),))
+                torch.func.functional_call(model, {}, (batch_of(rank()),))
+
+    run()
+
+
+@pytest.mark.parametrize("given", ["own parameters", "loaded"])
+def test_a_functional_call_is_refused(given: str) -> None:
+    """fully_shard computes with its shards; functional_call would return parameters whose memory is freed."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = seeded()
+        loaded = {key: value.clone() for key, value in model.state_dict().items()}
+        with parallel_model(model, backend="fsdp"):
+            tensors = loaded if given == "loaded" else dict(model.named_parameters())
+            with pytest.raises(SyncError, match=r"(?s)functional_call of Stack under fsdp.*backend='ddp'"):
+                torch.func.functional_call(model, tensors, (batch_of(rank()),))
 
     run()
 

@@ -453,8 +453,8 @@ def refused_models() -> dict[str, tuple[Any, str]]:
         "wrapped": ((nn.DataParallel(Mlp()),), r"(?s)parallel_model\(DataParallel\(\.\.\.\)\).*pass the plain model"),
         "lazy": ((lazy,), r"(?s)0\.weight of Sequential has no size yet.*run one batch through the model"),
         "meta": ((empty,), r"(?s)weight of Linear is on the meta device.*to_empty"),
-        "twice": ((shared, shared), r"(?s)is in two arguments of parallel_model.*into one nn\.Module"),
-        "shared": ((shared, nn.Sequential(shared)), r"(?s)Sequential is in two arguments.*methods=\[\.\.\.\]"),
+        "twice": ((shared, shared), r"(?s)parallel_model\(Linear, Linear\).*also another argument.*outer model only"),
+        "nested": ((shared, nn.Sequential(shared)), r"(?s)the Linear is 0 of Sequential.*methods=\[\.\.\.\]"),
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from zoo import BRANCHED, ZOO, Branched, Mlp
 
 from parallelize import DDPBackend, SyncError, all_reduce, distributed, no_sync, parallel_model, rank
@@ -171,37 +172,89 @@ def test_two_backwards_for_two_forwards_are_refused() -> None:
     train()
 
 
-@pytest.mark.parametrize("how", ["fast weights", "func.grad"])
-def test_a_functional_call_of_the_model_is_refused(how: str) -> None:
-    """Gradients of tensors in place of parameters cannot be averaged, unless a routed method makes the call."""
+class TrainsItself(nn.Module):
+    """A module whose forward trains its network, as some training_step methods do."""
 
-    class Learner(Mlp):
-        def adapted(self, x: torch.Tensor) -> torch.Tensor:
-            weights = {name: each * 0.5 for name, each in self.named_parameters()}
-            return torch.func.functional_call(self, weights, (x,)).square().mean()
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Mlp()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
 
-    def call(model: nn.Module, x: torch.Tensor) -> None:
-        if how == "func.grad":
-            weights = {name: each.detach() for name, each in model.named_parameters()}
-            torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(weights)
-        else:
-            torch.func.functional_call(model, {name: each * 0.5 for name, each in model.named_parameters()}, (x,))
+    def training_step(self, x: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.net(x).square().mean().backward()
+        self.optimizer.step()
+
+    def forward(self, x: torch.Tensor) -> None:
+        self.training_step(x)
+
+
+@pytest.mark.parametrize("method", ["forward", "training_step"])
+def test_a_forward_that_trains_names_the_way_out(method: str) -> None:
+    """The error names the method that was called and the part to pass; that part is then trained as in one process."""
+
+    @distributed(processes=WORLD)
+    def train() -> dict[str, torch.Tensor]:
+        model = seeded(TrainsItself)
+        message = rf"(?s)TrainsItself.{method} runs backward.*parallel_model\(model.net\)"
+        refused = pytest.raises(SyncError, match=message)
+        with parallel_model(model, methods=["training_step"]), refused:
+            getattr(model, method)(batch_of(rank()))
+        with parallel_model(model.net):
+            model.training_step(batch_of(rank()))
+        return model.state_dict()
+
+    model = seeded(TrainsItself)
+    model.training_step(torch.cat([batch_of(each) for each in range(WORLD)]))
+    for state in train.all_ranks():
+        torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+class TwoHeads(nn.Module):
+    """Two outputs of one trunk, which a reentrant checkpoint may run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, reentrant: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = x
+        for _ in range(2):
+            hidden = (
+                self.trunk(hidden) if reentrant is None else checkpoint(self.trunk, hidden, use_reentrant=reentrant)
+            )
+        return self.first(hidden), self.second(hidden)
+
+
+@pytest.mark.parametrize("how", ["two backwards", "reentrant"])
+def test_a_gradient_that_is_computed_twice_is_explained(how: str) -> None:
+    """The user's backward raises an error of this package, and both ways out that it names are averaged."""
+
+    def wrong(model: TwoHeads, x: torch.Tensor) -> None:
+        first, second = model(x, True if how == "reentrant" else None)
+        if how == "reentrant":
+            (first + second).mean().backward()
+        first.mean().backward(retain_graph=True)
+        second.mean().backward()
+
+    def right(model: TwoHeads, x: torch.Tensor) -> torch.Tensor:
+        first, second = model(x, False if how == "reentrant" else None)
+        return first.mean() + second.mean()
 
     @distributed(processes=WORLD)
     def train() -> dict[str, torch.Tensor | None]:
-        model = seeded(Learner)
-        with parallel_model(model, methods=["adapted"]):
-            with pytest.raises(SyncError, match=r"(?s)has replaced encoder.weight of Learner by a plain.*methods="):
-                call(model, batch_of(rank()))
-            model.adapted(batch_of(rank())).backward()
+        model, x = seeded(TwoHeads), batch_of(rank()).requires_grad_()
+        backend = DDPBackend(find_unused_parameters=how == "reentrant")
+        refused = pytest.raises(SyncError, match=r"(?s)a second time.*on the sum of the losses.*use_reentrant=False")
+        with parallel_model(model, backend=backend), refused:
+            wrong(model, x)
+        model.zero_grad()
+        with parallel_model(model, backend=backend):
+            right(model, x).backward()
             torch.optim.SGD(model.parameters(), 0.0).step()
         return gradients(model)
 
-    def halved(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        weights = {name: each * 0.5 for name, each in model.named_parameters()}
-        return torch.func.functional_call(model, weights, (x,)).square().mean()
-
-    assert_one_process_is_the_same(train.all_ranks(), halved)
+    assert_one_process_is_the_same(train.all_ranks(), right, make=TwoHeads)
 
 
 def test_a_gradient_that_bypassed_the_engine_is_averaged_by_the_next_backward() -> None:

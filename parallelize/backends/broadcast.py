@@ -1,14 +1,15 @@
-"""Checks that a model's parameters and buffers can be broadcast, before the collective that would fail."""
+"""Broadcast of rank 0's parameters and buffers, and checks that it is possible, before a collective would fail."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallelize.errors import ConfigError
 from parallelize.runtime import differentiable
 
-__all__ = ["refuse_unbroadcastable"]
+__all__ = ["broadcast_from_rank_0", "refuse_unbroadcastable"]
 
 
 def refuse_unbroadcastable(model: nn.Module, *, accepts_expanded: bool) -> None:
@@ -43,3 +44,10 @@ def _obstacle(x: torch.Tensor, *, accepts_expanded: bool) -> tuple[str, str] | N
     if not accepts_expanded and any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
         return "is expanded: its elements share memory", "use contiguous()"
     return None
+
+
+def broadcast_from_rank_0(tensors: list[torch.Tensor]) -> None:
+    """Overwrite tensors with rank 0's values, in place; one collective per tensor, in the same order on every rank."""
+    with torch.no_grad():
+        for work in [dist.broadcast(tensor.detach(), src=0, async_op=True) for tensor in tensors]:
+            work.wait()
