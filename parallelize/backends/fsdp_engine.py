@@ -38,6 +38,7 @@ from parallelize.errors import SyncError
 from parallelize.plugins.base import Engine, Inner
 from parallelize.plugins.traffic import Traffic
 from parallelize.runtime import differentiable
+from parallelize.runtime.gradients import grad_fns_of
 from parallelize.torch_private import unsupported
 
 __all__ = ["FSDPEngine"]
@@ -101,7 +102,7 @@ class FSDPEngine(Engine):
         self._free_originals()
         self._guard = ShardedParameterGuard(model, root=inner, registrations=self._registrations, shards=self._shards)
         self.local = self.module = ShardedForward(
-            inner, roll_call_s=options.roll_call_s, world=world, before=self._before_forward
+            inner, roll_call_s=options.roll_call_s, world=world, before=self._before_forward, after=self._after_forward
         )
         self._exit_stack = contextlib.ExitStack()
         self._exit_stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -135,6 +136,7 @@ class FSDPEngine(Engine):
     @override
     def close(self, *, failed: bool) -> None:
         self._exit_stack.close()
+        self._guard.take_gradients_back()
         for module, name, original in self._registrations:
             # The last forward may have left unsharded parameters registered.
             module._parameters[name] = self._shards[id(original)]
@@ -153,8 +155,19 @@ class FSDPEngine(Engine):
         self._guard.close()
 
     def _before_forward(self) -> None:
+        self._guard.take_gradients_back()
         self._guard.before_forward()
         self._optimizers.before_forward()
+
+    def _after_forward(self, output: Any) -> None:
+        nodes = grad_fns_of(output)
+        if nodes:
+            self._guard.lend_gradients()
+        for node in nodes:
+            node.register_prehook(self._before_backward)
+
+    def _before_backward(self, *_: Any) -> None:
+        self._guard.take_gradients_back()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers.before_step(optimizer)

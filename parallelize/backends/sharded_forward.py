@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,11 +33,21 @@ class ShardedForward(nn.Module):
         roll_call_s: timeout in seconds for all ranks to begin a forward without gradients; 0: no timeout.
         world: ranks and sizes of this process.
         before: called before each forward of the model.
+        after: called with the output of each forward that the user calls.
     """
 
-    def __init__(self, inner: Inner, *, roll_call_s: float, world: World, before: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        inner: Inner,
+        *,
+        roll_call_s: float,
+        world: World,
+        before: Callable[[], None],
+        after: Callable[[Any], None],
+    ) -> None:
         super().__init__()
         self._before_forward = before
+        self._after_forward = after
         self.__dict__["inner"] = inner
         self._roll_call_s = roll_call_s
         self._world = world
@@ -56,9 +67,12 @@ class ShardedForward(nn.Module):
         self.call_depth += 1
         try:
             with _no_grad_for_inference_mode():
-                return self.__dict__["inner"](*args, **kwargs)
+                output = self.__dict__["inner"](*args, **kwargs)
         finally:
             self.call_depth -= 1
+        if self.call_depth == 0 and not is_in_backward():
+            self._after_forward(output)
+        return output
 
     def _wait_for_all_ranks(self) -> None:
         """Wait until all ranks begin to evaluate: one rank alone would block forever in its first all-gather."""
@@ -89,6 +103,19 @@ def _no_grad_for_inference_mode() -> Iterator[None]:
         yield
 
 
+def _running_method(model: nn.Module) -> str | None:
+    """Return the name of the model's method that is running, the outermost one; None if there is none."""
+    found = None
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        is_method = code.co_argcount > 0 and frame.f_locals.get(code.co_varnames[0]) is model
+        if is_method and callable(getattr(type(model), code.co_name, None)):
+            found = code.co_name
+        frame = frame.f_back
+    return found
+
+
 @contextlib.contextmanager
 def refuse_submodule_calls(model: nn.Module, sharded_forward: ShardedForward) -> Iterator[None]:
     """Raise an error, inside the context, if a submodule is called outside of a forward of the model."""
@@ -97,10 +124,13 @@ def refuse_submodule_calls(model: nn.Module, sharded_forward: ShardedForward) ->
         def refuse(_module: nn.Module, _args: Any) -> None:
             # Activation checkpointing recomputes submodules inside backward.
             if sharded_forward.call_depth == 0 and not is_in_backward():
+                method = _running_method(model)
+                by = "directly, not through the model" if method is None else f"by {method}, which is not in methods="
+                way = "" if method is None else f", or name the method: parallel_model(model, methods=[{method!r}])"
                 raise SyncError(
-                    f"{name} of {type(model).__name__} was called directly, not through the model",
+                    f"{name} of {type(model).__name__} was called {by}",
                     why="its parameters are sharded, and only a call of the model gathers them",
-                    fix="call the model itself, or name the method: parallel_model(model, methods=['encode'])",
+                    fix=f"call the model itself{way}",
                 )
 
         return refuse

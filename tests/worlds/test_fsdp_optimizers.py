@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize import distributed, parallel_model, rank
+from parallelize import FSDPBackend, distributed, parallel_model, rank
 from parallelize.backends.sharded_tensors import full_tensor
 from parallelize.runtime.containers import map_leaves
 
@@ -311,3 +311,72 @@ def test_optimizers_of_one_model_keep_their_own_state() -> None:
     expected = fit(seeded(), whole=True)
     for found in run.all_ranks():
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)  # bfloat16 amplifies rounding
+
+
+def zero_model(model: nn.Module, _optimizer: Any) -> None:
+    model.zero_grad()
+
+
+def zero_in_place(model: nn.Module, _optimizer: Any) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def zero_optimizer(_model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+def zero_head(model: Any, _optimizer: Any) -> None:
+    for each in model.head.parameters():
+        each.grad = None
+
+
+def halve(model: nn.Module, _optimizer: Any) -> None:
+    for each in model.parameters():
+        if each.grad is not None:
+            each.grad.mul_(0.5)
+
+
+def test_gradients_changed_between_forward_and_backward() -> None:
+    """The order of DCGAN (forward, zero_grad, backward) reaches the shards of gathered parameters."""
+
+    def fit(model: Stack, change: Any, *, whole: bool) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with contextlib.nullcontext() if whole else parallel_model(model, backend="fsdp"):
+            for step in range(3):
+                x = torch.cat([batch_of(each, step) for each in range(WORLD)]) if whole else batch_of(rank(), step)
+                loss = model(x).square().mean()
+                change(model, optimizer)
+                loss.backward()
+                optimizer.step()
+        return dict(model.state_dict())
+
+    changes = (zero_model, zero_in_place, zero_optimizer, zero_head, halve)
+
+    @distributed(processes=WORLD)
+    def run() -> list[Any]:
+        return [fit(seeded(), change, whole=False) for change in changes]
+
+    expected = [fit(seeded(), change, whole=True) for change in changes]
+    for found in run.all_ranks():
+        assert_equal(found, expected)
+
+
+def test_a_step_in_two_copies_of_two_ranks() -> None:
+    """With shard_over=2 on four ranks, element-wise and whole-matrix optimizers from before the block train as one."""
+    names = ("adamw", "sam", "shampoo", "adafactor", "strong Wolfe")
+
+    def fit(name: str, *, whole: bool) -> dict[str, Any]:
+        model = seeded()
+        optimizer = MAKERS[name](model)
+        backend = FSDPBackend(shard_over=2)
+        with contextlib.nullcontext() if whole else parallel_model(model, backend=backend):
+            train(model, optimizer, steps=range(3), whole=whole)
+        return dict(model.state_dict())
+
+    @distributed(processes=4)
+    def run() -> list[Any]:
+        return [fit(name, whole=False) for name in names]
+
+    expected = [fit(name, whole=True) for name in names]
+    for found in run.all_ranks():
+        assert_equal(found, expected)
