@@ -25,8 +25,7 @@ class FSDPBackend(FSDPOptions):
     amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset(LEVELS)}
     shards_gradients = True
     limitations: ClassVar[Mapping[str, str]] = {
-        "parameters": "each rank's shards replace the model's Parameter objects, in the model and in all optimizers, until "
-        "the block ends",
+        "parameters": "each rank's shards replace the model's Parameter objects, also in optimizers, until the block ends",
         "block classes": "fully_shard puts FSDP before the class names of sharded submodules",
         "copies": "a copy would hold one rank's shards of the parameters",
         "one-rank forward": "every forward gathers parameters from all ranks",

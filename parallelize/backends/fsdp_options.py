@@ -22,6 +22,9 @@ __all__ = ["FSDPOptions"]
 class FSDPOptions(Backend):
     """Options of fully_shard.
 
+    Optimizers hold shards. Those whose code computes with whole matrices (Muon, Shampoo, Adafactor) or with all
+    parameters in one vector (LBFGS) hold full copies during their step.
+
     Args:
         blocks: submodules whose parameters are all-gathered together: a list of their classes, or their minimum
             number of parameters; None: the children of the model's `nn.ModuleList`s, as in most transformers. The

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize import FSDPBackend, distributed, parallel_model, rank
+from parallelize import FSDPBackend, SyncError, distributed, parallel_model, rank
 from parallelize.backends.sharded_tensors import full_tensor
 from parallelize.runtime.containers import map_leaves
 
@@ -380,3 +380,22 @@ def test_a_step_in_two_copies_of_two_ranks() -> None:
     expected = [fit(name, whole=True) for name in names]
     for found in run.all_ranks():
         assert_equal(found, expected)
+
+
+def test_a_method_that_is_not_routed_is_named() -> None:
+    """The error names the method that was called, and how to route it."""
+
+    class WithScore(Stack):
+        def score(self, x: torch.Tensor) -> torch.Tensor:
+            return self.stem(x).sum()
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = WithScore().double()
+        with parallel_model(model, backend="fsdp"):
+            with pytest.raises(SyncError, match=r"(?s)stem of WithScore was called by score.*methods=\['score'\]"):
+                model.score(batch_of(0, 0))
+            with pytest.raises(SyncError, match=r"(?s)stem of WithScore was called directly.*call the model itself$"):
+                model.stem(batch_of(0, 0))
+
+    run()
