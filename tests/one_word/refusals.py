@@ -9,10 +9,17 @@ __all__ = ["DIFFERENCES", "REFUSALS", "Refusal"]
 
 @dataclass(frozen=True)
 class Refusal:
-    """An error that a program is expected to end with: a part of its message, and why it cannot be otherwise."""
+    """An error that a program is expected to end with: a part of its message, and why it cannot be otherwise.
+
+    Args:
+        words: regular expression that the message matches.
+        reason: why the program cannot run.
+        depends_on_timing: whether the program may run instead, as where balanced measures that splitting is no gain.
+    """
 
     words: str
     reason: str
+    depends_on_timing: bool = False
 
 
 # program, world -> error
@@ -28,6 +35,7 @@ REFUSALS: dict[tuple[str, str], Refusal] = {
     ("word_language_model", "balanced"): Refusal(
         r"no dimension is as long as a micro-batch, so it cannot be joined",
         "the output is flattened over time and batch, and the hidden state has its batch in dimension 1",
+        depends_on_timing=True,
     ),
 }
 

@@ -21,7 +21,7 @@ def test_the_word_changes_the_engine_alone(name: str, world: str) -> None:
     """The program runs, and ends with the reference's weights, averages and predictions; or is refused as declared."""
     got = outcome(name, world)
     refusal = REFUSALS.get((name, world))
-    if refusal is not None:
+    if refusal is not None and not (refusal.depends_on_timing and got.error is None):
         assert got.error is not None, f"runs: remove it from REFUSALS ({refusal.reason})"
         assert re.search(refusal.words, got.error)
         return
