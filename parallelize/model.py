@@ -71,8 +71,8 @@ def parallel_model(
     again, with the trained weights, on the training device.
 
     A gradient that bypasses the model's forward (`model.encoder(x)`, a method that does not call forward, a functional
-    call) is not averaged: an optimizer step on such a gradient raises SyncError. A forward under `torch.no_grad()` runs
-    no collective, so a single rank may evaluate.
+    call) is not averaged: the optimizer's step compares it across ranks, and raises SyncError if it differs. A forward
+    under `torch.no_grad()` runs no collective, so a single rank may evaluate.
 
     Every rank draws its own random numbers in the block, for dropout masks, noise and augmentation. `seed=` seeds the
     global generators (torch, random, numpy) per rank. Without it, generators with equal states, because the script has
