@@ -42,9 +42,20 @@ def require_patchable_backward() -> bool:
     loss = leaf * 2
 
     def patch(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if tensors is loss:  # not a backward pass of another thread
-            events.append("patch")
-        original(tensors, *args, **kwargs)
+        if tensors is not loss:  # a backward pass of another thread
+            original(tensors, *args, **kwargs)
+            return
+        events.append("patch")
+        # Not by `original`, which may be a patch of other code, or one that records losses.
+        torch.autograd.Variable._execution_engine.run_backward(
+            (loss,),
+            (torch.ones(()),),
+            keep_graph=False,
+            create_graph=False,
+            inputs=(),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
 
     def hook(_: torch.Tensor) -> None:
         events.append("in backward" if is_in_backward() else "outside")
