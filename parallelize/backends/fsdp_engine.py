@@ -8,6 +8,7 @@ emptied in the block, and get the trained values at its end.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,8 @@ from parallelize.backends.fsdp_units import (
     refuse_sparse_gradients,
     refuse_tied_parameters,
 )
+from parallelize.backends.sharded_arithmetic import semantics
+from parallelize.backends.sharded_copies import copies_of_modules, is_engine_hook
 from parallelize.backends.sharded_forward import ShardedForward, refuse_submodule_calls
 from parallelize.backends.sharded_parameter_guard import ShardedParameterGuard, refuse_lbfgs
 from parallelize.backends.sharded_tensors import convert_state_entry, full_state_dicts, full_tensor, shard
@@ -41,6 +44,7 @@ from parallelize.runtime import differentiable
 
 __all__ = ["FSDPEngine"]
 
+_FSDP = ("torch.distributed.fsdp",)
 _FSDP_ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
@@ -70,7 +74,6 @@ class FSDPEngine(Engine):
     ) -> None:
         model = inner.model
         self._options = options
-        self.copy_refusal = options.limitations["copies"]
         self._inner = inner
         self._restore = restore
         self._optimizers = optimizers
@@ -102,13 +105,23 @@ class FSDPEngine(Engine):
             self._swap_parameters(optimizer, to_shards=True)
         self._free_originals()
         self._guard = ShardedParameterGuard(model, root=inner, registrations=self._registrations, shards=self._shards)
-        before = self._guard.before_forward
-        self.local = self.module = ShardedForward(inner, roll_call_s=options.roll_call_s, world=world, before=before)
+        self.local = self.module = ShardedForward(
+            inner,
+            fsdp_params=self._guard.fsdp_params,
+            roll_call_s=options.roll_call_s,
+            world=world,
+            before=self._guard.before_forward,
+        )
         self._exit_stack = contextlib.ExitStack()
-        self._exit_stack.callback(register_optimizer_step_pre_hook(self._guard.before_step).remove)
-        self._exit_stack.callback(register_optimizer_step_post_hook(self._guard.after_step).remove)
+        before_step, after_step = semantics.without(self._guard.before_step), semantics.without(self._guard.after_step)
+        self._exit_stack.callback(register_optimizer_step_pre_hook(before_step).remove)
+        self._exit_stack.callback(register_optimizer_step_post_hook(after_step).remove)
         self._exit_stack.enter_context(refuse_submodule_calls(model, self.module))
         self._exit_stack.enter_context(full_state_dicts(model, saves_full=options.full_state_dict))
+        self._exit_stack.enter_context(copies_of_modules(model, semantics=semantics, device=device))
+        self._exit_stack.enter_context(
+            semantics.active(self._originals.values(), shards=self._shards, wait=self.module.wait_to_read_copies)
+        )
 
     @override
     def traffic(self) -> Traffic:
@@ -134,6 +147,7 @@ class FSDPEngine(Engine):
 
     @override
     def close(self, *, failed: bool) -> None:
+        semantics.close_copies(failed=failed)
         self._exit_stack.close()
         for module, name, original in self._registrations:
             # The last forward may have left unsharded parameters registered.
@@ -172,7 +186,8 @@ class FSDPEngine(Engine):
                 module.__class__ = type(module).__mro__[FSDPModule._orig_cls_mro_index]
             hook_dicts = [each for each in vars(module).values() if isinstance(each, dict)]
             # The id of a hook that was registered with_kwargs is also a key of a second dictionary.
-            for hook_id in [key for hooks in hook_dicts for key, hook in hooks.items() if _is_fsdp_hook(hook)]:
+            hooks_of_fsdp = functools.partial(is_engine_hook, packages=_FSDP)
+            for hook_id in [key for hooks in hook_dicts for key, hook in hooks.items() if hooks_of_fsdp(hook)]:
                 for hooks in hook_dicts:
                     hooks.pop(hook_id, None)
             for key in [each for each in vars(module) if each.startswith(_FSDP_ATTRIBUTES)]:
@@ -257,10 +272,3 @@ def _mark_as_sharded(model: nn.Module, *, failed: bool) -> None:
         )
 
     model.__dict__["forward"] = forward
-
-
-def _is_fsdp_hook(hook: Any) -> bool:
-    if isinstance(hook, (nn.Module, torch.Tensor)):  # submodules, whose classes fully_shard created
-        return False
-    origin = getattr(getattr(hook, "hook", hook), "__module__", None)
-    return isinstance(origin, str) and origin.startswith("torch.distributed.fsdp")

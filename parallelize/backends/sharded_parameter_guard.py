@@ -49,6 +49,11 @@ class ShardedParameterGuard:
         self._optimizers_with_shards: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._stepped_versions: dict[int, tuple[int, int]] = {}
 
+    @property
+    def fsdp_params(self) -> list[Any]:
+        """fully_shard's records of the model's parameters."""
+        return list(self._fsdp_params.values())
+
     def before_forward(self) -> None:
         """Check, before the all-gather of a forward, that the model still registers its shards.
 

@@ -76,7 +76,7 @@ class Block:
         """Route calls of the model to its engine inside the context, and restore the plain model at its end."""
         self._start()
         device = None if self._engine.moves_inputs or self._run.device.type == "cpu" else self._run.device
-        route = Route(self._inner, handler=self, device=device, copy_refusal=self._engine.copy_refusal)
+        route = Route(self._inner, handler=self, device=device)
         route.install()
         failed = True
         try:
