@@ -105,22 +105,26 @@ class FSDPEngine(Engine):
             self._swap_parameters(optimizer, to_shards=True)
         self._free_originals()
         self._guard = ShardedParameterGuard(model, root=inner, registrations=self._registrations, shards=self._shards)
-        self.local = self.module = ShardedForward(
+        forward = ShardedForward(
             inner,
             fsdp_params=self._guard.fsdp_params,
             roll_call_s=options.roll_call_s,
             world=world,
             before=self._guard.before_forward,
         )
+        self.local = self.module = forward
         self._exit_stack = contextlib.ExitStack()
+        self._enter_contexts(model, forward, device=device)
+
+    def _enter_contexts(self, model: nn.Module, forward: ShardedForward, *, device: torch.device) -> None:
         before_step, after_step = semantics.without(self._guard.before_step), semantics.without(self._guard.after_step)
         self._exit_stack.callback(register_optimizer_step_pre_hook(before_step).remove)
         self._exit_stack.callback(register_optimizer_step_post_hook(after_step).remove)
-        self._exit_stack.enter_context(refuse_submodule_calls(model, self.module))
-        self._exit_stack.enter_context(full_state_dicts(model, saves_full=options.full_state_dict))
+        self._exit_stack.enter_context(refuse_submodule_calls(model, forward))
+        self._exit_stack.enter_context(full_state_dicts(model, saves_full=self._options.full_state_dict))
         self._exit_stack.enter_context(copies_of_modules(model, semantics=semantics, device=device))
         self._exit_stack.enter_context(
-            semantics.active(self._originals.values(), shards=self._shards, wait=self.module.wait_to_read_copies)
+            semantics.active(self._originals.values(), shards=self._shards, wait=forward.wait_to_read_copies)
         )
 
     @override

@@ -94,6 +94,7 @@ def is_in_place(function: Callable[..., Any]) -> bool:
 @functools.cache
 def _kind_of_name(name: str) -> Kind:
     found = _KIND_OF_NAME.get(name)
-    if found is None and name.startswith(("_foreach_", "_fused_")) and name.rstrip("_") != "_foreach_max":
+    is_of_lists = name.lstrip("_").startswith(("foreach_", "fused_"))
+    if found is None and is_of_lists and name.strip("_") != "foreach_max":
         return Kind.ELEMENTWISE
     return Kind.OTHER if found is None else found
