@@ -115,6 +115,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch._C._autograd": {
         "_top_saved_tensors_default_hooks": ("copy saved-tensor hooks to a stage's thread", 'backend="balanced" fails'),
     },
+    "torch.UntypedStorage": {
+        "_cdata": ("identify the storage of a copy", 'copies under backend="fsdp" fail'),
+        "_new_with_weak_ptr": ("reach the storage of a copy without owning it", 'copies under backend="fsdp" fail'),
+    },
     "torch.overrides": {
         "_get_current_function_mode_stack": ("read the default device and the autocast filter", "calls and amp fail"),
     },

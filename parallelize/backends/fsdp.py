@@ -25,9 +25,9 @@ class FSDPBackend(FSDPOptions):
     amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset(LEVELS)}
     shards_gradients = True
     limitations: ClassVar[Mapping[str, str]] = {
-        "parameters": "each rank's shards replace the model's Parameter objects, also in optimizers, until the block ends",
+        "parameters": "each rank's shards replace its Parameter objects, also in optimizers, until the block ends",
         "block classes": "fully_shard puts FSDP before the class names of sharded submodules",
-        "copies": "a copy would hold one rank's shards of the parameters",
+        "shallow copies": "copy.copy shares the sharded submodules, which only the model itself gathers",
         "one-rank forward": "every forward gathers parameters from all ranks",
         "state_dict": "state_dict() holds one rank's shards, unless FSDPBackend(full_state_dict=True)",
     }

@@ -8,6 +8,7 @@ emptied in the block, and get the trained values at its end.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +30,8 @@ from parallelize.backends.fsdp_units import (
     refuse_sparse_gradients,
     refuse_tied_parameters,
 )
+from parallelize.backends.sharded_arithmetic import semantics
+from parallelize.backends.sharded_copies import copies_of_modules, is_engine_hook
 from parallelize.backends.sharded_forward import ShardedForward, refuse_submodule_calls
 from parallelize.backends.sharded_optimizers import ShardedOptimizers
 from parallelize.backends.sharded_parameter_guard import ShardedParameterGuard
@@ -38,11 +41,11 @@ from parallelize.errors import SyncError
 from parallelize.plugins.base import Engine, Inner
 from parallelize.plugins.traffic import Traffic
 from parallelize.runtime import differentiable
-from parallelize.runtime.gradients import grad_fns_of
 from parallelize.torch_private import unsupported
 
 __all__ = ["FSDPEngine"]
 
+_FSDP = ("torch.distributed.fsdp",)
 _FSDP_ATTRIBUTES = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
@@ -72,7 +75,6 @@ class FSDPEngine(Engine):
     ) -> None:
         model = inner.model
         self._options = options
-        self.copy_refusal = options.limitations["copies"]
         self._inner = inner
         self._restore = restore
         units = find_units(model, options.blocks)
@@ -101,15 +103,28 @@ class FSDPEngine(Engine):
         self._optimizers = ShardedOptimizers(self._originals, self._shards, given=optimizers)
         self._free_originals()
         self._guard = ShardedParameterGuard(model, root=inner, registrations=self._registrations, shards=self._shards)
-        self.local = self.module = ShardedForward(
-            inner, roll_call_s=options.roll_call_s, world=world, before=self._before_forward, after=self._after_forward
+        forward = ShardedForward(
+            inner,
+            fsdp_params=self._guard.fsdp_params,
+            roll_call_s=options.roll_call_s,
+            world=world,
+            before=self._guard.before_forward,
         )
+        self.local = self.module = forward
         self._exit_stack = contextlib.ExitStack()
-        self._exit_stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._exit_stack.callback(register_optimizer_step_post_hook(self._guard.after_step).remove)
+        self._enter_contexts(model, forward, device=device)
+
+    def _enter_contexts(self, model: nn.Module, forward: ShardedForward, *, device: torch.device) -> None:
+        before_step, after_step = semantics.without(self._before_step), semantics.without(self._guard.after_step)
+        self._exit_stack.callback(register_optimizer_step_pre_hook(before_step).remove)
+        self._exit_stack.callback(register_optimizer_step_post_hook(after_step).remove)
         self._exit_stack.enter_context(self._optimizers.convert_new_groups())
-        self._exit_stack.enter_context(refuse_submodule_calls(model, self.module))
-        self._exit_stack.enter_context(full_state_dicts(model, saves_full=options.full_state_dict))
+        self._exit_stack.enter_context(refuse_submodule_calls(model, forward))
+        self._exit_stack.enter_context(full_state_dicts(model, saves_full=self._options.full_state_dict))
+        self._exit_stack.enter_context(copies_of_modules(model, semantics=semantics, device=device))
+        self._exit_stack.enter_context(
+            semantics.active(self._originals.values(), shards=self._shards, wait=forward.wait_to_read_copies)
+        )
 
     @override
     def traffic(self) -> Traffic:
@@ -135,8 +150,8 @@ class FSDPEngine(Engine):
 
     @override
     def close(self, *, failed: bool) -> None:
+        semantics.close_copies(failed=failed)
         self._exit_stack.close()
-        self._guard.take_gradients_back()
         for module, name, original in self._registrations:
             # The last forward may have left unsharded parameters registered.
             module._parameters[name] = self._shards[id(original)]
@@ -153,21 +168,6 @@ class FSDPEngine(Engine):
             module._parameters[name] = original
         self._optimizers.close(restored=True)
         self._guard.close()
-
-    def _before_forward(self) -> None:
-        self._guard.take_gradients_back()
-        self._guard.before_forward()
-        self._optimizers.before_forward()
-
-    def _after_forward(self, output: Any) -> None:
-        nodes = grad_fns_of(output)
-        if nodes:
-            self._guard.lend_gradients()
-        for node in nodes:
-            node.register_prehook(self._before_backward)
-
-    def _before_backward(self, *_: Any) -> None:
-        self._guard.take_gradients_back()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers.before_step(optimizer)
@@ -193,7 +193,8 @@ class FSDPEngine(Engine):
                 module.__class__ = type(module).__mro__[FSDPModule._orig_cls_mro_index]
             hook_dicts = [each for each in vars(module).values() if isinstance(each, dict)]
             # The id of a hook that was registered with_kwargs is also a key of a second dictionary.
-            for hook_id in [key for hooks in hook_dicts for key, hook in hooks.items() if _is_fsdp_hook(hook)]:
+            hooks_of_fsdp = functools.partial(is_engine_hook, packages=_FSDP)
+            for hook_id in [key for hooks in hook_dicts for key, hook in hooks.items() if hooks_of_fsdp(hook)]:
                 for hooks in hook_dicts:
                     hooks.pop(hook_id, None)
             for key in [each for each in vars(module) if each.startswith(_FSDP_ATTRIBUTES)]:
@@ -266,13 +267,6 @@ def _mark_as_sharded(model: nn.Module, *, failed: bool) -> None:
     model.__dict__["forward"] = forward
 
 
-def _is_fsdp_hook(hook: Any) -> bool:
-    if isinstance(hook, (nn.Module, torch.Tensor)):  # submodules, whose classes fully_shard created
-        return False
-    origin = getattr(getattr(hook, "hook", hook), "__module__", None)
-    return isinstance(origin, str) and origin.startswith("torch.distributed.fsdp")
-
-
 @contextlib.contextmanager
 def _require_known_traces(root: nn.Module) -> Iterator[None]:
     """Require that the end of the block recognizes all that fully_shard adds to modules inside the context."""
@@ -280,7 +274,9 @@ def _require_known_traces(root: nn.Module) -> Iterator[None]:
     yield
     for module, (attributes, hooks) in before.items():
         names = [each for each in vars(module) if each not in attributes and not each.startswith(_FSDP_ATTRIBUTES)]
-        if names or any(id(each) not in hooks and not _is_fsdp_hook(each) for each in _hooks_of(module)):
+        if names or any(
+            id(each) not in hooks and not is_engine_hook(each, packages=_FSDP) for each in _hooks_of(module)
+        ):
             raise unsupported("backend='fsdp'", instead="use backend='ddp'")
 
 

@@ -6,13 +6,15 @@ import contextlib
 import datetime as dt
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from parallelize.backends.sharded_arithmetic import semantics
 from parallelize.cluster.world import World
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Inner
@@ -30,52 +32,79 @@ class ShardedForward(nn.Module):
 
     Args:
         inner: the root of fully_shard; not registered as a submodule.
+        fsdp_params: fully_shard's records of the parameters.
         roll_call_s: timeout in seconds for all ranks to begin a forward without gradients; 0: no timeout.
         world: ranks and sizes of this process.
         before: called before each forward of the model.
-        after: called with the output of each forward that the user calls.
     """
 
     def __init__(
         self,
         inner: Inner,
         *,
+        fsdp_params: Sequence[Any],
         roll_call_s: float,
         world: World,
         before: Callable[[], None],
-        after: Callable[[Any], None],
     ) -> None:
         super().__init__()
         self._before_forward = before
-        self._after_forward = after
         self.__dict__["inner"] = inner
         self._roll_call_s = roll_call_s
         self._world = world
         self._instance_id = next(_instance_ids)
         self._roll_calls = itertools.count()
         self._has_trained = True
+        self._num_writes = 0
+        self._fsdp_params = fsdp_params
         self.call_depth = 0  # number of the model's forwards that are running, nested ones included
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, which all-gathers parameters from all ranks."""
-        self._before_forward()
-        if torch.is_grad_enabled():
-            self._has_trained = True
-        elif self._has_trained:
-            self._wait_for_all_ranks()
-            self._has_trained = False
-        self.call_depth += 1
-        try:
-            with _no_grad_for_inference_mode():
-                output = self.__dict__["inner"](*args, **kwargs)
-        finally:
-            self.call_depth -= 1
-        if self.call_depth == 0 and not is_in_backward():
-            self._after_forward(output)
-        return output
+        with semantics.suspended_for_forward():
+            self._before_forward()
+            if torch.is_grad_enabled():
+                self._has_trained = True
+            elif self._has_trained:
+                self._wait_for_all_ranks(
+                    "run a forward without gradients",
+                    why="under fsdp every forward gathers parameters from all ranks",
+                    fix="evaluate on all ranks, without `if rank == 0`, or after the block",
+                )
+                self._has_trained = False
+            self._free_outdated()
+            self.call_depth += 1
+            try:
+                with _no_grad_for_inference_mode():
+                    return self.__dict__["inner"](*args, **kwargs)
+            finally:
+                self.call_depth -= 1
+                self._register_gathered()
 
-    def _wait_for_all_ranks(self) -> None:
-        """Wait until all ranks begin to evaluate: one rank alone would block forever in its first all-gather."""
+    def _free_outdated(self) -> None:
+        """Free parameters that are still gathered from a forward before their shards were last changed."""
+        if self.call_depth == 0 and self._num_writes != semantics.num_writes:
+            self._num_writes = semantics.num_writes
+            for module in self.__dict__["inner"].modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def _register_gathered(self) -> None:
+        for fsdp_param in self._fsdp_params:
+            forms = ("_unsharded_param", "_sharded_post_forward_param")
+            gathered = tuple(getattr(fsdp_param, each, None) for each in forms)
+            semantics.register_gathered(fsdp_param.sharded_param, gathered)
+
+    def wait_to_read_copies(self) -> None:
+        """Wait until all ranks read copies of the model, whose slices are gathered then."""
+        self._wait_for_all_ranks(
+            "use a copy of the model",
+            why="under fsdp each rank holds a slice of the copy, and all slices are gathered when it is read",
+            fix="run or save it on all ranks, without `if rank == 0`, or after the block",
+        )
+
+    def _wait_for_all_ranks(self, action: str, *, why: str, fix: str) -> None:
+        """Wait until all ranks do the same: one rank alone would block forever in its first all-gather."""
         if not self._roll_call_s:
             return
         store = default_store()
@@ -86,11 +115,7 @@ class ShardedForward(nn.Module):
             store.wait([f"{key}/complete"], dt.timedelta(seconds=self._roll_call_s))
         except dist.DistStoreError as exc:
             present = store.add(key, 0)
-            raise SyncError(
-                f"{present} of {self._world.world_size} ranks run a forward without gradients",
-                why="under fsdp every forward gathers parameters from all ranks",
-                fix="evaluate on all ranks, without `if rank == 0`, or after the block",
-            ) from exc
+            raise SyncError(f"{present} of {self._world.world_size} ranks {action}", why=why, fix=fix) from exc
 
 
 @contextlib.contextmanager

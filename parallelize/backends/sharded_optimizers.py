@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallelize.backends.full_steps import FullSteps
 from parallelize.backends.sharded_tensors import convert_state_entry
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.gradients import parameters_of
@@ -40,7 +39,6 @@ class ShardedOptimizers:
         self._shards = dict(shards)
         self._originals = {id(shards[key]): original for key, original in originals.items()}
         self._kept = (list(originals.values()), list(shards.values()))  # ids stay valid
-        self._full_steps = FullSteps(self._originals)
         # Optimizer -> when it first stepped in the block, and the `state` whose entries are sharded.
         self._ranks_of_first_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._sharded_states: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -74,13 +72,8 @@ class ShardedOptimizers:
         finally:
             optimizer_class.add_param_group = add_param_group
 
-    def before_forward(self) -> None:
-        """End steps on full parameters that an exception has interrupted."""
-        self._full_steps.end_interrupted()
-
     def close(self, *, restored: bool) -> None:
         """Give all optimizers the originals and full state, unless the model stays sharded."""
-        self._full_steps.close()
         if not restored:
             return
         gc.collect()  # else the ranks might find unequal numbers of unreachable optimizers, and gather their state
@@ -94,7 +87,6 @@ class ShardedOptimizers:
     def _shard(self, optimizer: Any) -> None:
         _replace(optimizer, self._shards, to_shards=True)
         self._sharded_states[optimizer] = optimizer.state
-        self._full_steps.add(optimizer)
 
 
 def _replace(optimizer: Any, replacements: Mapping[int, Any], *, to_shards: bool) -> None:

@@ -49,7 +49,11 @@ class ShardedParameterGuard:
             id(each.sharded_param): each for group in groups if group is not None for each in group.fsdp_params
         }
         self._stepped_versions: dict[int, tuple[int, int]] = {}
-        self._lent: list[tuple[Any, nn.Parameter]] = []
+
+    @property
+    def fsdp_params(self) -> list[Any]:
+        """fully_shard's records of the model's parameters."""
+        return list(self._fsdp_params.values())
 
     def before_forward(self) -> None:
         """Check, before the all-gather of a forward, that the model still registers its shards.
@@ -68,29 +72,6 @@ class ShardedParameterGuard:
                     fix="drop assign=True of load_state_dict, copy into the parameter, or change the model before the "
                     "block; call a method named in methods= for a functional call",
                 )
-
-    def lend_gradients(self) -> None:
-        """Set the gradients of gathered parameters to their shards' gradients, for the time until backward.
-
-        The model still registers the gathered parameters: what the user does with their gradients, as `zero_grad()`
-        between forward and backward, must reach those of the shards.
-        """
-        for fsdp_param in self._fsdp_params.values():
-            sharded: Any = fsdp_param.sharded_param
-            unsharded: Any = getattr(fsdp_param, "_unsharded_param", None)
-            is_lendable = sharded.grad is not None and sharded.grad.dtype is getattr(unsharded, "dtype", None)
-            if is_lendable and fsdp_param.sharded_state.name == "UNSHARDED" and unsharded.grad is None:
-                unsharded.grad = sharded.grad
-                self._lent.append((sharded, unsharded))
-
-    def take_gradients_back(self) -> None:
-        """End `lend_gradients`; gradients that were set to None meanwhile are removed from the shards."""
-        for sharded, unsharded in self._lent:
-            if unsharded.grad is None:
-                sharded.grad = None
-            elif hasattr(unsharded.grad, "full_tensor"):
-                sharded.grad, unsharded.grad = unsharded.grad if sharded.grad is not None else None, None
-        self._lent = []
 
     def before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Check the gradients of an optimizer's shards before its step.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-__all__ = ["convert_state_entry", "full_state_dicts", "full_tensor", "shard"]
+__all__ = ["convert_state_entry", "full_state_dicts", "full_tensor", "full_tensors", "shard"]
 
 
 def convert_state_entry(value: Any, *, parameter: torch.Tensor, like: DTensor | None) -> Any:
@@ -33,6 +33,34 @@ def full_tensor(sharded: torch.Tensor) -> torch.Tensor:
     mesh_type = value.device_mesh.device_type
     full: torch.Tensor = (value if value.device.type == mesh_type else value.to(mesh_type)).full_tensor()
     return full
+
+
+def full_tensors(sharded: Sequence[DTensor]) -> list[torch.Tensor]:
+    """All-gather DTensors, those of one dtype and mesh by one collective, and return the full tensors in order."""
+    found: dict[int, torch.Tensor] = {}
+    buckets: dict[Any, list[DTensor]] = {}
+    for each in sharded:
+        buckets.setdefault((each.dtype, each.device_mesh, each.placements), []).append(each)
+    for (_, mesh, placements), bucket in buckets.items():
+        shards = [placement for placement in placements if placement.is_shard()]
+        if shards != [Shard(0)]:
+            found.update({id(each): full_tensor(each) for each in bucket})
+            continue
+        num_shards = mesh.size(placements.index(Shard(0)))
+        padded = [_padded(each, num_rows=-(-each.shape[0] // num_shards)) for each in bucket]
+        gathered = full_tensor(DTensor.from_local(torch.cat(padded), mesh, placements, run_check=False))
+        columns = torch.split(gathered.view(num_shards, -1), [each.numel() for each in padded], dim=1)
+        for each, column in zip(bucket, columns, strict=True):
+            found[id(each)] = column.reshape(-1, *each.shape[1:])[: each.shape[0]]
+    return [found[id(each)] for each in sharded]
+
+
+def _padded(sharded: DTensor, *, num_rows: int) -> torch.Tensor:
+    """Return this rank's rows of a DTensor, padded to the number of rows of the first rank, as one dimension."""
+    value: Any = sharded.detach()
+    local = value.to_local().to(sharded.device_mesh.device_type)
+    padding = local.new_zeros((num_rows - local.shape[0], *local.shape[1:]))
+    return torch.cat([local, padding]).flatten()
 
 
 @contextlib.contextmanager

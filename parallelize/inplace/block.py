@@ -71,7 +71,7 @@ class Block:
         engine = self._engines.active
         self._startup_summary.add_model(self.model, engine)
         device = None if engine.moves_inputs or self._run.device.type == "cpu" else self._run.device
-        route = Route(self._engines.inner, handler=self, device=device, copy_refusal=engine.copy_refusal)
+        route = Route(self._engines.inner, handler=self, device=device)
         failed = True
         try:
             with self._verify():

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from parallelize.errors import ConfigError, SyncError
+from parallelize.errors import SyncError
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import map_leaves
 
@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _GETSTATE = "__getstate__"
+_COPY_METHODS = ("__deepcopy__", "__reduce_ex__")  # of a sharded model's engine
 
 # Global, because models belong to the process, not to a context or a thread.
 _installed_routes: weakref.WeakSet[Route] = weakref.WeakSet()
@@ -75,19 +76,15 @@ class Route:
         inner: holds the model and its original methods.
         handler: chooses the module that runs each forward.
         device: device to move inputs to; None: leave inputs where they are.
-        copy_refusal: why copying and pickling the model raise an error; None: both are allowed.
 
     Attributes:
         model: the user's model.
     """
 
-    def __init__(
-        self, inner: Inner, *, handler: ForwardHandler, device: torch.device | None, copy_refusal: str | None = None
-    ) -> None:
+    def __init__(self, inner: Inner, *, handler: ForwardHandler, device: torch.device | None) -> None:
         self.inner = inner
         self.model = inner.model
         self.handler = handler
-        self.copy_refusal = copy_refusal
         self._device = device
         self._thread_state = _ThreadState()
         self._shadowed: dict[str, Any] = {}
@@ -165,7 +162,11 @@ class Route:
 
     def attributes_without_route(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `state`, the model's `__dict__`, with the attributes from before `install`."""
-        kept = {name: value for name, value in state.items() if value is not self._installed.get(name)}
+        kept = {
+            name: value
+            for name, value in state.items()
+            if value is not self._installed.get(name) and name not in _COPY_METHODS
+        }
         return {**kept, **self._shadowed}
 
 
@@ -235,12 +236,6 @@ def _getstate_without_route(route: Route) -> Callable[[nn.Module], Any]:
     """Build a `__getstate__` that leaves the route out of copies and pickles of the model."""
 
     def getstate(self: nn.Module) -> Any:
-        if route.copy_refusal is not None:
-            raise ConfigError(
-                f"a copy or a pickle of {type(self).__name__} inside its parallel_model block",
-                why=route.copy_refusal,
-                fix="use parallelize.save inside the block, or copy the model after it",
-            )
         shadowed = route._shadowed.get(_GETSTATE)
         kind: Any = type(self)
         state = shadowed() if shadowed is not None else kind.__getstate__(self)

@@ -178,7 +178,6 @@ class Engine(abc.ABC):
         averages_gradients: whether a backward through `module` averages gradients over the ranks; if so, the block
             refuses an optimizer step on a gradient that was not averaged.
         is_rebuildable: whether a new engine may replace this one after parameters were unfrozen or replaced.
-        copy_refusal: reason why copying or pickling the model in the block raises; None: a copy is a plain model.
     """
 
     module: nn.Module
@@ -186,7 +185,6 @@ class Engine(abc.ABC):
     moves_inputs: bool = False
     averages_gradients: bool = False
     is_rebuildable: bool = True
-    copy_refusal: str | None = None
 
     def is_reduction_complete(self, *, in_backward: bool) -> bool:
         """Return whether the latest forward's gradients are averaged; `in_backward`: a backward is about to return."""

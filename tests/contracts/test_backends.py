@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from zoo import ZOO, Mlp
 
-from parallelize import ConfigError, SyncError, distributed, no_sync, parallel_model, rank
+from parallelize import SyncError, distributed, no_sync, parallel_model, rank
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
@@ -175,21 +175,20 @@ def test_an_exception_restores_the_model_without_collectives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_copies_are_plain_models_or_refused(name: str) -> None:
-    """deepcopy, copy and pickle give a plain model, or an error with the reason."""
+def test_copies_are_plain_models(name: str) -> None:
+    """deepcopy, copy and pickle give a plain model."""
 
     def copies(backend: Backend) -> None:
         model = Mlp()
-        refused = "copies" in backend.limitations and dist.get_world_size() > 1
+        is_sharded = dist.get_world_size() > 1 and "shallow copies" in backend.limitations
         with parallel_model(model, backend=backend):
             for make_copy in (copy.deepcopy, copy.copy, lambda each: pickle.loads(pickle.dumps(each))):
-                if refused:
-                    with pytest.raises(ConfigError, match=r"a copy or a pickle of Mlp"):
-                        make_copy(model)
-                    continue
                 other = make_copy(model)
                 assert vars(other).keys() == vars(Mlp()).keys()
-                if rank() == 0:
+                if make_copy is copy.copy and is_sharded:
+                    with pytest.raises(SyncError, match="called directly"):
+                        other(torch.ones(2, 6))
+                elif rank() == 0 or is_sharded:
                     other(torch.ones(2, 6)).sum().backward()
 
     in_world(name)(copies)
@@ -310,7 +309,7 @@ def test_routed_methods_train_as_forward_does(name: str) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_limitations_are_known(name: str) -> None:
     """Every declared limitation is a property of these tests, with a reason."""
-    known = {"parameters", "block classes", "copies", "one-rank forward", "state_dict"}
+    known = {"parameters", "block classes", "shallow copies", "one-rank forward", "state_dict"}
     declared = registry.find("backends", name).limitations
     assert declared.keys() <= known
     assert all(declared.values())
