@@ -22,8 +22,8 @@ __all__ = ["FSDPOptions"]
 class FSDPOptions(Backend):
     """Options of fully_shard.
 
-    Optimizers hold shards. Those whose code computes with whole matrices (Muon, Shampoo, Adafactor) or with all
-    parameters in one vector (LBFGS) hold full copies during their step.
+    Optimizers hold shards. Whole-matrix operations of their steps (Muon, Shampoo, LBFGS) gather what they need, so that
+    each rank computes what one process would.
 
     Args:
         blocks: submodules whose parameters are all-gathered together: a list of their classes, or their minimum

@@ -82,7 +82,7 @@ BACKENDS: dict[str, tuple[Any, int]] = {
     "fsdp": ("fsdp", 2),
     "kept": (FSDPBackend(reshard_after_forward=False), 2),
     "offloaded": (FSDPBackend(cpu_offload=True), 2),
-    "hsdp": (FSDPBackend(shard_size=2), 4),
+    "hsdp": (FSDPBackend(shard_over=2), 4),
 }
 
 
