@@ -15,7 +15,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -104,12 +104,8 @@ UNMANAGED = Reason(
 )
 
 
-class Origin(NamedTuple):
-    """Origin of a gradient; `reason` is None if an engine has averaged it. It says nothing about another gradient."""
-
-    gradient: ref[torch.Tensor]
-    reason: Reason | None
-
+# A gradient, and why it may differ between ranks; None: an engine has averaged it. A tuple: a class would be slow.
+Origin = tuple[ref[torch.Tensor], Reason | None]
 
 # id of a parameter -> origin of its gradient, for all models in a block.
 origins: dict[int, Origin] = {}
@@ -119,7 +115,7 @@ def record(parameter: torch.Tensor, reason: Reason | None) -> None:
     """Record the origin of the gradient that a parameter has now."""
     gradient = parameter.grad
     if gradient is not None:
-        origins[id(parameter)] = Origin(ref(gradient), reason)
+        origins[id(parameter)] = ref(gradient), reason
 
 
 _clock = itertools.count(1)
@@ -127,7 +123,7 @@ _clock = itertools.count(1)
 
 def _has_reason(parameter: torch.Tensor) -> bool:
     origin = origins.get(id(parameter))
-    return origin is not None and origin.reason is not None
+    return origin is not None and origin[1] is not None
 
 
 class GradientTracker:
@@ -247,7 +243,9 @@ class GradientTracker:
             elif len(self._accumulated) < len(self._parameters):
                 averaged = [self._parameters[each] for each in self._accumulated]
             for each in averaged:
-                record(each, None)
+                gradient = each.grad
+                if gradient is not None:
+                    origins[id(each)] = ref(gradient), None
         return not self._is_averaging
 
     def _unused_parameters_error(self) -> SyncError:

@@ -213,10 +213,10 @@ class _StepWatch:
             origin = origins.get(id(parameter))
             if is_assigned or origin is None:
                 suspects.append(_Suspect(name, parameter, reason))
-            elif origin.gradient() is not gradient:
-                suspects.append(_Suspect(name, parameter, REPLACED if origin.reason is None else ASSIGNED))
-            elif origin.reason is not None or is_sampled:
-                suspects.append(_Suspect(name, parameter, origin.reason))
+            elif origin[0]() is not gradient:
+                suspects.append(_Suspect(name, parameter, REPLACED if origin[1] is None else ASSIGNED))
+            elif origin[1] is not None or is_sampled:
+                suspects.append(_Suspect(name, parameter, origin[1]))
         self._compare(optimizer, suspects)
 
     def _left_suspects(self, optimizer: torch.optim.Optimizer) -> list[_Suspect]:
@@ -274,9 +274,9 @@ def claim_gradients(model: nn.Module) -> None:
 def leave_gradients(model: nn.Module) -> None:
     """Watch the gradients of a model that its engine has not averaged, at the end of its block."""
     for name, parameter in model.named_parameters():
-        origin = origins.pop(id(parameter), None)
-        if origin is not None and origin.reason is not None and origin.gradient() is parameter.grad:
-            _watch.leave(parameter, f"{name} of {type(model).__name__}", origin.reason)
+        gradient, reason = origins.pop(id(parameter), (None, None))
+        if gradient is not None and reason is not None and gradient() is parameter.grad:
+            _watch.leave(parameter, f"{name} of {type(model).__name__}", reason)
     _watch.end_block()
 
 
