@@ -95,7 +95,9 @@ def _replace(optimizer: Any, replacements: Mapping[int, Any], *, to_shards: bool
         group["params"][:] = [replacements.get(id(each), each) for each in group["params"]]
     state = optimizer.state
     targets = {id(each): each for each in replacements.values()}
-    for each in [each for each in state if id(each) in replacements or id(each) in targets]:
+    position = {key: index for index, keys in enumerate(zip(replacements, targets, strict=True)) for key in keys}
+    # In the same order on all ranks, for the collectives: groups made of a set have another order on each rank.
+    for each in sorted((each for each in state if id(each) in position), key=lambda each: position[id(each)]):
         target = replacements.get(id(each), each)
         convert = functools.partial(convert_state_entry, parameter=target, like=target if to_shards else None)
         state[target] = map_leaves(convert, state.pop(each))

@@ -188,7 +188,9 @@ class _StepWatch:
         if not any(id(each) in model_of for each in plan.held):
             return
         routed_ids = routed_parameter_ids()
-        for each in plan.held:
+        position = {key: index for index, key in enumerate(model_of)}
+        # In the models' order: the parameters of an optimizer that was given a set have another order on each rank.
+        for each in sorted(plan.held, key=lambda each: position.get(id(each), len(position))):
             full_name, name, tracker = model_of.get(id(each), ("", "", None))
             if tracker is not None:
                 plan.checked.append((full_name, each, ASSIGNED if tracker.averages(name) else UNFROZEN))

@@ -28,7 +28,7 @@ def live_optimizers(parameters: Iterable[torch.Tensor], *, also: Iterable[Any] =
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     keys: dict[int, tuple[Any, ...]] = {}
     for each in (*also, *found):
-        held = [index[id(one)] for one in _held_by(each) if id(one) in index]
+        held = sorted(index[id(one)] for one in _held_by(each) if id(one) in index)
         if held:
             keys[id(each)] = (held, type(each).__qualname__, _signature(each), each)
     return [key[-1] for key in sorted(keys.values(), key=lambda key: key[:-1])]
