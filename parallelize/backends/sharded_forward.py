@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.torch_version import TorchVersion
 
 from parallelize.backends.sharded_arithmetic import semantics
 from parallelize.cluster.world import World
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Inner
+from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.gradients import is_in_backward
 from parallelize.runtime.process_group import default_store
 
@@ -76,10 +78,28 @@ class ShardedForward(nn.Module):
             self.call_depth += 1
             try:
                 with _no_grad_for_inference_mode():
-                    return self.__dict__["inner"](*args, **kwargs)
+                    return self._call_inner(*args, **kwargs)
             finally:
                 self.call_depth -= 1
                 self._register_gathered()
+
+    def _call_inner(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the root of fully_shard, which finds no tensors in dataclasses before torch 2.13: it gets a list."""
+        inner: nn.Module = self.__dict__["inner"]
+        if TorchVersion(torch.__version__) >= "2.13":
+            return inner(*args, **kwargs)
+        outputs: list[Any] = []
+
+        def flatten(_module: nn.Module, _args: Any, output: Any) -> list[Any]:
+            outputs.append(output)
+            return list(leaves(output))
+
+        handle = inner.register_forward_hook(flatten, prepend=True)
+        try:
+            hooked = iter(inner(*args, **kwargs))
+        finally:
+            handle.remove()
+        return map_leaves(lambda _: next(hooked), outputs[-1])
 
     def _free_outdated(self) -> None:
         """Free parameters that are still gathered from a forward before their shards were last changed."""
