@@ -9,7 +9,7 @@ from torch import nn
 from parallelize.errors import ConfigError
 from parallelize.runtime import differentiable
 
-__all__ = ["broadcast_from_rank_0", "refuse_unbroadcastable"]
+__all__ = ["broadcast_buffers", "broadcast_from_rank_0", "refuse_unbroadcastable"]
 
 
 def refuse_unbroadcastable(model: nn.Module, *, accepts_expanded: bool) -> None:
@@ -51,3 +51,15 @@ def broadcast_from_rank_0(tensors: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for work in [dist.broadcast(tensor.detach(), src=0, async_op=True) for tensor in tensors]:
             work.wait()
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Overwrite a module's buffers with rank 0's values, in place; one collective per dtype."""
+    buffers_of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for each in module.buffers():
+        buffers_of_dtype.setdefault(each.dtype, []).append(each.detach())
+    for buffers in buffers_of_dtype.values():
+        joined = torch.cat([each.reshape(-1) for each in buffers])
+        dist.broadcast(joined, src=0)
+        for each, values in zip(buffers, torch.split(joined, [each.numel() for each in buffers]), strict=True):
+            each.copy_(values.view_as(each))

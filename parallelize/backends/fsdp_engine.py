@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from parallelize.backends.broadcast import broadcast_from_rank_0, refuse_unbroadcastable
+from parallelize.backends.broadcast import broadcast_buffers, broadcast_from_rank_0, refuse_unbroadcastable
 from parallelize.backends.fsdp_options import FSDPOptions
 from parallelize.backends.fsdp_units import (
     find_units,
@@ -108,7 +108,7 @@ class FSDPEngine(Engine):
             fsdp_params=self._guard.fsdp_params,
             roll_call_s=options.roll_call_s,
             world=world,
-            before=self._guard.before_forward,
+            before=self._before_forward,
         )
         self.local = self.module = forward
         self._exit_stack = contextlib.ExitStack()
@@ -156,6 +156,8 @@ class FSDPEngine(Engine):
             # The last forward may have left unsharded parameters registered.
             module._parameters[name] = self._shards[id(original)]
         self._remove_fully_shard()
+        if self._options.broadcast_buffers and not failed:
+            broadcast_buffers(self._inner.model)
         if failed or not self._restore:
             self._optimizers.close(restored=False)
             _mark_as_sharded(self._inner.model, failed=failed)
@@ -168,6 +170,11 @@ class FSDPEngine(Engine):
             module._parameters[name] = original
         self._optimizers.close(restored=True)
         self._guard.close()
+
+    def _before_forward(self) -> None:
+        self._guard.before_forward()
+        if self._options.broadcast_buffers and self._inner.model.training and torch.is_grad_enabled():
+            broadcast_buffers(self._inner.model)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers.before_step(optimizer)

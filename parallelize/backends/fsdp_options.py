@@ -38,6 +38,8 @@ class FSDPOptions(Backend):
             own dtypes, or those that `amp=` needs.
         full_state_dict: whether the model's `state_dict()` gathers full tensors, so that all ranks have to call it;
             False: it returns each rank's shards. `parallelize.save` writes shards in both cases.
+        broadcast_buffers: broadcast rank 0's buffers (batch norm's running statistics) before each training forward and
+            after the block.
         roll_call_s: timeout in seconds within which all ranks must begin the first forward without gradients after a
             training step; 0: no timeout.
 
@@ -50,6 +52,7 @@ class FSDPOptions(Backend):
     cpu_offload: bool = False
     mixed_precision: MixedPrecisionPolicy | None = None
     full_state_dict: bool = False
+    broadcast_buffers: bool = True
     roll_call_s: float = 60.0
 
     def ranks_per_copy(self, world: World) -> int:

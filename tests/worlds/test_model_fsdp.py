@@ -501,7 +501,7 @@ def test_clipping_and_accumulation_use_full_gradients() -> None:
             (model(batch_of(rank(), 1)).square().mean() / 2).backward()
             norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
-            total_norm = norm.full_tensor().item()
+            total_norm = norm.item()
         return total_norm, model.state_dict()
 
     model = seeded()
@@ -529,3 +529,23 @@ def test_a_block_can_follow_a_block() -> None:
         return model.state_dict()
 
     assert_close(run(), train_in_one_process(steps=3))
+
+
+@pytest.mark.parametrize("broadcasts", [True, False])
+def test_buffers_are_those_of_rank_0(broadcasts: bool) -> None:
+    """As under ddp, running statistics are rank 0's before each training forward and after the block."""
+
+    @distributed(processes=WORLD)
+    def run() -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with parallel_model(model, backend=FSDPBackend(broadcast_buffers=broadcasts)):
+            for step in range(3):
+                optimizer.zero_grad()
+                model(torch.full((2, 4), 1.0 + step + rank())).sum().backward()
+                optimizer.step()
+        return dict(model[1].named_buffers())
+
+    first, second = run.all_ranks()
+    assert first["num_batches_tracked"] == second["num_batches_tracked"] == 3
+    assert torch.equal(first["running_mean"], second["running_mean"]) is broadcasts
