@@ -267,7 +267,8 @@ def _ddp_errors_explained() -> Iterator[None]:
             "backward computes the gradient of a parameter a second time, while the ranks average the first one",
             why="after a forward, each gradient is averaged once: the second came from another backward through layers "
             "that both losses share, or from a reentrant checkpoint",
-            fix="call backward once, on the sum of the losses; use torch.utils.checkpoint with use_reentrant=False",
+            fix="call backward once, on the sum of the losses; use torch.utils.checkpoint with use_reentrant=False; "
+            "for gradient surgery assign the all_reduce of what torch.autograd.grad returns to p.grad",
         ) from error
 
 

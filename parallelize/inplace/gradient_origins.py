@@ -74,7 +74,7 @@ AFTER_BLOCK = Reason(
 BYPASSED = Reason(
     "it was computed from this rank's batch alone: a submodule or a method other than forward was called, the model "
     "was used functionally, or backward ran more often than the model's forward",
-    "call the model itself; name other methods, as in parallel_model(model, methods=['encode']); for several "
+    "call the model itself; name the methods that compute it in parallel_model(model, methods=[...]); for several "
     f"forwards call backward once, on the sum of their losses; or {_AVERAGE}",
 )
 CHANGED = Reason(

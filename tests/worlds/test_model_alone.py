@@ -405,7 +405,7 @@ def test_the_engine_is_freed_with_the_block() -> None:
         with parallel_model(model):
             model(torch.ones(2, 6)).mean().backward()
             route: Any = route_of(model)
-            engine = weakref.ref(route.handler._engine.module)
+            engine = weakref.ref(route.handler._engines.active.module)
             del route
         assert engine() is None
 

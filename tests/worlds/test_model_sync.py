@@ -94,7 +94,7 @@ def test_a_gradient_that_bypasses_the_engine_is_refused(name: str) -> None:
     for message, unchanged in train.all_ranks():
         assert "is not averaged over the ranks" in message
         assert "head.weight of Mlp" in message if name == "parameter" else "encoder.weight of Mlp" in message
-        assert "methods=['encode']" in message
+        assert "methods=[...]" in message
         assert unchanged
 
 
