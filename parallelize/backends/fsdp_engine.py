@@ -30,6 +30,7 @@ from parallelize.backends.fsdp_units import (
     refuse_sparse_gradients,
     refuse_tied_parameters,
 )
+from parallelize.backends.replicated_scalars import averaged_gradients, scalar_parameters
 from parallelize.backends.sharded_arithmetic import semantics
 from parallelize.backends.sharded_copies import copies_of_modules, is_engine_hook
 from parallelize.backends.sharded_forward import ShardedForward, refuse_submodule_calls
@@ -90,7 +91,7 @@ class FSDPEngine(Engine):
             (module, name, parameter)
             for module in model.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None
+            if parameter is not None and parameter.ndim
         ]
         self._originals = {id(original): original for _, _, original in self._registrations}
         self._attributes_before = {module: frozenset(module.__dict__) for module in model.modules()}
@@ -118,6 +119,7 @@ class FSDPEngine(Engine):
         before_step, after_step = semantics.without(self._before_step), semantics.without(self._guard.after_step)
         self._exit_stack.callback(register_optimizer_step_pre_hook(before_step).remove)
         self._exit_stack.callback(register_optimizer_step_post_hook(after_step).remove)
+        self._exit_stack.enter_context(averaged_gradients(scalar_parameters(model)))
         self._exit_stack.enter_context(self._optimizers.convert_new_groups())
         self._exit_stack.enter_context(refuse_submodule_calls(model, forward))
         self._exit_stack.enter_context(full_state_dicts(model, saves_full=self._options.full_state_dict))
@@ -231,6 +233,7 @@ def _fully_shard(options: FSDPOptions, inner: Inner, *, units: Sequence[nn.Modul
     policy, fp32_policy = _policies(options, inner)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
     fp32_modules = _fp32_modules(options, inner)
+    scalars = set(scalar_parameters(inner))
     for module in (*fp32_modules, *(each for each in units if each not in fp32_modules), inner):
         fully_shard(
             module,
@@ -238,6 +241,7 @@ def _fully_shard(options: FSDPOptions, inner: Inner, *, units: Sequence[nn.Modul
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=fp32_policy if fp32_policy is not None and module in fp32_modules else policy,
             offload_policy=offload,
+            ignored_params=scalars,
         )
 
 

@@ -16,6 +16,7 @@ class Kind(enum.Enum):
     ELEMENTWISE = enum.auto()  # each element of the result needs only the elements of its place
     REDUCTION = enum.auto()  # one number
     RANDOM = enum.auto()  # random numbers in the shape of the first tensor
+    NEW = enum.auto()  # a new tensor of a given size, with the first tensor's dtype and device
     METADATA = enum.auto()  # reads no element, or does what DTensor does
     GRADIENT = enum.auto()  # takes the leaves of a graph
     GET = enum.auto()  # reads an attribute
@@ -44,11 +45,13 @@ sum mean norm linalg_vector_norm vector_norm amax amin max min any all _foreach_
 _RANDOM = """
 rand_like randn_like randint_like normal_ uniform_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_
 """
+_NEW = """
+new_empty new_zeros new_ones new_full new_tensor new_empty_strided
+"""
 _METADATA = """
 size dim ndimension numel nelement element_size stride is_contiguous storage_offset __len__ is_floating_point
 is_complex is_signed requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad detach get_device
-is_same_size __hash__ is_inference result_type empty_like zeros_like ones_like full_like new_empty new_zeros new_ones
-new_full is_shared _is_view _has_compatible_shallow_copy_type is_tensor is_pinned dim_order
+is_same_size __hash__ is_inference result_type empty_like zeros_like ones_like full_like is_shared _is_view _has_compatible_shallow_copy_type is_tensor is_pinned dim_order
 """
 _STORAGE = """
 numpy __array__ data_ptr untyped_storage storage __dlpack__ share_memory_ __cuda_array_interface__
@@ -64,6 +67,7 @@ KINDS: Mapping[Kind, frozenset[str]] = {
     Kind.ELEMENTWISE: frozenset({*_ELEMENTWISE.split(), *(f"{name}_" for name in _ELEMENTWISE.split())}),
     Kind.REDUCTION: frozenset(_REDUCTION.split()),
     Kind.RANDOM: frozenset(_RANDOM.split()),
+    Kind.NEW: frozenset(_NEW.split()),
     Kind.METADATA: frozenset(_METADATA.split()),
     Kind.GRADIENT: frozenset({"grad", "backward"}),
     Kind.GET: frozenset({"__get__"}),

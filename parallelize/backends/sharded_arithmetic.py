@@ -67,6 +67,8 @@ class FullTensorSemantics(TorchFunctionMode):
         if kind is Kind.GRADIENT:
             return self._differentiate(func, args, dict(kwargs))
         args, kwargs = map_tensors(self._without_form, args), map_tensors(self._without_form, kwargs)
+        if kind is Kind.NEW:
+            return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
         if kind is Kind.METADATA:
             return func(*args, **kwargs)
         return ShardedCall(self, func, args, kwargs).run(kind)

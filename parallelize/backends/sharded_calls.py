@@ -43,6 +43,10 @@ class ShardedCall:
         if self._is_in_place:
             self._mode.num_writes += 1
         result: Any = NotImplemented
+        if kind is Kind.ELEMENTWISE or kind is Kind.REDUCTION:
+            result = self._run_separately(kind)
+        if result is not NotImplemented:
+            return result
         if kind is Kind.ELEMENTWISE:
             result = self._run_on_shards()
         elif kind is Kind.REDUCTION:
@@ -50,6 +54,29 @@ class ShardedCall:
         elif kind is Kind.RANDOM:
             result = self._draw()
         return self._run_on_full() if result is NotImplemented else result
+
+    def _run_separately(self, kind: Kind) -> Any:
+        """Run torch._foreach_* on the rows with shards and on those without, which DTensor does not accept together."""
+        lists = [index for index, each in enumerate(self._args) if _is_list_of_tensors(each)]
+        if not lists or any(_is_list_of_tensors(each) for each in self._kwargs.values()):
+            return NotImplemented
+        rows = list(zip(*(self._args[index] for index in lists), strict=True))
+        is_plain = [all(type(each) in PLAIN and not self._followed.find(each) for each in row) for row in rows]
+        if len(set(is_plain)) < 2:
+            return NotImplemented
+        parts = {}
+        for plain in (True, False):
+            args = [
+                [value for value, each in zip(arg, is_plain, strict=True) if each is plain]
+                if isinstance(arg, (list, tuple)) and len(arg) == len(rows)
+                else arg
+                for arg in self._args
+            ]
+            call = self._func if plain else ShardedCall(self._mode, self._func, args, self._kwargs).run
+            parts[plain] = iter((call(*args, **self._kwargs) if plain else call(kind)) or ())
+        if self._is_in_place:
+            return None
+        return [next(parts[each]) for each in is_plain]
 
     def _run_on_shards(self) -> Any:
         """Run an element-wise function on this rank's slices; NotImplemented if it needs the full tensors."""
