@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from parallelize.errors import ConfigError
 from parallelize.runtime import differentiable
 
-__all__ = ["broadcast_buffers", "broadcast_from_rank_0", "refuse_unbroadcastable"]
+__all__ = ["RegisteredBuffers", "broadcast_from_rank_0", "refuse_unbroadcastable"]
 
 
 def refuse_unbroadcastable(model: nn.Module, *, accepts_expanded: bool) -> None:
@@ -41,7 +43,7 @@ def _obstacle(x: torch.Tensor, *, accepts_expanded: bool) -> tuple[str, str] | N
         return f"is {x.dtype}", "use int32, int64 or a float type of 16 bits or more"
     if x.is_conj():
         return "is a conjugate view", "use resolve_conj()"
-    if not accepts_expanded and any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
+    if not accepts_expanded and _is_expanded(x):
         return "is expanded: its elements share memory", "use contiguous()"
     return None
 
@@ -53,13 +55,33 @@ def broadcast_from_rank_0(tensors: list[torch.Tensor]) -> None:
             work.wait()
 
 
-def broadcast_buffers(module: nn.Module) -> None:
-    """Overwrite a module's buffers with rank 0's values, in place; one collective per dtype."""
-    buffers_of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for each in module.buffers():
-        buffers_of_dtype.setdefault(each.dtype, []).append(each.detach())
-    for buffers in buffers_of_dtype.values():
-        joined = torch.cat([each.reshape(-1) for each in buffers])
-        dist.broadcast(joined, src=0)
-        for each, values in zip(buffers, torch.split(joined, [each.numel() for each in buffers]), strict=True):
-            each.copy_(values.view_as(each))
+class RegisteredBuffers:
+    """The buffers that a model has registered, such as batch norm's running statistics.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._registrations = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+
+    def broadcast(self) -> None:
+        """Overwrite the buffers with rank 0's; one collective per dtype and device."""
+        buffers = [registered.get(name) for registered, name in self._registrations]
+        unique = {id(each): each for each in buffers if each is not None and not _is_expanded(each)}
+        with torch.no_grad():
+            for _, group in itertools.groupby(sorted(unique.values(), key=_kind), key=_kind):
+                tensors = [each.detach() for each in group]
+                flat = torch.cat([each.flatten() for each in tensors])
+                dist.broadcast(flat, src=0)
+                values = flat.split([each.numel() for each in tensors])
+                for each, value in zip(tensors, values, strict=True):
+                    each.copy_(value.view(each.shape))
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tensor.device}"
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from parallelize.backends.broadcast import broadcast_buffers, broadcast_from_rank_0, refuse_unbroadcastable
+from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0, refuse_unbroadcastable
 from parallelize.backends.fsdp_options import FSDPOptions
 from parallelize.backends.fsdp_units import (
     find_units,
@@ -103,6 +103,7 @@ class FSDPEngine(Engine):
         }
         self._optimizers = ShardedOptimizers(self._originals, self._shards, given=optimizers)
         self._free_originals()
+        self._buffers = RegisteredBuffers(model)
         self._guard = ShardedParameterGuard(model, root=inner, registrations=self._registrations, shards=self._shards)
         forward = ShardedForward(
             inner,
@@ -158,12 +159,12 @@ class FSDPEngine(Engine):
             # The last forward may have left unsharded parameters registered.
             module._parameters[name] = self._shards[id(original)]
         self._remove_fully_shard()
-        if self._options.broadcast_buffers and not failed:
-            broadcast_buffers(self._inner.model)
         if failed or not self._restore:
             self._optimizers.close(restored=False)
             _mark_as_sharded(self._inner.model, failed=failed)
             return
+        if self._options.broadcast_buffers:
+            self._buffers.broadcast()
         for original in self._originals.values():
             sharded = self._shards[id(original)]
             original.data = full_tensor(sharded)
@@ -175,8 +176,8 @@ class FSDPEngine(Engine):
 
     def _before_forward(self) -> None:
         self._guard.before_forward()
-        if self._options.broadcast_buffers and self._inner.model.training and torch.is_grad_enabled():
-            broadcast_buffers(self._inner.model)
+        if self._options.broadcast_buffers and torch.is_grad_enabled() and self._inner.model.training:
+            self._buffers.broadcast()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers.before_step(optimizer)
