@@ -29,6 +29,7 @@ from parallelize.inplace.same_data import same_data_check
 from parallelize.inplace.shared_parameters import averaged, find_shared_parameters
 from parallelize.plugins import registry
 from parallelize.plugins.base import Engine, Inner, LocalEngine, Precision, Session
+from parallelize.precision.torch_compile import exclude_package
 from parallelize.runtime import context
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.startup_summary import StartupSummary
@@ -125,6 +126,8 @@ def parallel_model(
         if run.config.wrap is not None or not run.config.backend.places_model:
             for model in models:
                 model.to(run.device)
+        if run.config.backend.shards_gradients:
+            exclude_package()  # the code around a sharded forward cannot be part of a graph
         session = stack.enter_context(_open_precision(run, models, given_optimizers))
         build = _engine_factory(run, optimizers=given_optimizers, restore=restore, average=average)
         summary, averaging = StartupSummary(run), GradientAverage(average, run=run)
