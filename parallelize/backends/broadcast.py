@@ -74,7 +74,7 @@ class RegisteredBuffers:
                 tensors = [each.detach() for each in group]
                 flat = torch.cat([each.flatten() for each in tensors])
                 dist.broadcast(flat, src=0)
-                values = flat.split([each.numel() for each in tensors])
+                values = torch.split(flat, [each.numel() for each in tensors])
                 for each, value in zip(tensors, values, strict=True):
                     each.copy_(value.view(each.shape))
 

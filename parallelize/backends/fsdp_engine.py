@@ -126,7 +126,12 @@ class FSDPEngine(Engine):
         self._exit_stack.enter_context(full_state_dicts(model, saves_full=self._options.full_state_dict))
         self._exit_stack.enter_context(copies_of_modules(model, semantics=semantics, device=device))
         self._exit_stack.enter_context(
-            semantics.active(self._originals.values(), shards=self._shards, wait=forward.wait_to_read_copies)
+            semantics.active(
+                self._originals.values(),
+                shards=self._shards,
+                wait=forward.wait_to_read_copies,
+                keep_gathered=forward.keep_gathered,
+            )
         )
 
     @override

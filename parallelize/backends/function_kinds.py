@@ -51,7 +51,8 @@ new_empty new_zeros new_ones new_full new_tensor new_empty_strided
 _METADATA = """
 size dim ndimension numel nelement element_size stride is_contiguous storage_offset __len__ is_floating_point
 is_complex is_signed requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad detach get_device
-is_same_size __hash__ is_inference result_type empty_like zeros_like ones_like full_like is_shared _is_view _has_compatible_shallow_copy_type is_tensor is_pinned dim_order
+is_same_size __hash__ is_inference result_type empty_like zeros_like ones_like full_like is_shared
+_is_view _has_compatible_shallow_copy_type is_tensor is_pinned dim_order
 """
 _STORAGE = """
 numpy __array__ data_ptr untyped_storage storage __dlpack__ share_memory_ __cuda_array_interface__

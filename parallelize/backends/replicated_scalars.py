@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,8 @@ def averaged_gradients(scalars: Iterable[nn.Parameter]) -> Iterator[None]:
             averaged = _average(gradient.detach())
             each.grad = None if each.grad is None else averaged
         is_trained = each.requires_grad
-        handles.append(each.requires_grad_().register_hook(_average))  # frozen parameters accept no hooks
+        hooked: Any = each.requires_grad_()  # frozen parameters accept no hooks
+        handles.append(hooked.register_hook(_average))
         each.requires_grad_(is_trained)
     try:
         yield

@@ -42,6 +42,7 @@ class FullTensorSemantics(TorchFunctionMode):
     def __init__(self) -> None:
         self.forms: dict[int, tuple[Any, Any]] = {}
         self._gathered: dict[int, tuple[torch.Tensor | None, ...]] = {}  # id of a shard -> what stands for it
+        self._keep_gathered: dict[int, Callable[[], None]] = {}
         self.followed = FollowedTensors()
         self.num_writes = 0
 
@@ -55,6 +56,9 @@ class FullTensorSemantics(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or _NONE
+        if kwargs.get("create_graph") and kind_of(func) is Kind.GRADIENT:
+            for keep_gathered in self._keep_gathered.values():
+                keep_gathered()
         if torch.compiler.is_compiling() or not (
             self._concerns(args) or (kwargs is not _NONE and self._concerns(kwargs.values()))
         ):
@@ -148,7 +152,12 @@ class FullTensorSemantics(TorchFunctionMode):
 
     @contextlib.contextmanager
     def active(
-        self, originals: Iterable[torch.Tensor], *, shards: Mapping[int, Any], wait: Callable[[], None]
+        self,
+        originals: Iterable[torch.Tensor],
+        *,
+        shards: Mapping[int, Any],
+        wait: Callable[[], None],
+        keep_gathered: Callable[[], None],
     ) -> Iterator[None]:
         """Give the shards of one model full-tensor semantics inside the context.
 
@@ -156,15 +165,18 @@ class FullTensorSemantics(TorchFunctionMode):
             originals: the parameters from before the block.
             shards: id of an original -> its shard.
             wait: returns when all ranks have called it; called before copies are gathered.
+            keep_gathered: called before a backward whose own graph will have a backward.
         """
         forms = {id(each): (each, shards[id(each)]) for each in originals}
         if not self.forms:
             self._install()
             self.followed.before_gather = wait
         self.forms.update(forms)
+        self._keep_gathered[id(shards)] = keep_gathered
         try:
             yield
         finally:
+            del self._keep_gathered[id(shards)]
             is_of_model = set(map(id, shards.values()))
             self.forms = {key: each for key, each in self.forms.items() if id(each[1]) not in is_of_model}
             self._gathered = {key: each for key, each in self._gathered.items() if key not in is_of_model}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from parallelize.backends.function_kinds import EXPORTS, KINDS, Kind, is_in_place
 from parallelize.backends.sharded_copies import FollowedTensor
-from parallelize.backends.sharded_tensors import full_tensor, shard
+from parallelize.backends.sharded_tensors import Gather, WithShardedGradient, full_tensor, shard
 
 __all__ = ["PLAIN", "ShardedCall", "map_tensors"]
 
@@ -42,9 +44,7 @@ class ShardedCall:
         """Return the result, on this rank's shards if `kind` allows."""
         if self._is_in_place:
             self._mode.num_writes += 1
-        result: Any = NotImplemented
-        if kind is Kind.ELEMENTWISE or kind is Kind.REDUCTION:
-            result = self._run_separately(kind)
+        result = self._run_separately(kind)
         if result is not NotImplemented:
             return result
         if kind is Kind.ELEMENTWISE:
@@ -57,26 +57,28 @@ class ShardedCall:
 
     def _run_separately(self, kind: Kind) -> Any:
         """Run torch._foreach_* on the rows with shards and on those without, which DTensor does not accept together."""
-        lists = [index for index, each in enumerate(self._args) if _is_list_of_tensors(each)]
-        if not lists or any(_is_list_of_tensors(each) for each in self._kwargs.values()):
+        lists = [each for each in self._args if _is_list_of_tensors(each)]
+        if kind not in (Kind.ELEMENTWISE, Kind.REDUCTION) or not lists:
             return NotImplemented
-        rows = list(zip(*(self._args[index] for index in lists), strict=True))
-        is_plain = [all(type(each) in PLAIN and not self._followed.find(each) for each in row) for row in rows]
+        is_plain = [
+            all(type(each) in PLAIN and not self._followed.find(each) for each in row)
+            for row in zip(*lists, strict=True)
+        ]
         if len(set(is_plain)) < 2:
             return NotImplemented
-        parts = {}
+        results = {}
         for plain in (True, False):
             args = [
-                [value for value, each in zip(arg, is_plain, strict=True) if each is plain]
-                if isinstance(arg, (list, tuple)) and len(arg) == len(rows)
-                else arg
-                for arg in self._args
+                list(itertools.compress(each, [mark is plain for mark in is_plain]))
+                if isinstance(each, (list, tuple)) and len(each) == len(is_plain)
+                else each
+                for each in self._args
             ]
-            call = self._func if plain else ShardedCall(self._mode, self._func, args, self._kwargs).run
-            parts[plain] = iter((call(*args, **self._kwargs) if plain else call(kind)) or ())
-        if self._is_in_place:
-            return None
-        return [next(parts[each]) for each in is_plain]
+            run = functools.partial(self._func, *args, **self._kwargs)
+            if not plain:
+                run = functools.partial(ShardedCall(self._mode, self._func, args, self._kwargs).run, kind)
+            results[plain] = iter(run() or ())
+        return None if self._is_in_place else [next(results[plain]) for plain in is_plain]
 
     def _run_on_shards(self) -> Any:
         """Run an element-wise function on this rank's slices; NotImplemented if it needs the full tensors."""
@@ -157,7 +159,7 @@ class ShardedCall:
         return value if value.ndim == 0 else _slice_like(value, like)
 
     def _leaf(self, sharded: Any) -> Any:
-        track: Any = _WithShardedGradient.apply
+        track: Any = WithShardedGradient.apply
         return track(sharded) if self._is_differentiable([sharded]) and not self._is_in_place else sharded
 
     def _whole_copy(self, value: Any) -> FollowedTensor | None:
@@ -242,7 +244,7 @@ class ShardedCall:
         return value
 
     def _plain(self, value: Any) -> Any:
-        gather: Any = _Gather.apply
+        gather: Any = Gather.apply
         return gather(value) if self._is_differentiable([value]) else full_tensor(value)
 
     def _write_back(self, value: Any) -> None:
@@ -263,36 +265,6 @@ class ShardedCall:
             if value.untyped_storage()._cdata == full.untyped_storage()._cdata:
                 self._followed.follow(full, sharded.detach(), is_view=True)
         return value
-
-
-class _Gather(torch.autograd.Function):
-    """Gathers a shard, or a partial sum; backward averages the ranks' gradients, as for any parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Any) -> torch.Tensor:
-        ctx.mesh, ctx.placements = value.device_mesh, value.placements
-        full = full_tensor(value)
-        return full.clone() if full is value else full
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        mesh = ctx.mesh
-        partial = DTensor.from_local(gradient / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
-        placements = [Replicate() if each.is_partial() else each for each in ctx.placements]
-        return partial.redistribute(mesh, placements)
-
-
-class _WithShardedGradient(torch.autograd.Function):
-    """Returns a shard; backward gives it a gradient with its own placements, for which DTensor may choose others."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Any) -> Any:
-        ctx.mesh, ctx.placements = value.device_mesh, value.placements
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient.redistribute(ctx.mesh, ctx.placements)
 
 
 def _slice_like(value: torch.Tensor, like: Any) -> DTensor:

@@ -56,7 +56,7 @@ class ShardedForward(nn.Module):
         self._world = world
         self._instance_id = next(_instance_ids)
         self._roll_calls = itertools.count()
-        self._has_trained = True
+        self._has_trained = self._reshards_after_backward = True
         self._num_writes = 0
         self._fsdp_params = fsdp_params
         self.call_depth = 0  # number of the model's forwards that are running, nested ones included
@@ -105,9 +105,19 @@ class ShardedForward(nn.Module):
         """Free parameters that are still gathered from a forward before their shards were last changed."""
         if self.call_depth == 0 and self._num_writes != semantics.num_writes:
             self._num_writes = semantics.num_writes
+            self._set_reshard_after_backward(to=True)
             for module in self.__dict__["inner"].modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+    def keep_gathered(self) -> None:
+        """Keep parameters gathered after backward, until the next forward after a step."""
+        self._set_reshard_after_backward(to=False)
+
+    def _set_reshard_after_backward(self, *, to: bool) -> None:
+        if to is not self._reshards_after_backward:
+            self._reshards_after_backward = to
+            self.__dict__["inner"].set_reshard_after_backward(to)
 
     def _register_gathered(self) -> None:
         for fsdp_param in self._fsdp_params:
@@ -122,6 +132,16 @@ class ShardedForward(nn.Module):
             why="under fsdp each rank holds a slice of the copy, and all slices are gathered when it is read",
             fix="run or save it on all ranks, without `if rank == 0`, or after the block",
         )
+
+    def wait_to_call_submodules(self) -> None:
+        """Wait until all ranks call a submodule, whose parameters are gathered for each operation."""
+        if self._has_trained:
+            self._wait_for_all_ranks(
+                "call a submodule without gradients",
+                why="under fsdp every use of parameters gathers them from all ranks",
+                fix="evaluate on all ranks, without `if rank == 0`, or after the block",
+            )
+            self._has_trained = False
 
     def _wait_for_all_ranks(self, action: str, *, why: str, fix: str) -> None:
         """Wait until all ranks do the same: one rank alone would block forever in its first all-gather."""
@@ -163,20 +183,25 @@ def _running_method(model: nn.Module) -> str | None:
 
 @contextlib.contextmanager
 def refuse_submodule_calls(model: nn.Module, sharded_forward: ShardedForward) -> Iterator[None]:
-    """Raise an error, inside the context, if a submodule is called outside of a forward of the model."""
+    """Refuse calls of submodules outside of forwards of the model, inside the context, except without gradients."""
 
     def build_hook(name: str) -> Any:
-        def refuse(_module: nn.Module, _args: Any) -> None:
+        def refuse(module: nn.Module, _args: Any) -> None:
             # Activation checkpointing recomputes submodules inside backward.
-            if sharded_forward.call_depth == 0 and not is_in_backward():
-                method = _running_method(model)
-                by = "directly, not through the model" if method is None else f"by {method}, which is not in methods="
-                way = "" if method is None else f", or name the method: parallel_model(model, methods=[{method!r}])"
-                raise SyncError(
-                    f"{name} of {type(model).__name__} was called {by}",
-                    why="its parameters are sharded, and only a call of the model gathers them",
-                    fix=f"call the model itself{way}",
-                )
+            if sharded_forward.call_depth > 0 or is_in_backward():
+                return
+            if not torch.is_grad_enabled() and not any(isinstance(each, FSDPModule) for each in module.modules()):
+                with semantics.suspended():
+                    sharded_forward.wait_to_call_submodules()
+                return
+            method = _running_method(model)
+            by = "directly, not through the model" if method is None else f"by {method}, which is not in methods="
+            way = "" if method is None else f", or name the method: parallel_model(model, methods=[{method!r}])"
+            raise SyncError(
+                f"{name} of {type(model).__name__} was called {by}",
+                why="its parameters are sharded, and only a call of the model gathers them",
+                fix=f"call the model itself{way}",
+            )
 
         return refuse
 

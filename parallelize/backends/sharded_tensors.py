@@ -8,9 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-__all__ = ["convert_state_entry", "full_state_dicts", "full_tensor", "full_tensors", "shard"]
+__all__ = [
+    "Gather",
+    "WithShardedGradient",
+    "convert_state_entry",
+    "full_state_dicts",
+    "full_tensor",
+    "full_tensors",
+    "shard",
+]
 
 
 def convert_state_entry(value: Any, *, parameter: torch.Tensor, like: DTensor | None) -> Any:
@@ -82,3 +90,37 @@ def full_state_dicts(model: nn.Module, *, saves_full: bool) -> Iterator[None]:
             stack.callback(hooked.register_state_dict_post_hook(save).remove)
         stack.callback(hooked.register_load_state_dict_pre_hook(load).remove)
         yield
+
+
+class Gather(torch.autograd.Function):
+    """Gathers a shard, or a partial sum; backward averages the ranks' gradients, as for any parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any) -> torch.Tensor:
+        """Return the full tensor."""
+        ctx.mesh, ctx.placements = value.device_mesh, value.placements
+        full = full_tensor(value)
+        return full.clone() if full is value else full
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Return this rank's shard of the averaged gradient."""
+        mesh = ctx.mesh
+        partial = DTensor.from_local(gradient / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
+        placements = [Replicate() if each.is_partial() else each for each in ctx.placements]
+        return partial.redistribute(mesh, placements)
+
+
+class WithShardedGradient(torch.autograd.Function):
+    """Returns a shard; backward gives it a gradient with its own placements, for which DTensor may choose others."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any) -> Any:
+        """Return the shard."""
+        ctx.mesh, ctx.placements = value.device_mesh, value.placements
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        """Return the gradient with the shard's placements."""
+        return gradient.redistribute(ctx.mesh, ctx.placements)
