@@ -77,6 +77,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "torch.distributed.tensor.DTensor": {
         "_local_tensor": ("this rank's shard, without autograd", 'fp16 with backend="fsdp" fails'),
+        "_spec": ("lay out the result of an element-wise operation", 'optimizers with backend="fsdp" fail'),
     },
     "torch": {
         "_foreach_mul_": ("scale many gradients in one kernel", "fp16 fails"),

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from parallelize.backends.function_kinds import KINDS, Kind, kind_of
+from parallelize.backends.alike_shards import run_on_alike
+from parallelize.backends.function_kinds import KINDS, Kind, is_in_place, kind_of
 from parallelize.backends.sharded_calls import PLAIN, ShardedCall, map_tensors
 from parallelize.backends.sharded_copies import FollowedTensors, own_copy
 from parallelize.backends.sharded_tensors import full_tensor, shard
@@ -27,6 +28,8 @@ from parallelize.runtime import differentiable
 __all__ = ["FullTensorSemantics", "semantics"]
 
 _NESTED = (torch.Tensor, list, tuple)
+_VIEW_ATTRIBUTES = KINDS[Kind.VIEW_ATTRIBUTE]
+_LOCAL_KINDS = (Kind.GET, Kind.ELEMENTWISE, Kind.METADATA)
 _NONE: Mapping[str, Any] = {}
 
 
@@ -56,14 +59,17 @@ class FullTensorSemantics(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or _NONE
-        if kwargs.get("create_graph") and kind_of(func) is Kind.GRADIENT:
+        kind = kind_of(func)
+        result = self._run_on_alike(func, kind, args, kwargs) if kind in _LOCAL_KINDS and args else NotImplemented
+        if result is not NotImplemented:
+            return result
+        if kind is Kind.GRADIENT and kwargs.get("create_graph"):
             for keep_gathered in self._keep_gathered.values():
                 keep_gathered()
         if torch.compiler.is_compiling() or not (
             self._concerns(args) or (kwargs is not _NONE and self._concerns(kwargs.values()))
         ):
             return func(*args, **kwargs)
-        kind = kind_of(func)
         if kind is Kind.GET:
             return self._get(func, args[0])
         if kind is Kind.SET:
@@ -76,6 +82,22 @@ class FullTensorSemantics(TorchFunctionMode):
         if kind is Kind.METADATA:
             return func(*args, **kwargs)
         return ShardedCall(self, func, args, kwargs).run(kind)
+
+    def _run_on_alike(self, func: Any, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call in which all tensors are shards that are alike, which most calls of an optimizer's step are."""
+        first = args[0]
+        if type(first) is list and first and kind is Kind.ELEMENTWISE:
+            first = first[0]
+        if type(first) is not DTensor or id(first) in self.forms:
+            return NotImplemented
+        if kind is Kind.GET:
+            return NotImplemented if func.__self__.__name__ in _VIEW_ATTRIBUTES else func(first)
+        if kind is Kind.METADATA:
+            return func(first) if len(args) == 1 and not kwargs else NotImplemented
+        result = run_on_alike(func, args, kwargs, forms=self.forms, takes_scalars=not self.followed)
+        if result is not NotImplemented and is_in_place(func):
+            self.num_writes += 1
+        return result
 
     def _concerns(self, values: Any) -> bool:
         for each in values:
@@ -95,7 +117,7 @@ class FullTensorSemantics(TorchFunctionMode):
     def _get(self, func: Any, target: Any) -> Any:
         sharded = self.shard_of(target)
         name = func.__self__.__name__
-        if name in KINDS[Kind.VIEW_ATTRIBUTE]:
+        if name in _VIEW_ATTRIBUTES:
             return ShardedCall(self, func, (target if sharded is None else sharded,), _NONE).run(Kind.OTHER)
         return func(target if sharded is None else sharded)
 

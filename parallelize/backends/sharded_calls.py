@@ -204,9 +204,9 @@ class ShardedCall:
         first = tensors[0]
         if any(each.device_mesh != first.device_mesh or each.placements != first.placements for each in tensors):
             return NotImplemented
-        norms = self._func(*self._args, **self._kwargs)
-        local = torch.stack([each.to_local() for each in norms])
-        stacked = DTensor.from_local(local, first.device_mesh, norms[0].placements, run_check=False)
+        (norm,) = self._func([first], *orders)  # only for its placements, which depend on the order
+        local = torch.stack(self._func([each.to_local() for each in tensors], *orders))
+        stacked = DTensor.from_local(local, first.device_mesh, norm.placements, run_check=False)
         return list(full_tensor(stacked).unbind())
 
     def _draw(self) -> Any:

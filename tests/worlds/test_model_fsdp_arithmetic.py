@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -240,3 +243,55 @@ def test_the_mode_leaves_with_the_block() -> None:
         return torch._C._len_torch_function_stack()
 
     assert run() == 0
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_steps_are_bitwise_those_of_sharded_tensors(foreach: bool) -> None:
+    """Clipping and AdamW compute on local tensors what they compute without the mode, and count their writes."""
+
+    @distributed(processes=2, backend="fsdp")
+    def run(with_mode: bool) -> tuple[torch.Tensor, list[int]]:
+        from parallelize.backends.sharded_arithmetic import semantics
+
+        model = seeded()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1, foreach=foreach, amsgrad=True)
+        with parallel_model(model):
+            for step in range(3):
+                optimizer.zero_grad(set_to_none=False)
+                model(batch_of(step)).square().mean().backward()
+                with contextlib.nullcontext() if with_mode else semantics.suspended():
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    optimizer.step()
+            writes = [each.grad._version for each in model.parameters()]
+        return nn.utils.parameters_to_vector(model.parameters()).detach(), writes
+
+    expected, expected_writes = run(False)
+    found, writes = run(True)
+    assert torch.equal(found, expected)
+    assert all(map(operator.ge, writes, expected_writes))
+
+
+def test_element_wise_results_are_shards() -> None:
+    """Local results have the layout of their operands, for other dtypes, too; unequal layouts are exact."""
+
+    @distributed(processes=2, backend="fsdp")
+    @torch.no_grad()
+    def run() -> list[bool]:
+        with parallel_model(seeded()) as model:
+            weight, other = (layer.weight for layer in model.layers)
+            bias = model.layers[0].bias
+            full, full_other, full_bias = (each.full_tensor() for each in (weight, other, bias))
+            results = [
+                (weight * other + 1, full * full_other + 1),
+                (weight > other, full > full_other),
+                (weight.t().sqrt(), full.t().sqrt()),
+                (torch.where(weight > 0, weight, other), torch.where(full > 0, full, full_other)),
+                (torch.where(weight > 0)[0], torch.where(full > 0)[0]),
+                (weight + bias, full + full_bias),
+                (weight * torch.tensor(3.0), full * 3.0),
+                (torch._foreach_maximum([weight, bias], [other, bias])[0], torch.maximum(full, full_other)),
+            ]
+            gathered = [(one.full_tensor() if isinstance(one, DTensor) else one, two) for one, two in results]
+            return [torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in gathered]
+
+    assert run() == [True] * 8
