@@ -73,7 +73,8 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_base": ("distinguish views of a parameter from other tensors", 'backend="balanced" fails'),
         "_values": ("values of an uncoalesced sparse gradient", "sparse gradients fail under amp"),
         "_version": ("detect in-place writes to gradients and buffers", "local gradients are not detected"),
-        "_backward_hooks": ("hide scaled gradients from the user's hooks", "hooks see scaled gradients"),
+        "_backward_hooks": ("hide scaled gradients from the user's hooks, call them under fsdp", "hooks are bypassed"),
+        "_post_accumulate_grad_hooks": ("call the user's hooks of parameters under fsdp", "hooks are not called"),
     },
     "torch.distributed.tensor.DTensor": {
         "_local_tensor": ("this rank's shard, without autograd", 'fp16 with backend="fsdp" fails'),

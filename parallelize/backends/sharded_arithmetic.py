@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from parallelize.backends.alike_shards import run_on_alike
 from parallelize.backends.function_kinds import KINDS, Kind, is_in_place, kind_of
 from parallelize.backends.sharded_calls import PLAIN, ShardedCall, map_tensors
-from parallelize.backends.sharded_copies import FollowedTensors, own_copy
+from parallelize.backends.sharded_copies import FollowedTensors, is_engine_hook, own_copy
 from parallelize.backends.sharded_tensors import full_tensor, shard
 from parallelize.errors import SyncError
 from parallelize.runtime import differentiable
@@ -48,6 +48,7 @@ class FullTensorSemantics(TorchFunctionMode):
         self._keep_gathered: dict[int, Callable[[], None]] = {}
         self.followed = FollowedTensors()
         self.num_writes = 0
+        self._originals: dict[int, Any] = {}  # id of a shard -> the user's parameter from before the block
 
     def shard_of(self, value: Any) -> Any:
         """Return the shard that a parameter stands for, the shard itself, or None."""
@@ -79,6 +80,9 @@ class FullTensorSemantics(TorchFunctionMode):
         args, kwargs = map_tensors(self._without_form, args), map_tensors(self._without_form, kwargs)
         if kind is Kind.NEW:
             return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
+        if func.__name__ == "register_hook":  # of the leaf of the graph, after a forward
+            leaf = self._gathered.get(id(args[0]), (None,))[0]
+            args = (args[0] if leaf is None else leaf, *args[1:])
         if kind is Kind.METADATA:
             return func(*args, **kwargs)
         return ShardedCall(self, func, args, kwargs).run(kind)
@@ -190,6 +194,10 @@ class FullTensorSemantics(TorchFunctionMode):
             keep_gathered: called before a backward whose own graph will have a backward.
         """
         forms = {id(each): (each, shards[id(each)]) for each in originals}
+        self._originals.update({id(sharded): each for each, sharded in forms.values()})
+        for each, sharded in forms.values():
+            for hook in tuple((each._post_accumulate_grad_hooks or {}).values()):
+                sharded.register_post_accumulate_grad_hook(hook)  # fully_shard calls it with the averaged gradient
         if not self.forms:
             self._install()
             self.followed.before_gather = wait
@@ -202,6 +210,7 @@ class FullTensorSemantics(TorchFunctionMode):
             is_of_model = set(map(id, shards.values()))
             self.forms = {key: each for key, each in self.forms.items() if id(each[1]) not in is_of_model}
             self._gathered = {key: each for key, each in self._gathered.items() if key not in is_of_model}
+            self._originals = {key: each for key, each in self._originals.items() if key not in is_of_model}
             if not self.forms:
                 self._remove()
 
@@ -214,6 +223,10 @@ class FullTensorSemantics(TorchFunctionMode):
             self.forms.pop(id(each), None)
         self.forms.update({id(each): (each, sharded) for each in gathered if each is not None})
         self._gathered[id(sharded)] = gathered
+        leaf: Any = gathered[0]
+        if leaf is not None and leaf.requires_grad and all(leaf is not each for each in former):
+            for each in (self._originals.get(id(sharded)), sharded):
+                _copy_hooks(each, to=leaf)
 
     def close_copies(self, *, failed: bool) -> None:
         """Make all copies full at the end of a block; see `FollowedTensors.close`."""
@@ -260,6 +273,13 @@ class FullTensorSemantics(TorchFunctionMode):
 
     def _remove(self) -> None:
         _replace_stack([each for each in _modes() if each is not self])
+
+
+def _copy_hooks(parameter: Any, *, to: Any) -> None:
+    """Copy the user's gradient hooks of a parameter to the gathered one, with this rank's gradient."""
+    for hook in tuple((parameter._backward_hooks or {}).values()):
+        if not is_engine_hook(hook):
+            to.register_hook(hook)
 
 
 def _is_equal_on_all_ranks(value: torch.Tensor) -> bool:

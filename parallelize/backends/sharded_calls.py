@@ -21,6 +21,10 @@ PLAIN = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 """Types of tensors that may follow a shard."""
 
 
+# One rank alone often calls these, to save or to print.
+_READS = frozenset({"__array__", "__reduce_ex__", "numpy", "tolist"})
+
+
 class ShardedCall:
     """One call of a torch function with shards, or tensors that follow shards, among its arguments.
 
@@ -160,7 +164,8 @@ class ShardedCall:
 
     def _leaf(self, sharded: Any) -> Any:
         track: Any = WithShardedGradient.apply
-        return track(sharded) if self._is_differentiable([sharded]) and not self._is_in_place else sharded
+        is_tracked = self._is_differentiable([sharded]) and not self._is_in_place and self._name != "__deepcopy__"
+        return track(sharded) if is_tracked else sharded
 
     def _whole_copy(self, value: Any) -> FollowedTensor | None:
         entry = self._followed.find(value) if type(value) in PLAIN else None
@@ -235,6 +240,8 @@ class ShardedCall:
             if self._is_differentiable([value]):
                 return self._plain(value)
             if id(value) not in self._gathered:
+                if self._name in _READS:
+                    self._followed.before_gather()
                 self._gathered[id(value)] = full_tensor(value), value
             return self._gathered[id(value)][0]
         entry = self._followed.find(value) if type(value) in PLAIN else None

@@ -128,9 +128,10 @@ class ShardedForward(nn.Module):
     def wait_to_read_copies(self) -> None:
         """Wait until all ranks read copies of the model, whose slices are gathered then."""
         self._wait_for_all_ranks(
-            "use a copy of the model",
-            why="under fsdp each rank holds a slice of the copy, and all slices are gathered when it is read",
-            fix="run or save it on all ranks, without `if rank == 0`, or after the block",
+            "read or save parameters of the model, or use a copy of it",
+            why="under fsdp each rank holds a slice of them, and all slices are gathered when they are read",
+            fix="do it on all ranks, without `if rank == 0`, or after the block; save with parallelize.save, or call "
+            "state_dict() on all ranks with FSDPBackend(full_state_dict=True)",
         )
 
     def wait_to_call_submodules(self) -> None:

@@ -199,7 +199,9 @@ def test_one_rank_alone_cannot_read_a_copy() -> None:
         with parallel_model(model, backend=FSDPBackend(roll_call_s=2)):
             copied = copy.deepcopy(model)
             if rank() == 0:
-                with pytest.raises(SyncError, match=r"(?s)1 of 2 ranks use a copy of the model.*on all ranks"):
+                with pytest.raises(
+                    SyncError, match=r"(?s)1 of 2 ranks read or save parameters of the model.*on all ranks"
+                ):
                     copied.state_dict()["head.weight"].numpy()
             torch.distributed.barrier()
             raise KeyError
@@ -295,3 +297,52 @@ def test_element_wise_results_are_shards() -> None:
             return [torch.equal(one.nan_to_num(), two.nan_to_num()) for one, two in gathered]
 
     assert run() == [True] * 8
+
+
+def test_gradient_hooks_of_parameters() -> None:
+    """Hooks registered before the block, and inside it before or after a forward, change gradients as under ddp."""
+
+    def train(backend: str, when: str) -> Any:
+        seen: list[int] = []
+        model = seeded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def register() -> None:
+            for each in model.parameters():
+                each.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+                each.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.numel()))
+
+        if when == "before":
+            register()
+        with parallel_model(model, backend=backend):
+            for step in range(3):
+                if (step, when) in {(0, "inside"), (1, "after a step")}:
+                    register()
+                optimizer.zero_grad()
+                model(batch_of(step)).square().mean().backward()
+                optimizer.step()
+        return model.state_dict(), seen
+
+    @distributed(processes=2)
+    def run(when: str) -> Any:
+        return train("ddp", when), train("fsdp", when)
+
+    for when in ("before", "inside", "after a step"):
+        for (expected, of_ddp), (found, of_fsdp) in run.all_ranks(when):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+            assert sorted(of_ddp) == sorted(of_fsdp) != []
+
+
+def test_rank_0_alone_saves() -> None:
+    """A rank that saves alone gets an error in words, before a collective in which it would be alone."""
+
+    @distributed(processes=2)
+    def run() -> None:
+        model = seeded()
+        with parallel_model(model, backend=FSDPBackend(roll_call_s=2)):
+            state = model.state_dict()
+            if rank() == 0:
+                with pytest.raises(SyncError, match=r"(?s)1 of 2 ranks read or save.*full_state_dict"):
+                    torch.save(state, io.BytesIO())
+
+    run()
