@@ -81,6 +81,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_spec": ("lay out the result of an element-wise operation", 'optimizers with backend="fsdp" fail'),
     },
     "torch": {
+        "_foreach_copy_": ("keep what a forward writes to parameters", 'forwards fail under backend="fsdp"'),
         "_foreach_mul_": ("scale many gradients in one kernel", "fp16 fails"),
         "_amp_foreach_non_finite_check_and_unscale_": ("GradScaler's unscale kernel", "fp16 fails"),
         "_amp_update_scale_": ("GradScaler's update of the scale, without a host sync", "fp16 fails"),

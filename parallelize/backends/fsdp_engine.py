@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from typing_extensions import override
 
 from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0, refuse_unbroadcastable
+from parallelize.backends.forward_writes import keep_writes
 from parallelize.backends.fsdp_options import FSDPOptions
 from parallelize.backends.fsdp_units import (
     find_units,
@@ -120,6 +121,7 @@ class FSDPEngine(Engine):
         before_step, after_step = semantics.without(self._before_step), semantics.without(self._guard.after_step)
         self._exit_stack.callback(register_optimizer_step_pre_hook(before_step).remove)
         self._exit_stack.callback(register_optimizer_step_post_hook(after_step).remove)
+        self._exit_stack.enter_context(keep_writes(self._inner, is_outdated=forward.is_outdated))
         self._exit_stack.enter_context(averaged_gradients(scalar_parameters(model)))
         self._exit_stack.enter_context(self._optimizers.convert_new_groups())
         self._exit_stack.enter_context(refuse_submodule_calls(model, forward))
@@ -185,6 +187,7 @@ class FSDPEngine(Engine):
             self._buffers.broadcast()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        semantics.num_writes += 1
         self._optimizers.before_step(optimizer)
         self._guard.before_step(optimizer, args, kwargs)
 

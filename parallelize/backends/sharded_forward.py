@@ -103,12 +103,16 @@ class ShardedForward(nn.Module):
 
     def _free_outdated(self) -> None:
         """Free parameters that are still gathered from a forward before their shards were last changed."""
-        if self.call_depth == 0 and self._num_writes != semantics.num_writes:
+        if self.call_depth == 0 and self.is_outdated():
             self._num_writes = semantics.num_writes
             self._set_reshard_after_backward(to=True)
             for module in self.__dict__["inner"].modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+    def is_outdated(self) -> bool:
+        """Whether shards may have changed since this forward began."""
+        return self._num_writes != semantics.num_writes
 
     def keep_gathered(self) -> None:
         """Keep parameters gathered after backward, until the next forward after a step."""

@@ -22,8 +22,21 @@ class Refusal:
     depends_on_timing: bool = False
 
 
+_FUNCTIONAL = Refusal(
+    r"torch\.func\.functional_call of Sine under fsdp",
+    "the forward computes with shards that fully_shard has gathered, and not with tensors that are given for them",
+)
+_SHARED = Refusal(
+    r"encoder\.0\.weight of Autoencoder, which another model of the block shares",
+    "a parameter is gathered with one model only",
+)
+
 # program, world -> error
 REFUSALS: dict[tuple[str, str], Refusal] = {
+    ("maml", "fsdp"): _FUNCTIONAL,
+    ("maml", "hsdp"): _FUNCTIONAL,
+    ("tied_autoencoder", "fsdp"): _SHARED,
+    ("tied_autoencoder", "hsdp"): _SHARED,
     ("moco", "balanced"): Refusal(
         r"forward changes queue, queue_ptr of the model",
         "micro-batches run at the same time, and the queue of one would hold the keys of another",
