@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -45,6 +47,7 @@ class FullTensorSemantics(TorchFunctionMode):
     def __init__(self) -> None:
         self.forms: dict[int, tuple[Any, Any]] = {}
         self._gathered: dict[int, tuple[torch.Tensor | None, ...]] = {}  # id of a shard -> what stands for it
+        self._data: dict[int, list[weakref.ref[Any]]] = {}  # id of a shard -> its `p.data` that are in use
         self._keep_gathered: dict[int, Callable[[], None]] = {}
         self.followed = FollowedTensors()
         self.num_writes = 0
@@ -85,7 +88,16 @@ class FullTensorSemantics(TorchFunctionMode):
             args = (args[0] if leaf is None else leaf, *args[1:])
         if kind is Kind.METADATA:
             return func(*args, **kwargs)
-        return ShardedCall(self, func, args, kwargs).run(kind)
+        result = ShardedCall(self, func, args, kwargs).run(kind)
+        is_snapshot = func.__name__ == "clone" and type(result) is DTensor and not result.requires_grad
+        return self._snapshot(result) if is_snapshot and not _is_in_step() else result
+
+    def _snapshot(self, sharded: Any) -> torch.Tensor:
+        """Return a plain tensor that follows a shard, for a clone that may be used after the block."""
+        with self.suspended():
+            full = torch.empty(sharded.shape, dtype=sharded.dtype, device=sharded.device)
+            self.followed.wrote_shard(self.followed.follow(full, sharded.detach(), is_view=False))
+            return full
 
     def _run_on_alike(self, func: Any, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call in which all tensors are shards that are alike, which most calls of an optimizer's step are."""
@@ -123,7 +135,11 @@ class FullTensorSemantics(TorchFunctionMode):
         name = func.__self__.__name__
         if name in _VIEW_ATTRIBUTES:
             return ShardedCall(self, func, (target if sharded is None else sharded,), _NONE).run(Kind.OTHER)
-        return func(target if sharded is None else sharded)
+        value = func(target if sharded is None else sharded)
+        if name == "data" and sharded is not None:
+            known = [each for each in self._data.get(id(sharded), ()) if each() is not None]
+            self._data[id(sharded)] = [*known, weakref.ref(value)]
+        return value
 
     def _set(self, func: Any, target: Any, value: Any) -> None:
         name = func.__self__.__name__
@@ -152,6 +168,10 @@ class FullTensorSemantics(TorchFunctionMode):
                 why="the parameter's shards have the shape and dtype that it had at the entry of the block",
                 fix="change shapes and dtypes before the block, and use amp= to compute in half precision",
             )
+        for each in self._data.pop(id(sharded), ()):
+            former: Any = each()
+            if former is not None and former is not value:  # `old = p.data` keeps its values
+                former._local_tensor = former._local_tensor.clone()
         with torch.no_grad():
             ShardedCall(self, torch.Tensor.copy_, (sharded.detach(), value), _NONE).run(Kind.ELEMENTWISE)
 
@@ -207,6 +227,7 @@ class FullTensorSemantics(TorchFunctionMode):
             yield
         finally:
             del self._keep_gathered[id(shards)]
+            self._data.clear()
             is_of_model = set(map(id, shards.values()))
             self.forms = {key: each for key, each in self.forms.items() if id(each[1]) not in is_of_model}
             self._gathered = {key: each for key, each in self._gathered.items() if key not in is_of_model}
@@ -289,6 +310,16 @@ def _is_equal_on_all_ranks(value: torch.Tensor) -> bool:
     checksums = torch.stack([flat.sum(), flat.abs().sum(), flat @ weights])
     largest, smallest = differentiable.all_reduce(torch.cat([checksums, -checksums]), "max").chunk(2)
     return torch.equal(largest, -smallest)
+
+
+def _is_in_step() -> bool:
+    """Whether an optimizer is stepping: its state stays sharded."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _modes() -> list[Any]:
