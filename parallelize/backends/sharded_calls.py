@@ -51,7 +51,8 @@ class ShardedCall:
         result = self._run_separately(kind)
         if result is not NotImplemented:
             return result
-        if kind is Kind.ELEMENTWISE:
+        is_nonzero = self._name == "where" and len(self._args) == 1 and not self._kwargs
+        if kind is Kind.ELEMENTWISE and not is_nonzero:
             result = self._run_on_shards()
         elif kind is Kind.REDUCTION:
             result = self._reduce()
