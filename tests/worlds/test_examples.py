@@ -80,6 +80,17 @@ def test_one_word_changes_the_engine(tmp_path: Path) -> None:
     assert accuracy(str(script)) >= 0.9
 
 
+def test_averaged_weights_do_not_depend_on_the_engine(tmp_path: Path) -> None:
+    """Under ddp and fsdp, the saved averages are equal up to rounding, and reach their accuracy."""
+    states = []
+    for backend in ("ddp", "fsdp"):
+        line = last_line("15_ema.py", cwd=tmp_path, BACKEND=backend)
+        assert float(line.removeprefix("accuracy on 360 unseen images ")) >= 0.85
+        states.append(torch.load(tmp_path / "ema.pt"))
+        (tmp_path / "ema.pt").unlink()
+    torch.testing.assert_close(states[0], states[1])
+
+
 @pytest.mark.soak
 def test_a_gpt_learns_more_than_character_frequencies() -> None:
     """After 100 steps in bf16, its loss on unseen text is 0.6 nats per character below the entropy of frequencies."""
@@ -149,5 +160,5 @@ def test_migration_from_ddp_keeps_the_weights(tmp_path: Path) -> None:
 def test_every_example_is_run() -> None:
     """Each file of examples/ has a test here, or in tests/slurm."""
     named = {"01_digits.py", "01_digits_single.py", "03_gpt.py", "04_gan.py", "11_resume.py", "12_notebook.ipynb"}
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {*named, *MIN_ACCURACY}
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {*named, "15_ema.py", *MIN_ACCURACY}
     assert {path.name for path in MIGRATION.iterdir() if path.is_dir()} == {"accelerate", "ddp", "lightning"}
