@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,41 +34,55 @@ class _Parameter:
     shard: torch.Tensor
 
     @property
+    def version(self) -> tuple[int, int]:
+        """A value that changes when the parameter is written, or gets other data."""
+        return self.parameter._version, self.parameter.untyped_storage()._cdata
+
+    @property
     def is_cheap(self) -> bool:
         """Whether rows are copied without a conversion."""
         return self.rows.dtype is self.shard.dtype and self.rows.device == self.shard.device
 
 
 @contextlib.contextmanager
-def keep_writes(root: nn.Module, *, is_outdated: Callable[[], bool]) -> Iterator[None]:
-    """Copy gathered parameters to their shards after each forward inside the context; sends nothing.
+def keep_writes(root: nn.Module) -> Iterator[None]:
+    """Copy the gathered parameters that a forward has written to their shards, inside the context; sends nothing.
 
     Args:
         root: the root of fully_shard.
-        is_outdated: whether shards have changed since they were gathered.
     """
     with contextlib.ExitStack() as stack:
         for module in root.modules():
             if isinstance(module, FSDPModule):
-                # Before fully_shard's own hook, which frees the gathered parameters.
-                hook = _hook(module, is_outdated)
-                stack.callback(module.register_forward_hook(hook, prepend=True).remove)
+                unit = _Unit(module)
+                # After fully_shard's own hook, which gathers parameters, and before the one that frees them.
+                stack.callback(module.register_forward_pre_hook(unit.before_forward).remove)
+                stack.callback(module.register_forward_hook(unit.after_forward, prepend=True).remove)
         yield
 
 
-def _hook(unit: Any, is_outdated: Callable[[], bool]) -> Callable[..., None]:
-    known: list[_Parameter] = []
+class _Unit:
+    """A unit of fully_shard, whose parameters are compared before and after its forward."""
 
-    def copy_to_shards(_module: nn.Module, _args: Any, _output: Any) -> None:
-        group = unit._get_fsdp_state()._fsdp_param_group
-        if group is None or is_in_backward() or is_outdated():
-            return
-        if not known:
-            known.extend(map(_parameter, group.fsdp_params))
-        with torch.no_grad():
-            _copy([each for each in known if each.whole.untyped_storage().nbytes() and len(each.shard)])
+    def __init__(self, unit: Any) -> None:
+        self._unit = unit
+        self._known: list[_Parameter] = []
+        self._before: list[tuple[int, int]] = []
 
-    return copy_to_shards
+    def before_forward(self, _module: nn.Module, _args: Any) -> None:
+        """Record the versions of the gathered parameters."""
+        group = self._unit._get_fsdp_state()._fsdp_param_group
+        if group is not None and not is_in_backward():
+            self._known = self._known or list(map(_parameter, group.fsdp_params))
+            self._before = [each.version for each in self._known]
+
+    def after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        """Copy the parameters whose versions have changed to their shards."""
+        written = [each for each, version in zip(self._known, self._before, strict=False) if each.version != version]
+        if written and not is_in_backward():
+            with torch.no_grad():
+                _copy([each for each in written if len(each.shard)])
+        self._before = []
 
 
 def _parameter(fsdp_param: Any) -> _Parameter:

@@ -121,7 +121,7 @@ class FSDPEngine(Engine):
         before_step, after_step = semantics.without(self._before_step), semantics.without(self._guard.after_step)
         self._exit_stack.callback(register_optimizer_step_pre_hook(before_step).remove)
         self._exit_stack.callback(register_optimizer_step_post_hook(after_step).remove)
-        self._exit_stack.enter_context(keep_writes(self._inner, is_outdated=forward.is_outdated))
+        self._exit_stack.enter_context(keep_writes(self._inner))
         self._exit_stack.enter_context(averaged_gradients(scalar_parameters(model)))
         self._exit_stack.enter_context(self._optimizers.convert_new_groups())
         self._exit_stack.enter_context(refuse_submodule_calls(model, forward))

@@ -17,20 +17,21 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from parallelize.backends.alike_shards import run_on_alike
 from parallelize.backends.function_kinds import KINDS, Kind, is_in_place, kind_of
+from parallelize.backends.function_modes import function_modes, replace_function_modes
 from parallelize.backends.sharded_calls import PLAIN, ShardedCall, map_tensors
 from parallelize.backends.sharded_copies import FollowedTensors, is_engine_hook, own_copy
-from parallelize.backends.sharded_tensors import full_tensor, shard
+from parallelize.backends.sharded_tensors import full_tensor, is_equal_on_all_ranks, shard
 from parallelize.errors import SyncError
-from parallelize.runtime import differentiable
 
 __all__ = ["FullTensorSemantics", "semantics"]
 
 _NESTED = (torch.Tensor, list, tuple)
 _VIEW_ATTRIBUTES = KINDS[Kind.VIEW_ATTRIBUTE]
+_ATTRIBUTES_TO_FOLLOW = {*_VIEW_ATTRIBUTES, "data"}
 _LOCAL_KINDS = (Kind.GET, Kind.ELEMENTWISE, Kind.METADATA)
 _NONE: Mapping[str, Any] = {}
 
@@ -104,10 +105,10 @@ class FullTensorSemantics(TorchFunctionMode):
         first = args[0]
         if type(first) is list and first and kind is Kind.ELEMENTWISE:
             first = first[0]
-        if type(first) is not DTensor or id(first) in self.forms:
+        if type(first) is not DTensor or id(first) in self.forms or func.__name__ == "clone":
             return NotImplemented
         if kind is Kind.GET:
-            return NotImplemented if func.__self__.__name__ in _VIEW_ATTRIBUTES else func(first)
+            return NotImplemented if func.__self__.__name__ in _ATTRIBUTES_TO_FOLLOW else func(first)
         if kind is Kind.METADATA:
             return func(first) if len(args) == 1 and not kwargs else NotImplemented
         result = run_on_alike(func, args, kwargs, forms=self.forms, takes_scalars=not self.followed)
@@ -151,7 +152,7 @@ class FullTensorSemantics(TorchFunctionMode):
         elif name == "grad" and sharded is not None and value is None:
             func(target, None)
             func(sharded, None)
-        elif name == "grad" and sharded is not None and source is None and _is_equal_on_all_ranks(value):
+        elif name == "grad" and sharded is not None and source is None and is_equal_on_all_ranks(value):
             func(sharded, shard(value, like=sharded))
         elif name == "grad" and sharded is not None and source is None:
             func(target, value)  # refused at the next step
@@ -257,7 +258,7 @@ class FullTensorSemantics(TorchFunctionMode):
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Remove this mode from the thread's stack inside the context."""
-        is_installed = any(each is self for each in _modes())
+        is_installed = any(each is self for each in function_modes())
         if is_installed:
             self._remove()
         try:
@@ -288,12 +289,12 @@ class FullTensorSemantics(TorchFunctionMode):
 
     def _install(self) -> None:
         """Push this mode below the user's modes, which exit by popping the top, and above the default device."""
-        modes = _modes()
+        modes = function_modes()
         index = 1 if modes and hasattr(modes[0], "old_device") else 0
-        _replace_stack([*modes[:index], self, *modes[index:]])
+        replace_function_modes([*modes[:index], self, *modes[index:]])
 
     def _remove(self) -> None:
-        _replace_stack([each for each in _modes() if each is not self])
+        replace_function_modes([each for each in function_modes() if each is not self])
 
 
 def _copy_hooks(parameter: Any, *, to: Any) -> None:
@@ -301,15 +302,6 @@ def _copy_hooks(parameter: Any, *, to: Any) -> None:
     for hook in tuple((parameter._backward_hooks or {}).values()):
         if not is_engine_hook(hook):
             to.register_hook(hook)
-
-
-def _is_equal_on_all_ranks(value: torch.Tensor) -> bool:
-    """Compare checksums of a tensor, by one small collective."""
-    flat = value.detach().double().flatten()
-    weights = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
-    checksums = torch.stack([flat.sum(), flat.abs().sum(), flat @ weights])
-    largest, smallest = differentiable.all_reduce(torch.cat([checksums, -checksums]), "max").chunk(2)
-    return torch.equal(largest, -smallest)
 
 
 def _is_in_step() -> bool:
@@ -320,18 +312,6 @@ def _is_in_step() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _modes() -> list[Any]:
-    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch has no type for it
-    return modes
-
-
-def _replace_stack(modes: list[Any]) -> None:
-    while torch._C._len_torch_function_stack():
-        torch._C._pop_torch_function_stack()
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
 
 
 semantics = FullTensorSemantics()

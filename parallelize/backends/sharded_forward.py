@@ -57,7 +57,7 @@ class ShardedForward(nn.Module):
         self._instance_id = next(_instance_ids)
         self._roll_calls = itertools.count()
         self._has_trained = self._reshards_after_backward = True
-        self._num_writes = 0
+        self._writes: list[int] = []
         self._fsdp_params = fsdp_params
         self.call_depth = 0  # number of the model's forwards that are running, nested ones included
 
@@ -103,16 +103,13 @@ class ShardedForward(nn.Module):
 
     def _free_outdated(self) -> None:
         """Free parameters that are still gathered from a forward before their shards were last changed."""
-        if self.call_depth == 0 and self.is_outdated():
-            self._num_writes = semantics.num_writes
+        writes = [semantics.num_writes, *(each.sharded_param._local_tensor._version for each in self._fsdp_params)]
+        if self.call_depth == 0 and self._writes != writes:
+            self._writes = writes
             self._set_reshard_after_backward(to=True)
             for module in self.__dict__["inner"].modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-
-    def is_outdated(self) -> bool:
-        """Whether shards may have changed since this forward began."""
-        return self._num_writes != semantics.num_writes
 
     def keep_gathered(self) -> None:
         """Keep parameters gathered after backward, until the next forward after a step."""
