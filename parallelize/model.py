@@ -29,10 +29,10 @@ from parallelize.inplace.same_data import same_data_check
 from parallelize.inplace.shared_parameters import averaged, find_shared_parameters
 from parallelize.plugins import registry
 from parallelize.plugins.base import Engine, Inner, LocalEngine, Precision, Session
-from parallelize.precision.torch_compile import exclude_package
 from parallelize.runtime import context
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.startup_summary import StartupSummary
+from parallelize.runtime.torch_compile import exclude_package, traceable
 
 __all__ = ["no_sync", "parallel_model"]
 
@@ -113,8 +113,8 @@ def parallel_model(
         SyncError: the ranks pass different models.
     """
     given_optimizers = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
-    routed_methods = methods_of(models, (methods,) if isinstance(methods, str) else tuple(methods))
-    check_models(models)
+    names = (methods,) if isinstance(methods, str) else tuple(methods)
+    check_models(models, names)
     require_average(average)
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(_enter_run({name: value for name, value in options.items() if value is not None}))
@@ -126,14 +126,15 @@ def parallel_model(
         if run.config.wrap is not None or not run.config.backend.places_model:
             for model in models:
                 model.to(run.device)
-        if run.config.backend.shards_gradients:
-            exclude_package()  # the code around a sharded forward cannot be part of a graph
+        exclude_package()
         session = stack.enter_context(_open_precision(run, models, given_optimizers))
         build = _engine_factory(run, optimizers=given_optimizers, restore=restore, average=average)
         summary, averaging = StartupSummary(run), GradientAverage(average, run=run)
         same_data = stack.enter_context(same_data_check(run, models))
         shared = find_shared_parameters(models, run=run, average=average)
-        for model, originals in zip(models, routed_methods, strict=True):
+        # After the session has opened: Apex replaces forward.
+        for model in models:
+            originals = {name: traceable(each) for name, each in methods_of(model, names).items()}
             inner = Inner(model, original_methods=originals, session=session)
             block = Block(
                 Engines(inner, build=build, run=run, shared=shared.values()),

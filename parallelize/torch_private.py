@@ -170,6 +170,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "torch._dynamo": {
         "trace_rules": ("exclude this package's frames from torch.compile", "compiled models fail"),
+        "external_utils": ("compile a model whose class is torch's own", "models fail"),
     },
     "torch._C._dynamo.eval_frame": {
         "get_eval_frame_callback": ("suspend tracing inside a hook", "compiled models fail"),

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
 from parallelize.runtime.gradients import is_in_backward
+from parallelize.runtime.torch_compile import compilation_disabled
 
 __all__ = ["keep_writes"]
 
@@ -73,7 +74,8 @@ class _Unit:
         """Record the versions of the gathered parameters."""
         group = self._unit._get_fsdp_state()._fsdp_param_group
         if group is not None and not is_in_backward():
-            self._known = self._known or list(map(_parameter, group.fsdp_params))
+            with compilation_disabled():
+                self._known = self._known or list(map(_parameter, group.fsdp_params))
             self._before = [each.version for each in self._known]
 
     def after_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:

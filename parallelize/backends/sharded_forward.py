@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.torch_version import TorchVersion
 
 from parallelize.backends.sharded_arithmetic import semantics
@@ -59,7 +60,9 @@ class ShardedForward(nn.Module):
         self._has_trained = self._reshards_after_backward = True
         self._writes: list[int] = []
         self._fsdp_params = fsdp_params
-        self.call_depth = 0  # number of the model's forwards that are running, nested ones included
+        self._depth = 0  # number of the model's forwards that are running, nested ones included
+        self._outside_hook: Callable[[nn.Module, Any], None] | None = None
+        self._handles = contextlib.ExitStack()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, which all-gathers parameters from all ranks."""
@@ -75,13 +78,30 @@ class ShardedForward(nn.Module):
                 )
                 self._has_trained = False
             self._free_outdated()
-            self.call_depth += 1
-            try:
-                with _no_grad_for_inference_mode():
+            with self._without_outside_hook(), _no_grad_for_inference_mode():
+                try:
                     return self._call_inner(*args, **kwargs)
-            finally:
-                self.call_depth -= 1
-                self._register_gathered()
+                finally:
+                    self._register_gathered()
+
+    def hook_outside_forwards(self, hook: Callable[[nn.Module, Any], None] | None) -> None:
+        """Call `hook` before each module call outside of this model's forwards; None: no longer."""
+        self._handles.close()
+        self._outside_hook = hook
+        if hook is not None:
+            self._handles.callback(register_module_forward_pre_hook(hook).remove)
+
+    @contextlib.contextmanager
+    def _without_outside_hook(self) -> Iterator[None]:
+        """Remove the hook for a forward, which torch.compile would otherwise split at each module."""
+        hook = self._outside_hook
+        self._depth += 1
+        self.hook_outside_forwards(None)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            self.hook_outside_forwards(hook)
 
     def _call_inner(self, *args: Any, **kwargs: Any) -> Any:
         """Call the root of fully_shard, which finds no tensors in dataclasses before torch 2.13: it gets a list."""
@@ -104,7 +124,7 @@ class ShardedForward(nn.Module):
     def _free_outdated(self) -> None:
         """Free parameters that are still gathered from a forward before their shards were last changed."""
         writes = [semantics.num_writes, *(each.sharded_param._local_tensor._version for each in self._fsdp_params)]
-        if self.call_depth == 0 and self._writes != writes:
+        if self._depth == 0 and self._writes != writes:
             self._writes = writes
             self._set_reshard_after_backward(to=True)
             for module in self.__dict__["inner"].modules():
@@ -186,29 +206,28 @@ def _running_method(model: nn.Module) -> str | None:
 @contextlib.contextmanager
 def refuse_submodule_calls(model: nn.Module, sharded_forward: ShardedForward) -> Iterator[None]:
     """Refuse calls of submodules outside of forwards of the model, inside the context, except without gradients."""
+    names = {id(module): name for name, module in model.named_modules() if module is not model}
 
-    def build_hook(name: str) -> Any:
-        def refuse(module: nn.Module, _args: Any) -> None:
-            # Activation checkpointing recomputes submodules inside backward.
-            if sharded_forward.call_depth > 0 or is_in_backward():
-                return
-            if not torch.is_grad_enabled() and not any(isinstance(each, FSDPModule) for each in module.modules()):
-                with semantics.suspended():
-                    sharded_forward.wait_to_call_submodules()
-                return
-            method = _running_method(model)
-            by = "directly, not through the model" if method is None else f"by {method}, which is not in methods="
-            way = "" if method is None else f", or name the method: parallel_model(model, methods=[{method!r}])"
-            raise SyncError(
-                f"{name} of {type(model).__name__} was called {by}",
-                why="its parameters are sharded, and only a call of the model gathers them",
-                fix=f"call the model itself{way}",
-            )
+    def refuse(module: nn.Module, _args: Any) -> None:
+        name = names.get(id(module))
+        # Activation checkpointing recomputes submodules inside backward.
+        if name is None or is_in_backward():
+            return
+        if not torch.is_grad_enabled() and not any(isinstance(each, FSDPModule) for each in module.modules()):
+            with semantics.suspended():
+                sharded_forward.wait_to_call_submodules()
+            return
+        method = _running_method(model)
+        by = "directly, not through the model" if method is None else f"by {method}, which is not in methods="
+        way = "" if method is None else f", or name the method: parallel_model(model, methods=[{method!r}])"
+        raise SyncError(
+            f"{name} of {type(model).__name__} was called {by}",
+            why="its parameters are sharded, and only a call of the model gathers them",
+            fix=f"call the model itself{way}",
+        )
 
-        return refuse
-
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            if module is not model:
-                stack.callback(module.register_forward_pre_hook(build_hook(name), prepend=True).remove)
+    sharded_forward.hook_outside_forwards(refuse)
+    try:
         yield
+    finally:
+        sharded_forward.hook_outside_forwards(None)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 import threading
 import types
 import weakref
@@ -225,11 +224,10 @@ def _routed(route: Route, method: str) -> Callable[..., Any]:
     functools.update_wrapper(forward, getattr(found, "__func__", found))
     forward.__name__ = method
     forward.__dict__["route"] = route
-    if "torch._dynamo" in sys.modules:
-        # torch.compile of the model breaks the graph here, and compiles the user's forward inside the engine.
-        disable: Any = torch.compiler.disable
-        forward = disable(forward, recursive=False)
-    return forward
+    # torch.compile of the model breaks the graph here, and compiles the user's forward inside the engine.
+    disable: Any = torch.compiler.disable
+    routed: Callable[..., Any] = disable(forward, recursive=False)
+    return routed
 
 
 def _getstate_without_route(route: Route) -> Callable[[nn.Module], Any]:

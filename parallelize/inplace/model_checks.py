@@ -18,12 +18,13 @@ __all__ = ["check_models", "methods_of"]
 _WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
-def check_models(models: Sequence[Any]) -> None:
-    """Check that parallel_model supports every model.
+def check_models(models: Sequence[Any], methods: Sequence[str]) -> None:
+    """Check that parallel_model supports every model, and that each of `methods` is a method of a model.
 
     Raises:
-        ConfigError: no model, another object than an nn.Module, a model that is or contains another one, a wrapped
-            model, modules or parameters that are also in another block, lazy parameters, meta or sharded tensors.
+        ConfigError: no model, a method that no model has, another object than an nn.Module, a model that is or contains
+            another one, a wrapped model, modules or parameters that are also in another block, lazy parameters, meta or
+            sharded tensors.
     """
     if not models:
         raise ConfigError("parallel_model()", why="no model was passed", fix="pass the model: parallel_model(model)")
@@ -31,6 +32,8 @@ def check_models(models: Sequence[Any]) -> None:
         _check_type(model)
         _check_tensors(model)
         _check_not_in_block(model)
+    for method in methods:
+        _check_method(method, models)
     for model in models:
         name, outer = next(
             ((name, other) for other in models for name, part in other.named_modules() if part is model and name),
@@ -44,24 +47,9 @@ def check_models(models: Sequence[Any]) -> None:
             )
 
 
-def methods_of(models: Sequence[nn.Module], methods: Sequence[str]) -> list[dict[str, Callable[..., Any]]]:
-    """Return, for each model, its current "forward" and those of `methods` that it has: name -> bound method.
-
-    Raises:
-        ConfigError: no model has one of the methods.
-    """
-    for method in methods:
-        if not any(callable(getattr(model, method, None)) for model in models):
-            known = [name for model in models for name in dir(type(model)) if name not in dir(nn.Module)]
-            raise ConfigError(
-                f"methods={list(methods)!r}",
-                why=f"no model of the block has a method {method!r}",
-                fix=did_you_mean(method, known),
-            )
-    return [
-        {name: getattr(model, name) for name in ("forward", *methods) if callable(getattr(model, name, None))}
-        for model in models
-    ]
+def methods_of(model: nn.Module, methods: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """Return a model's current "forward" and those of `methods` that it has: name -> bound method."""
+    return {name: getattr(model, name) for name in ("forward", *methods) if callable(getattr(model, name, None))}
 
 
 def _check_type(model: Any) -> None:
@@ -114,4 +102,14 @@ def _check_not_in_block(model: nn.Module) -> None:
             f"{type(model).__name__} shares parts with {type(other.model).__name__}, which is in a block",
             why="each block averages gradients on its own: those of shared parameters would be averaged twice",
             fix="use one block for both models: with parallel_model(first, second) as (first, second)",
+        )
+
+
+def _check_method(method: str, models: Sequence[nn.Module]) -> None:
+    if not any(callable(getattr(model, method, None)) for model in models):
+        known = [name for model in models for name in dir(type(model)) if name not in dir(nn.Module)]
+        raise ConfigError(
+            f"methods={method!r}",
+            why=f"no model of the block has a method {method!r}",
+            fix=did_you_mean(method, known),
         )

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from parallelize.precision import torch_compile
 from parallelize.precision.autocast_filter import AutocastFilter, nesting_depth, remove_filter, set_loss_over
+from parallelize.runtime import torch_compile
 from parallelize.torch_private import self_test
 
 __all__ = ["HeldAutocast"]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from parallelize.precision import torch_compile
 from parallelize.precision.autocast import HeldAutocast
 from parallelize.precision.gradient_scaling import GradientScaling
+from parallelize.runtime import torch_compile
 from parallelize.runtime.gradients import is_in_backward
 
 __all__ = ["PatchedBackward", "PatchedGrad", "active_scaling"]

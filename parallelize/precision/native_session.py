@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parallelize.plugins.base import Amp, Session
-from parallelize.precision import refusals, torch_compile
+from parallelize.precision import refusals
 from parallelize.precision.autocast import HeldAutocast
 from parallelize.precision.autocast_filter import without_filter
 from parallelize.precision.backward_patch import PatchedBackward, PatchedGrad, active_scaling
@@ -21,6 +21,7 @@ from parallelize.precision.gradient_scaling import GradientScaling
 from parallelize.precision.loss_scale import LossScale
 from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.precision.weight_casting import HalfStorage, HalfWeightsInForward, exempt_modules
+from parallelize.runtime import torch_compile
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.gradients import is_in_backward, require_patchable_backward
 
@@ -172,7 +173,6 @@ def mixed_precision(policy: Policy, *, models: Sequence[nn.Module]) -> Iterator[
         ConfigError: a parameter is in fp16 under loss scaling.
     """
     require_patchable_backward()
-    torch_compile.exclude_package()
     autocast = HeldAutocast(policy.device.type, policy.autocast_dtype)
     scaling, own_scaling = active_scaling(), None
     if scaling is None and policy.loss_scaling is not None:

@@ -24,8 +24,8 @@ from parallelize.checkpoint import state_dicts
 from parallelize.cluster.world import World
 from parallelize.data import sharded_iterable_dataset
 from parallelize.launchers.elastic import agent
-from parallelize.precision import autocast, torch_compile, unscaled_hooks
-from parallelize.runtime import gradients, loss_counts
+from parallelize.precision import autocast, unscaled_hooks
+from parallelize.runtime import gradients, loss_counts, torch_compile
 from parallelize.torch_private import self_test
 
 SELF_TESTS: dict[str, Any] = {

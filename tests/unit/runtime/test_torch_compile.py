@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from parallelize.model import parallel_model
 from parallelize.plugins.base import Amp
 from parallelize.precision.native_session import Policy, mixed_precision
+from parallelize.runtime.torch_compile import exclude_package
 
 # dynamo reads .grad of non-leaf tensors when it resumes after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -112,6 +113,7 @@ def test_a_compiled_step_is_scaled() -> None:
         model, scales = net(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         policy = Policy(device=torch.device("cpu"), loss_scaling=Amp(init_scale=2.0**10, growth_interval=2))
+        exclude_package()
         with mixed_precision(policy, models=[model]) as session:
 
             @compile_step

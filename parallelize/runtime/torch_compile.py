@@ -4,29 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 
 from parallelize.torch_private import self_test
 
-__all__ = ["compilation_disabled", "exclude_package", "is_inside_compiled"]
+__all__ = ["compilation_disabled", "exclude_package", "is_inside_compiled", "traceable"]
 
 
 @functools.cache
 def exclude_package() -> None:
     """Make dynamo skip every frame of this package, from now on.
 
-    This package enters autocast between a compiled call and the user's forward. If that code were part of a graph,
-    dynamo would restore the autocast state at the end of the graph.
+    A graph starts at the user's forward. The code between the compiled call and that forward calls collectives, and
+    enters autocast, whose state dynamo would restore at the end of a graph.
     """
-    # Imported lazily, because the import takes a second; constructing the first optimizer imports it anyway.
+    # Imported lazily, because the import takes a second; constructing the first optimizer or DDP imports it anyway.
     import torch._dynamo
 
     trace_rules: Any = torch._dynamo.trace_rules
     trace_rules.add(__name__.partition(".")[0])
     _require_exclusion()
+
+
+def traceable(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that a compiled model traces even if its code is torch's own, such as nn.Sequential's forward.
+
+    Dynamo skips frames of torch.nn unless a traced frame calls them, and all frames of this package.
+    """
+    from torch._dynamo import external_utils, trace_rules
+
+    function = getattr(method, "__func__", None)
+    if function is None or not trace_rules.check(function):
+        return method
+    inlined: Any = external_utils.wrap_inline(function)
+    inlined.__code__ = inlined.__code__.replace()  # dynamo limits the number of graphs per code object
+    return types.MethodType(inlined, getattr(method, "__self__", None))
 
 
 @self_test("amp=", instead="call torch.autocast in the loop")
