@@ -209,10 +209,10 @@ def _refuse_comparing_shards(run: Runtime) -> None:
 
 
 def _refuse_apex(run: Runtime, average: Average) -> None:
-    if average == "tokens" and run.config.amp is not None and run.config.amp_engine == "apex":
+    if average != "ranks" and run.config.amp is not None and run.config.amp_engine == "apex":
         raise ConfigError(
-            "average='tokens' with amp_engine='apex'",
-            why="Apex holds accumulated gradients in copies of its own, which cannot be weighted again",
+            f"average={average!r} with amp_engine='apex'",
+            why="Apex has copied the averaged gradients to its master parameters before they could be weighted",
             fix="use amp_engine='native'",
         )
 

@@ -142,6 +142,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_checkpoint_without_reentrant_generator_impl": ("the same, since 2.15", "the name above is replaced"),
     },
     "torch.nn.Module": {
+        "_state_dict_hooks": ("remove the hooks that Apex leaves", 'amp_engine="apex" fails'),
         "_parameters": ("replace a Parameter where it is registered", 'backend="fsdp" and amp="O2" fail'),
         "_buffers": ("move buffers to the device of a stage", 'backend="balanced" fails'),
         "_modules": ("reach a child without __getattr__", "calls of a model fail"),

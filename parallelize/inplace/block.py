@@ -165,7 +165,7 @@ class Block:
         is_averaging = engine.averages_gradients or is_sharded
         self._window.bind(self.model, is_averaging=is_averaging)
         if is_averaging:
-            self._checks.enter_context(watch_steps(self.model, self._tracker))
+            self._checks.enter_context(watch_steps(self.model, self._tracker, self._engines.inner.session))
             self._checks.enter_context(average_closures(self.model))
 
     def _switch_engine(self) -> None:

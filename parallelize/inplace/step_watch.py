@@ -24,6 +24,7 @@ from parallelize.errors import SyncError
 from parallelize.inplace.forward_routing import routed_parameter_ids
 from parallelize.inplace.gradient_origins import (
     ASSIGNED,
+    BYPASSED,
     CHANGED,
     REPLACED,
     UNFROZEN,
@@ -34,6 +35,7 @@ from parallelize.inplace.gradient_origins import (
     record,
 )
 from parallelize.inplace.rank_comparison import Meeting, differences, differs_by_rounding
+from parallelize.plugins.base import Session
 from parallelize.runtime.gradients import change_closure, is_in_backward, parameters_of
 
 __all__ = ["claim_gradients", "leave_gradient", "leave_gradients", "watch_steps"]
@@ -84,7 +86,7 @@ class _StepWatch:
     """Hooks on all optimizer steps, while models are in blocks and until the gradients that they leave are freed."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, tuple[nn.Module, GradientTracker | None]] = {}
+        self._watched: dict[int, tuple[nn.Module, GradientTracker | None, Session]] = {}
         self._generation = 0
         self._plans: WeakKeyDictionary[torch.optim.Optimizer, _Plan] = WeakKeyDictionary()
         self._left: dict[int, _Left] = {}
@@ -92,9 +94,9 @@ class _StepWatch:
         self._is_installed = False
 
     @contextlib.contextmanager
-    def watching(self, model: nn.Module, tracker: GradientTracker | None) -> Iterator[None]:
+    def watching(self, model: nn.Module, tracker: GradientTracker | None, session: Session) -> Iterator[None]:
         """Watch the steps of the optimizers that hold a parameter of the model, while the context lasts."""
-        self._watched[id(model)] = model, tracker
+        self._watched[id(model)] = model, tracker, session
         self._generation += 1
         self._update_hooks()
         try:
@@ -182,17 +184,22 @@ class _StepWatch:
         plan.checked, plan.always, plan.trackers = [], [], []
         model_of = {
             id(parameter): (f"{name} of {type(model).__name__}", name, tracker)
-            for model, tracker in self._watched.values()
+            for model, tracker, _ in self._watched.values()
             for name, parameter in model.named_parameters()
         }
-        if not any(id(each) in model_of for each in plan.held):
+        masters = {key: id(each) for *_, session in self._watched.values() for key, each in session.masters().items()}
+        parameter_ids = [masters.get(id(each), id(each)) for each in plan.held]
+        if not any(each in model_of for each in parameter_ids):
             return
         routed_ids = routed_parameter_ids()
         position = {key: index for index, key in enumerate(model_of)}
         # In the models' order: the parameters of an optimizer that was given a set have another order on each rank.
-        for each in sorted(plan.held, key=lambda each: position.get(id(each), len(position))):
-            full_name, name, tracker = model_of.get(id(each), ("", "", None))
-            if tracker is not None:
+        held = sorted(zip(parameter_ids, plan.held, strict=True), key=lambda each: position.get(each[0], len(position)))
+        for parameter_id, each in held:
+            full_name, name, tracker = model_of.get(parameter_id, ("", "", None))
+            if tracker is not None and id(each) in masters:
+                plan.always.append((full_name, each, BYPASSED))
+            elif tracker is not None:
                 plan.checked.append((full_name, each, ASSIGNED if tracker.averages(name) else UNFROZEN))
                 if tracker not in plan.trackers:
                     plan.trackers.append(tracker)
@@ -249,14 +256,17 @@ class _StepWatch:
 _watch = _StepWatch()
 
 
-def watch_steps(model: nn.Module, tracker: GradientTracker | None) -> contextlib.AbstractContextManager[None]:
+def watch_steps(
+    model: nn.Module, tracker: GradientTracker | None, session: Session
+) -> contextlib.AbstractContextManager[None]:
     """Watch, while the context lasts, the steps of all optimizers that hold a parameter of a model in a block.
 
     Args:
         model: the model.
         tracker: knows which gradients its engine has averaged; None: the engine shards parameters, and checks these.
+        session: knows the master parameters that optimizers hold for the model's.
     """
-    return _watch.watching(model, tracker)
+    return _watch.watching(model, tracker, session)
 
 
 def leave_gradient(parameter: torch.Tensor, name: str, reason: Reason) -> None:

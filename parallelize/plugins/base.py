@@ -96,9 +96,7 @@ class Session:
         return call(*args, **kwargs)
 
     def forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's forward, or a routed method, in the session's precision.
-
-        DataParallel calls this once per replica, each in its own thread: enter thread-local contexts (autocast) here.
+        """Run the user's forward, or a routed method; called once per replica of DataParallel, each in its own thread.
 
         Args:
             call: a method bound to the model or to one of its replicas.
@@ -110,6 +108,10 @@ class Session:
     def forward_with_cast_weights(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run `call` like `forward`, for a backend that casts weights to `weights_dtype` itself."""
         return self.forward(call, *args, **kwargs)
+
+    def masters(self) -> Mapping[int, torch.Tensor]:
+        """Return id of a master parameter in an optimizer -> the model's parameter; {} by default."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to store in a checkpoint, such as the loss scale, as plain numbers; {} by default."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -106,10 +109,16 @@ class ApexSession(Session):
 
     Args:
         library: the module apex.amp.
+        snapshot: positions of the parameters in the optimizers.
     """
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, snapshot: ApexSnapshot) -> None:
         self._library = library
+        self._snapshot = snapshot
+
+    @override
+    def masters(self) -> Mapping[int, torch.Tensor]:
+        return self._snapshot.masters()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of Apex's loss scalers."""
@@ -130,19 +139,50 @@ def _apex_block(
     with contextlib.ExitStack() as stack:
         stack.callback(_deactivate, library)
         stack.callback(snapshot.restore)
-        library.initialize(
-            models,
-            optimizers,
-            opt_level=amp.level,
-            loss_scale="dynamic" if amp.level in {"O1", "O2"} else 1.0,
-            verbosity=0,
-        )
+        with _rebindable_forwards(models):
+            library.initialize(
+                models,
+                optimizers,
+                opt_level=amp.level,
+                loss_scale="dynamic" if amp.level in {"O1", "O2"} else 1.0,
+                verbosity=0,
+            )
         backward = _scaled_backward(torch.autograd.backward, library, optimizers)
         stack.enter_context(replace_attribute(torch.autograd, "backward", backward))
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in _CLIPPING_FUNCTIONS:
                 stack.enter_context(replace_attribute(owner, name, _master_clipping(getattr(owner, name), snapshot)))
-        yield ApexSession(library)
+        yield ApexSession(library, snapshot)
+
+
+@contextlib.contextmanager
+def _rebindable_forwards(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Make the forwards that Apex sets in the context methods: a copy of the model then runs its own weights."""
+    caller = threading.local()
+    originals = [each.forward for each in models]
+    for model, original in zip(models, originals, strict=True):
+        model.__dict__["forward"] = functools.partial(_call_original, caller, original)
+    yield
+    for model in models:
+        model.__dict__["forward"] = types.MethodType(_forward_of(model.forward, caller), model)
+
+
+def _call_original(caller: threading.local, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    function = getattr(original, "__func__", None)
+    return original(*args, **kwargs) if function is None else function(caller.model, *args, **kwargs)
+
+
+def _forward_of(patched: Callable[..., Any], caller: threading.local) -> Callable[..., Any]:
+    """Build a function of a model and its inputs from a forward that Apex has patched."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outer, caller.model = getattr(caller, "model", None), self
+        try:
+            return patched(*args, **kwargs)
+        finally:
+            caller.model = outer
+
+    return forward
 
 
 def _scaled_backward(

@@ -42,6 +42,9 @@ class ApexSnapshot:
             for index, each in enumerate(options["params"])
         }
         self._originals = [[list(group["params"]) for group in each.param_groups] for each in optimizers]
+        self._hooks = [
+            (part._state_dict_hooks, set(part._state_dict_hooks)) for one in models for part in one.modules()
+        ]
 
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the master of a model parameter, or the parameter itself if no optimizer holds it."""
@@ -51,6 +54,16 @@ class ApexSnapshot:
         optimizer_index, group_index, index = position
         master: torch.Tensor = self._optimizers[optimizer_index].param_groups[group_index]["params"][index]
         return master
+
+    def masters(self) -> dict[int, torch.Tensor]:
+        """Return id of each master parameter -> the model parameter in whose place it is."""
+        return {
+            id(master): parameter
+            for optimizer, groups in zip(self._optimizers, self._originals, strict=True)
+            for group, parameters in zip(optimizer.param_groups, groups, strict=False)
+            for master, parameter in zip(group["params"], parameters, strict=False)
+            if master is not parameter
+        }
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -67,6 +80,9 @@ class ApexSnapshot:
                 model.__dict__.pop("forward", None)
             else:
                 model.__dict__["forward"] = forward
+        for hooks, known in self._hooks:
+            for key in hooks.keys() - known:
+                del hooks[key]
 
     @staticmethod
     def _restore_parameters(optimizer: torch.optim.Optimizer, originals: list[list[torch.Tensor]]) -> None:
