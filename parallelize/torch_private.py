@@ -17,7 +17,7 @@ import torch
 
 from parallelize.errors import ConfigError
 
-__all__ = ["PRIVATE_NAMES", "SINCE", "self_test", "unsupported"]
+__all__ = ["NCCL_ONLY", "PRIVATE_NAMES", "SINCE", "self_test", "unsupported"]
 
 
 def self_test(feature: str, *, instead: str) -> Callable[[Callable[[], bool]], Callable[[], None]]:
@@ -67,6 +67,9 @@ SINCE: Mapping[str, str] = {
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl": "2.15",
 }
 """Path -> first torch release that has the name; only for names newer than 2.11, the oldest supported release."""
+
+NCCL_ONLY = frozenset({"torch._C._distributed_c10d._dump_nccl_trace"})
+"""Paths of names that only builds of torch with NCCL have."""
 
 PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.Tensor": {
@@ -190,7 +193,8 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
     },
     "torch._C._distributed_c10d": {
-        "_dump_fr_trace": ("read the flight recorder", "hang reports name no collectives"),
+        "_dump_fr_trace": ("read gloo's flight recorder", "hang reports name no collectives of gloo"),
+        "_dump_nccl_trace": ("read NCCL's flight recorder", "hang reports name no collectives of NCCL"),
     },
     "torch.nn.parallel.distributed": {
         "_DDPSink": ("follow a loss through the outputs of DDP", 'average="tokens" with static_graph fails'),

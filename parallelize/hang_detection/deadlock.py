@@ -80,14 +80,14 @@ def _awaited_ranks(state: RankState, states: Sequence[RankState]) -> list[int]:
 
 def _missing_ranks(call: Collective, members: Sequence[int], others: Mapping[int, RankState]) -> set[int]:
     """Return the members of a group whose known states show that they have not begun a collective."""
-    return {rank for rank in members if rank in others and (others[rank].last_seq(call.group) or 0) < call.seq}
+    return {rank for rank in members if rank in others and (others[rank].last_seq(call.counter) or 0) < call.seq}
 
 
 def _find_mismatch(states: Sequence[RankState]) -> HangReport | None:
-    begun: dict[tuple[str, int], list[tuple[RankState, Collective]]] = defaultdict(list)
+    begun: dict[tuple[tuple[str, str], int], list[tuple[RankState, Collective]]] = defaultdict(list)
     for state in states:
         for call in state.collectives:
-            begun[call.group, call.seq].append((state, call))
+            begun[call.counter, call.seq].append((state, call))
     for key in sorted(begun, key=lambda key: key[1]):
         calls = begun[key]
         ranks = tuple(state.rank for state, _ in calls)

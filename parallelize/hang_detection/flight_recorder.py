@@ -1,6 +1,8 @@
-"""Recent collectives of this process, read from torch's flight recorder, which keeps the latest 2000.
+"""Recent collectives of this process, read from torch's flight recorders, which keep the latest 2000 each.
 
-The recorder is on by default for gloo and NCCL. TORCH_FR_BUFFER_SIZE=0 turns it off; then no deadlock can be proven.
+NCCL has a recorder of its own; gloo uses the general one. Both are on by default. TORCH_FR_BUFFER_SIZE=0 turns them
+off; then no deadlock can be proven. torch's analyser (torch.distributed.flight_recorder) is not used here: it needs all
+entries of all ranks, which are too many for the store, and does not know which ranks are blocked.
 
 Source: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
@@ -44,7 +46,7 @@ _MAX_REORDERING = 8
 
 
 class FlightRecorder:
-    """Reader of this process's flight recorder. Reading all entries holds the GIL for about 50 ms, so they are cached.
+    """Reader of this process's flight recorders. Reading all entries holds the GIL for about 50 ms, so they are cached.
 
     Args:
         since_ns: collectives before this time (time.time_ns) are ignored: an earlier group may have the same name.
@@ -58,14 +60,15 @@ class FlightRecorder:
 
     def has_pending(self) -> bool:
         """Whether any group has a pending collective; fast, because it reads no entries."""
-        return any(begun > completed for begun, completed in self.progress())
+        # NCCL counts messages apart, so the last one to complete may have a higher number than the last one begun.
+        return any(begun != completed for begun, completed in self.progress())
 
     def progress(self) -> tuple[tuple[int, int], ...]:
-        """Return the sequence numbers of the last begun and last completed collective per group; reads no entries."""
-        groups = _dump(entries=False).get("pg_status", {})
+        """Return the last begun and last completed sequence number per group and library; reads no entries."""
         return tuple(
             (each.get("last_enqueued_collective", 0), each.get("last_completed_collective", 0))
-            for _, each in sorted(groups.items())
+            for trace in _dump(entries=False)
+            for _, each in sorted(trace.get("pg_status", {}).items())
         )
 
     def collectives(self, position: object, *, fresh: bool) -> tuple[Collective, ...]:
@@ -78,34 +81,40 @@ class FlightRecorder:
         age_s = time.monotonic() - self._read_at
         if age_s > _CACHE_S or (fresh and position != self._position):
             self._position, self._read_at = position, time.monotonic()
-            self._collectives = collectives_of(_dump(entries=True).get("entries", ()), since_ns=self._since_ns)
+            self._collectives = collectives_of(_entries(), since_ns=self._since_ns)
         return self._collectives
 
 
-def _dump(*, entries: bool) -> dict[str, Any]:
-    dump: Any = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
-    if dump is None:
-        return {}
-    pickled = dump(includeCollectives=entries, includeStackTraces=False)
-    trace: dict[str, Any] = pickle.loads(pickled)  # trusted: torch has just pickled it in this process
-    return trace
+def _dump(*, entries: bool) -> list[dict[str, Any]]:
+    """Return the general recorder's trace, and NCCL's if this build of torch has NCCL."""
+    dumps = (getattr(torch._C._distributed_c10d, name, None) for name in ("_dump_fr_trace", "_dump_nccl_trace"))
+    # Trusted: torch has just pickled them in this process.
+    return [pickle.loads(dump(includeCollectives=entries, includeStackTraces=False)) for dump in dumps if dump]
+
+
+def _entries() -> list[Mapping[str, Any]]:
+    found = [entry for trace in _dump(entries=True) for entry in trace.get("entries", ())]
+    return sorted(found, key=lambda entry: entry["time_created_ns"])
 
 
 def collectives_of(entries: Sequence[Mapping[str, Any]], *, since_ns: int) -> tuple[Collective, ...]:
     """Convert recorder entries to the most recent collectives of every group and all pending ones, oldest first."""
     now_ns = time.time_ns()
     calls: list[Collective] = []
-    last_seq: dict[str, int] = {}
+    last: dict[tuple[str, str], Collective] = {}
     for call in (_collective(each, now_ns) for each in _since(entries, since_ns)):
-        if call.seq == 1 or call.seq < last_seq.get(call.group, 0) - _MAX_REORDERING:
-            calls = [each for each in calls if each.group != call.group]
-        last_seq[call.group] = call.seq
+        before = last.get(call.counter)
+        if before is not None and before.seq == call.seq and call.library == "nccl":
+            calls.remove(before)  # part of a coalesced operation, whose last entry alone is ever marked as completed
+        elif call.seq == 1 or (before is not None and call.seq < before.seq - _MAX_REORDERING):
+            calls = [each for each in calls if each.counter != call.counter]
+        last[call.counter] = call
         calls.append(call)
-    per_group: Counter[str] = Counter()
+    per_counter: Counter[tuple[str, str]] = Counter()
     kept = []
     for call in reversed(calls):
-        per_group[call.group] += 1
-        if per_group[call.group] <= _KEPT_PER_GROUP or not call.is_completed:
+        per_counter[call.counter] += 1
+        if per_counter[call.counter] <= _KEPT_PER_GROUP or not call.is_completed:
             kept.append(call)
     return tuple(kept[::-1])
 
@@ -117,9 +126,10 @@ def _since(entries: Sequence[Mapping[str, Any]], since_ns: int) -> list[Mapping[
 def _collective(entry: Mapping[str, Any], now_ns: int) -> Collective:
     library, _, operation = entry["profiling_name"].partition(":")
     is_recent = now_ns - entry["time_created_ns"] < _PENDING_AFTER_NS
-    is_completed = entry["retired"] or entry["state"] == "completed" or is_recent
+    # NCCL retires what has timed out, too; gloo has no other mark.
+    is_over = entry["state"] == "completed" or (entry["retired"] and library != "nccl")
     group, seq = str(entry["process_group"][0]), entry["collective_seq_id"]
-    return Collective(group, seq, _signature(library, operation, entry), is_completed, library=library)
+    return Collective(group, seq, _signature(library, operation, entry), is_over or is_recent, library=library)
 
 
 def _signature(library: str, operation: str, entry: Mapping[str, Any]) -> str:
@@ -127,7 +137,7 @@ def _signature(library: str, operation: str, entry: Mapping[str, Any]) -> str:
     if name not in _SAME_SHAPES and not (library == "gloo" and name in _SAME_SHAPES_IN_GLOO):
         return name
     tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
-    return f"{name} of {', '.join(f'{_DTYPES.get(dtype, dtype)}{size}' for dtype, size in tensors)}"
+    return f"{name} of {', '.join(f'{_DTYPES.get(dtype, dtype)}{list(size)}' for dtype, size in tensors)}"
 
 
 def collective_start_times(since_ns: int, *, most: int = 200) -> dict[str, float]:
@@ -138,13 +148,13 @@ def collective_start_times(since_ns: int, *, most: int = 200) -> dict[str, float
         most: maximum number of collectives.
 
     Returns:
-        "<group>/<sequence number>" -> start time in seconds since the epoch.
+        "<group>/<library>/<sequence number>" -> start time in seconds since the epoch.
     """
-    entries = _since(_dump(entries=True).get("entries", ()), since_ns)
-    return {
-        f"{each['process_group'][0]}/{each['collective_seq_id']}": each["time_created_ns"] / 1e9
-        for each in entries[-most:]
-    }
+    starts = {}
+    for each in _since(_entries(), since_ns)[-most:]:
+        library = each["profiling_name"].partition(":")[0]
+        starts[f"{each['process_group'][0]}/{library}/{each['collective_seq_id']}"] = each["time_created_ns"] / 1e9
+    return starts
 
 
 def group_ranks() -> dict[str, tuple[int, ...]]:

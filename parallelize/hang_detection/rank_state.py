@@ -18,11 +18,11 @@ class Collective:
 
     Args:
         group: name of the process group, the same on all its ranks.
-        seq: sequence number in the group, from 1.
+        seq: sequence number in the counter, from 1.
         signature: operation, with dtypes and shapes if they must be equal on all ranks: "all_reduce of float32[4]".
         is_completed: whether the collective has completed on this rank.
         root: source or destination rank, if known.
-        library: "gloo" or "nccl".
+        library: "gloo" or "nccl". A group may use both, for tensors on different devices.
     """
 
     group: str
@@ -31,6 +31,11 @@ class Collective:
     is_completed: bool
     root: int | None = None
     library: str = "gloo"
+
+    @property
+    def counter(self) -> tuple[str, str]:
+        """Group and library: each library of a group counts its own collectives."""
+        return self.group, self.library
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,9 @@ class RankState:
     idle_s: float = 0.0
     request_id: int = 0
 
-    def last_seq(self, group: str) -> int | None:
-        """Return the sequence number of this rank's last collective in a group; None: unknown."""
-        return max((call.seq for call in self.collectives if call.group == group), default=None)
+    def last_seq(self, counter: tuple[str, str]) -> int | None:
+        """Return the sequence number of this rank's last collective in a `Collective.counter`; None: unknown."""
+        return max((call.seq for call in self.collectives if call.counter == counter), default=None)
 
     def pending(self) -> list[Collective]:
         """Return the collectives that have not completed."""

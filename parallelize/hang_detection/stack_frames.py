@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import itertools
 import os
@@ -44,6 +45,8 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(torch.distributed.distributed_c10d.__file__)
 _BLOCKING = (_COLLECTIVES, *(_TORCH + str(Path(each)) + os.sep for each in ("autograd", "nn/parallel")))
+_ON_DEVICE = tuple(_TORCH + each for each in ("cuda" + os.sep, "accelerator" + os.sep, "_tensor.py", "_tensor_str.py"))
+_DEVICE_WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "wait", "float", "int", "bool"}
 _IN_PROCESS, _HELPERS, _WORKER = (_OWN + name for name in ("worker/in_process.py", "collectives.py", "worker/main.py"))
 _ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 _PEERS = {"recv": "src", "send": "dst"}
@@ -133,9 +136,31 @@ def user_lines(stack: Stack) -> tuple[str, ...]:
     return tuple(users[:_MAX_LINES][::-1])
 
 
-def is_blocking(stack: Stack) -> bool:
-    """Whether the innermost frame is torch code that only waits for other ranks, in a collective or backward."""
-    return bool(stack) and stack[0][0].f_code.co_filename.startswith(_BLOCKING)
+def is_blocking(stack: Stack, *, on_device: bool) -> bool:
+    """Whether the innermost frame only waits for other ranks: in a collective or backward, or for a device.
+
+    Args:
+        stack: stack of a thread.
+        on_device: whether a collective is pending on a device, for which `loss.item()` and `synchronize()` wait, too.
+    """
+    if not stack:
+        return False
+    frame = stack[0][0]
+    file = frame.f_code.co_filename
+    return file.startswith(_BLOCKING) or (on_device and (file.startswith(_ON_DEVICE) or bool(_device_wait(frame))))
+
+
+def _device_wait(frame: FrameType) -> str:
+    """Return the name of the called method or function if a frame is in a call that waits for a device, else ""."""
+    name = ""
+    for each in dis.get_instructions(frame.f_code):
+        if each.offset >= frame.f_lasti:
+            return name if each.opname.startswith(("CALL", "PRECALL")) and name in _DEVICE_WAITS else ""
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"):
+            name = str(each.argval)
+        elif each.opname.startswith(("CALL", "STORE_", "POP_")):
+            name = ""
+    return ""
 
 
 def is_in_distributed(stack: Stack) -> bool:
@@ -153,7 +178,7 @@ def operation(stack: Stack) -> str:
         if file == _IN_PROCESS and name in ("_broadcast_value", "gather_values"):
             return "the return of its value"
         if _is_user_code(frame):
-            return outermost or name
+            return outermost or _device_wait(frame) or name
         if _is_own_or_torch(frame) and not name.startswith(("_", "<")) and not name.endswith("wrapper"):
             outermost = name
     return outermost
@@ -170,7 +195,9 @@ def with_root(collectives: Sequence[Collective], stack: Stack, *, failed: bool) 
     pending = [call for call in collectives if not call.is_completed] or list(collectives[-1:] if failed else ())
     for call in collectives:
         if pending == [call]:
-            yield dataclasses.replace(call, root=_argument(stack, _ROOTS), is_completed=False)
+            # With NCCL, the main thread may be in another operation than the pending one.
+            roots = {name: parameter for name, parameter in _ROOTS.items() if name in call.signature}
+            yield dataclasses.replace(call, root=_argument(stack, roots), is_completed=False)
         else:
             yield call
 

@@ -258,6 +258,7 @@ class _WatchedBlock:
         if is_waiting:
             calls = tuple(stack_frames.with_root(calls, stack, failed=failed))
         groups = {call.group for call in calls}
+        is_on_device = any(call.library != "gloo" for call in calls if not call.is_completed)
         return RankState(
             rank=self._exchange.rank,
             status=status,
@@ -269,7 +270,7 @@ class _WatchedBlock:
             peers=stack_frames.peers(stack) if is_waiting else (),
             is_blocked=is_waiting
             and not failed
-            and stack_frames.is_blocking(stack)
+            and stack_frames.is_blocking(stack, on_device=is_on_device)
             and not stack_frames.has_other_active_threads(self._main),
             idle_s=round(idle_s, 1),
             request_id=self._answered,

@@ -16,7 +16,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 import parallelize
-from parallelize.torch_private import PRIVATE_NAMES, SINCE
+from parallelize.torch_private import NCCL_ONLY, PRIVATE_NAMES, SINCE
 
 PACKAGE = {
     path: text for path, text in architecture.read("parallelize").items() if path != "parallelize/torch_private.py"
@@ -24,8 +24,10 @@ PACKAGE = {
 PATHS = [f"{owner}.{name}" for owner, names in PRIVATE_NAMES.items() for name in names]
 LISTED = {part for path in PATHS for part in path.split(".") if part.startswith("_")}
 LISTED |= {path.rpartition(".")[2] for path in PATHS}
-# The names that the installed torch is too old for.
+# The names that the installed torch is too old for,
 NEWER = {path for path, since in SINCE.items() if TorchVersion(torch.__version__) < since}
+# Those that this build of it lacks.
+NEWER |= set() if torch.distributed.is_nccl_available() else NCCL_ONLY
 
 # Documented by Python in spite of the underscore.
 DOCUMENTED = {"_exit", "_fields", "_getframe", "_current_frames"}

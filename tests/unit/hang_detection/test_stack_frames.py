@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 
+import pytest
 import torch
 
 from parallelize.hang_detection import stack_frames
@@ -73,3 +75,46 @@ def test_a_thread_that_computes_is_not_idle() -> None:
     assert not clock.is_idle()
     time.sleep(0.05)
     assert clock.is_idle()
+
+
+class OnDevice:
+    """A tensor whose methods wait in compiled code, as those of a CUDA tensor for a collective."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        self.item = self.sleep = lock.acquire
+        self.finish = lock.release
+
+
+def read_value(loss: OnDevice) -> None:
+    float(loss.item())
+
+
+def sleep(loss: OnDevice) -> None:
+    loss.finish()
+    _ = loss.item()  # does not wait
+    loss.sleep()
+
+
+@pytest.mark.parametrize(("function", "blocks"), [(read_value, True), (sleep, False)])
+def test_a_wait_for_a_device_is_seen_in_the_users_frame(function: Callable[[OnDevice], None], blocks: bool) -> None:
+    """Under NCCL, `loss.item()` waits for the other ranks if a collective is pending; other calls may not."""
+    loss = OnDevice()
+    thread = threading.Thread(target=function, args=(loss,))
+    thread.start()
+    stack: stack_frames.Stack = ()
+    while not stack or stack[0][0].f_code is not function.__code__ or stack[0][0].f_lineno != _last_line(function):
+        stack = stack_frames.stack_of(sys._current_frames().get(thread.ident))
+        time.sleep(0.01)
+    try:
+        assert stack_frames.is_blocking(stack, on_device=True) is blocks
+        assert not stack_frames.is_blocking(stack, on_device=False)
+        assert stack_frames.operation(stack) == ("item" if blocks else "sleep")
+    finally:
+        loss.finish()
+        thread.join()
+
+
+def _last_line(function: Callable[..., object]) -> int:
+    return max(line for _, _, line in function.__code__.co_lines() if line)
