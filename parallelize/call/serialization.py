@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from parallelize.call.reachable import members
 from parallelize.errors import ConfigError
 
-__all__ = ["dump", "dumps", "is_picklable", "load"]
+__all__ = ["dump", "dump_for_rank", "dumps", "is_picklable", "load"]
 
 _FIX = "create it inside the function, or pass the values it is built from (a path, a size, a seed)"
 _HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: set for classes made by a class statement, not for built-in exceptions
@@ -57,15 +57,25 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return super().reducer_override(obj)
 
 
-def _pickle_module(on_object: Callable[[Any], None]) -> types.SimpleNamespace:
-    """Return the `pickle_module` argument of `torch.save`, whose pickler calls `on_object` with each object."""
+class _RankPickler(_Pickler):
+    """Pickles classes and functions of `__main__` by name where that has them: all ranks run the same script."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        is_main = isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__"
+        if is_main and _is_found(obj, "__main__", obj.__qualname__):
+            return _resolve, ("__main__", obj.__qualname__)
+        return super().reducer_override(obj)
+
+
+def _pickler(on_object: Callable[[Any], None]) -> type[_Pickler]:
+    """Return a pickler class that calls `on_object` with each object."""
 
     class Pickler(_Pickler):
         def reducer_override(self, obj: Any) -> Any:
             on_object(obj)
             return super().reducer_override(obj)
 
-    return types.SimpleNamespace(Pickler=Pickler, __name__=__name__)
+    return Pickler
 
 
 def _name_of_module(obj: Any) -> tuple[str, str] | None:
@@ -141,26 +151,46 @@ def dump(
     """
     partial = path.with_name(path.name + ".part")
     try:
-        torch.save(obj, partial, pickle_module=_pickle_module(on_object), pickle_protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as exc:  # a user's __reduce__ may raise anything
+        _save(obj, partial, parts, _pickler(on_object))
+    except ConfigError:
         partial.unlink(missing_ok=True)
-        name, reason = _find_unpicklable(parts) or ("the call", exc)
-        raise ConfigError(f"{name} cannot be pickled", why=_first_line(reason), fix=_FIX) from exc
+        raise
     partial.replace(path)
 
 
-def load(path: Path, *, device: torch.device) -> Any:
-    """Unpickle the object in `path`; its tensors are private to this process.
+def dump_for_rank(obj: object, *, parts: Mapping[str, object]) -> bytes:
+    """Pickle `obj` for another process of the same script, in which each class of `__main__` exists already.
+
+    Raises:
+        ConfigError: as `dump`.
+    """
+    buffer = io.BytesIO()
+    _save(obj, buffer, parts, _RankPickler)
+    return buffer.getvalue()
+
+
+def _save(obj: object, file: Path | io.BytesIO, parts: Mapping[str, object], pickler: type[_Pickler]) -> None:
+    module = types.SimpleNamespace(Pickler=pickler, __name__=__name__)
+    try:
+        torch.save(obj, file, pickle_module=module, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as exc:  # a user's __reduce__ may raise anything
+        name, reason = _find_unpicklable(parts) or ("the call", exc)
+        raise ConfigError(f"{name} cannot be pickled", why=_first_line(reason), fix=_FIX) from exc
+
+
+def load(source: Path | io.BytesIO, *, device: torch.device) -> Any:
+    """Unpickle an object; its tensors are private to this process.
 
     Args:
-        path: a file that `dump` wrote in a process of the same run; must be trusted, because unpickling runs code.
+        source: what `dump` or `dump_for_rank` wrote in a process of the same run; must be trusted, because unpickling
+            runs code.
         device: device for tensors that were not on the CPU.
     """
 
     def map_location(storage: Any, saved_on: str) -> Any:
         return storage if saved_on == "cpu" else storage.to(device=device)
 
-    return torch.load(path, mmap=True, weights_only=False, map_location=map_location)
+    return torch.load(source, mmap=isinstance(source, Path), weights_only=False, map_location=map_location)
 
 
 def _first_line(exc: BaseException) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import io
 import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +24,7 @@ from parallelize.call.function_ref import FunctionRef, is_importable, pickling_m
 from parallelize.call.imported_state import find_imported_state, install_imported_state
 from parallelize.call.module_sync import StatefulObjects, signature
 from parallelize.call.reachable import is_a, walk
-from parallelize.call.serialization import dump, is_picklable, load
+from parallelize.call.serialization import dump, dump_for_rank, is_picklable, load
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError, WorkerError
@@ -30,6 +32,7 @@ from parallelize.errors import ConfigError, WorkerError
 __all__ = ["Outcome", "Task", "error_text", "name_of"]
 
 _CPU = torch.device("cpu")
+_FIX_VALUE = "return plain values, tensors, modules or state_dicts"
 
 
 @dataclass(frozen=True)
@@ -174,28 +177,46 @@ class Outcome:
             dump(dataclasses.replace(self, error=_picklable_error(self.error, exc)), path, parts={})
 
     def _write_value(self, path: Path) -> None:
-        try:
+        with _value_not_pickled():
             dump(self, path, parts={"the returned value": self.value, "the state of an optimizer": self.states})
-        except ConfigError as exc:
-            what, why = exc.faults[0].what, exc.faults[0].why
-            raise WorkerError(what, why=why, fix="return plain values, tensors, modules or state_dicts") from exc
+
+    def dumps(self) -> bytes:
+        """Serialize the outcome of a function that returned for another rank of this program.
+
+        Raises:
+            WorkerError: the return value cannot be pickled.
+        """
+        with _value_not_pickled():
+            return dump_for_rank(self, parts={"the returned value": self.value})
 
     @classmethod
-    def read(cls, path: Path) -> Outcome:
-        """Read an outcome from a file; tensors are on the CPU.
+    def read(cls, source: Path | bytes, *, device: torch.device = _CPU) -> Outcome:
+        """Read an outcome from a file, or from the bytes of `dumps`.
+
+        Args:
+            source: path of the file, or the bytes.
+            device: device for tensors that were not on the CPU.
 
         Raises:
             WorkerError: the outcome cannot be unpickled in this process.
         """
         try:
-            outcome: Outcome = load(path, device=_CPU)
+            outcome: Outcome = load(io.BytesIO(source) if isinstance(source, bytes) else source, device=device)
         except Exception as exc:
             raise WorkerError(
                 "the return value of a worker cannot be unpickled in the calling process",
                 why=f"{type(exc).__name__}: {exc}",
-                fix="return plain values, tensors, modules or state_dicts",
+                fix=_FIX_VALUE,
             ) from exc
         return outcome
+
+
+@contextlib.contextmanager
+def _value_not_pickled() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as exc:
+        raise WorkerError(exc.faults[0].what, why=exc.faults[0].why, fix=_FIX_VALUE) from exc
 
 
 def _from_function(trace: TracebackType | None) -> TracebackType | None:

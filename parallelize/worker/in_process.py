@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize.call.task import Task
+from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
+from parallelize.runtime.context import current
 from parallelize.worker.main import active_run
 
 __all__ = ["gather_values", "run_as_rank", "run_in_this_process"]
@@ -27,15 +28,20 @@ def run_as_rank(task: Task, world: World) -> Any:
 
 
 def _broadcast_value(value: object) -> Any:
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+    runtime = current()
+    is_main = runtime.world.is_main
+    sent = [Outcome.returned(runtime.world, value).dumps() if is_main else b""]
+    dist.broadcast_object_list(sent, src=0)
+    return value if is_main else Outcome.read(sent[0], device=runtime.device).value
 
 
 def gather_values(value: object) -> list[Any]:
-    """Return the values of all ranks, in rank order, on every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    """Return the values of all ranks, in rank order, on every rank; CUDA tensors come to this rank's device."""
+    runtime = current()
+    sent = [b""] * dist.get_world_size()
+    dist.all_gather_object(sent, Outcome.returned(runtime.world, value).dumps())
+    values = [Outcome.read(each, device=runtime.device).value for each in sent]
+    values[runtime.world.rank] = value
     return values
 
 

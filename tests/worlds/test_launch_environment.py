@@ -89,8 +89,18 @@ def test_a_worker_may_create_the_process_group_itself() -> None:
 
 SCRIPT = """
 import pathlib, sys
+import torch
 import torch.distributed as dist
 from parallelize import ConfigError, distributed, rank
+
+class Result:
+    pass
+
+@distributed()
+def give(x):
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, x + rank())
+    return model, lambda y: x * y, Result, model.weight
 
 @distributed(**eval(sys.argv[2]))
 def train(x):
@@ -100,6 +110,9 @@ def train(x):
 folder = pathlib.Path(sys.argv[1])
 try:
     result = [train(10), train(20), distributed()(rank).all_ranks()]
+    model, scale, kind, same = give(3.0)
+    assert (model.weight.item(), scale(2.0), kind is Result, same is model.weight) == (3.0, 6.0, True, True)
+    assert [scale(2.0) for _, scale, _, _ in give.all_ranks(4.0)] == [8.0, 8.0]
 except ConfigError as error:
     result = error
 folder.joinpath(__import__("os").environ["RANK"]).write_text(str(result))
@@ -123,7 +136,7 @@ def torchrun(tmp_path: Path):
 
 
 def test_under_torchrun_a_call_joins(torchrun) -> None:
-    """A call starts no process, returns rank 0's value on every rank, and can be repeated."""
+    """A call starts no process, and returns rank 0's value on every rank: lambdas and modules, too."""
     assert torchrun({}) == [str([(10, 2), (20, 2), [0, 1]])] * 2
 
 
