@@ -21,6 +21,10 @@ _STACK_HEADER = "(most recent call first):"
 _TAIL_LINES = 20
 _FIX_BY_SIGNAL = {
     "SIGKILL": "if you did not send it, the kernel did: look for 'Out of memory' in its log, and use less memory",
+    "SIGABRT": "a library aborted the process: its reason is in the rank's output. If that names NCCL's watchdog, a "
+    "collective timed out or a GPU failed: make the same calls on every rank, or increase timeout=",
+    "SIGBUS": "usually /dev/shm is full, through which DataLoader workers send batches: make it larger (docker run "
+    "--shm-size=8g), or use fewer workers",
     "SIGSEGV": "a compiled extension failed: its stack is in the rank's output",
     "SIGTERM": "if you did not send it, the machine did: look in the log of its job scheduler",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -187,3 +188,15 @@ def test_an_unprintable_exception_of_another_rank_is_listed() -> None:
     error = error_of([raised(0, 1.0), raised(1, 2.0, UnprintableError(), "")], [], world_size=2)
     assert str(error) == "of 0"
     assert error.__notes__[-1].startswith("the others: rank 1: UnprintableError: (no text: its __str__ raised")
+
+
+@pytest.mark.parametrize(
+    ("number", "named"),
+    [(signal.SIGABRT, "NCCL's watchdog"), (signal.SIGABRT, "timeout="), (signal.SIGBUS, "/dev/shm")],
+)
+def test_the_fix_names_the_usual_reason_of_a_signal(number: signal.Signals, named: str) -> None:
+    """NCCL's watchdog aborts the process; a full /dev/shm ends it in the middle of a write."""
+    error = error_of([], [exited(1, 1.0, -number)])
+    assert isinstance(error, WorkerError)
+    assert error.signal_name == number.name
+    assert named in error.faults[0].fix
