@@ -274,6 +274,9 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.utils.data._utils.worker": {
         "_worker_info": ("shard a dataset over the workers of all ranks", "iterable datasets fail"),
     },
+    "multiprocessing.process": {
+        "_children": ("abandon a worker that SIGKILL does not end", "a program whose GPU hangs does not exit"),
+    },
     "multiprocessing.forkserver": {
         "_forkserver": ("discard the fork server that a forked process inherited", "calls in a forked process fail"),
     },

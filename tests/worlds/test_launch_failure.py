@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import multiprocessing
 import os
 import signal
 import sys
@@ -15,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelize import WorkerError, distributed
+from parallelize import WorkerError, distributed, rank
+from parallelize.launchers.elastic import agent
 
 WITHIN_S = 5.0
 LONG_S = 300
@@ -353,3 +355,35 @@ def test_the_last_output_is_that_of_the_last_attempt() -> None:
     assert "step 29 of 1\n" in tail
     assert tail.endswith("\nreason of 1")
     assert " of 0" not in tail
+
+
+@distributed(processes=2)
+def stop_the_fork_server(begun: Path) -> None:
+    """Rank 0 raises; rank 1 stops the process that would report its end."""
+    try:
+        if rank() == 0:
+            while not begun.exists():
+                time.sleep(0.01)
+            raise ZeroDivisionError
+        begun.touch()
+        sleep()
+    finally:
+        if rank() == 1:
+            begun.write_text(str(os.getppid()))
+            os.kill(os.getppid(), signal.SIGSTOP)
+
+
+def test_a_worker_that_sigkill_does_not_end_is_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one in the driver of a GPU that hangs: neither the call waits for it, nor will Python at its exit."""
+    monkeypatch.setattr(agent, "_KILL_TIMEOUT_S", 0.5)
+    begun = tmp_path / "begun"
+    try:
+        with pytest.raises(ZeroDivisionError) as info:
+            stop_the_fork_server(begun)
+        assert info.value.__notes__[-1] == "the others: rank 1: stopped"
+        assert "does not end, 0.5 s after SIGKILL" in caplog.text
+        assert not multiprocessing.active_children()
+    finally:
+        os.kill(int(begun.read_text()), signal.SIGCONT)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import multiprocessing
 import os
 import signal
@@ -39,10 +40,12 @@ __all__ = ["MONITOR_INTERVAL_S", "STOP_GRACE_S", "Agent"]
 
 MONITOR_INTERVAL_S = 0.02
 STOP_GRACE_S = 3.0  # between SIGTERM and SIGKILL: time for the `finally` blocks of the other workers
+_KILL_TIMEOUT_S = 15.0  # a driver takes seconds to free the memory of a process
 _SIGTERM_EXIT_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 _PRELOADED_MODULES = ["parallelize.launchers.elastic.preload"]
 _start_lock = threading.Lock()
+_log = logging.getLogger("parallelize")
 
 
 @self_test("the elastic launcher", instead="start the script by torchrun or srun")
@@ -177,6 +180,7 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:  # torch 2.11 has no timeout
         self._terminate_workers(STOP_GRACE_S)
         self._kill_worker_groups()
+        self._abandon_living_workers()
         super()._shutdown(*args, **kwargs)
 
     def _terminate_workers(self, grace_s: float) -> None:
@@ -192,7 +196,22 @@ class Agent(LocalElasticAgent):
         """Send SIGKILL to the process group of every worker: the worker and its child processes."""
         for process in self._processes():
             _send_signal(process.pid, signal.SIGKILL, of_group=True)
-            process.join()
+        end = time.monotonic() + _KILL_TIMEOUT_S
+        for process in self._processes():
+            process.join(max(0.0, end - time.monotonic()))
+
+    def _abandon_living_workers(self) -> None:
+        """Give up waiting for workers that SIGKILL has not ended; neither torch elastic nor Python's exit waits then.
+
+        The kernel ends a process only after its uninterruptible waits, as in the driver of a GPU that hangs.
+        """
+        context: Any = self._pcontext
+        python: Any = multiprocessing.process
+        for process in self._processes():
+            if process.exitcode is None:
+                _log.error("worker %s does not end, %g s after SIGKILL: its GPU may hang", process.pid, _KILL_TIMEOUT_S)
+                context._pc.processes.remove(process)
+                python._children.discard(process)
 
 
 def _ensure_own_fork_server() -> None:
