@@ -181,6 +181,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "set_eval_frame": ("suspend tracing inside a hook", "compiled models fail"),
     },
     "torch.distributed.distributed_c10d": {
+        "_abort_process_group": ("remove the groups of a failed call", "a failed call waits for other ranks"),
         "_get_default_group": ("list the device types of the default group", "collectives fail"),
         "_get_default_store": ("get the default group's store", "calls fail"),
         "_world": ("list the ranks of every process group", "hang detection fails"),

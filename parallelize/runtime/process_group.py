@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 import sys
 import time
@@ -21,9 +22,12 @@ from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL, warn_if_unsynced
 from parallelize.hang_detection.watchdog import Watchdog
+from parallelize.runtime.group_abort import abort_and_destroy
 from parallelize.runtime.user_process_group import user_process_group
 
 __all__ = ["default_store", "new_group", "process_group"]
+
+_log = logging.getLogger("parallelize")
 
 
 @contextlib.contextmanager
@@ -62,11 +66,17 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog, *, flags: se
             user_process_group(world, os.environ, initialize_again),
         ):
             yield
+    except BaseException:
+        if dist.is_initialized():
+            abort_and_destroy()
+        raise
+    try:
         if group is not None:
             _wait_before_closing(group.store, world.world_size)
-    finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+    except Exception:  # noqa: BLE001 - whatever a library raises: the block has its result, which must not be lost
+        _log.exception("an error while the process group was closed, after the function had returned")
 
 
 class _Group:

@@ -35,7 +35,7 @@ from parallelize.config.layout import Layout
 from parallelize.errors import LaunchError
 from parallelize.runtime.context import Runtime, activate
 from parallelize.runtime.user_process_group import replace_group_functions
-from parallelize.worker.shutdown import WorkerShutdown, exit_on_signal, flush, report_leftover_threads, unblock_sigint
+from parallelize.worker.shutdown import StopHandler, WorkerShutdown, flush, report_leftover_threads, unblock_sigint
 
 __all__ = ["WorkerSetup", "active_run", "outcome_path", "refuse_during_task_load", "run", "task_path"]
 
@@ -132,7 +132,7 @@ def _perform(task: Task, world: World, path: Path, shutdown: WorkerShutdown, *, 
         runtime.watchdog.on_hang = shutdown.terminate
         settings.apply_default_device()
         try:
-            value = _call(task)
+            value = _call(task, StopHandler(world.master_port))
             if runtime.device.type != "cpu":
                 torch.accelerator.synchronize()  # raises errors of asynchronous kernels
             returned = value if world.is_main or task.all_ranks else None
@@ -157,17 +157,19 @@ class _Changes:
         return {"states": self._state.changed(models), "unreturned": unreturned, "unmatched": unmatched}
 
 
-def _call(task: Task) -> Any:
+def _call(task: Task, stop: StopHandler) -> Any:
     # Not earlier: while the process group connects, the main thread runs C++ code, which delays Python's handlers.
-    signal.signal(signal.SIGTERM, exit_on_signal)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, exit_on_signal)
+    stop.install()
     try:
         return task.function(*task.args, **task.kwargs)
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
         return None
+    except RuntimeError as error:
+        if stop.exit is None:
+            raise
+        raise stop.exit from error  # of a collective that the signal has interrupted
 
 
 @contextlib.contextmanager

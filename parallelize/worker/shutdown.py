@@ -7,20 +7,23 @@ import os
 import select
 import shutil
 import signal
+import socket
 import sys
 import threading
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from parallelize.call.task import Outcome
 from parallelize.cluster.world import World
+from parallelize.runtime.group_abort import interrupt_collectives
 
-__all__ = ["WorkerShutdown", "exit_on_signal", "flush", "report_leftover_threads", "unblock_sigint"]
+__all__ = ["StopHandler", "WorkerShutdown", "flush", "report_leftover_threads", "unblock_sigint"]
 
 _FINALLY_TIMEOUT_S = 5.0
 _THREADS_TIMEOUT_S = 3.0
+_HANDLER_TIMEOUT_S = 0.1  # a main thread that runs Python calls the handler within milliseconds
 
 
 class WorkerShutdown:
@@ -108,14 +111,59 @@ def _report_leftover_threads(rank: int) -> None:
         )
 
 
-def exit_on_signal(number: int, _frame: FrameType | None) -> None:
-    """Handle SIGTERM or SIGINT in a worker: raise, so that `finally` blocks run, and ignore further signals.
+class StopHandler:
+    """Handles SIGTERM and SIGINT in a worker: raises in the main thread, so that `finally` blocks run.
 
-    When the launcher dies, two signals arrive: SIGTERM from `WorkerShutdown`, and SIGINT from torch's PR_SET_PDEATHSIG.
+    Python calls handlers in the main thread only, and not while that is in compiled code. A thread is told of the
+    signal at once, through a socket; if the main thread does not react, it interrupts the collectives.
+
+    Args:
+        store_port: port of the run's TCPStore, whose requests are interrupted, too.
+
+    Attributes:
+        exit: the exception that ends the function; None: no signal has been handled.
     """
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
+
+    def __init__(self, store_port: int) -> None:
+        self.exit: BaseException | None = None
+        self._store_port = store_port
+        self._is_handled = threading.Event()
+        self._has_interrupted = False
+
+    def install(self) -> None:
+        """Install the handler in the main thread; SIGINT's only in place of Python's own."""
+        signal.signal(signal.SIGTERM, self)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self)
+        received, written = socket.socketpair()
+        written.settimeout(0)  # required by set_wakeup_fd
+        signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        # A forked child has the same handlers: its signals are not this process's.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        threading.Thread(target=self._watch, args=[received, written], name="parallelize-stop", daemon=True).start()
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """Raise in the main thread, and ignore further signals.
+
+        When the launcher dies, two arrive: SIGTERM from `WorkerShutdown`, and SIGINT from torch's PR_SET_PDEATHSIG.
+        """
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        self._is_handled.set()
+        self.exit = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + signal.SIGTERM)
+        # While the error of an interrupted collective is handled, another one would end the `finally` block half-way.
+        if not (self._has_interrupted and isinstance(sys.exc_info()[1], RuntimeError)):
+            raise self.exit
+
+    def _watch(self, received: socket.socket, _written: socket.socket) -> None:
+        while number := received.recv(1):
+            ours: Any = self
+            store_port = None  # at first, because torch logs requests that fail
+            # The user's code may have replaced the handler.
+            while signal.getsignal(number[0]) is ours and not self._is_handled.wait(_HANDLER_TIMEOUT_S):
+                self._has_interrupted = True
+                interrupt_collectives(store_port=store_port)
+                store_port = self._store_port
 
 
 def unblock_sigint() -> None:

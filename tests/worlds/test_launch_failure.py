@@ -10,13 +10,17 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from parallelize import WorkerError, distributed, rank
+from parallelize.cluster.world import World
 from parallelize.launchers.elastic import agent
 
 WITHIN_S = 5.0
@@ -355,6 +359,61 @@ def test_the_last_output_is_that_of_the_last_attempt() -> None:
     assert "step 29 of 1\n" in tail
     assert tail.endswith("\nreason of 1")
     assert " of 0" not in tail
+
+
+class FailsToShutDown(dist.ProcessGroup):
+    def shutdown(self) -> None:
+        raise RuntimeError("the device is gone")
+
+
+def make_fragile(_store: dist.Store, rank: int, size: int, _timeout: timedelta) -> dist.ProcessGroup:
+    return FailsToShutDown(rank, size)
+
+
+def connect_fragile(world: World) -> None:
+    dist.Backend.register_backend("fragile", make_fragile, devices=["cpu"])
+    dist.init_process_group(
+        "fragile", init_method=f"tcp://{world.master_addr}:{world.master_port}", rank=world.rank, world_size=2
+    )
+
+
+@distributed(processes=2, init_connection=connect_fragile)
+def return_over_a_fragile_group() -> int:
+    return 42
+
+
+def test_a_result_outlives_an_error_in_closing_the_group(capfd: pytest.CaptureFixture[str]) -> None:
+    """The function has returned: the error is logged, and the caller gets the value."""
+    assert return_over_a_fragile_group() == 42
+    assert "the process group was closed, after the function had returned" in capfd.readouterr().err
+
+
+PENDING = """
+import sys, threading
+import torch, torch.distributed as dist
+from parallelize import distributed, rank
+
+@distributed()
+def train():
+    if rank() == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        raise ZeroDivisionError
+    threading.Event().wait()
+
+try:
+    train()
+except ZeroDivisionError:
+    print(f"initialized: {dist.is_initialized()}", flush=True)
+    sys.exit(3)
+"""
+
+
+def test_a_failed_rank_of_torchrun_does_not_wait_for_its_collectives(run_script: Callable[..., Any]) -> None:
+    """Destroying a group waits for its pending collectives, and so for other ranks; an aborted one does not."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ended = run_script(PENDING, launcher=launcher, check=False)
+    assert ended.stdout == "initialized: False\n"
+    assert "exitcode  : 3" in ended.stderr
 
 
 @distributed(processes=2)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from parallelize import distributed
@@ -226,6 +227,44 @@ def test_handlers_are_as_before_after_a_call() -> None:
 @distributed(processes=2)
 def divide_by_zero() -> float:
     return 1 / 0
+
+
+def _wait_for_a_key(peer: int, *_: dist.ProcessGroup) -> None:
+    dist.distributed_c10d._get_default_store().get(f"never set by {peer}")
+
+
+def _receive(peer: int, *_: dist.ProcessGroup) -> None:
+    dist.recv(torch.ones(1), src=peer)
+
+
+def _reduce_in_another_group(peer: int, *groups: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(1), group=groups[peer - 1])
+
+
+@distributed(processes=3)
+def fail_beside_blocked_ranks(block: Callable[..., None], folder: Path) -> None:
+    """Rank 0 raises while ranks 1 and 2 wait for each other in compiled code: none of their connections is closed."""
+    rank, groups = dist.get_rank(), [dist.new_group([1, 2]) for _ in range(2)]
+    if rank == 0:
+        while len(list(folder.glob("waiting.*"))) < 2:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        raise ZeroDivisionError
+    try:
+        folder.joinpath(f"waiting.{rank}").touch()
+        block(3 - rank, *groups)
+    finally:
+        time.sleep(0.01)  # a bytecode at which Python calls handlers of signals
+        folder.joinpath(f"finally.{rank}").touch()
+
+
+@pytest.mark.parametrize("block", [_receive, _reduce_in_another_group, _wait_for_a_key])
+def test_finally_blocks_run_on_ranks_that_wait_in_compiled_code(block: Callable[..., None], tmp_path: Path) -> None:
+    """A rank fails; the others are in C++, where Python cannot call a handler, until their groups are aborted."""
+    with pytest.raises(ZeroDivisionError) as info:
+        fail_beside_blocked_ranks(block, tmp_path)
+    assert len(list(tmp_path.glob("finally.*"))) == 2
+    assert "ranks 1-2: stopped" in "".join(info.value.__notes__)
 
 
 def test_a_call_works_in_another_thread() -> None:

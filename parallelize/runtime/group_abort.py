@@ -1,0 +1,87 @@
+"""Abort of process groups: collectives that wait for other ranks raise an error, and destroying a group cannot block.
+
+torch aborts NCCL's communicators only. A gloo collective waits until its timeout, or until a connection closes, and
+destroying its group waits for it: its connections are shut down here, which gloo reports as "Connection closed".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["abort_and_destroy", "interrupt_collectives"]
+
+_ABORT_TIMEOUT_S = 10.0
+
+_log = logging.getLogger("parallelize")
+
+
+def interrupt_collectives(*, store_port: int | None = None) -> None:
+    """Make the collectives and store requests in which other threads wait raise an error; return at once.
+
+    The groups keep their ranks and names. Use this only in a process that is about to end.
+
+    Args:
+        store_port: port of the TCPStore whose requests fail; None: none does.
+    """
+    _shut_down(store_port)
+    groups: Any = list(dist.distributed_c10d._world.pg_names)
+    for group in groups:  # at the same time, because one communicator's abort may wait for another's
+        threading.Thread(target=group.abort, name="parallelize-abort", daemon=True).start()
+
+
+def abort_and_destroy() -> None:
+    """Abort and remove all process groups of this process, without waiting for other ranks."""
+    if dist.get_world_size() > 1:
+        _shut_down(None)
+    abort_all = dist.distributed_c10d._abort_process_group  # NCCL's may hang
+    abort = threading.Thread(target=abort_all, name="parallelize-abort", daemon=True)
+    abort.start()
+    abort.join(_ABORT_TIMEOUT_S)
+    if abort.is_alive():
+        _log.error("the process groups could not be aborted within %g s", _ABORT_TIMEOUT_S)
+
+
+def _shut_down(store_port: int | None) -> None:
+    """Shut down gloo's connections and those to a store; on systems without /proc, none."""
+    of_gloo = {number for poll in _descriptors("anon_inode:[eventpoll]") for number in _polled_by_gloo(poll)}
+    for number in _descriptors("socket:"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as each:
+            # Shutting down gloo's listening socket would abort the process in gloo's thread.
+            is_listening = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if each.family == socket.AF_UNIX or is_listening:
+                continue
+            if number in of_gloo or each.getpeername()[1] == store_port:
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def _descriptors(kind: str) -> list[int]:
+    folder = Path("/proc/self/fd")
+    names = list(folder.iterdir()) if folder.is_dir() else []
+    return [int(each.name) for each in names if _target(each).startswith(kind)]
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:  # closed by another thread
+        return ""
+
+
+def _polled_by_gloo(poll: int) -> set[int]:
+    """Return what an epoll instance watches if it is gloo's, which lacks the flag that Python's have; else nothing."""
+    try:
+        text = Path(f"/proc/self/fdinfo/{poll}").read_text()
+    except OSError:
+        return set()
+    flags = re.search(r"flags:\s*(\d+)", text)
+    is_python = flags is None or int(flags[1], 8) & os.O_CLOEXEC
+    return set() if is_python else {int(number) for number in re.findall(r"tfd:\s*(\d+)", text)}
