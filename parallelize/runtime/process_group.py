@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from parallelize.cluster.network import gloo_interface, resolvable_address
@@ -25,7 +26,7 @@ from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.group_abort import abort_and_destroy
 from parallelize.runtime.user_process_group import user_process_group
 
-__all__ = ["default_store", "new_group", "process_group"]
+__all__ = ["bound_device", "default_store", "new_group", "process_group"]
 
 _log = logging.getLogger("parallelize")
 
@@ -53,7 +54,7 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog, *, flags: se
         config.init_connection(world)
     else:
         group = _Group(_reachable(world), config.timeout)
-        group.initialize(backend=layout.process_group_backend)
+        group.initialize(backend=layout.process_group_backend, device_id=bound_device(world, layout))
 
     def initialize_again(arguments: dict[str, Any]) -> None:
         if group is not None and ENTERED_PARALLEL_MODEL not in flags:
@@ -77,6 +78,19 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog, *, flags: se
             dist.destroy_process_group()
     except Exception:  # noqa: BLE001 - whatever a library raises: the block has its result, which must not be lost
         _log.exception("an error while the process group was closed, after the function had returned")
+
+
+def bound_device(world: World, layout: Layout) -> torch.device | None:
+    """Return the one device that this process drives, if not gloo carries its tensors; else None.
+
+    NCCL then connects its ranks at once, not in the first collective, and new groups are split from the default group.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
+    """
+    device, *others = layout.devices[world.local_rank]
+    backend = layout.process_group_backend
+    is_gloo = backend == "gloo" or f"{device.type}:gloo" in backend
+    return None if others or device.type == "cpu" or is_gloo else device
 
 
 class _Group:

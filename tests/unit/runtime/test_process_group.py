@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from parallelize.runtime.process_group import _wait_before_closing, _wait_for_all
+from parallelize.cluster.devices import Hardware
+from parallelize.cluster.world import World
+from parallelize.config.config import Config
+from parallelize.config.layout import compute_layout
+from parallelize.runtime.process_group import _wait_before_closing, _wait_for_all, bound_device
 
 
 @pytest.mark.parametrize("wait", [_wait_for_all, _wait_before_closing])
@@ -33,3 +39,26 @@ def test_ranks_wait_for_the_last(wait: Callable[[dist.Store, int], None]) -> Non
 def test_a_busy_rank_is_not_waited_for() -> None:
     """The wait before closing has a short limit: the busy rank may be waiting for this one in a collective."""
     _wait_before_closing(dist.HashStore(), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ({"gpus": 2}, torch.device("cuda", 1)),
+        ({"gpus": 2, "process_group_backend": "nccl"}, torch.device("cuda", 1)),
+        ({"gpus": 2, "process_group_backend": "gloo"}, None),
+        ({"gpus": 2, "process_group_backend": "cpu:gloo,cuda:gloo"}, None),
+        ({"gpus": 0, "processes": 2}, None),
+    ],
+)
+def test_nccl_is_bound_to_the_device_of_its_process(options: dict[str, Any], bound: torch.device | None) -> None:
+    """Not gloo, whose groups neither connect to a device nor are split."""
+    layout = compute_layout(Config.parse(**options), Hardware("cuda", 2))
+    assert bound_device(World(rank=1, local_rank=1, world_size=2, local_world_size=2), layout) == bound
+
+
+def test_a_process_with_several_devices_is_bound_to_none() -> None:
+    """Its tensors are on each of them."""
+    layout = compute_layout(Config.parse(gpus=2, backend="dp"), Hardware("cuda", 2))
+    assert len(layout.devices[0]) == 2
+    assert bound_device(World(), layout) is None
