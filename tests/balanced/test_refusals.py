@@ -11,6 +11,7 @@ import pytest
 import torch
 from balanced.models import CASES, Gpt, batch_of, loss_of, pipelined, plan_for, rows, seeded, tokens
 from torch import nn
+from torch.distributed._composable import checkpoint
 
 from parallelize import ConfigError, parallel_model
 from parallelize.backends.balanced.plan import Plan, plan
@@ -287,6 +288,15 @@ def test_modules_that_are_parallel_or_scripted_themselves(kind: str) -> None:
         with pytest.warns(Warning, match="torch.jit"):
             model[1] = torch.jit.script(model[1])
     with pytest.raises(ConfigError, match=f"1 is a {kind}"), parallel_model(model, backend=TWO):
+        pass
+
+
+def test_composable_checkpoints() -> None:
+    """A module that checkpoints itself by hooks is refused: torch keeps one forward's state on the module."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    checkpoint(model[1])
+    message = r"_composable\.checkpoint of 1(?s:.*)recompute=True"
+    with pytest.raises(ConfigError, match=message), parallel_model(model, backend=TWO):
         pass
 
 

@@ -38,6 +38,7 @@ __all__ = [
 _NO_SPLIT = "use BalancedBackend(microbatches=1), which does not split batches, or backend='ddp'"
 _NO_CACHE = "train a Hugging Face language model with model.config.use_cache = False"
 
+_COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
 _UNSUPPORTED = (
     DataParallel,
     DistributedDataParallel,
@@ -52,7 +53,7 @@ def check_supported(inner: Inner) -> None:
     """Check that operations of the model can be intercepted.
 
     Raises:
-        ConfigError: the model is compiled or scripted, or one of its modules is already parallel.
+        ConfigError: the model is compiled or scripted, or one of its modules is already parallel or checkpoints itself.
     """
     if not inner.is_replicable:
         raise _compiled("")
@@ -66,6 +67,14 @@ def check_supported(inner: Inner) -> None:
         is_optimized = type(module).__name__ == "OptimizedModule"
         if is_optimized or getattr(module, "_compiled_call_impl", None) is not None:
             raise _compiled(name)
+        if any(
+            getattr(hook, "__module__", "") == _COMPOSABLE_CHECKPOINT for hook in module._forward_pre_hooks.values()
+        ):
+            raise ConfigError(
+                f"torch.distributed._composable.checkpoint of {name or 'the model'}",
+                why="it stores the state of one forward on the module, and micro-batches run at the same time",
+                fix="use BalancedBackend(recompute=True), or call torch.utils.checkpoint.checkpoint in forward",
+            )
 
 
 def no_batch(dim: int) -> ConfigError:
