@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import sys
 import threading
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +69,40 @@ def test_no_file_stays_open() -> None:
         assert len(list(FILES.iterdir())) == before
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(
+    hasattr(multiprocessing.resource_tracker._resource_tracker, "_reentrant_messages"),
+    reason="this Python's resource tracker can be called by a finalizer while it is in use",
+)
+def test_a_semaphore_in_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A semaphore that becomes garbage while workers start is finalized after it, when the tracker can be called."""
+    tracker: Any = multiprocessing.resource_tracker._resource_tracker
+    check_alive, thresholds = tracker._check_alive, gc.get_threshold()
+    total(1)  # starts the tracker
+    cycle: list[Any] = [multiprocessing.get_context("spawn").Lock()]
+    cycle.append(cycle)
+    pending = [cycle]
+    del cycle
+
+    def allocate() -> bool:
+        if pending:
+            pending.clear()
+            gc.set_threshold(10)
+            _ = [[] for _ in range(1000)]
+        return check_alive()
+
+    monkeypatch.setattr(tracker, "_check_alive", allocate)
+    gc.set_threshold(1_000_000)  # the garbage stays in the youngest generation
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert total(1) == (2, 2)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert not pending
+    assert gc.isenabled()
+    assert [each for each in caught if "reentrantly" in str(each.message)] == []
 
 
 @pytest.mark.skipif(not TASKS.is_dir(), reason="threads of compiled code are seen on Linux only")

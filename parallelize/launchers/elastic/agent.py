@@ -11,6 +11,7 @@ that exits with code 0 before its function returns.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import logging
 import multiprocessing
@@ -111,7 +112,7 @@ class Agent(LocalElasticAgent):
         self._success = None
         self._close_files()  # of the previous attempt
         with _deferred_signals():
-            with _start_lock, _hidden_main_module(), _blocked_signals():
+            with _start_lock, _paused_garbage_collection(), _hidden_main_module(), _blocked_signals():
                 if self._start_method == "forkserver":
                     multiprocessing.set_forkserver_preload(_PRELOADED_MODULES)
                     _ensure_own_fork_server()
@@ -259,6 +260,23 @@ def _deferred_signals() -> Iterator[None]:
         torch_api._terminate_process_handler = original
     for number in received:
         signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def _paused_garbage_collection() -> Iterator[None]:
+    """Pause garbage collection, which may finalize a semaphore while the resource tracker is in use.
+
+    The finalizer calls the tracker, which then warns that the semaphore might leak; on Python 3.10, it deadlocks.
+
+    Source: https://github.com/python/cpython/issues/109629
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
