@@ -113,10 +113,6 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_stash_obj_in_tls": ("mark the threads of a segment's backward", 'backend="balanced" fails'),
         "_get_obj_in_tls": ("read the mark of a segment's backward", 'backend="balanced" fails'),
         "_is_key_in_tls": ("check that a segment's backward has set a mark", 'backend="balanced" fails'),
-        "_len_torch_function_stack": ("filter held autocast, copy modes to a stage's thread", "amp fails"),
-        "_get_function_stack_at": ("copy function modes to a stage's thread", 'backend="balanced" fails'),
-        "_push_on_torch_function_stack": ("filter held autocast, copy modes to a stage's thread", "amp fails"),
-        "_pop_torch_function_stack": ("filter held autocast, copy modes to a stage's thread", "amp fails"),
     },
     "torch._C._autograd": {
         "_top_saved_tensors_default_hooks": ("copy saved-tensor hooks to a stage's thread", 'backend="balanced" fails'),
@@ -126,7 +122,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_new_with_weak_ptr": ("reach the storage of a copy without owning it", 'copies under backend="fsdp" fail'),
     },
     "torch.overrides": {
-        "_get_current_function_mode_stack": ("read the default device and the autocast filter", "calls and amp fail"),
+        "_get_current_function_mode_stack": ("read and replace the function modes of a thread", "calls and amp fail"),
     },
     "torch.utils._device": {
         "DeviceContext": ("read the default device", "calls fail"),
@@ -182,12 +178,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "torch.distributed.distributed_c10d": {
         "_abort_process_group": ("remove the groups of a failed call", "a failed call waits for other ranks"),
-        "_get_default_group": ("list the device types of the default group", "collectives fail"),
         "_get_default_store": ("get the default group's store", "calls fail"),
         "_world": ("list the ranks of every process group", "hang detection fails"),
     },
     "torch.distributed.ProcessGroup": {
-        "_device_types": ("list the device types of a group", "collectives fail"),
         "_get_sequence_number_for_group": (
             "count the collectives of a group",
             "unsynchronized training is not detected",
@@ -198,7 +192,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_dump_nccl_trace": ("read NCCL's flight recorder", "hang reports name no collectives of NCCL"),
     },
     "torch.nn.parallel.distributed": {
-        "_DDPSink": ("follow a loss through the outputs of DDP", 'average="tokens" with static_graph fails'),
+        "_DDPSink": ("follow a loss through the outputs of DDP", 'average="tokens" refuses losses in forward'),
     },
     "torch.nn.parallel.DistributedDataParallel": {
         "_comm_hooks": ("check whether a communication hook is registered", "the startup summary fails"),
@@ -246,12 +240,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_remaining_restarts": ("compute the number of the attempt", "the elastic launcher fails"),
         "_shutdown": ("overridden: end process groups of workers", "the elastic launcher fails"),
         "_store": ("close the store of the last attempt", "the elastic launcher fails"),
-        "_worker_group": ("get the running group of workers", "the elastic launcher fails"),
     },
     "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": {
         "_monitor_workers": ("overridden: detect workers that ended silently", "the elastic launcher fails"),
         "_pcontext": ("get the workers' processes", "the elastic launcher fails"),
-        "_start_method": ("check whether a fork server starts workers", "the elastic launcher fails"),
         "_start_workers": ("overridden: start from the fork server", "the elastic launcher fails"),
     },
     "torch.distributed.elastic.multiprocessing.api.MultiprocessContext": {
@@ -282,15 +274,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_forkserver": ("discard the fork server that a forked process inherited", "calls in a forked process fail"),
     },
     "multiprocessing.forkserver.ForkServer": {
-        "_forkserver_address": (
-            "discard the fork server that a forked process inherited",
-            "calls in a forked process fail",
-        ),
         "_forkserver_alive_fd": (
-            "discard the fork server that a forked process inherited",
-            "calls in a forked process fail",
-        ),
-        "_forkserver_pid": (
             "discard the fork server that a forked process inherited",
             "calls in a forked process fail",
         ),

@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 from parallelize.backends.alike_shards import run_on_alike
 from parallelize.backends.function_kinds import KINDS, Kind, is_in_place, kind_of
-from parallelize.backends.function_modes import function_modes, replace_function_modes
 from parallelize.backends.sharded_calls import PLAIN, ShardedCall, map_tensors
 from parallelize.backends.sharded_copies import FollowedTensors, is_engine_hook, own_copy
 from parallelize.backends.sharded_tensors import full_tensor, is_equal_on_all_ranks, shard
 from parallelize.errors import SyncError
+from parallelize.runtime.function_modes import function_modes, replace_function_modes
 
 __all__ = ["FullTensorSemantics", "semantics"]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import overrides
+
+from parallelize.runtime.function_modes import function_modes, replace_function_modes
 
 __all__ = ["AutocastFilter", "nesting_depth", "remove_filter", "set_loss_over", "without_filter"]
 
@@ -73,9 +75,9 @@ class AutocastFilter(overrides.TorchFunctionMode):
 
         The default device stays at the bottom, where torch.set_default_device looks for it.
         """
-        modes = _modes()
+        modes = function_modes()
         index = 1 if modes and hasattr(modes[0], "old_device") else 0
-        _replace_stack([*modes[:index], self, *modes[index:]])
+        replace_function_modes([*modes[:index], self, *modes[index:]])
 
 
 @contextlib.contextmanager
@@ -91,10 +93,10 @@ def without_filter() -> Iterator[None]:
 
 def remove_filter() -> list[AutocastFilter]:
     """Remove the filter from this thread's function modes, and return it in a list; [] if none is installed."""
-    modes = _modes()
+    modes = function_modes()
     filters = [each for each in modes if isinstance(each, AutocastFilter)]
     if filters:
-        _replace_stack([each for each in modes if not isinstance(each, AutocastFilter)])
+        replace_function_modes([each for each in modes if not isinstance(each, AutocastFilter)])
     return filters
 
 
@@ -103,7 +105,7 @@ def set_loss_over(*, is_over: bool) -> None:
 
     Outputs in half precision stay usable: only tensors that merely require grad are no longer under autocast.
     """
-    for each in _modes():
+    for each in function_modes():
         if isinstance(each, AutocastFilter):
             each.is_loss_over = is_over
 
@@ -113,15 +115,3 @@ def nesting_depth() -> int:
     nesting: int = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return nesting - 1
-
-
-def _modes() -> list[Any]:
-    modes: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch has no type for it
-    return modes
-
-
-def _replace_stack(modes: Iterable[Any]) -> None:
-    while torch._C._len_torch_function_stack():
-        torch._C._pop_torch_function_stack()
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)

@@ -66,7 +66,7 @@ def broadcast(x: Tensor, src: int) -> Tensor:
 
 def _communication_device(device: torch.device) -> torch.device:
     """Return `device` if the process group has a backend for its type, else the device of this run."""
-    types = [each.type for each in dist.distributed_c10d._get_default_group()._device_types]
+    types = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
     return device if device.type in types else context.current().device
 
 

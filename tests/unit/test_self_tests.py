@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from parallelize import ConfigError, parallel_model
@@ -149,7 +150,7 @@ def never_end_backward(monkeypatch: Patch) -> None:
 
 
 def drop_function_modes(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(torch._C, "_push_on_torch_function_stack", lambda mode: None)
+    monkeypatch.setattr(TorchFunctionMode, "__enter__", lambda mode: mode)
 
 
 def trace_the_package(monkeypatch: Patch) -> None:
@@ -240,6 +241,26 @@ def test_a_forward_that_prepares_no_output(monkeypatch: Patch) -> None:
         monkeypatch.setattr(DistributedDataParallel, "forward", lambda ddp, x: ddp.module(x))
         with pytest.raises(ConfigError, match="backend='ddp' with torch"):
             replica(torch.ones(1, 2))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_renamed_node_of_ddp(monkeypatch: Patch) -> None:
+    """A loss behind a node that is not known has no count, so that average="tokens" refuses it."""
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).mean()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        replica = DistributedDataParallel(Model(2, 2), static_graph=True)
+        (count,) = loss_counts.loss_counts([replica(torch.ones(1, 2))], is_in_model=True)
+        assert (count.kind, count.count) == ("mean", 2)
+        sink = distributed._DDPSink
+        monkeypatch.setattr(distributed, "_DDPSink", type(sink)("_Sink", (sink,), {}))
+        (count,) = loss_counts.loss_counts([replica(torch.ones(1, 2))], is_in_model=True)
+        assert (count.kind, count.count) == ("unknown", None)
     finally:
         dist.destroy_process_group()
 

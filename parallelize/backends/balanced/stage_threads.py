@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from parallelize.backends.balanced.segment import Stage
+from parallelize.runtime.function_modes import function_modes, replace_function_modes
 
 __all__ = ["Aborted", "StageLock", "StageThreads", "ThreadLocalState", "stages_on"]
 
@@ -142,7 +143,7 @@ class ThreadLocalState:
         self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types]
         self._is_autocast_cached = torch.is_autocast_cache_enabled()
         self._saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003  # torch's signature
-        self._function_modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+        self._function_modes = function_modes()
         self._streams = [torch.accelerator.current_stream(device) for device in devices if device.type != "cpu"]
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -166,10 +167,8 @@ class ThreadLocalState:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cached))
             if self._saved_tensors_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks))
-            for mode in self._function_modes:
-                # The mode's __enter__ is not called: it would store this thread's state on the shared object.
-                torch._C._push_on_torch_function_stack(mode)
-                stack.callback(torch._C._pop_torch_function_stack)
+            stack.callback(replace_function_modes, function_modes())
+            replace_function_modes([*function_modes(), *self._function_modes])
             return call()
 
 

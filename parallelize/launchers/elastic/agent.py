@@ -85,6 +85,7 @@ class Agent(LocalElasticAgent):
     ) -> None:
         _require_overridable_agent()
         super().__init__(spec, logs_specs, start_method=start_method)
+        self._uses_fork_server = start_method == "forkserver"
         self._after_start = after_start
         self._peers = peers
         self._success: RunResult | None = None
@@ -100,20 +101,20 @@ class Agent(LocalElasticAgent):
             result: RunResult = super().run(*args, **kwargs)
             return result
         finally:
-            self._store = self._worker_group.store = None
+            self._store = self.get_worker_group().store = None
             self._close_files()
 
     @property
     def attempt(self) -> int:
         """Number of restarts so far."""
-        return self._worker_group.spec.max_restarts - self._remaining_restarts
+        return self.get_worker_group().spec.max_restarts - self._remaining_restarts
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._success = None
         self._close_files()  # of the previous attempt
         with _deferred_signals():
             with _start_lock, _paused_garbage_collection(), _hidden_main_module(), _blocked_signals():
-                if self._start_method == "forkserver":
+                if self._uses_fork_server:
                     multiprocessing.set_forkserver_preload(_PRELOADED_MODULES)
                     _ensure_own_fork_server()
                 started: dict[int, Any] = super()._start_workers(worker_group)
@@ -222,7 +223,8 @@ def _ensure_own_fork_server() -> None:
         server.ensure_running()
     except ChildProcessError:
         os.close(server._forkserver_alive_fd)
-        server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+        server.__init__()
+        server.set_forkserver_preload(_PRELOADED_MODULES)
 
 
 def _send_signal(pid: int | None, number: signal.Signals, *, of_group: bool) -> None:
