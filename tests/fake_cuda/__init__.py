@@ -1,0 +1,25 @@
+"""A pretended CUDA for tests: two devices on the CPU build of torch, which report what a real device would not order.
+
+Run any command on it with `python tests/fake_cuda COMMAND`, such as `pytest -m "gpu or gpu2"`.
+
+All work is computed at once, on the CPU. Vector clocks of streams, events and the host record which access to device
+memory is ordered after which, as CUDA defines it: by the stream, by events, by waits of the host, and by the caching
+allocator. What else happens at the same time on a real device, and fails there now and then, is reported here each
+time. New memory is full of NaN; copies between pinned and device memory run as late as they may, so that the host sees
+NaN, or copies the wrong values, where it did not wait. Operators refuse tensors of two devices. Workers that a test
+starts have the device too, and report to the same file.
+
+It cannot show:
+
+- NCCL. `dist.is_nccl_available()` is False, and `init_process_group("nccl")` raises torch's own error. CUDA tensors go
+  over gloo, which blocks the host until the values have arrived, so a missing `Work.wait()` is not found. The default
+  process group of CUDA devices is gloo's.
+- cuDNN, cuBLAS and their precisions (TF32, the accumulation of fp16), Triton and `torch.compile` for CUDA: the numbers
+  are those of the CPU's kernels.
+- CUDA graphs.
+- Memory pressure: the statistics count allocations, and nothing runs out of memory.
+- Speed: events measure a simulated time, in which copies run at 25 GB/s, `torch.cuda._sleep` at 1 GHz, other kernels take
+  a microsecond, and the host no time at all.
+- Sparse and quantized tensors, CUDA IPC (`torch.multiprocessing`), and an order between threads of the host: they share
+  one clock.
+"""

@@ -1,0 +1,203 @@
+// All other operators: each is computed at once by its CPU kernel, on tensors that share the memory of the device's.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "tensors.h"
+
+namespace fake_cuda {
+namespace {
+
+using c10::IValue;
+
+[[noreturn]] void refuse_devices(c10::Device first, c10::Device second, const std::string& name) {
+  TORCH_CHECK(
+      false,
+      "Expected all tensors to be on the same device, but found at least two devices, ",
+      first, " and ", second, "! (when checking the operator ", name, ")");
+}
+
+// CUDA's kernels of these take tensors on the CPU, too: indices, lengths.
+const std::set<std::string> kTakesHostTensors{
+    "aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
+    "aten::_unsafe_index_put", "aten::_pack_padded_sequence", "aten::_pack_padded_sequence_backward",
+    "aten::_pad_packed_sequence"};
+// The host waits for the device to learn the size of the result.
+const std::set<std::string> kSynchronizes{
+    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+    "aten::equal", "aten::bincount", "aten::repeat_interleave"};
+
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
+      : op_(op), stack_(*stack), arguments_(op.schema().arguments()), begin_(stack->size() - arguments_.size()) {}
+
+  void run() {
+    find_device();
+    const c10::DeviceGuard guard(device_);
+    if (kSynchronizes.count(name()) > 0) check_sync(name().c_str());
+    work_ = launch(current_stream(device_.index()), name().c_str());
+    for (size_t i = 0; i < arguments_.size(); ++i) argument(i) = to_host(argument(i), arguments_[i].alias_info());
+    compute();
+    if (kSynchronizes.count(name()) > 0) host_waits(record(work_.stream));
+    auto& returns = op_.schema().returns();
+    for (auto each = stack_.end() - returns.size(); each != stack_.end(); ++each) *each = to_device(std::move(*each));
+  }
+
+ private:
+  struct Passed {
+    Tensor original, host;
+    bool is_fresh_output; // empty, so that the kernel may resize it
+  };
+
+  const std::string& name() const { return op_.schema().name(); }
+  IValue& argument(size_t i) { return stack_[begin_ + i]; }
+
+  void find_device() {
+    std::optional<c10::Device> found, host;
+    auto visit = [&](const Tensor& tensor) {
+      if (!tensor.defined()) return;
+      if (tensor.is_cpu() && tensor.dim() > 0) host = tensor.device();
+      if (!tensor.is_cuda()) return;
+      if (found.has_value() && *found != tensor.device()) refuse_devices(*found, tensor.device(), name());
+      found = tensor.device();
+    };
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      auto& value = argument(i);
+      if (value.isTensor()) visit(value.toTensor());
+      if (value.isTensorList()) {
+        for (auto& each : value.toTensorVector()) visit(each);
+      }
+      if (value.isOptionalTensorList()) {
+        for (auto each : value.toOptionalTensorVector()) visit(each.value_or(Tensor()));
+      }
+      if (value.isDevice()) target_ = value.toDevice();
+    }
+    if (found.has_value() && host.has_value() && kTakesHostTensors.count(name()) == 0)
+      refuse_devices(*found, *host, name());
+    if (!found.has_value() && target_.has_value() && target_->is_cuda() && target_->has_index()) found = target_;
+    device_ = found.value_or(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(current_device())));
+  }
+
+  Tensor to_host(const Tensor& tensor, const c10::AliasInfo* alias) {
+    if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+    auto is_write = alias != nullptr && alias->isWrite();
+    auto is_view = alias != nullptr && !is_write; // shares the memory with the result, and neither reads nor writes it
+    if (!is_view) touch_tensor(tensor, work_, is_write);
+    auto is_fresh_output = is_write && tensor.numel() == 0;
+    auto host = is_fresh_output ? at::empty(tensor.sizes(), tensor.options().device(c10::kCPU)) : host_alias(tensor);
+    passed_.push_back({tensor, host, is_fresh_output});
+    return host;
+  }
+
+  IValue to_host(const IValue& value, const c10::AliasInfo* alias) {
+    if (value.isTensor()) return to_host(value.toTensor(), alias);
+    if (value.isTensorList()) {
+      c10::List<Tensor> moved;
+      for (auto& each : value.toTensorVector()) moved.push_back(to_host(each, alias));
+      return moved;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> moved;
+      for (auto each : value.toOptionalTensorVector())
+        moved.push_back(each ? std::optional<Tensor>(to_host(*each, alias)) : std::nullopt);
+      return moved;
+    }
+    if (value.isDevice()) return c10::Device(c10::kCPU);
+    if (value.isGenerator() && value.toGenerator().device().is_cuda()) {
+      generator_ = value.toGenerator();
+      return IValue();
+    }
+    return value;
+  }
+
+  // Random numbers come from the device's generator: its state is lent to the CPU's.
+  void compute() {
+    c10::impl::ExcludeDispatchKeyGuard exclude(c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset);
+    const c10::DispatchKeySet keys(c10::DispatchKey::CPU);
+    if (!generator_.defined() && op_.hasTag(at::Tag::nondeterministic_seeded))
+      generator_ = default_generator(device_.index());
+    if (!generator_.defined()) return op_.redispatchBoxed(keys, &stack_);
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    auto host = at::detail::getDefaultCPUGenerator();
+    auto before = host.get_state();
+    host.set_state(generator_.get_state());
+    try {
+      op_.redispatchBoxed(keys, &stack_);
+    } catch (...) {
+      host.set_state(before);
+      throw;
+    }
+    generator_.set_state(host.get_state());
+    host.set_state(before);
+  }
+
+  Tensor to_device(const Tensor& result) {
+    if (!result.defined() || !result.is_cpu() || (target_.has_value() && !target_->is_cuda())) return result;
+    for (auto& each : passed_) {
+      if (!each.host.is_same(result)) continue;
+      if (each.is_fresh_output && result.numel() > 0) fill(each.original, result);
+      return each.original;
+    }
+    auto data = result.storage().data();
+    for (auto& each : passed_) {
+      if (data != nullptr && each.host.storage().data() == data) return device_view(each.original, result);
+    }
+    Tensor made = at::detail::empty_strided_generic(
+        result.sizes(), result.strides(), device_allocator(), kKeys, result.scalar_type());
+    if (result.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    touch_tensor(made, work_, true);
+    host_alias(made).copy_(result);
+    return made;
+  }
+
+  void fill(const Tensor& output, const Tensor& result) {
+    resize_(output, result.sym_sizes(), std::nullopt);
+    touch_tensor(output, work_, true);
+    host_alias(output).copy_(result);
+  }
+
+  IValue to_device(IValue value) {
+    if (value.isTensor()) return to_device(value.toTensor());
+    if (!value.isTensorList()) return value;
+    c10::List<Tensor> moved;
+    for (auto& each : value.toTensorVector()) moved.push_back(to_device(each));
+    return moved;
+  }
+
+  const c10::OperatorHandle& op_;
+  torch::jit::Stack& stack_;
+  const std::vector<c10::Argument>& arguments_;
+  size_t begin_;
+  c10::Device device_{c10::kCUDA, 0};
+  std::optional<c10::Device> target_; // the argument `device`
+  at::Generator generator_;
+  Work work_{};
+  std::vector<Passed> passed_;
+};
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call(op, stack).run();
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  // As a whole: their composite form would choose kernels that only CUDA has.
+  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+} // namespace fake_cuda

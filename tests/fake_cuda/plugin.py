@@ -1,0 +1,42 @@
+"""The pytest plug-in: fails a test after an unordered access to device memory, in this process or in its workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+__all__ = ["take_reports"]
+
+
+def take_reports() -> list[str]:
+    """Return what this process and its workers have reported since the last call."""
+    path = os.environ.get("FAKE_CUDA_REPORT")
+    if path is None:
+        return []
+    found = Path(path).read_text().splitlines()
+    os.truncate(path, 0)
+    return found
+
+
+def pytest_report_header() -> str:
+    missing = os.environ.get("FAKE_CUDA_UNAVAILABLE")
+    return f"CUDA: pretended, {os.environ['FAKE_CUDA']}" if missing is None else f"CUDA: none, {missing}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = os.environ.get("FAKE_CUDA_UNAVAILABLE")
+    for each in items:
+        if missing is not None and (each.get_closest_marker("gpu") or each.get_closest_marker("gpu2")):
+            each.add_marker(pytest.mark.skip(reason=f"no pretended CUDA: {missing}"))
+
+
+@pytest.fixture(autouse=True)
+def accesses_are_ordered() -> Iterator[None]:
+    """Fail a test after an access to device memory that a real device would not have ordered."""
+    take_reports()
+    yield
+    if found := take_reports():
+        pytest.fail("unordered accesses to device memory:\n  " + "\n  ".join(found), pytrace=False)
