@@ -72,13 +72,17 @@ class Layout:
         return "gloo" if backend == "gloo" else f"cpu:gloo,{self.device_type}:{backend}"
 
     def renumbered(self) -> Layout:
-        """Return a copy with device indices renumbered for a process that sees only `indices`, in this order."""
+        """Return a copy for a process that sees only `indices`, in this order: devices and request in its numbers."""
         position = {index: new for new, index in enumerate(self.indices)}
         devices = tuple(
             tuple(each if each.type == "cpu" else torch.device(each.type, position[each.index]) for each in driven)
             for driven in self.devices
         )
-        return dataclasses.replace(self, devices=devices)
+        gpus = self.config.gpus
+        if gpus is None or gpus.indices is None:
+            return dataclasses.replace(self, devices=devices)
+        config = dataclasses.replace(self.config, gpus=Gpus(indices=tuple(position[each] for each in gpus.indices)))
+        return dataclasses.replace(self, config=config, devices=devices)
 
 
 def compute_layout(config: Config, hardware: Hardware, world: World | None = None) -> Layout:

@@ -423,10 +423,19 @@ def check(layout: Layout, config: Config, machine: Hardware, world: World | None
     renumbered = layout.renumbered()
     assert renumbered.indices == tuple(range(len(layout.indices)))
     assert renumbered.renumbered() == renumbered
-    assert dataclasses.replace(renumbered, devices=layout.devices) == layout
+    assert dataclasses.replace(renumbered, config=layout.config, devices=layout.devices) == layout
     for before, after in zip(layout.devices, renumbered.devices, strict=True):
         if layout.device_type == "cpu":
             assert after == before
         else:
             assert [layout.indices[device.index] for device in after] == [device.index for device in before]
             assert all(isinstance(device, torch.device) for device in after)
+
+
+@pytest.mark.parametrize("gpus", [[1, 0], [2, 3], [3, 1]])
+def test_a_block_in_a_worker_finds_the_devices_of_the_worker(gpus: list[int]) -> None:
+    """A block with options of its own reads the request again, in a process that sees only the requested GPUs."""
+    inside = compute_layout(Config.parse(gpus=gpus), Hardware("cuda", 4)).renumbered()
+    world = World(rank=0, local_rank=0, world_size=len(gpus), local_world_size=len(gpus))
+    again = compute_layout(inside.config.changed(amp="bf16"), Hardware("cuda", len(set(gpus))), world)
+    assert again.devices == inside.devices
