@@ -18,7 +18,7 @@ It cannot show:
   are those of the CPU's kernels.
 - CUDA graphs.
 - Memory pressure: the statistics count allocations, and nothing runs out of memory.
-- Speed: events measure a simulated time, in which copies run at 25 GB/s, `torch.cuda._sleep` at 1 GHz, other kernels take
+- Speed: events measure a simulated time, in which copies run at 25 GB/s, `torch.cuda._sleep` at 1 GHz, kernels take
   a microsecond, and the host no time at all.
 - Sparse and quantized tensors, CUDA IPC (`torch.multiprocessing`), and an order between threads of the host: they share
   one clock.

@@ -13,6 +13,7 @@ import torch
 import torch.backends.cuda
 import torch.backends.cudnn
 import torch.cuda.graphs
+import torch.cuda.nccl
 import torch.cuda.streams
 import torch.version
 from typing_extensions import Self
@@ -73,6 +74,7 @@ def install(library: ModuleType) -> None:
         importlib.reload(module)
     cuda.Stream, cuda.Event, cuda.ExternalStream = cuda.streams.Stream, cuda.streams.Event, cuda.streams.ExternalStream
     cuda.is_current_stream_capturing = cuda.graphs.is_current_stream_capturing
+    cuda.nccl.is_available = lambda tensors: False  # torch.nn.parallel asks, to add without it
     torch.backends.cudnn.is_acceptable = lambda tensor: False
     _storages(library)
 

@@ -1,0 +1,139 @@
+"""Training on two GPUs, under every backend and precision: the weights are those of the CPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from parallelize import (
+    BalancedBackend,
+    DDP2Backend,
+    DDPBackend,
+    FSDPBackend,
+    device,
+    distributed,
+    parallel_model,
+    shard_loader,
+)
+
+pytestmark = [
+    pytest.mark.gpu2,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(300),  # the first test with some GPUs trains all cases on them
+]
+
+GPUS = [(0, 1), (1, 0), (1,)]
+PER_DEVICE = {"ddp": DDPBackend(), "fsdp": FSDPBackend(), "fsdp, offloaded": FSDPBackend(cpu_offload=True)}
+PER_NODE = {"ddp2": DDP2Backend()}
+BACKENDS = {**PER_DEVICE, **PER_NODE}
+# How far the weights may be from those of the CPU in fp32. Training changes them by more than 0.1.
+TOLERANCES = {None: 1e-5, "fp16": 3e-3, "bf16": 3e-2, "O2": 3e-2}
+STAGES = [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")]
+
+Weights = dict[str, torch.Tensor]
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def loader() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 8, generator=generator)
+    return DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=16)
+
+
+def fit(model: nn.Module, batches: Any, *, at: torch.device | str | None = None) -> Weights:
+    """Train an epoch, and check that every batch is on the given device (None: anywhere)."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
+    for x, y in batches:
+        assert at is None or x.device == y.device == torch.device(at)
+        output = model(x).float()
+        loss = F.cross_entropy(output, y.to(output.device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+def weights_of(model: nn.Module) -> Weights:
+    full = {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in model.state_dict().items()}
+    return {name: each.detach().to("cpu", torch.float32, copy=True) for name, each in full.items()}
+
+
+@functools.cache
+def cpu_weights() -> Weights:
+    model = make()
+    before = weights_of(model)
+    after = fit(model, loader())
+    assert (before["0.weight"] - after["0.weight"]).abs().max() > 0.1
+    return after
+
+
+def assert_trained(weights: Weights, *, amp: str | None) -> None:
+    tolerance = TOLERANCES[amp]
+    torch.testing.assert_close(weights, cpu_weights(), rtol=tolerance, atol=tolerance)
+
+
+@functools.cache
+def trained_by_ranks(gpus: tuple[int, ...], *, per_node: bool) -> list[dict[Any, Weights]]:
+    """Train each case, one after the other, in the same ranks: return for each rank the weights of each case."""
+    cases = PER_NODE if per_node else PER_DEVICE
+
+    @distributed(gpus=list(gpus), backend=next(iter(cases.values())))
+    def run() -> dict[Any, Weights]:
+        found: dict[Any, Weights] = {}
+        for name, backend in cases.items():
+            for amp in TOLERANCES:
+                model = make()
+                with parallel_model(model, backend=backend, amp=amp):
+                    fit(model, shard_loader(loader(), batch="global"), at=device())
+                found[name, amp] = weights_of(model)
+        found["uuid"] = str(torch.cuda.get_device_properties(device()).uuid)
+        return found
+
+    return run.all_ranks()
+
+
+@pytest.mark.parametrize("amp", TOLERANCES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gpus", GPUS, ids=str)
+def test_ranks_train_the_weights_of_the_cpu(gpus: tuple[int, ...], backend: str, amp: str | None) -> None:
+    """Each rank ends with the weights that one process trains on the CPU."""
+    for found in trained_by_ranks(gpus, per_node=backend in PER_NODE):
+        assert_trained(found[backend, amp], amp=amp)
+
+
+@pytest.mark.parametrize("gpus", GPUS, ids=str)
+def test_ranks_run_on_the_gpus_that_were_asked_for(gpus: tuple[int, ...]) -> None:
+    """The first rank is on the first GPU of the list, and so on, whatever its number in the worker."""
+    wanted = [str(torch.cuda.get_device_properties(each).uuid) for each in gpus]
+    assert [found["uuid"] for found in trained_by_ranks(gpus, per_node=False)] == wanted
+
+
+@pytest.mark.parametrize("amp", TOLERANCES)
+@pytest.mark.parametrize("gpus", GPUS, ids=str)
+def test_dp_trains_the_weights_of_the_cpu(gpus: tuple[int, ...], amp: str | None) -> None:
+    """DataParallel in this process, whose model ends on the first GPU of the list."""
+    model = make()
+    with parallel_model(model, backend="dp", gpus=list(gpus), amp=amp):
+        fit(model, shard_loader(loader()), at=torch.device("cuda", gpus[0]))
+    assert {each.device for each in model.parameters()} == {torch.device("cuda", gpus[0])}
+    assert_trained(weights_of(model), amp=amp)
+
+
+@pytest.mark.parametrize("amp", TOLERANCES)
+@pytest.mark.parametrize("stages", STAGES, ids=" ".join)
+def test_balanced_trains_the_weights_of_the_cpu(stages: tuple[str, str], amp: str | None) -> None:
+    """A pipeline over two devices, with batches where shard_loader puts them."""
+    model = make()
+    with parallel_model(model, backend=BalancedBackend(devices=stages, microbatches=2), amp=amp):
+        fit(model, shard_loader(loader()))
+    assert_trained(weights_of(model), amp=amp)

@@ -1,0 +1,101 @@
+"""What crosses the border of a run on two GPUs: checkpoints, arguments, results, batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from parallelize import device, distributed, load, parallel_model, rank, save, shard_loader
+from parallelize.data.device_prefetch import move_batches
+
+pytestmark = [
+    pytest.mark.gpu2,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(200),
+]
+
+BACKENDS = ["ddp", "fsdp", "dp"]
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    return model, torch.optim.AdamW(model.parameters(), 0.01)
+
+
+def loader() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 8, generator=generator)
+    return DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=16)
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.detach().cpu() for name, each in model.state_dict().items()}
+
+
+def train_and_load(path: Path) -> dict[str, torch.Tensor]:
+    """Train two epochs, from the checkpoint of the first in the second, with other weights in between."""
+    model, optimizer = make()
+    with parallel_model(model):
+        batches = shard_loader(loader(), batch="global")
+        fit(model, optimizer, batches)
+        save(path, model=model, optimizer=optimizer)
+        fit(model, optimizer, batches)
+        load(path, model=model, optimizer=optimizer)
+        fit(model, optimizer, batches)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("gpus", [[0, 1], [1, 0]], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loaded_checkpoint_goes_on_as_on_the_cpu(backend: str, gpus: list[int], tmp_path: Path) -> None:
+    """After load, model and optimizer train the weights of two epochs on the CPU."""
+    model, optimizer = make()
+    for _ in range(2):
+        fit(model, optimizer, loader())
+    for found in distributed(gpus=gpus, backend=backend)(train_and_load).all_ranks(tmp_path / "saved"):
+        torch.testing.assert_close(found, weights_of(model), rtol=1e-4, atol=1e-5)
+
+
+def test_arguments_and_results_on_the_second_gpu_keep_their_values() -> None:
+    """A tensor and a model on cuda:1 reach the ranks with their values, and the ranks' results come back."""
+    x, (model, _) = torch.arange(3.0, device="cuda:1"), make()
+    model.to("cuda:1")
+
+    @distributed(gpus=2)
+    def run(x: torch.Tensor, model: nn.Module) -> tuple[torch.Tensor, torch.Tensor, float]:
+        return x.cpu() + rank(), torch.full((2,), float(rank()), device=device()), model[0].weight.sum().item()
+
+    for number, (moved, made, total) in enumerate(run.all_ranks(x, model)):
+        assert moved.tolist() == [number, number + 1, number + 2]
+        assert made.cpu().tolist() == [number, number]
+        assert total == pytest.approx(model[0].weight.sum().item())
+    assert {each.device for each in model.parameters()} == {torch.device("cuda", 1)}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_batches_are_prefetched_to_either_gpu(index: int) -> None:
+    """Batches arrive in order on the GPU that was asked for, whichever is the current one."""
+    batches = iter([torch.full((1000,), float(each)) for each in range(6)])
+    means = []
+    for batch in move_batches(batches, torch.device("cuda", index), prefetch=2):
+        assert batch.device == torch.device("cuda", index)
+        means.append(batch.mean())
+        batch.fill_(float("nan"))
+        del batch
+    assert [each.item() for each in means] == [0, 1, 2, 3, 4, 5]
+    assert torch.cuda.current_device() == 0
