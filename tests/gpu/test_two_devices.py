@@ -34,7 +34,8 @@ PER_NODE = {"ddp2": DDP2Backend()}
 BACKENDS = {**PER_DEVICE, **PER_NODE}
 # How far the weights may be from those of the CPU in fp32. Training changes them by more than 0.1.
 TOLERANCES = {None: 1e-5, "fp16": 3e-3, "bf16": 3e-2, "O2": 3e-2}
-STAGES = [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")]
+STAGES = [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cpu", "cuda:1"), ("cuda:1", "cpu")]
+PIPELINES = [(stages, amp) for stages in STAGES for amp in TOLERANCES if amp is None or "cpu" not in stages]
 
 Weights = dict[str, torch.Tensor]
 
@@ -129,8 +130,7 @@ def test_dp_trains_the_weights_of_the_cpu(gpus: tuple[int, ...], amp: str | None
     assert_trained(weights_of(model), amp=amp)
 
 
-@pytest.mark.parametrize("amp", TOLERANCES)
-@pytest.mark.parametrize("stages", STAGES, ids=" ".join)
+@pytest.mark.parametrize(("stages", "amp"), PIPELINES, ids=str)
 def test_balanced_trains_the_weights_of_the_cpu(stages: tuple[str, str], amp: str | None) -> None:
     """A pipeline over two devices, with batches where shard_loader puts them."""
     model = make()

@@ -42,6 +42,7 @@ class Call {
   void run() {
     find_device();
     const c10::DeviceGuard guard(device_);
+    const KernelGuard kernels;
     if (kSynchronizes.count(name()) > 0) check_sync(name().c_str());
     work_ = launch(current_stream(device_.index()), name().c_str());
     for (size_t i = 0; i < arguments_.size(); ++i) argument(i) = to_host(argument(i), arguments_[i].alias_info());
@@ -120,7 +121,6 @@ class Call {
 
   // Random numbers come from the device's generator: its state is lent to the CPU's.
   void compute() {
-    c10::impl::ExcludeDispatchKeyGuard exclude(c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset);
     const c10::DispatchKeySet keys(c10::DispatchKey::CPU);
     if (!generator_.defined() && op_.hasTag(at::Tag::nondeterministic_seeded))
       generator_ = default_generator(device_.index());

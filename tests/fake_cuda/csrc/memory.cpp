@@ -114,7 +114,10 @@ void copy_to_device(const Tensor& to, const Tensor& from, bool is_deferred) {
     host_waits(record(work.stream));
     return;
   }
-  auto copy = [to = host_alias(to), from = host_alias(from)]() mutable { to.copy_(from); };
+  auto copy = [to = host_alias(to), from = host_alias(from)]() mutable {
+    const KernelGuard kernels;
+    to.copy_(from);
+  };
   defer(work, to.storage().data(), from.storage().data(), std::move(copy));
 }
 
@@ -128,12 +131,15 @@ void copy_to_host(const Tensor& to, const Tensor& from, bool is_deferred) {
   }
   auto values = host_alias(from).clone();
   if (to.is_non_overlapping_and_dense()) std::memset(to.mutable_data_ptr(), 0xff, to.nbytes());
-  defer(work, nullptr, to.storage().data(), [to = host_alias(to), values]() mutable { to.copy_(values); });
+  defer(work, nullptr, to.storage().data(), [to = host_alias(to), values]() mutable {
+    const KernelGuard kernels;
+    to.copy_(values);
+  });
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.numel() == 0) return self;
-  c10::impl::ExcludeDispatchKeyGuard exclude(c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset);
+  const KernelGuard kernels;
   auto from = source.sizes() == self.sizes() ? source : source.expand_as(self);
   if (self.is_cuda() && from.is_cuda()) {
     Lock lock(state_mutex());

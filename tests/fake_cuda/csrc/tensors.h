@@ -10,6 +10,13 @@ using at::Tensor;
 
 const c10::DispatchKeySet kKeys(c10::DispatchKey::CUDA);
 
+// CPU kernels run for the device: unseen by autograd, by autocast and by modes of Python, in which a deferred copy may run.
+struct KernelGuard {
+  c10::impl::ExcludeDispatchKeyGuard guard{
+      c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset |
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+};
+
 // A CPU tensor over the memory of a tensor, which must outlive it. No Python object ever belongs to it.
 inline Tensor host_alias(const Tensor& tensor) {
   auto& storage = tensor.storage();
