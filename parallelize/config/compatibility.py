@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from parallelize.config.gpus import Gpus
-from parallelize.config.options import DTYPES
+from parallelize.config.options import DTYPES, backend_by_device_type
 from parallelize.errors import Fault
 from parallelize.plugins import registry
 from parallelize.plugins.base import Amp, Backend, Precision
@@ -26,7 +26,7 @@ def conflicts(parsed: Mapping[str, Any]) -> list[Fault]:
             (("gpus", "processes"), _gpus_and_processes),
             (("backend", "processes"), _backend_and_processes),
             (("backend", "num_nodes"), _backend_and_nodes),
-            (("gpus", "process_group_backend"), _duplicate_gpus),
+            (("backend", "gpus", "process_group_backend"), _duplicate_gpus),
             (("backend", "amp", "amp_engine"), _backend_and_amp),
             (("gpus", "processes", "amp", "amp_engine"), _cpu_and_amp),
         )
@@ -68,8 +68,11 @@ def node_faults(backend: Backend, num_nodes: int) -> Iterator[Fault]:
         )
 
 
-def _duplicate_gpus(gpus: Gpus | None, process_group_backend: str | None) -> Iterator[Fault]:
-    if gpus is not None and gpus.has_duplicates and process_group_backend != "gloo":
+def _duplicate_gpus(backend: Backend, gpus: Gpus | None, process_group_backend: str | None) -> Iterator[Fault]:
+    by_device = {"cuda": "nccl"} if process_group_backend is None else backend_by_device_type(process_group_backend)
+    if gpus is None or not gpus.has_duplicates or backend.process_per == "node":
+        return
+    if by_device.get("cuda") == "nccl":
         yield Fault(
             gpus.as_option,
             "it names a GPU twice, and NCCL refuses two ranks on one GPU",

@@ -110,7 +110,7 @@ def compute_layout(config: Config, hardware: Hardware, world: World | None = Non
     if config.gpus == Gpus.ALL and device_type == "cpu":
         warnings += ("gpus='auto' finds no GPU here: running on the CPU. Use processes=1 to silence this.",)
     if config.gpus is not None and config.gpus.has_duplicates:
-        warnings += (f"{config.gpus.as_option} shares a GPU between ranks: useful for tests, but slow.",)
+        warnings += (f"{config.gpus.as_option} names a GPU more than once: useful for tests, but slow.",)
     devices = _devices(config, hardware, device_type, processes)
     return Layout(config, num_nodes, devices, warnings, world)
 

@@ -13,10 +13,7 @@ from torch.nn import functional as F
 from parallelize import distributed, parallel_model, rank
 from parallelize.errors import ConfigError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 STEPS = 20
 HALF = torch.float16

@@ -29,11 +29,7 @@ from parallelize.plugins.base import Backend
 from parallelize.runtime import context
 from parallelize.runtime.context import Runtime
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore:several ranks share one GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 TWICE = (torch.device("cuda", 0), torch.device("cuda", 0))
 

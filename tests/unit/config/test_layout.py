@@ -290,10 +290,25 @@ def test_auto_without_gpus():
     assert not compute_layout(Config.parse(), CPU).warnings
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "dp"},
+        {"backend": "ddp2", "num_nodes": 2},
+        {"backend": "dp", "process_group_backend": "nccl"},
+        {"process_group_backend": "cpu:gloo,cuda:gloo"},
+    ],
+)
+def test_a_gpu_named_twice_without_nccl_between_ranks_of_it(options):
+    """NCCL refuses two ranks on one GPU: one process that drives it twice, or another library, is no fault."""
+    layout = compute_layout(Config.parse(**options, gpus=[2, 2]), FOUR)
+    assert [str(each) for driven in layout.devices for each in driven] == ["cuda:2", "cuda:2"]
+
+
 def test_shared_gpus():
     """Several ranks on one GPU give a warning, and see a single device."""
     layout = compute_layout(Config.parse(gpus=[2, 2], process_group_backend="gloo"), FOUR)
-    assert layout.warnings == ("gpus=[2, 2] shares a GPU between ranks: useful for tests, but slow.",)
+    assert layout.warnings == ("gpus=[2, 2] names a GPU more than once: useful for tests, but slow.",)
     assert devices(layout) == ["cuda:2", "cuda:2"]
     assert layout.indices == (2,)
     assert devices(layout.renumbered()) == ["cuda:0", "cuda:0"]
