@@ -69,9 +69,8 @@ def _copy(loader: DataLoader[Any], *, options: LoaderOptions, run: Runtime, has_
     run_seed = run.config.seed if loader.num_workers else None
     seed = run_seed if options.seed is None else options.seed
     copy: LoaderCopy[Any] = LoaderCopy(loader, seed=seed, worker_init=init)
-    if options.to_device and run.device.type not in ("cpu", "mps"):
-        # Copies run in parallel with the device's work only from pinned memory; a loader with workers pins in a thread.
-        copy.set_attributes(pin_memory=True)
+    if options.to_device and loader.num_workers == 0 and run.device.type not in ("cpu", "mps"):
+        copy.set_attributes(pin_memory=False)  # move_batches pins, in the same thread
     return copy
 
 

@@ -194,7 +194,8 @@ class ShardedLoader(Generic[T]):
         batches = progress.shard.batches()
         device, options = self._run.device, self._options
         if options.to_device and device != torch.device("cpu"):
-            batches = move_batches(batches, device, prefetch=options.prefetch)
+            are_fresh = getattr(self._source.loader, "num_workers", 0) > 0
+            batches = move_batches(batches, device, prefetch=options.prefetch, are_fresh=are_fresh)
         if options.progress and self._run.world.is_main:
             label = options.progress if isinstance(options.progress, str) else f"epoch {progress.position.epoch}"
             steps = self._source.steps(progress.position)

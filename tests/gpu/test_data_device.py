@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
@@ -107,7 +108,7 @@ def test_copies_overlap_with_the_work():
             busy(copy_ms)
 
     def overlapped():
-        for _ in move_batches(iter(batches), torch.device("cuda", 0), prefetch=2):
+        for _ in move_batches(iter(batches), torch.device("cuda", 0), prefetch=2, are_fresh=True):
             busy(copy_ms)
 
     copy_ms = 0
@@ -123,7 +124,8 @@ def test_memory_stays_bounded():
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    for batch in move_batches(iter([torch.ones(size // 4).pin_memory()] * 40), torch.device("cuda", 0), prefetch=2):
+    batches = iter([torch.ones(size // 4).pin_memory()] * 40)
+    for batch in move_batches(batches, torch.device("cuda", 0), prefetch=2, are_fresh=True):
         busy(2)
         batch.sum()
     assert torch.cuda.max_memory_allocated() - before <= 5 * size
@@ -138,6 +140,80 @@ def test_another_stream_may_use_a_batch():
             sums.append(batch.sum())
     stream.synchronize()
     assert [each.item() / (4 * MEGABYTE) for each in sums] == list(map(float, range(10)))
+
+
+def reused(buffer):
+    """Yield six batches in the same memory."""
+    for number in range(6):
+        yield buffer.fill_(number)
+
+
+BUFFERS = {
+    "on the device": lambda: torch.empty(MEGABYTE, device="cuda"),
+    "pinned": lambda: torch.empty(MEGABYTE, pin_memory=True),
+    "pageable": lambda: torch.empty(MEGABYTE),
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_loader_that_reuses_its_buffer(kind, prefetch):
+    """Each step reads its own batch, wherever the loader's buffer is and however busy the device."""
+    sums = []
+    for batch in shard_loader(reused(BUFFERS[kind]()), prefetch=prefetch):
+        busy(2)
+        sums.append(batch.sum())
+    assert [each.item() / MEGABYTE for each in sums] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_loader_that_reuses_a_numpy_array():
+    """An array next to a tensor stays that of its step."""
+
+    def batches():
+        ids = np.empty(2)
+        for number in range(6):
+            ids.fill(number)
+            yield torch.full((4,), float(number)), ids
+
+    assert [(x.sum().item() / 4, ids[0]) for x, ids in shard_loader(batches())] == [(each, each) for each in range(6)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_cannot_be_pinned_as_they_are(workers):
+    """Expanded tensors are copied to pinned memory first, also those of DataLoader workers."""
+    dataset = Expanded()
+    found = list(shard_loader(DataLoader(dataset, batch_size=None, num_workers=workers)))
+    assert all(torch.equal(batch.cpu(), dataset[number]) for number, batch in enumerate(found))
+    assert len(found) == len(dataset)
+
+
+class Expanded(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise IndexError
+        return torch.full((1, 4), float(index)).expand(5, 4)
+
+
+def test_a_dataset_on_the_device():
+    """Samples that are on the device already are batched and returned there."""
+    x = torch.arange(6.0, device="cuda")
+    assert [batch.tolist() for batch in shard_loader(DataLoader(x, batch_size=2))] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_first_batch_does_not_wait_for_the_second():
+    """The step of the first batch begins before the loader makes another."""
+    made = []
+
+    def batches():
+        for number in range(3):
+            made.append(number)
+            yield torch.ones(1)
+
+    next(iter(shard_loader(batches())))
+    assert made == [0]
 
 
 def test_to_device_can_be_turned_off():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,6 +35,22 @@ class Custom:
         return Custom(device)
 
 
+class Graph(Custom):
+    """As PyG's Data: `to` can copy asynchronously."""
+
+    def to(self, device, *args, non_blocking=False):
+        moved = Graph(device)
+        moved.is_asynchronous = non_blocking
+        return moved
+
+
+class Encoding(UserDict):
+    """As Hugging Face's BatchEncoding: a mapping whose `to` copies each tensor and waits for it."""
+
+    def to(self, device):
+        raise AssertionError("its tensors are moved one by one")
+
+
 def test_containers_keep_their_types_and_their_other_leaves():
     """Tensors and objects with `to` are moved, in every container; the original batch is not changed."""
     batch = {
@@ -44,8 +60,12 @@ def test_containers_keep_their_types_and_their_other_leaves():
         "proxy": MappingProxyType({"x": torch.zeros(1)}),
         "packed": pack_sequence([torch.zeros(2), torch.zeros(1)]),
         "custom": Custom(),
+        "encoding": Encoding(x=torch.zeros(1), text="text"),
     }
     moved = move_to_device(batch, META)
+    assert isinstance(moved["encoding"], Encoding)
+    assert moved["encoding"]["x"].device == META
+    assert moved["encoding"]["text"] == "text"
     assert moved["list"][0].device == META
     assert moved["list"][1:] == ["text", 3, None]
     assert isinstance(moved["pair"], Pair)
@@ -62,11 +82,23 @@ def test_containers_keep_their_types_and_their_other_leaves():
     assert batch["list"][0].device.type == batch["example"].x.device.type == "cpu"
 
 
-class Copier:
-    """Records which copies are started and waited for."""
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_objects_are_copied_asynchronously_if_their_memory_is_not_reused(non_blocking):
+    """An object's `to` gets non_blocking= if it takes it."""
+    graph, custom = move_to_device((Graph(), Custom()), META, non_blocking=non_blocking)
+    assert graph.is_asynchronous == non_blocking
+    assert graph.device == custom.device == META
 
-    def __init__(self):
+
+class Copier:
+    """Records which copies are started and waited for; batches in `shared` may be overwritten by the loader."""
+
+    def __init__(self, shared=()):
         self.log = []
+        self.shared = shared
+
+    def is_shared(self, batch):
+        return batch in self.shared
 
     def start(self, batch):
         self.log.append(f"start {batch}")
@@ -79,13 +111,22 @@ class Copier:
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 def test_copies_start_while_earlier_batches_are_in_use(prefetch):
-    """One copy is ahead of the first batch, and `prefetch` copies of every later one, as far as batches exist."""
+    """No copy is ahead of the first batch, which does not wait for others; then one more at each, up to `prefetch`."""
     copier = Copier()
     for number, batch in enumerate(prefetch_batches(iter(range(6)), copier, prefetch=prefetch)):
         assert batch == number
         started = sum(line.startswith("start") for line in copier.log)
-        assert started == min(number + (prefetch if number else 1) + 1, 6)
+        assert started == min(number + min(number, prefetch) + 1, 6)
     assert [line for line in copier.log if line.startswith("wait")] == [f"wait {each}" for each in range(6)]
+
+
+def test_nothing_is_fetched_ahead_of_a_shared_batch():
+    """A batch that the loader may overwrite is used before the next one is fetched; others are prefetched again."""
+    fetched = []
+    loader = iter(lambda: fetched.append(len(fetched)) or fetched[-1], 8)
+    batches = prefetch_batches(loader, Copier({3, 4}), prefetch=2)
+    ahead = [len(fetched) - 1 - number for number in batches]
+    assert ahead == [0, 1, 1, 0, 0, 2, 2, 1]
 
 
 def test_an_error_is_raised_after_earlier_batches():
@@ -109,4 +150,4 @@ def test_unused_copies_are_waited_for():
     next(batches)
     next(batches)
     batches.close()
-    assert sum(line.startswith("start") for line in copier.log) == sum("wait" in line for line in copier.log) == 4
+    assert sum(line.startswith("start") for line in copier.log) == sum("wait" in line for line in copier.log) == 3
