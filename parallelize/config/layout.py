@@ -73,15 +73,13 @@ class Layout:
 
     def renumbered(self) -> Layout:
         """Return a copy for a process that sees only `indices`, in this order: devices and request in its numbers."""
-        position = {index: new for new, index in enumerate(self.indices)}
-        devices = tuple(
-            tuple(each if each.type == "cpu" else torch.device(each.type, position[each.index]) for each in driven)
-            for driven in self.devices
-        )
+        kind = self.device_type
+        positions = {torch.device(kind, index): torch.device(kind, new) for new, index in enumerate(self.indices)}
+        devices = tuple(tuple(positions.get(each, each) for each in driven) for driven in self.devices)
         gpus = self.config.gpus
-        if gpus is None or gpus.indices is None:
-            return dataclasses.replace(self, devices=devices)
-        config = dataclasses.replace(self.config, gpus=Gpus(indices=tuple(position[each] for each in gpus.indices)))
+        if gpus is not None and gpus.indices is not None:
+            gpus = Gpus(indices=tuple(self.indices.index(each) for each in gpus.indices))
+        config = dataclasses.replace(self.config, gpus=gpus, backend=self.config.backend.renumbered(positions))
         return dataclasses.replace(self, config=config, devices=devices)
 
 
@@ -231,7 +229,12 @@ def _devices(
         return ((torch.device("cpu"),),) * processes
     gpus = config.gpus or Gpus.ALL
     if config.backend.process_per == "node":
-        return (tuple(torch.device(device_type, index) for index in gpus.indices_on(hardware.count)),)
+        driven = tuple(torch.device(device_type, index) for index in gpus.indices_on(hardware.count))
+        names = () if config.gpus is not None else config.backend.devices or ()
+        named = {torch.device(name) for name in names} | {
+            torch.device(f"{name}:0") for name in names if ":" not in name
+        }
+        return (tuple(each for each in driven if each in named) or driven,)
     indices = range(processes) if gpus == Gpus.ALL else gpus.indices_on(hardware.count)
     # An index above the number of visible GPUs occurs only if each process sees just its own GPU, as index 0.
     return tuple((torch.device(device_type, index if index < hardware.count else 0),) for index in indices)

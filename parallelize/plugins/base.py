@@ -79,11 +79,7 @@ class Session:
     """Module classes whose weights stay in fp32 under a backend that casts weights itself."""
 
     def bind(self, models: Sequence[nn.Module]) -> None:
-        """Register the parameters of the block's models; called after engines are built or rebuilt.
-
-        Args:
-            models: the user's model objects, not the engines' wrappers.
-        """
+        """Register the parameters of the block's models, the user's objects; called after engines are built."""
 
     def route(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a routed call through the engine, on the user's thread, with gradients enabled or disabled.
@@ -237,8 +233,15 @@ class Backend(abc.ABC):
     """Whether the backend moves the model to devices itself, so that it may be larger than one device's memory."""
     shards_gradients: ClassVar[bool] = False
     """Whether each rank holds only a shard of a gradient, so that ranks must agree to skip a step with inf or nan."""
+    devices: tuple[str, ...] | None = None
+    """Names of the devices that a process of "node" drives if `gpus` is not set; None: all."""
     limitations: ClassVar[Mapping[str, str]] = {}
     """Property, tested in tests/contracts, that a model lacks under this backend -> reason, as shown to users."""
+
+    def renumbered(self, positions: Mapping[torch.device, torch.device]) -> Backend:
+        """Return this backend for a process in which devices have other indices; positions: device -> device there."""
+        del positions
+        return self
 
     @abc.abstractmethod
     def engine(

@@ -20,7 +20,8 @@ from balanced.models import (
     tensors,
 )
 
-from parallelize import parallel_model
+from parallelize import parallel_model, shard_loader
+from parallelize.backends.balanced.hardware import synchronized_time
 from parallelize.backends.balanced.plan import plan
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.runtime.containers import map_leaves
@@ -131,3 +132,45 @@ def test_memory_of_a_gpu_is_a_limit() -> None:
     with parallel_model(model, backend=BalancedBackend(devices=("cuda:0", "cuda:0"), microbatches=2)):
         model(torch.randint(11, (8, 8), device="cuda:0"))
     assert sum(plan(model).memory_bytes) < free
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_a_batch_on_another_device_is_moved(device: str) -> None:
+    """Inputs may be on the CPU or on another GPU: outputs are on the run's device, with the gradients of one stage."""
+    if device == "cuda:1" and torch.cuda.device_count() == 1:
+        pytest.skip("needs two CUDA devices")
+    inputs = to_gpu(batch_of(CASES["cnn"]))
+    model = seeded(CASES["cnn"].make).cuda()
+    alone = copy.deepcopy(model)
+    loss_of(alone(*inputs[0])).backward()
+    with parallel_model(model, backend=BalancedBackend(devices=("cuda:0", "cuda:0"), microbatches=2)):
+        output = model(*(each.to(device) for each in inputs[0]))
+        assert output.device == torch.device("cuda:0")
+        loss_of(output).backward()
+    assert_equal_gradients(model, alone, rtol=1e-2, atol=1e-3)
+
+
+def test_a_device_that_is_not_named_is_not_used() -> None:
+    """With devices on the second GPU only, the first gets no memory, batch or current device."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("needs two CUDA devices")
+    torch.cuda.synchronize(0)
+    torch.cuda.reset_peak_memory_stats(0)
+    before = torch.cuda.memory_allocated(0)
+    model = seeded(Gpt)
+    with parallel_model(model, backend=BalancedBackend(devices=("cuda:1", "cuda:1"), microbatches=2)):
+        for x in shard_loader([torch.randint(11, (8, 8))]):
+            assert x.device == torch.device("cuda:1")
+            assert torch.cuda.current_device() == 1
+            model(x, x)[1].backward()
+    assert torch.cuda.max_memory_allocated(0) == before
+
+
+def test_all_devices_of_a_measurement_are_synchronized() -> None:
+    """Work that is queued on another device than the last one has ended when the time is read."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for device in devices:
+        with torch.cuda.device(device):
+            torch.cuda._sleep(50_000_000)
+    synchronized_time(*devices)
+    assert all(torch.cuda.current_stream(device).query() for device in devices)

@@ -60,6 +60,7 @@ class BalancedEngine(Engine):
         self.module = _PipelineEntry(inner, self)
         self.local = _PipelineEntry(inner, self, is_local=True)
         self.averages_gradients = options.ddp_options is not None
+        self.input_device = options.output_device
         self._inner = inner
         self._forward = ModelForward(inner)
         self._options = options
@@ -195,6 +196,7 @@ class _PipelineEntry(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if active_run() is not None:  # inside a micro-batch: the model has called itself
             return self._inner.call_with_cast_weights(*args, **kwargs)
+        args, kwargs = _to_device((args, kwargs), self._engine.input_device)
         return self._engine.run(args, kwargs, is_local=self._is_local)
 
 

@@ -70,10 +70,11 @@ def device_specs(
     ]
 
 
-def synchronized_time(device: torch.device) -> float:
-    """Wait until the device has finished its queued work; return the time in seconds."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def synchronized_time(*devices: torch.device) -> float:
+    """Wait until the devices have finished their queued work; return the time in seconds."""
+    for device in set(devices):
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
@@ -102,14 +103,14 @@ def _matmul_seconds(device: torch.device) -> float:
 def _bytes_per_s(source: torch.device, target: torch.device) -> float:
     """Return the rate of a copy from `source` to `target`, in bytes per second."""
     block = torch.ones(2**20, device=source)
-    return block.nbytes / max(_best_of_three(lambda: block.to(target, copy=True), target), 1e-9)
+    return block.nbytes / max(_best_of_three(lambda: block.to(target, copy=True), source, target), 1e-9)
 
 
-def _best_of_three(call: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest of three durations of `call`, in seconds, after a warm-up call."""
+def _best_of_three(call: Callable[[], object], *devices: torch.device) -> float:
+    """Return the shortest of three durations of `call` on the devices, in seconds, after a warm-up call."""
     found = []
     for _ in range(4):
-        began = synchronized_time(device)
+        began = synchronized_time(*devices)
         call()
-        found.append(synchronized_time(device) - began)
+        found.append(synchronized_time(*devices) - began)
     return min(found[1:])

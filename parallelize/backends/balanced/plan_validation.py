@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ class PlanValidation:
     inputs: Any
     placement: ModelPlacement
     output_device: torch.device
+    devices: Sequence[torch.device]
     batch_dim: int
 
     def unsplit_s(self) -> float:
@@ -82,12 +83,12 @@ class PlanValidation:
         found = []
         for _ in range(4):
             args, kwargs = copy_opaque_inputs(self.inputs)
-            began = synchronized_time(self.output_device)
+            began = synchronized_time(self.output_device, *self.devices)
             tensors = [leaf for leaf in leaves(call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
             outputs = [tensor for tensor in tensors if tensor.requires_grad]
             if outputs and wanted:
                 run_backward(outputs, [torch.ones_like(each) for each in outputs], inputs=wanted)
-            found.append(synchronized_time(self.output_device) - began)
+            found.append(synchronized_time(self.output_device, *self.devices) - began)
         return min(found[1:])
 
 

@@ -37,6 +37,7 @@ from parallelize.backends.balanced.schedule import (
     best_schedule,
     candidates,
     fits_device,
+    ideal_speedup,
     needed_cap,
 )
 from parallelize.backends.balanced.stage_placement import ModelPlacement, initial_stages, spec_of
@@ -147,6 +148,7 @@ class Planner:
             inputs=inputs,
             placement=self.placement,
             output_device=self.output_device,
+            devices=[torch.device(each.device) for each in self.device_specs],
             batch_dim=self.options.batch_dim,
         )
         spec = spec_of(self.output_device, self.device_specs)
@@ -206,7 +208,7 @@ class Planner:
 
     def _choose(self, fit: _Fit, validation: PlanValidation, *, draws: bool) -> Plan:
         plan = self._make_plan(fit, fit.schedule, draws=draws)
-        unsplit_s, predicted_s = fit.profile.unsplit_s, fit.schedule.predicted_s
+        unsplit_s = fit.profile.unsplit_s
         if self.options.microbatches is not None or unsplit_s is None:
             return plan
         if len(plan.devices) == 1:
@@ -214,10 +216,12 @@ class Planner:
             why = "only one device" if count == 1 else f"no split over {count} devices is predicted to be faster"
             return self._leave_unsplit(why, plan)
         why = f"a step takes {_ms(unsplit_s)} on one device, and "
-        if unsplit_s < _MIN_SPEEDUP * predicted_s:
+        plans = [plan, *(self._make_plan(fit, each, draws=draws) for each in self._alternatives(fit))]
+        faster = [each for each in plans if unsplit_s >= _MIN_SPEEDUP * (each.predicted_s or math.inf)]
+        if not faster:
+            predicted_s = min(each.predicted_s or math.inf for each in plans)
             return self._leave_unsplit(f"{why}is predicted to take {_ms(predicted_s)} if split", plan)
-        others = [self._make_plan(fit, each, draws=draws) for each in self._alternatives(fit)]
-        timed = [replace(each, measured_s=validation.split_s(each)) for each in [plan, *others][:_MAX_TIMED_PLANS]]
+        timed = [replace(each, measured_s=validation.split_s(each)) for each in faster[:_MAX_TIMED_PLANS]]
         plan = min(timed, key=lambda each: each.measured_s or math.inf)
         if unsplit_s < _MIN_SPEEDUP * (plan.measured_s or math.inf):
             return self._leave_unsplit(f"{why}{_ms(plan.measured_s or math.inf)} if split", plan)
@@ -235,6 +239,7 @@ class Planner:
     def _make_plan(self, fit: _Fit, schedule: Schedule, *, draws: bool) -> Plan:
         measured = fit.profile
         fits = measured.unsplit_s is not None
+        least_s = (measured.unsplit_s or 0.0) / self._largest_speedup(schedule)  # a shorter prediction is noise
         return Plan(
             model=type(self.model).__name__,
             signature=signature(self.model),
@@ -248,7 +253,7 @@ class Planner:
             backward_s=schedule.backward_s,
             memory_bytes=schedule.memory_bytes,
             unsplit_s=measured.unsplit_s,
-            predicted_s=schedule.predicted_s,
+            predicted_s=max(schedule.predicted_s, least_s),
             why="shortest predicted step of all splits"
             + ("; the model fits on one device, where backend='ddp' is normally faster" if fits else "")
             + ("; without recomputing, no split fits" if schedule.recompute else ""),
@@ -258,6 +263,12 @@ class Planner:
             output_dims=tuple(fit.dims.items()),
             output_form=fit.output_form,
         )
+
+    def _largest_speedup(self, schedule: Schedule) -> float:
+        """Return the speedup over the output device of stages that are equally long on devices like the fastest."""
+        fastest = max(spec.speed for spec in schedule.devices)
+        ideal = ideal_speedup(len(schedule.devices), schedule.microbatches)
+        return ideal * fastest / spec_of(self.output_device, self.device_specs).speed
 
     def _leave_unsplit(self, why: str, plan: Plan | None = None) -> Plan:
         self.placement.move(units.module_stages(self.model, {}), stages_on([self.output_device]))

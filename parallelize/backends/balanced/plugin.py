@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -33,7 +33,8 @@ class BalancedBackend(DDPOptions):
     Batch norm normalizes each micro-batch separately; its running statistics are updated for the full batch.
 
     Args:
-        devices: used instead of the GPUs of `gpus=`; may list a device twice. Outputs are on the run's first device.
+        devices: used instead of the GPUs of `gpus=`; may list a device twice. Outputs are on the run's first device,
+            which without `gpus=` is the first GPU of these, and inputs are moved there.
         microbatches: number of micro-batches per batch, even if not splitting is faster; "auto": the fastest number.
         memory: usable bytes of each device, or one number for all; None: 90 % of the free bytes on GPUs, no CPU limit.
         recompute: whether activations are recomputed in backward; "auto": only if the model does not fit otherwise.
@@ -66,6 +67,16 @@ class BalancedBackend(DDPOptions):
         faults = list(_faults(self)) or list(_contradictions(self))
         if faults:
             raise ConfigError.of(faults)
+
+    @override
+    def renumbered(self, positions: Mapping[torch.device, torch.device]) -> BalancedBackend:
+        """Return this backend with the names of its devices in another process."""
+
+        def rename(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(str(positions.get(_complete(name), name)) for name in names)
+
+        plan = None if self.plan is None else replace(self.plan, devices=rename(self.plan.devices))
+        return replace(self, devices=None if self.devices is None else rename(self.devices), plan=plan)
 
     @override
     def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:

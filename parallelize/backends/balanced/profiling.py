@@ -92,11 +92,11 @@ class _ProfiledRun(MicrobatchRun):
 
     def move_to(self, stage: int) -> None:
         super().move_to(stage)
-        self._began = synchronized_time(self.device)
+        self._began = synchronized_time(*self._devices)
 
     def _leave_stage(self) -> None:
         if self.segment is not self.user_segment:
-            self.timings.forward_s.append(synchronized_time(self.device) - self._began)
+            self.timings.forward_s.append(synchronized_time(*self._devices) - self._began)
             copies = [each.copy for each in self.segment.imports.values()]
             self.timings.input_bytes.append(sum(copy.numel() * copy.element_size() for copy in copies))
         super()._leave_stage()
@@ -139,11 +139,11 @@ class Profiler:
         timings.output_shapes = output_shapes(output)
         timings.changed_inputs = changed_inputs(inputs, before)
         timings.saved_bytes = [saved.get(segment.key, 0) for segment in run.segments]
+        devices = [stage.device for stage in self.stages]
         for segment in reversed(run.segments):
-            device = self.stages[segment.stage].device
-            began = synchronized_time(device)
+            began = synchronized_time(*devices)
             segment.backward()
-            timings.backward_s.insert(0, synchronized_time(device) - began)
+            timings.backward_s.insert(0, synchronized_time(*devices) - began)
         return timings
 
 
@@ -196,15 +196,15 @@ def module_seconds(profiler: Profiler, inputs: Any) -> dict[int, float]:
     began: list[tuple[nn.Module, float]] = []
     found: dict[int, float] = {}
     known = module_names(profiler.model)
-    device = profiler.stages[0].device
+    devices = [stage.device for stage in profiler.stages]
 
     def before(module: nn.Module, _args: Any) -> None:
         if id(module) in known:
-            began.append((module, synchronized_time(device)))
+            began.append((module, synchronized_time(*devices)))
 
     def after(module: nn.Module, _args: Any, _output: Any) -> None:
         if id(module) in known and began and began[-1][0] is module:
-            found[id(module)] = found.get(id(module), 0.0) + synchronized_time(device) - began.pop()[1]
+            found[id(module)] = found.get(id(module), 0.0) + synchronized_time(*devices) - began.pop()[1]
 
     with contextlib.ExitStack() as stack, torch.no_grad():
         profiler.run(inputs)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import hardware, option_sets, worlds
 
+from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
@@ -303,6 +304,19 @@ def test_a_gpu_named_twice_without_nccl_between_ranks_of_it(options):
     """NCCL refuses two ranks on one GPU: one process that drives it twice, or another library, is no fault."""
     layout = compute_layout(Config.parse(**options, gpus=[2, 2]), FOUR)
     assert [str(each) for driven in layout.devices for each in driven] == ["cuda:2", "cuda:2"]
+
+
+def test_devices_that_the_backend_names():
+    """Without gpus=, a process drives only these, and workers that see only these get their names there."""
+    backend = BalancedBackend(devices=("cuda:3", "cpu", "cuda:1"))
+    layout = compute_layout(Config.parse(backend=backend), FOUR)
+    assert layout.devices == ((torch.device("cuda:1"), torch.device("cuda:3")),)
+    renumbered = layout.renumbered()
+    assert renumbered.config.backend.devices == ("cuda:1", "cpu", "cuda:0")
+    assert renumbered.renumbered() == renumbered
+    chosen = compute_layout(Config.parse(backend=backend, gpus=[2, 3]), FOUR)
+    assert chosen.devices == ((torch.device("cuda:2"), torch.device("cuda:3")),)
+    assert compute_layout(Config.parse(backend=BalancedBackend(devices=("cpu",))), FOUR).indices == (0, 1, 2, 3)
 
 
 def test_shared_gpus():

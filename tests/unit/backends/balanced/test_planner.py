@@ -1,0 +1,59 @@
+"""planner: which measured and predicted times are believed."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize.backends.balanced.hardware import DeviceSpec
+from parallelize.backends.balanced.planner import Planner, PlannerOptions
+from parallelize.backends.balanced.schedule import Memory, Profile, Schedule, UnitCall
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "speeds", "speedup"),
+    [(1, (1.0, 1.0), 1.0), (2, (1.0, 1.0), 4 / 3), (1, (1.0, 8.0), 2.0)],
+)
+def test_a_prediction_faster_than_the_ideal_is_noise(microbatches, speeds, speedup):
+    """Two stages of equal devices are at most as fast as the ideal, however long the unsplit model was measured."""
+    specs = tuple(
+        DeviceSpec(device=name, cap_bytes=1e9, speed=speed) for name, speed in zip(("cpu", "meta"), speeds, strict=True)
+    )
+    call = UnitCall(
+        unit="0",
+        forward_fixed_s=0.25,
+        forward_per_sample_s=0.0,
+        backward_fixed_s=0.25,
+        backward_per_sample_s=0.0,
+        parameter_bytes=4,
+        saved_bytes=4.0,
+        input_bytes=4.0,
+    )
+    profile = Profile(calls=(call, call), samples=8, least_samples=1, unsplit_s=2.0)
+    schedule = Schedule(
+        devices=specs,
+        split_points=(0, 1, 2),
+        microbatches=microbatches,
+        recompute=False,
+        forward_s=(0.25, 0.25),
+        backward_s=(0.25, 0.25),
+        memory_bytes=(4.0, 4.0),
+        predicted_s=1.0,
+    )
+    fit = types.SimpleNamespace(schedule=schedule, profile=profile, memory=Memory(), dims={}, output_form=None)
+    planner = Planner(
+        module=None,
+        model=nn.Linear(1, 1),
+        device_specs=specs,
+        output_device=torch.device("cpu"),
+        placement=None,
+        options=PlannerOptions(),
+    )
+    planner._samples, planner._whole_inputs = 8, ()
+    made = planner._make_plan(fit, schedule, draws=False)
+    assert made.speedup == pytest.approx(speedup)
+    assert dataclasses.replace(made, predicted_s=1.0).speedup == 2.0
