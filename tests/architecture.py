@@ -65,7 +65,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "decorator": "public entry point: passes the variables to config and world as a mapping",
     "launchers.slurm.step": "a separate program that srun starts: passes its variables on",
     "model": "public entry point: passes the variables to config and world as a mapping",
-    "runtime.context": "entry point of rank(), device(), ...: passes the variables to world as a mapping",
+    "runtime.context": "entry point of rank(), device(), ...: passes the variables on as a mapping",
     "runtime.process_group": "gloo reads its network interface from a variable when a group is created",
     "worker.main": "sets the variables of its own process at its start",
     "worker.preemption": "should_stop is a public entry point; a variable passes the path of the stop file to workers",

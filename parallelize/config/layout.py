@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from parallelize.cluster.devices import Hardware
+from parallelize.cluster.devices import MASKS, Hardware
 from parallelize.cluster.world import World
 from parallelize.config.compatibility import dtype_faults, matching_backends, node_faults, use_any_of
 from parallelize.config.config import Config
@@ -74,6 +74,8 @@ class Layout:
     def renumbered(self) -> Layout:
         """Return a copy for a process that sees only `indices`, in this order: devices and request in its numbers."""
         kind = self.device_type
+        if kind not in MASKS:  # no variable hides devices of this type from workers
+            return self
         positions = {torch.device(kind, index): torch.device(kind, new) for new, index in enumerate(self.indices)}
         devices = tuple(tuple(positions.get(each, each) for each in driven) for driven in self.devices)
         gpus = self.config.gpus

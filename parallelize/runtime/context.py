@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from parallelize.cluster.devices import probe
+from parallelize.cluster.devices import probe, set_device_order
 from parallelize.cluster.world import World, detect
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
@@ -66,6 +66,8 @@ class Runtime:
         """The device of this process's model and batches."""
         return self.devices[0]
 
+
+set_device_order(os.environ)  # on import: a device that is used before the first call has an index, too
 
 _active: ContextVar[Runtime | None] = ContextVar("parallelize_runtime", default=None)
 

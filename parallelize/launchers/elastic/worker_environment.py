@@ -7,12 +7,10 @@ import shutil
 import sys
 from collections.abc import Mapping
 
-from parallelize.cluster.devices import compose_visible_devices
+from parallelize.cluster.devices import MASKS, compose_visible_devices
 from parallelize.config.layout import Layout
 
 __all__ = ["available_cores", "terminal_columns", "worker_environ"]
-
-_MASK = "CUDA_VISIBLE_DEVICES"
 
 
 def worker_environ(
@@ -28,9 +26,9 @@ def worker_environ(
         interface: network interface to the other nodes; None: gloo chooses one.
     """
     changed = dict(environ)
-    if layout.device_type == "cuda":
-        changed.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-        changed[_MASK] = compose_visible_devices(environ.get(_MASK), layout.indices)
+    mask = MASKS.get(layout.device_type)
+    if mask is not None:
+        changed[mask] = compose_visible_devices(environ.get(mask), layout.indices)
     changed["OMP_NUM_THREADS"] = environ.get("OMP_NUM_THREADS") or str(max(1, cores // layout.local_world_size))
     if columns is not None:
         changed.setdefault("COLUMNS", str(columns))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallelize.cluster.devices import Hardware, compose_visible_devices, probe
+from parallelize.cluster.devices import Hardware, compose_visible_devices, probe, set_device_order
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,37 @@ from parallelize.cluster.devices import Hardware, compose_visible_devices, probe
 def test_composes_with_the_users_mask(mask, indices, composed):
     """Entries of the existing CUDA_VISIBLE_DEVICES are selected in any form, and never renumbered."""
     assert compose_visible_devices(mask, indices) == composed
+
+
+@pytest.mark.parametrize(("is_initialized", "order"), [(False, "PCI_BUS_ID"), (True, "FASTEST_FIRST")])
+def test_the_order_of_devices_is_set_once(monkeypatch, is_initialized, order):
+    """It is that of nvidia-smi, or the one by which CUDA has numbered the GPUs already; the user's own is kept."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    environ, own = {}, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    set_device_order(environ)
+    set_device_order(own)
+    assert environ == {"CUDA_DEVICE_ORDER": order}
+    assert own == {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+
+
+def test_an_index_means_the_same_gpu_in_the_caller_and_in_workers(run_script, monkeypatch):
+    """Importing the package sets the order before CUDA is initialized; workers inherit it."""
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    found = run_script(
+        """
+        import os
+
+        from parallelize.cluster.devices import Hardware
+        from parallelize.config.config import Config
+        from parallelize.config.layout import compute_layout
+        from parallelize.launchers.elastic.worker_environment import worker_environ
+
+        layout = compute_layout(Config.parse(gpus=2), Hardware("cuda", 2))
+        workers = worker_environ(os.environ, layout, cores=2)
+        print(os.environ["CUDA_DEVICE_ORDER"], workers["CUDA_DEVICE_ORDER"])
+        """,
+    )
+    assert found.stdout.split() == ["PCI_BUS_ID"] * 2
 
 
 def test_probe_agrees_with_torch():

@@ -306,6 +306,30 @@ def test_a_gpu_named_twice_without_nccl_between_ranks_of_it(options):
     assert [str(each) for driven in layout.devices for each in driven] == ["cuda:2", "cuda:2"]
 
 
+def test_devices_without_a_mask_keep_their_indices():
+    """No variable hides XPUs from workers, which therefore see those of the caller, under the same indices."""
+    layout = compute_layout(Config.parse(backend=OnXPUs(), gpus=[3, 1]), Hardware("xpu", 4))
+    assert devices(layout) == devices(layout.renumbered()) == ["xpu:3", "xpu:1"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnXPUs(PerNode):
+    name = "on_xpus"
+    process_per = "device"
+    device_types = frozenset({"xpu"})
+
+
+@pytest.mark.parametrize("kind", ["xpu", "hpu"])
+@pytest.mark.parametrize("backend", registry.names("backends"))
+def test_an_unsupported_accelerator_is_named(kind, backend):
+    """The error says which devices the backend supports; the CPU beside the accelerator can be used."""
+    (fault,) = faults_of({"backend": backend}, Hardware(kind, 2))
+    assert fault.what == f"backend={backend!r} on {kind}"
+    assert fault.why == "it runs on: cpu, cuda"
+    assert fault.fix == "use processes=1 to run on the CPU"
+    assert devices(compute_layout(Config.parse(backend=backend, processes=1), Hardware(kind, 2))) == ["cpu"]
+
+
 def test_devices_that_the_backend_names():
     """Without gpus=, a process drives only these, and workers that see only these get their names there."""
     backend = BalancedBackend(devices=("cuda:3", "cpu", "cuda:1"))
