@@ -51,6 +51,7 @@ class WorkerSetup:
     Args:
         folder: private folder of this run, with the task file; workers write their outcome files there.
         environ: the caller's environment variables, with the launcher's changes.
+        devices: first device of each local rank, on which argument tensors from an accelerator are loaded.
         launcher_pid: process id of the launcher; the worker ends when the launcher ends.
         start_method: default multiprocessing start method in the worker, such as for DataLoader workers.
         logs: the caller's console logging settings.
@@ -59,6 +60,7 @@ class WorkerSetup:
 
     folder: str
     environ: Mapping[str, str]
+    devices: tuple[torch.device, ...]
     launcher_pid: int
     start_method: str
     logs: LogSettings
@@ -90,7 +92,7 @@ def run(setup: WorkerSetup) -> None:
         _set_up_process(setup, world)
         shutdown.follow_launcher()
         with replace_group_functions():  # before the task's modules import them by name
-            task = _load_task(task_path(folder))
+            task = _load_task(task_path(folder), device=setup.devices[world.local_rank])
             # A scheduler that was pickled has lost its mark on optimizer.step, and would warn about that.
             warnings.filterwarnings("ignore", "Seems like `optimizer.step\\(\\)` has been overridden")
             main_module.populate(task.function)
@@ -101,10 +103,10 @@ def run(setup: WorkerSetup) -> None:
         shutdown.fail(error)
 
 
-def _load_task(path: Path) -> Task:
+def _load_task(path: Path, *, device: torch.device) -> Task:
     token = _is_loading_task.set(True)
     try:
-        return Task.read(path, device=_default_device())
+        return Task.read(path, device=device)
     finally:
         _is_loading_task.reset(token)
 
@@ -133,8 +135,8 @@ def _perform(task: Task, world: World, path: Path, shutdown: WorkerShutdown, *, 
         settings.apply_default_device()
         try:
             value = _call(task, StopHandler(world.master_port))
-            if runtime.device.type != "cpu":
-                torch.accelerator.synchronize()  # raises errors of asynchronous kernels
+            for device in (each for each in runtime.devices if each.type != "cpu"):
+                torch.accelerator.synchronize(device)  # raises errors of asynchronous kernels
             returned = value if world.is_main or task.all_ranks else None
             Outcome.returned(world, returned, **(changes.found(runtime) if changes else {})).write(path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -246,11 +248,3 @@ def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
         why="several processes cannot share one keyboard: the debugger would wait for input forever",
         fix="run in one process, where it works: PARALLELIZE_PROCESSES=1 (or PARALLELIZE_GPUS=1) before the command",
     )
-
-
-def _default_device() -> torch.device:
-    """Return the device of this local rank, on which argument tensors from an accelerator are loaded."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())

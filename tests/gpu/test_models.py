@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from parallelize import (
     DDP2Backend,
     DDPBackend,
     FSDPBackend,
+    device,
     distributed,
     no_sync,
     parallel_model,
     rank,
     shard_loader,
 )
+from parallelize.cli.checks.smoke import gather
 from parallelize.cluster.devices import probe
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
@@ -55,11 +58,11 @@ def batch_chunk(animal: str, *, step: int, chunks: int, index: int) -> tuple[tor
     return tuple(column.chunk(chunks)[index] for column in ZOO[animal].batch(8))
 
 
-def train(model: nn.Module, animal: str, *, chunks: int, index: int, device: str = "cuda") -> dict[str, torch.Tensor]:
+def train(model: nn.Module, animal: str, *, chunks: int, index: int, on: str = "cuda") -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for step in range(3):
         optimizer.zero_grad()
-        batch = (column.to(device) for column in batch_chunk(animal, step=step, chunks=chunks, index=index))
+        batch = (column.to(on) for column in batch_chunk(animal, step=step, chunks=chunks, index=index))
         ZOO[animal].loss(model(*batch)).backward()
         optimizer.step()
     return {name: value.detach().cpu() for name, value in model.state_dict().items()}
@@ -222,6 +225,26 @@ def test_a_legacy_script_uses_the_gpu_it_sees() -> None:
         optimizer.step()
     assert torch.cuda.current_device() == before
     assert next(model.parameters()).is_cuda
+
+
+def test_arguments_arrive_on_the_device_of_their_rank() -> None:
+    """Each rank gets tensors on its own device, also where ranks share one, and the worker waits for all devices."""
+    gpus = [0, 0, 1] if torch.cuda.device_count() > 1 else [0, 0]
+
+    @distributed(gpus=gpus, process_group_backend="gloo")
+    def where(x: torch.Tensor) -> tuple[str, str, float]:
+        return str(x.device), str(device()), x.sum().item()
+
+    assert where.all_ranks(torch.ones(2, device="cuda")) == [(f"cuda:{each}", f"cuda:{each}", 2.0) for each in gpus]
+
+
+def test_doctor_names_the_library_that_sent_the_tensors() -> None:
+    """Two ranks on two GPUs use torch's default for them; on one GPU, doctor runs them on the CPU over gloo."""
+    on_gpus = dist.Backend.default_device_backend_map["cuda"]
+    found = gather(os.environ)
+    assert found.error is None
+    assert found.is_right
+    assert found.carrier == (on_gpus if torch.cuda.device_count() > 1 else "gloo")
 
 
 def train_batches(batches: list[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from parallelize.cli.findings import Check, Finding, fault
 from parallelize.cluster.devices import Hardware, probe
 from parallelize.config.config import ENV_PREFIX, Config
 from parallelize.config.layout import compute_layout
+from parallelize.config.options import backend_by_device_type
 from parallelize.errors import Fault, ParallelizeError
 from parallelize.launchers.elastic.plugin import ElasticLauncher
 from parallelize.runtime.context import device
@@ -31,7 +32,7 @@ class Smoke:
     """The result of an all_reduce of two ranks.
 
     Args:
-        carrier: the process-group backend: "nccl" between two GPUs, else "gloo" on the CPU.
+        carrier: the process-group backend of the tensor's device: mostly "nccl" between two GPUs, "gloo" on the CPU.
         started_s: seconds that the call took without the all_reduces: to start processes and initialize the group.
         exchanged_mb_per_s: size of the tensor divided by the median time of an all_reduce, in 10^6 bytes per second.
         is_right: whether every sum was correct.
@@ -75,7 +76,7 @@ def gather(environ: Mapping[str, str]) -> Smoke:
         config = Config.parse(**options, timeout=_TIMEOUT_S, logs=folder)
         layout = compute_layout(config, hardware if has_gpus else Hardware())
         task = Task(measure_all_reduce, (_MESSAGE_BYTES, _REPETITIONS), {}, layout)
-        carrier = "nccl" if has_gpus else "gloo"
+        carrier = backend_by_device_type(layout.process_group_backend)[layout.device_type]
         try:
             times, is_right = ElasticLauncher().launch(task, node=None, environ=environ)[0].value
         except Exception as error:  # noqa: BLE001 - any failure is the finding

@@ -118,8 +118,7 @@ class _NodeRun:
         address, node_rank = (coordinator.address, coordinator.node_rank) if coordinator else ("127.0.0.1", 0)
         first_rank = node_rank * local_world_size
         self._ranks = range(first_rank, first_rank + local_world_size)
-        keeps_files = config.logs not in ("rank0", "all")
-        self._files = RankFiles(Path(config.logs) if keeps_files else folder / "logs")
+        self._files = RankFiles(folder / "logs" if config.logs in ("rank0", "all") else Path(config.logs))
         self._tails: list[OutputTail] = []
         self._earlier_errors: list[BaseException] = []
         self._peers: SingleNode | MultiNode = SingleNode(folder, self._layout.world_size)
@@ -140,6 +139,7 @@ class _NodeRun:
         setup = WorkerSetup(
             folder=str(folder),
             environ=variables,
+            devices=tuple(driven[0] for driven in self._layout.renumbered().devices),
             launcher_pid=os.getpid(),
             start_method=_start_method_of_workers(),
             logs=LogSettings.capture(),
