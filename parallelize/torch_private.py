@@ -88,7 +88,11 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_foreach_mul_": ("scale many gradients in one kernel", "fp16 fails"),
         "_amp_foreach_non_finite_check_and_unscale_": ("GradScaler's unscale kernel", "fp16 fails"),
         "_amp_update_scale_": ("GradScaler's update of the scale, without a host sync", "fp16 fails"),
+        "_VF": ("bring lengths of packed sequences to the CPU", "blocks on GPUs fail"),
         "_dynamo": ("import it before workers are forked", "every rank starts a second later"),
+    },
+    "torch._VF": {
+        "_pack_padded_sequence": ("bring lengths of packed sequences to the CPU", "blocks on GPUs fail"),
     },
     "torch.amp.grad_scaler.GradScaler": {
         "_growth_tracker": ("key of GradScaler's state dict", "nothing: it is only a key"),

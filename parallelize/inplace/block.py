@@ -12,7 +12,7 @@ from parallelize.errors import SyncError
 from parallelize.inplace.backward_after_block import BackwardAfterBlock
 from parallelize.inplace.closure_averaging import average_closures
 from parallelize.inplace.engines import Engines
-from parallelize.inplace.forward_routing import Route, is_in_functional_call
+from parallelize.inplace.forward_routing import Route, is_in_functional_call, packed_lengths_on_cpu
 from parallelize.inplace.gradient_average import Window
 from parallelize.inplace.gradient_origins import GradientTracker
 from parallelize.inplace.model_consistency import verify_every
@@ -72,9 +72,10 @@ class Block:
         self._startup_summary.add_model(self.model, engine)
         device = None if engine.moves_inputs or self._run.device.type == "cpu" else self._run.device
         route = Route(self._engines.inner, handler=self, device=device)
+        on_cpu = self._run.device.type == "cpu"
         failed = True
         try:
-            with self._verify():
+            with self._verify(), contextlib.nullcontext() if on_cpu else packed_lengths_on_cpu():
                 route.install()
                 self._install_checks()
                 yield

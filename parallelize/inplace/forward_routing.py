@@ -15,7 +15,7 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Inner
+from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.runtime.containers import map_leaves
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "count_routes",
     "is_in_functional_call",
     "overlapping_route",
+    "packed_lengths_on_cpu",
     "route_of",
     "routed_models",
     "routed_parameter_ids",
@@ -167,6 +169,22 @@ class Route:
             if value is not self._installed.get(name) and name not in _COPY_METHODS
         }
         return {**kept, **self._shadowed}
+
+
+@contextlib.contextmanager
+def packed_lengths_on_cpu() -> Iterator[None]:
+    """Let pack_padded_sequence take lengths that were moved to a device with the other inputs.
+
+    It needs them on the CPU. Copying them back waits for the device, as `lengths.cpu()` in the model would.
+    """
+    rnn: Any = torch._VF  # `torch.nn.utils.rnn` looks the function up here
+    original = rnn._pack_padded_sequence
+
+    def pack(data: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:  # noqa: FBT001 - torch's signature
+        return original(data, lengths.cpu(), batch_first)
+
+    with replace_attribute(rnn, "_pack_padded_sequence", pack):
+        yield
 
 
 def route_of(model: nn.Module) -> Route | None:

@@ -1,0 +1,321 @@
+"""Features that a CPU cannot show: device threads, graphs, half precision under fsdp, streams, memory, NCCL."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
+
+from parallelize import DDPBackend, FSDPBackend, distributed, parallel_model, rank, shard_loader
+
+pytestmark = pytest.mark.gpu
+
+MEGABYTE = 2**20
+
+
+def seeded(width: int = 16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
+
+
+def batches(count: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 8, generator=generator), torch.randint(4, (8,), generator=generator)) for _ in range(count)]
+
+
+def train(model: nn.Module, data: Any = None) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for x, y in batches() if data is None else data:
+        loss = F.cross_entropy(model(x.cuda()).float(), y.cuda())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def on_one_gpu(**options: Any) -> Any:
+    return distributed(gpus=[0, 0], process_group_backend="gloo", **options)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its layers with dropout in backward, which runs on autograd's thread of the device."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(checkpoint(lambda h: F.dropout(h.relu(), 0.5), x, use_reentrant=self.use_reentrant))
+
+
+@pytest.mark.parametrize("amp", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_are_recomputed_on_the_device_thread(use_reentrant: bool, amp: str | None) -> None:
+    """Dropout masks and autocast are those of the forward: losses equal those without checkpoints."""
+    losses = []
+    for way in (lambda function, x, **_: function(x), checkpoint):
+        model = Checkpointed(use_reentrant=use_reentrant)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(Checkpointed.forward.__globals__, "checkpoint", way)
+            with parallel_model(model, gpus=1, backend="ddp", amp=amp):
+                torch.manual_seed(3)
+                losses.append(train(model))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="torch.compile needs a compiler")
+def test_a_model_compiled_into_cuda_graphs_trains() -> None:
+    """With torch.compile(mode="reduce-overhead"), losses are those of the plain model."""
+    if "FAKE_CUDA" in os.environ:
+        pytest.skip("the pretended device has no CUDA graphs")
+    plain, model = seeded(), seeded()
+    plain.cuda()
+    expected = train(plain)
+    with parallel_model(model, gpus=1, backend="ddp"):
+        compiled = torch.compile(model, mode="reduce-overhead")
+        found = train(compiled)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_fp16_under_fsdp() -> None:
+    """Two ranks train sharded fp16 with loss scaling: losses fall, and ranks have equal, finite weights."""
+
+    @on_one_gpu(backend=FSDPBackend(), amp="fp16")
+    def run() -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = seeded()
+        with parallel_model(model):
+            losses = train(model, batches(1) * 20)
+        return losses, {name: value.cpu() for name, value in model.state_dict().items()}
+
+    (losses, weights), (_, others) = run.all_ranks()
+    assert losses[-1] < 0.8 * losses[0]
+    for name, value in weights.items():
+        assert value.isfinite().all()
+        assert torch.equal(value, others[name])
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_gradients_sent_in_half_precision(hook: str) -> None:
+    """DDP with a compressing hook trains what it trains without, up to the dtype's rounding."""
+
+    def run(**options: Any) -> dict[str, torch.Tensor]:
+        @on_one_gpu(backend=DDPBackend(**options))
+        def work() -> dict[str, torch.Tensor]:
+            model = seeded()
+            with parallel_model(model):
+                train(model, [(x + rank(), y) for x, y in batches()])
+            return {name: value.cpu() for name, value in model.state_dict().items()}
+
+        return work()
+
+    torch.testing.assert_close(run(comm_hook=hook), run(), rtol=2e-2, atol=2e-3)
+
+
+def test_a_loop_on_a_side_stream() -> None:
+    """Forward, backward and step on the user's stream: losses are those of the default stream."""
+    expected = train(seeded().cuda())
+    model = seeded()
+    stream = torch.cuda.Stream()
+    with parallel_model(model, gpus=1, backend="ddp"):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = train(model, shard_loader(batches()))
+        torch.cuda.current_stream().wait_stream(stream)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def peak_bytes(work: Any) -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def by_hand(level: str) -> None:
+    """Train with torch's recipe: O1 autocast, O2 with half weights and fp32 master weights."""
+    model = seeded(1024).cuda()
+    if level == "O1":
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches():
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = F.cross_entropy(model(x.cuda()), y.cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return
+    half = copy.deepcopy(model).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in batches():
+        loss = F.cross_entropy(half(x.cuda().bfloat16()).float(), y.cuda())
+        loss.backward()
+        for master, each in zip(model.parameters(), half.parameters(), strict=True):
+            master.grad, each.grad = each.grad.float(), None
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(list(half.parameters()), list(model.parameters()))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_peak_memory_is_that_of_the_hand_written_loop(level: str) -> None:
+    """Mixed precision in the block takes at most 10 % more than torch's recipe."""
+    from parallelize.plugins.base import Amp
+
+    def ours() -> None:
+        model = seeded(1024)
+        with parallel_model(model, gpus=1, backend="ddp", amp=Amp(level=level, dtype=torch.bfloat16)):
+            train(model)
+
+    ours()  # libraries take their workspaces
+    by_hand(level)
+    assert peak_bytes(ours) <= 1.1 * peak_bytes(lambda: by_hand(level)) + MEGABYTE
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_o1_on_two_ranks(dtype: str) -> None:
+    """DDP with autocast on two ranks gives both the same weights, near those of one process with the whole batches."""
+
+    @on_one_gpu(backend="ddp", amp=dtype)
+    def run() -> dict[str, torch.Tensor]:
+        model = seeded()
+        with parallel_model(model):
+            train(model, [(x.chunk(2)[rank()], y.chunk(2)[rank()]) for x, y in batches()])
+        return {name: value.cpu() for name, value in model.state_dict().items()}
+
+    one, other = run.all_ranks()
+    alone = seeded().cuda()
+    train(alone)
+    for name, value in alone.state_dict().items():
+        assert torch.equal(one[name], other[name])
+        torch.testing.assert_close(one[name], value.cpu(), rtol=5e-2, atol=5e-3)
+
+
+class Packed(nn.Module):
+    """A linear layer over packed sequences, whose lengths torch needs on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.layer(packed.data).sum()
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_lengths_of_packed_sequences(is_on_device: bool) -> None:
+    """Lengths may be on the CPU, or where shard_loader has moved them; torch's function is restored after the block."""
+    x, lengths = torch.randn(4, 5, 3), torch.tensor([2, 5, 1, 3])
+    model = Packed()
+    expected = model(x, lengths).item()
+    with parallel_model(model, gpus=1, backend="ddp"):
+        for x_here, lengths_here in shard_loader([(x, lengths)]) if is_on_device else [(x.cuda(), lengths)]:
+            assert lengths_here.is_cuda == is_on_device
+            loss = model(x_here, lengths_here)
+            loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(RuntimeError, match="lengths"):
+        pack_padded_sequence(x.cuda(), lengths.cuda(), enforce_sorted=True)
+
+
+nccl = pytest.mark.skipif(
+    not dist.is_nccl_available() or "FAKE_CUDA" in os.environ, reason="this torch has no NCCL, or no real GPU"
+)
+
+
+@nccl
+def test_nccl_with_one_rank(run_script: Any) -> None:
+    """A world of one GPU: barrier, collectives of tensors and objects, the flight recorder, and destroy."""
+    found = run_script(
+        """
+        import pickle
+
+        import torch
+        import torch.distributed as dist
+
+        torch.cuda.set_device(0)
+        store = dist.HashStore()
+        device = torch.device("cuda", 0)
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
+        dist.barrier()
+        x = torch.full((4,), 3.0, device="cuda")
+        dist.all_reduce(x)
+        values = [None]
+        dist.all_gather_object(values, {"x": x.sum().item()})
+        dist.broadcast_object_list(values, src=0)
+        trace = pickle.loads(torch._C._distributed_c10d._dump_nccl_trace())
+        names = [entry["profiling_name"] for entry in trace["entries"]]
+        dist.destroy_process_group()
+        print(values, any("all_reduce" in name for name in names))
+        """,
+        env={"TORCH_NCCL_TRACE_BUFFER_SIZE": "100", "TORCH_FR_BUFFER_SIZE": "100"},
+    )
+    assert found.stdout.strip().endswith("[{'x': 12.0}] True")
+
+
+@nccl
+def test_nccl_is_aborted_in_a_collective(run_script: Any) -> None:
+    """Abort returns while work is queued on the device, and the process ends."""
+    found = run_script(
+        """
+        import torch
+        import torch.distributed as dist
+
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+        x = torch.ones(4, device="cuda")
+        dist.all_reduce(x)
+        torch.cuda._sleep(100_000_000)
+        dist.all_reduce(x)
+        dist.distributed_c10d._abort_process_group()
+        torch.cuda.synchronize()
+        print("aborted")
+        """
+    )
+    assert "aborted" in found.stdout
+
+
+@nccl
+def test_a_run_of_one_gpu_under_torchrun_uses_nccl(run_script: Any) -> None:
+    """torchrun with one process: training, collectives and values go through the group of CPU and GPU."""
+    found = run_script(
+        """
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+
+        from parallelize import all_reduce, distributed, parallel_model
+
+        @distributed()
+        def train():
+            model = nn.Linear(4, 2)
+            with parallel_model(model):
+                model(torch.ones(3, 4)).sum().backward()
+            return dist.get_backend_config(), all_reduce(torch.ones(1, device="cuda")).item()
+
+        print(*train())
+        """,
+        launcher=("-m", "torch.distributed.run", "--nproc-per-node=1"),
+    )
+    assert "nccl" in found.stdout
+    assert "1.0" in found.stdout
