@@ -290,9 +290,7 @@ class Precision(abc.ABC):
         world: World,
         sharded: bool = False,
     ) -> contextlib.AbstractContextManager[Session]:
-        """Return the mixed-precision context of a block, which is entered before the engines are built.
-
-        The context exits after the engines are closed. It then undoes its patches, hooks and casts of weights.
+        """Return the mixed-precision context of a block: entered before its engines are built, exited after they close.
 
         Args:
             amp: the user's options; fields that are None are resolved here, identically on every rank.

@@ -11,18 +11,14 @@ that exits with code 0 before its function returns.
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import logging
 import multiprocessing
 import os
 import signal
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -34,6 +30,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from parallelize.launchers.elastic.failures import WorkerExit
+from parallelize.launchers.elastic.fork_server import starting_processes
 from parallelize.launchers.elastic.peers import MultiNode, SingleNode
 from parallelize.torch_private import self_test
 
@@ -44,8 +41,6 @@ STOP_GRACE_S = 3.0  # between SIGTERM and SIGKILL: time for the `finally` blocks
 _KILL_TIMEOUT_S = 15.0  # a driver takes seconds to free the memory of a process
 _SIGTERM_EXIT_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
-_PRELOADED_MODULES = ["parallelize.launchers.elastic.preload"]
-_start_lock = threading.Lock()
 _log = logging.getLogger("parallelize")
 
 
@@ -113,10 +108,7 @@ class Agent(LocalElasticAgent):
         self._success = None
         self._close_files()  # of the previous attempt
         with _deferred_signals():
-            with _start_lock, _paused_garbage_collection(), _hidden_main_module(), _blocked_signals():
-                if self._uses_fork_server:
-                    multiprocessing.set_forkserver_preload(_PRELOADED_MODULES)
-                    _ensure_own_fork_server()
+            with starting_processes(by_fork_server=self._uses_fork_server):
                 started: dict[int, Any] = super()._start_workers(worker_group)
             self._after_start(self.attempt)
         return started
@@ -216,17 +208,6 @@ class Agent(LocalElasticAgent):
                 python._children.discard(process)
 
 
-def _ensure_own_fork_server() -> None:
-    """Make this process start its own fork server if it was forked from a process that has one."""
-    server: Any = forkserver._forkserver
-    try:
-        server.ensure_running()
-    except ChildProcessError:
-        os.close(server._forkserver_alive_fd)
-        server.__init__()
-        server.set_forkserver_preload(_PRELOADED_MODULES)
-
-
 def _send_signal(pid: int | None, number: signal.Signals, *, of_group: bool) -> None:
     if pid is None:
         return
@@ -262,60 +243,3 @@ def _deferred_signals() -> Iterator[None]:
         torch_api._terminate_process_handler = original
     for number in received:
         signal.raise_signal(number)
-
-
-@contextlib.contextmanager
-def _paused_garbage_collection() -> Iterator[None]:
-    """Pause garbage collection, which may finalize a semaphore while the resource tracker is in use.
-
-    The finalizer calls the tracker, which then warns that the semaphore might leak; on Python 3.10, it deadlocks.
-
-    Source: https://github.com/python/cpython/issues/109629
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Block SIGINT, SIGUSR1 and SIGUSR2 in started processes until they have their own process group and handlers.
-
-    A terminal sends Ctrl-C to the caller's whole process group, and some clusters send USR1 or USR2 to every process
-    of a job as a warning. The fork server inherits the mask; it and the workers unblock the signals that they handle.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
-    try:
-        resource_tracker.ensure_running()  # first, since starting it unblocks SIGINT in this thread
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _hidden_main_module() -> Iterator[None]:
-    """Keep workers from importing the caller's __main__: a script without `if __name__` would run once per rank.
-
-    multiprocessing passes the path of __main__ to a child, which executes that file. The task already contains all
-    that a worker needs of __main__.
-    """
-    chosen = multiprocessing.get_start_method(allow_none=True)
-    main = sys.modules["__main__"]
-    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    main.__spec__ = None
-    if "__file__" in hidden:
-        del main.__file__
-    try:
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
-        multiprocessing.set_start_method(chosen, force=True)  # starting a child sets a default method

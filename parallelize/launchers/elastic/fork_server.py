@@ -1,0 +1,97 @@
+"""Start of worker processes by multiprocessing: the fork server, signals and the caller's main module."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+__all__ = ["starting_processes"]
+
+_PRELOADED_MODULES = ["parallelize.launchers.elastic.preload"]
+_start_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def starting_processes(*, by_fork_server: bool) -> Iterator[None]:
+    """Prepare this process to start workers inside the context; one thread at a time."""
+    with _start_lock, _paused_garbage_collection(), _hidden_main_module(), _blocked_signals():
+        if by_fork_server:
+            multiprocessing.set_forkserver_preload(_PRELOADED_MODULES)
+            _ensure_own_fork_server()
+        yield
+
+
+def _ensure_own_fork_server() -> None:
+    """Make this process start its own fork server if it was forked from a process that has one."""
+    server: Any = forkserver._forkserver
+    try:
+        server.ensure_running()
+    except ChildProcessError:
+        os.close(server._forkserver_alive_fd)
+        server.__init__()
+        server.set_forkserver_preload(_PRELOADED_MODULES)
+
+
+@contextlib.contextmanager
+def _paused_garbage_collection() -> Iterator[None]:
+    """Pause garbage collection, which may finalize a semaphore while the resource tracker is in use.
+
+    The finalizer calls the tracker, which then warns that the semaphore might leak; on Python 3.10, it deadlocks.
+
+    Source: https://github.com/python/cpython/issues/109629
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Block SIGINT, SIGUSR1 and SIGUSR2 in started processes until they have their own process group and handlers.
+
+    A terminal sends Ctrl-C to the caller's whole process group, and some clusters send USR1 or USR2 to every process
+    of a job as a warning. The fork server inherits the mask; it and the workers unblock the signals that they handle.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
+    try:
+        resource_tracker.ensure_running()  # first, since starting it unblocks SIGINT in this thread
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _hidden_main_module() -> Iterator[None]:
+    """Keep workers from importing the caller's __main__: a script without `if __name__` would run once per rank.
+
+    multiprocessing passes the path of __main__ to a child, which executes that file. The task already contains all
+    that a worker needs of __main__.
+    """
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    main = sys.modules["__main__"]
+    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
+    main.__spec__ = None
+    if "__file__" in hidden:
+        del main.__file__
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(main, name, value)
+        multiprocessing.set_start_method(chosen, force=True)  # starting a child sets a default method
