@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from pathlib import Path
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 from parallelize import ConfigError
 from parallelize.launchers.slurm.job_script import JobScript
 
-# Replaces srun and module: records its arguments.
+# Replaces srun and module: records the number of its words, and its words.
 STUB = """#!/bin/bash
-printf '%s\\0' "$(basename "$0")" "$@" $'\\n' >> "$RECORD"
+printf '%s\\0' $(($# + 1)) "$(basename "$0")" "$@" >> "$RECORD"
 """
 
 HOSTILE = [
@@ -46,8 +47,8 @@ def run(script: JobScript, folder: Path) -> list[list[str]]:
     (folder / "record").write_bytes(b"")
     environ = {"PATH": f"{tools}:{os.environ['PATH']}", "RECORD": str(folder / "record"), "HOME": str(folder)}
     subprocess.run(["bash", "job.sh"], cwd=folder, env=environ, check=True, capture_output=True, timeout=20)
-    words = (folder / "record").read_bytes().decode(errors="surrogateescape").split("\0\n\0")
-    return [each.split("\0") for each in words if each]
+    words = iter((folder / "record").read_bytes().decode(errors="surrogateescape").split("\0")[:-1])
+    return [list(itertools.islice(words, int(number))) for number in words]
 
 
 def script(value: str, folder: Path, flag: str = "a") -> JobScript:
@@ -65,6 +66,7 @@ def script(value: str, folder: Path, flag: str = "a") -> JobScript:
 @settings(max_examples=40)
 @given(text)
 @example("a\ntouch run")
+@example("\n")
 def test_values_reach_the_commands_as_they_are(tmp_path_factory, value):
     """Modules, variables, options and arguments stay one word each; nothing in them is executed."""
     folder = tmp_path_factory.mktemp("job")
