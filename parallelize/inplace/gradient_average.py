@@ -127,6 +127,8 @@ class Window:
 
     def end_if_cleared(self) -> None:
         """End the step if its gradients were set to None; fully_shard holds those of no_sync passes elsewhere."""
+        if self.passes is None and self.counts is None:
+            return
         has_local = self.passes is not None and self.passes.local_number and self.is_averaging
         if not has_local and all(each.grad is None for each in self.parameters):
             self.passes = self.counts = None

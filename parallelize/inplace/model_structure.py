@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
-from operator import is_
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import nn
 
 __all__ = ["Structure"]
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class Structure:
@@ -35,41 +38,36 @@ class Structure:
         }
         self._modules = dict(model.named_modules())
         self._keeps_parameters = keeps_parameters
-        # The `_parameters` and `_modules` dictionaries, compared by identity: faster than the named_* generators.
+        # The `_parameters` and `_modules` dictionaries, compared by identity without a Python loop.
         parameters: list[dict[str, Any]] = [module._parameters for module in model.modules()]
         children: list[dict[str, Any]] = [module._modules for module in model.modules()]
-        self._members = [
-            (dictionary, tuple(dictionary.values()))
-            for dictionary in (*children, *(parameters if keeps_parameters else ()))
-            if dictionary
-        ]
-        self._sizes = [(dictionary, len(dictionary)) for dictionary in (*parameters, *children)]
-        self._compared = tuple(self.parameters.values()) if keeps_parameters else ()
-        self._requires_grad = [parameter.requires_grad for parameter in self._compared]
+        self._dictionaries = parameters + children
+        self._sizes = list(map(len, self._dictionaries))
+        self._compared = children + parameters if keeps_parameters else children
+        self._members = _members(self._compared)
+        self._trainable = tuple(self.parameters.values()) if keeps_parameters else ()
+        self._requires_grad = list(map(_requires_grad, self._trainable))
 
     def is_current(self) -> bool:
         """Return whether the model has the same modules and parameters, with the same `requires_grad`."""
-        return (
-            self.has_same_parts() and [parameter.requires_grad for parameter in self._compared] == self._requires_grad
-        )
+        return self.has_same_parts() and list(map(_requires_grad, self._trainable)) == self._requires_grad
 
     def has_same_parts(self) -> bool:
         """Return whether the model has the same modules and parameters."""
-        if not all(len(dictionary) == size for dictionary, size in self._sizes):
-            return False
-        return all(all(map(is_, dictionary.values(), values)) for dictionary, values in self._members)
+        is_same_size = list(map(len, self._dictionaries)) == self._sizes
+        return is_same_size and all(map(is_, _members(self._compared), self._members))
 
     @contextlib.contextmanager
     def original_parameters(self) -> Iterator[None]:
         """Undo the replacements of torch.func.functional_call in the context, so that the engine can be switched."""
-        members = [(dictionary, values, dict(dictionary)) for dictionary, values in self._members]
-        for dictionary, values, replaced in members:
-            dictionary.update(zip(replaced, values, strict=True))
+        replaced, original = [dict(each) for each in self._compared], iter(self._members)
+        for dictionary in self._compared:
+            dictionary.update({name: next(original) for name in dictionary})
         try:
             yield
         finally:
-            for dictionary, _, replaced in members:
-                dictionary.update(replaced)
+            for dictionary, members in zip(self._compared, replaced, strict=True):
+                dictionary.update(members)
 
     def changes(self) -> list[str]:
         """Describe each module or parameter that was added, removed or replaced."""
@@ -83,3 +81,7 @@ class Structure:
             found += [f"{name} is new" for name in now if name not in before]
             found += [f"{name} is gone" for name in before if name not in now]
         return found
+
+
+def _members(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(dict.values, dictionaries)))

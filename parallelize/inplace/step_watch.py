@@ -12,6 +12,7 @@ import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -175,7 +176,7 @@ class _StepWatch:
         if plan is None:
             plan = self._plans[optimizer] = _Plan()
         is_current = plan.generation == self._generation and len(plan.held) == len(held)
-        if not is_current or any(one is not other for one, other in zip(held, plan.held, strict=True)):
+        if not is_current or not all(map(is_, held, plan.held)):
             plan.held, plan.generation = held, self._generation
             self._fill(plan, type(optimizer).__name__)
         return plan if plan.checked or plan.always else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from parallelize.runtime import torch_compile
 from parallelize.torch_private import self_test
 
 __all__ = ["HeldAutocast"]
+
+_version = attrgetter("_version")
 
 
 class _ThreadState(threading.local):
@@ -142,7 +145,7 @@ class HeldAutocast:
 
         Writing to `.data` changes no counter, but code that swaps weights this way (EMA) calls eval() and train() too.
         """
-        return sum(weight._version for weight in self._weights), *(model.training for model in self._models)
+        return sum(map(_version, self._weights)), *(model.training for model in self._models)
 
 
 _tested = HeldAutocast("cpu", torch.bfloat16)
