@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,8 +24,6 @@ _EXEMPT: tuple[type[nn.Module], ...] = (_NormBase, ParametrizationList, torch.ji
 
 # On CPUs, these need weights and inputs of the same dtype, but autocast does not cast their inputs.
 _EXEMPT_ON_CPU: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.GroupNorm)
-
-_ABSENT = object()
 
 
 def exempt_modules(device_type: str) -> tuple[type[nn.Module], ...]:
@@ -48,15 +48,13 @@ class HalfWeightsInForward:
     def __init__(self, dtype: torch.dtype, *, exempt: tuple[type[nn.Module], ...]) -> None:
         self._dtype = dtype
         self._exempt = exempt
-        self._models: weakref.WeakKeyDictionary[nn.Module, list[nn.Module]] = weakref.WeakKeyDictionary()
-        self._parameter_names: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+        self._models: dict[nn.Module, list[_ModuleCasts]] = {}
 
     def add_model(self, model: nn.Module) -> None:
         """Add a model, whose current fp32 parameters are cast in later forwards."""
         modules = [module for module in model.modules() if not isinstance(module, self._exempt)]
-        names_by_module = {module: _fp32_names(module) for module in modules}
-        self._parameter_names.update({module: names for module, names in names_by_module.items() if names})
-        self._models[model] = [module for module, names in names_by_module.items() if names]
+        casts = [_ModuleCasts(module, names, self._dtype) for module in modules if (names := _fp32_names(module))]
+        self._models[model] = casts
 
     @contextlib.contextmanager
     def cast_for_forward(self, model: nn.Module | None) -> Iterator[None]:
@@ -66,26 +64,34 @@ class HalfWeightsInForward:
             self._cast_replica(model)
             yield
             return
-        modules = self._models.get(model) if model is not None else None
-        if modules is None:
-            modules = [each for several in self._models.values() for each in several]
-        with contextlib.ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(_replaced_by_casts(module, self._parameter_names[module], self._dtype))
+        casts = self._all_casts() if model not in self._models else self._models[model]
+        weights = [(each.attributes, each.parameters, name) for each in casts for name in each.names]
+        previous = [attributes.get(name) for attributes, _, name in weights]  # the casts of an outer forward
+        try:
+            for attributes, parameters, name in weights:
+                attributes[name] = parameters[name].to(self._dtype)
             yield
+        finally:
+            for (attributes, _, name), value in zip(weights, previous, strict=True):
+                if value is None:
+                    attributes.pop(name, None)
+                else:
+                    attributes[name] = value
 
     @contextlib.contextmanager
     def cast_in_backward(self) -> Iterator[None]:
         """Cast parameters on access if grad mode is on: in backward, that means a recomputed forward."""
-        originals = [(module, module._parameters) for module in self._parameter_names]
-        for module, parameters in originals:
-            casts = _CastOnAccess(parameters, names=self._parameter_names[module], dtype=self._dtype)
-            module.__dict__["_parameters"] = casts
+        casts = self._all_casts()
+        for each in casts:
+            each.attributes["_parameters"] = each.on_access()
         try:
             yield
         finally:
-            for module, parameters in originals:
-                module.__dict__["_parameters"] = parameters
+            for each in casts:
+                each.attributes["_parameters"] = each.parameters
+
+    def _all_casts(self) -> list[_ModuleCasts]:
+        return list(itertools.chain.from_iterable(self._models.values()))
 
     def _cast_replica(self, replica: Any) -> None:
         for module in replica.modules():
@@ -116,18 +122,27 @@ class _CastOnAccess(dict[str, Any]):
         return value.to(self._dtype) if name in self._names and torch.is_grad_enabled() else value
 
 
-@contextlib.contextmanager
-def _replaced_by_casts(module: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> Iterator[None]:
-    previous = {name: module.__dict__.get(name, _ABSENT) for name in names}
-    module.__dict__.update({name: getattr(module, name).to(dtype) for name in names})
-    try:
-        yield
-    finally:
-        for name, value in previous.items():
-            if value is _ABSENT:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = value
+class _ModuleCasts:
+    """The parameters of one module that are cast.
+
+    Attributes:
+        attributes: the module's `__dict__`.
+        parameters: its `_parameters`.
+        names: the names of those that are cast.
+    """
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> None:
+        self.attributes = module.__dict__
+        self.parameters: Any = module._parameters
+        self.names = names
+        self._dtype = dtype
+        self._on_access = _CastOnAccess(self.parameters, names=names, dtype=dtype)
+
+    def on_access(self) -> _CastOnAccess:
+        """Return the replacement for `parameters`; another one after a parameter was replaced."""
+        if not all(map(is_, self._on_access.values(), self.parameters.values())):
+            self._on_access = _CastOnAccess(self.parameters, names=self.names, dtype=self._dtype)
+        return self._on_access
 
 
 class HalfStorage:
