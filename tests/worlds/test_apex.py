@@ -12,7 +12,7 @@ import torch
 from apex_amp import SCALE, install
 from torch import nn
 
-from parallelize import SyncError, distributed, parallel_model, rank
+from parallelize import ConfigError, SyncError, distributed, parallel_model, rank
 from parallelize.precision.apex import ApexPrecision
 
 STEPS, INF_STEP = 5, 2
@@ -116,3 +116,11 @@ def test_a_copy_runs_its_own_weights(level: str) -> None:
             each.mul_(2)
         assert torch.equal(ema(torch.ones(2, 3)), expected)
         assert not torch.equal(model(torch.ones(2, 3)), expected)
+
+
+@pytest.mark.parametrize("average", ["sum", "tokens"])
+def test_weighted_averages_are_refused(average: Any) -> None:
+    """Apex copies gradients to its masters at the end of backward, before they could be weighted."""
+    block = parallel_model(net(), amp="O2", amp_engine="apex", processes=1, average=average)
+    with pytest.raises(ConfigError, match=f"average='{average}' with amp_engine='apex'"), block:
+        pass

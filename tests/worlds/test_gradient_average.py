@@ -6,7 +6,6 @@ import contextlib
 import re
 import warnings
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from parallelize import (
     world_size,
 )
 from parallelize.inplace.gradient_average import _required_count
-from parallelize.model import _refuse_apex
 from parallelize.precision.native_session import Policy, mixed_precision
 from parallelize.runtime.loss_counts import mark_outputs
 
@@ -342,14 +340,6 @@ def test_a_loss_through_two_blocks_is_refused():
         loss = second(first(micro_batch(0, 0)[0])).mean()
         with pytest.raises(ConfigError, match="a loss through models of two parallel_model blocks"):
             loss.backward()
-
-
-def test_apex_does_not_average_by_tokens():
-    """Apex accumulates gradients in copies; the request itself needs a GPU."""
-    run = SimpleNamespace(config=SimpleNamespace(amp=Amp(), amp_engine="apex"))
-    with pytest.raises(ConfigError, match="average='tokens' with amp_engine='apex'"):
-        _refuse_apex(run, "tokens")
-    _refuse_apex(run, "sum")
 
 
 @pytest.mark.parametrize(("targets", "count"), [([1, 2, PADDING], 2), ([PADDING] * 3, 0)])
