@@ -171,10 +171,8 @@ class _StepWatch:
 
     def _plan_of(self, optimizer: torch.optim.Optimizer) -> _Plan | None:
         """Return the plan of an optimizer; None if it holds no parameter of a watched model."""
-        plan = self._plans.get(optimizer)
+        plan = self._plans.get(optimizer) or self._plans.setdefault(optimizer, _Plan())
         held = [each for group in optimizer.param_groups for each in group["params"]]
-        if plan is None:
-            plan = self._plans[optimizer] = _Plan()
         is_current = plan.generation == self._generation and len(plan.held) == len(held)
         if not is_current or not all(map(is_, held, plan.held)):
             plan.held, plan.generation = held, self._generation
