@@ -134,16 +134,17 @@ def test_memory_of_a_gpu_is_a_limit() -> None:
     assert sum(plan(model).memory_bytes) < free
 
 
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:1", "cuda:0")], ids="+".join)
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
-def test_a_batch_on_another_device_is_moved(device: str) -> None:
+def test_a_batch_on_another_device_is_moved(device: str, devices: tuple[str, str]) -> None:
     """Inputs may be on the CPU or on another GPU: outputs are on the run's device, with the gradients of one stage."""
-    if device == "cuda:1" and torch.cuda.device_count() == 1:
+    if "cuda:1" in (device, *devices) and torch.cuda.device_count() == 1:
         pytest.skip("needs two CUDA devices")
     inputs = to_gpu(batch_of(CASES["cnn"]))
     model = seeded(CASES["cnn"].make).cuda()
     alone = copy.deepcopy(model)
     loss_of(alone(*inputs[0])).backward()
-    with parallel_model(model, backend=BalancedBackend(devices=("cuda:0", "cuda:0"), microbatches=2)):
+    with parallel_model(model, backend=BalancedBackend(devices=devices, microbatches=2)):
         output = model(*(each.to(device) for each in inputs[0]))
         assert output.device == torch.device("cuda:0")
         loss_of(output).backward()

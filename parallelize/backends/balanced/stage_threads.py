@@ -139,8 +139,11 @@ class ThreadLocalState:
         self._context = contextvars.copy_context()
         self._is_grad_enabled = torch.is_grad_enabled()
         self._is_inference = torch.is_inference_mode_enabled()
-        types = {"cpu", *(device.type for device in devices)}
-        self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types]
+        types = {device.type for device in devices}
+        on = {kind: torch.get_autocast_dtype(kind) for kind in {"cpu", *types} if torch.is_autocast_enabled(kind)}
+        accelerator = next((kind for kind in types if kind != "cpu" and kind in on), None)
+        # Autocast of an accelerator includes the stages on the CPU, which compute a part of the same model.
+        self._autocast = on if accelerator is None else {**on, **dict.fromkeys(types, on[accelerator])}
         self._is_autocast_cached = torch.is_autocast_cache_enabled()
         self._saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003  # torch's signature
         self._function_modes = function_modes()
@@ -161,10 +164,8 @@ class ThreadLocalState:
             if self._is_inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
-            for kind, enabled, dtype in self._autocast:
-                if enabled:
-                    cached = self._is_autocast_cached
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cached))
+            for kind, dtype in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._is_autocast_cached))
             if self._saved_tensors_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks))
             stack.callback(replace_function_modes, function_modes())
