@@ -74,9 +74,12 @@ class UnevenCounts:
         bounds = torch.full((2,), -math.inf, dtype=torch.float64, device=self._run.device)
         if counts and batch_weight:
             bounds[0], bounds[1] = counts[0].count / batch_weight, -counts[0].count / batch_weight
-        if former is not None and former.loss == loss:
-            bounds = torch.maximum(bounds, former.bounds)
-        self._compared = bounds.clone() if is_alone or not is_local else None
+        earlier = former if former is not None and former.loss == loss else None
+        if earlier is not None:
+            bounds = torch.maximum(bounds, earlier.bounds)
+        # A single pass of a single process is compared with nothing: do not wait for the device to read it.
+        is_compared = earlier is not None if is_alone else not is_local
+        self._compared = bounds.clone() if is_compared else None
         return CountRange(loss, bounds) if is_micro_batch else None
 
     def start_reduction(self) -> None:
