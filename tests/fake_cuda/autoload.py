@@ -25,10 +25,11 @@ def install() -> None:
     loader.exec_module(library)
     library.install_hooks()
 
-    from fake_cuda import collectives, cuda_api, rnn_cells
+    from fake_cuda import collectives, cuda_api, rnn_cells, sync_batch_norm
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that kernels which refuse CUDA are replaced
         cuda_api.install(library)
         collectives.install()
         rnn_cells.install()
+        sync_batch_norm.install()

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from parallelize import DDPBackend, FSDPBackend, distributed, parallel_model, rank, shard_loader
+from parallelize.plugins.base import Amp
 
 pytestmark = pytest.mark.gpu
 
@@ -178,7 +179,6 @@ def by_hand(level: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_peak_memory_is_that_of_the_hand_written_loop(level: str) -> None:
     """Mixed precision in the block takes at most 10 % more than torch's recipe."""
-    from parallelize.plugins.base import Amp
 
     def ours() -> None:
         model = seeded(1024)
