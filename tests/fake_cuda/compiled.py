@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -74,6 +73,6 @@ def environment() -> Mapping[str, str]:
         variables["FAKE_CUDA"] = str(library())
     except NotAvailableError as reason:
         return {**variables, "FAKE_CUDA_UNAVAILABLE": str(reason)}
-    handle, variables["FAKE_CUDA_REPORT"] = tempfile.mkstemp(prefix="fake_cuda_report_")
-    os.close(handle)
-    return variables
+    report = site / f"report-{os.getpid()}"  # made by the first report, and removed by the plug-in that reads it
+    report.unlink(missing_ok=True)
+    return {**variables, "FAKE_CUDA_REPORT": str(report)}

@@ -13,11 +13,11 @@ __all__ = ["take_reports"]
 
 def take_reports() -> list[str]:
     """Return what this process and its workers have reported since the last call."""
-    path = os.environ.get("FAKE_CUDA_REPORT")
-    if path is None:
+    path = Path(os.environ.get("FAKE_CUDA_REPORT", os.devnull))
+    if not path.is_file():  # nothing was reported
         return []
-    found = Path(path).read_text().splitlines()
-    os.truncate(path, 0)
+    found = path.read_text().splitlines()
+    path.unlink()
     return found
 
 
