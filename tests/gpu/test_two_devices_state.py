@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from parallelize import device, distributed, load, parallel_model, rank, save, shard_loader
+from parallelize import checkpoints, device, distributed, load, parallel_model, rank, save, shard_loader
 from parallelize.data.device_prefetch import move_batches
 
 pytestmark = [
@@ -37,10 +37,14 @@ def loader() -> DataLoader:
 
 def fit(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> None:
     for x, y in batches:
-        loss = F.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        step(model, optimizer, x, y)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -68,6 +72,37 @@ def test_a_loaded_checkpoint_goes_on_as_on_the_cpu(backend: str, gpus: list[int]
     for _ in range(2):
         fit(model, optimizer, loader())
     for found in distributed(gpus=gpus, backend=backend)(train_and_load).all_ranks(tmp_path / "saved"):
+        torch.testing.assert_close(found, weights_of(model), rtol=1e-4, atol=1e-5)
+
+
+def train_with_checkpoints(folder: Path, *, in_background: bool, steps: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """Train two epochs, but no more than `steps` steps in all; return the steps before this call, and the weights."""
+    model, optimizer = make()
+    with parallel_model(model):
+        batches = shard_loader(loader(), batch="global")
+        things: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": batches}
+        with checkpoints(folder, every=1, in_background=in_background, **things) as saved:
+            before = saved.steps
+            for _ in range(batches.epoch, 2):
+                for x, y in batches:
+                    step(model, optimizer, x, y)
+                    saved.step()
+                    if saved.steps == steps:
+                        return before, {}
+    return before, weights_of(model)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_resumed_run_goes_on_as_on_the_cpu(backend: str, in_background: bool, tmp_path: Path) -> None:
+    """A run that ends within its first epoch, and is started again, trains the weights of two epochs on the CPU."""
+    model, optimizer = make()
+    for _ in range(2):
+        fit(model, optimizer, loader())
+    run = distributed(gpus=[1, 0], backend=backend)(train_with_checkpoints).all_ranks
+    run(tmp_path / "saved", in_background=in_background, steps=3)
+    for before, found in run(tmp_path / "saved", in_background=in_background, steps=-1):
+        assert before == 3
         torch.testing.assert_close(found, weights_of(model), rtol=1e-4, atol=1e-5)
 
 
