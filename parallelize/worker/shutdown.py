@@ -22,6 +22,7 @@ from parallelize.runtime.group_abort import interrupt_collectives
 __all__ = ["StopHandler", "WorkerShutdown", "flush", "report_leftover_threads", "unblock_sigint"]
 
 _FINALLY_TIMEOUT_S = 5.0
+_LAUNCHER_TIMEOUT_S = 5.0
 _THREADS_TIMEOUT_S = 3.0
 _HANDLER_TIMEOUT_S = 0.1  # a main thread that runs Python calls the handler within milliseconds
 
@@ -65,8 +66,9 @@ class WorkerShutdown:
             with contextlib.suppress(OSError, ValueError):
                 traceback.print_exception(error)
         finally:
-            # If the launcher dies, its workers get SIGINT (PR_SET_PDEATHSIG) a moment before the launcher is gone.
-            if self._is_launcher_gone(wait_s=0.2 if isinstance(error, KeyboardInterrupt) else 0.0):
+            # If the launcher dies, its workers get SIGINT (PR_SET_PDEATHSIG) before its memory is freed and it is gone.
+            is_signal = isinstance(error, KeyboardInterrupt) and not _is_installed(signal.SIGINT)
+            if self._is_launcher_gone(wait_s=_LAUNCHER_TIMEOUT_S if is_signal else 0.0):
                 self._remove_folder()
             flush()
             os.killpg(0, signal.SIGKILL)
@@ -164,6 +166,11 @@ class StopHandler:
                 self._has_interrupted = True
                 interrupt_collectives(store_port=store_port)
                 store_port = self._store_port
+
+
+def _is_installed(number: int) -> bool:
+    """Whether a StopHandler handles a signal: not before the function starts, nor after the first signal."""
+    return isinstance(signal.getsignal(number), StopHandler)
 
 
 def unblock_sigint() -> None:

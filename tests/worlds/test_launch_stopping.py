@@ -144,6 +144,18 @@ def test_a_killed_caller_leaves_no_orphan(start_method: str, start: Callable[...
     assert not script.has("finally")
 
 
+def test_a_caller_that_dies_slowly_leaves_no_folder(start: Callable[..., Script]) -> None:
+    """The kernel interrupts spawned workers when the caller's thread is dead; freeing its memory may take seconds."""
+    script = start("spawn")
+    script.process.send_signal(signal.SIGSTOP)
+    for each in psutil.Process(script.process.pid).children():
+        each.send_signal(signal.SIGINT)
+    wait_until(lambda: script.has("finally.0", "finally.1"), script.process)
+    time.sleep(1)
+    script.process.kill()
+    script.assert_gone()
+
+
 def test_nohup_stays_in_force(start: Callable[..., Script]) -> None:
     """A caller that ignores SIGHUP keeps running, and so do its workers; SIGTERM still ends it."""
     script = start("forkserver", "nohup")
