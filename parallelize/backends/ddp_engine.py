@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +23,8 @@ from parallelize.plugins.base import Backend, Engine, Inner, LocalEngine
 from parallelize.plugins.traffic import Traffic
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.context import current_world
-from parallelize.runtime.process_group import new_group
-from parallelize.torch_private import unsupported
+from parallelize.runtime.process_group import separate_gloo_group
+from parallelize.torch_private import self_test, unsupported
 
 __all__ = ["DDPEngine", "DDPOptions", "build_ddp_engine"]
 
@@ -109,6 +107,22 @@ class _DistributedDataParallel(DistributedDataParallel):
         return map_leaves(lambda _: next(hooked), output)
 
 
+@self_test("backend='ddp'", instead="use backend='fsdp'")
+def _require_reported_reductions() -> bool:
+    """A reducer raises until all of its parameters have gradients."""
+    used: Any = torch.ones((), device="cpu", requires_grad=True)
+    unused: Any = torch.ones((), device="cpu", requires_grad=True)
+    reducer = dist.Reducer([used, unused], [[0, 1]], [2**20], dist.ProcessGroup(dist.HashStore(), 0, 1))
+    reducer.prepare_for_backward([])
+    reducer._check_reducer_finalized()
+    used.backward(torch.ones(()))
+    try:
+        reducer._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
+
+
 class DDPEngine(Engine):
     """Engine of a DistributedDataParallel, which this package or the user (`wrap=`) has constructed.
 
@@ -131,6 +145,7 @@ class DDPEngine(Engine):
         hook: CommHook | str | None = None,
         changes: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
+        _require_reported_reductions()
         self.module: DistributedDataParallel = module
         self.local = local
         self._broadcasts_buffers = broadcasts_buffers
@@ -262,7 +277,7 @@ def build_ddp_engine(options: DDPOptions, module: nn.Module, *, inner: Inner, de
     with changes():
         replica = _DistributedDataParallel(
             module,
-            process_group=_separate_gloo_group(),
+            process_group=separate_gloo_group(current_world()),
             init_sync=not inner.is_broadcast,
             find_unused_parameters=options.find_unused_parameters,
             static_graph=options.static_graph,
@@ -273,26 +288,6 @@ def build_ddp_engine(options: DDPOptions, module: nn.Module, *, inner: Inner, de
     if state_and_hook is not None:
         replica.register_comm_hook(*state_and_hook)
     return DDPEngine(replica, local=module, broadcasts_buffers=options.broadcast_buffers, hook=hook, changes=changes)
-
-
-# The separate group of each default group.
-_separate_groups: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-
-
-def _separate_gloo_group() -> dist.ProcessGroup | None:
-    """Return a separate gloo group for DistributedDataParallel, or None for the default group.
-
-    DistributedDataParallel leaks its process group, with gloo's threads, even after destroy_process_group. Threads of
-    the default group would free tensors of the last collectives while Python finalizes, which aborts the process.
-    Workers started by this package skip finalization; programs started by torchrun or srun do not.
-    """
-    is_program = multiprocessing.parent_process() is None
-    if not is_program or dist.get_backend() != dist.Backend.GLOO:
-        return None
-    default = dist.group.WORLD
-    if default not in _separate_groups:
-        _separate_groups[default] = new_group(current_world())
-    return _separate_groups[default]
 
 
 @contextlib.contextmanager

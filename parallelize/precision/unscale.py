@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from parallelize.precision.loss_scale import LossScale
 
@@ -67,7 +68,7 @@ def max_flag(flags: Iterable[torch.Tensor], *, device: torch.device) -> torch.Te
 def _local_values(gradient: torch.Tensor) -> torch.Tensor:
     """Return the values of a sparse gradient, or the local shard of a DTensor."""
     values = gradient._values() if gradient.is_sparse else gradient
-    return getattr(values, "_local_tensor", values)
+    return values._local_tensor if isinstance(values, DTensor) else values
 
 
 def _foreach_groups(

@@ -53,8 +53,8 @@ class HalfWeightsInForward:
     def add_model(self, model: nn.Module) -> None:
         """Add a model, whose current fp32 parameters are cast in later forwards."""
         modules = [module for module in model.modules() if not isinstance(module, self._exempt)]
-        casts = [_ModuleCasts(module, names, self._dtype) for module in modules if (names := _fp32_names(module))]
-        self._models[model] = casts
+        names = {module: _fp32_names(module, module._parameters) for module in modules}
+        self._models[model] = [_ModuleCasts(module, each, self._dtype) for module, each in names.items() if each]
 
     @contextlib.contextmanager
     def cast_for_forward(self, model: nn.Module | None) -> Iterator[None]:
@@ -96,15 +96,14 @@ class HalfWeightsInForward:
     def _cast_replica(self, replica: Any) -> None:
         for module in replica.modules():
             if not isinstance(module, self._exempt):
-                names = _fp32_names(module)
+                # Parameters of a replica are plain attributes: copies with a grad_fn.
+                names = _fp32_names(module, module._former_parameters)
                 module.__dict__.update({name: getattr(module, name).to(self._dtype) for name in names})
 
 
-def _fp32_names(module: nn.Module) -> tuple[str, ...]:
+def _fp32_names(module: nn.Module, parameters: Mapping[str, Any]) -> tuple[str, ...]:
     if has_sparse_gradient(module):
         return ()  # the backward of torch's cast does not support sparse gradients
-    # In a DataParallel replica parameters are plain attributes: copies with a grad_fn.
-    parameters: dict[str, Any] = module.__dict__.get("_former_parameters") or module._parameters
     return tuple(name for name, each in parameters.items() if each is not None and each.dtype is torch.float32)
 
 

@@ -7,9 +7,11 @@ import dataclasses
 import functools
 import itertools
 import logging
+import multiprocessing
 import os
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -26,7 +28,7 @@ from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.group_abort import abort_and_destroy
 from parallelize.runtime.user_process_group import user_process_group
 
-__all__ = ["bound_device", "default_store", "new_group", "process_group"]
+__all__ = ["bound_device", "default_store", "process_group", "separate_gloo_group"]
 
 _log = logging.getLogger("parallelize")
 
@@ -151,6 +153,9 @@ def _with_watchdog(watchdog: Watchdog, timeout: timedelta, *, flags: set[str], s
 
 
 _group_ids = itertools.count()
+
+# The separate gloo group of each default group.
+_separate_groups: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _watch_ids = itertools.count()
 _CLOSE_WAIT_S = 1.0
 
@@ -181,10 +186,22 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def new_group(world: World) -> Any:
-    """Create another process group of all ranks on the default group's network interface; all ranks must call this."""
-    with _gloo_interface(_reachable(world)):
-        return dist.new_group()
+def separate_gloo_group(world: World) -> Any:
+    """Return a gloo group of all ranks, one for each default group, or None for the default group itself.
+
+    All ranks must call this. It is for DistributedDataParallel, which leaks its process group, with gloo's threads,
+    even after destroy_process_group. Threads of the default group would free tensors of the last collectives while
+    Python finalizes, which aborts the process. Workers started by this package skip finalization; programs started by
+    torchrun or srun do not.
+    """
+    is_program = multiprocessing.parent_process() is None
+    if not is_program or dist.get_backend() != dist.Backend.GLOO:
+        return None
+    default = dist.group.WORLD
+    if default not in _separate_groups:
+        with _gloo_interface(_reachable(world)):
+            _separate_groups[default] = dist.new_group()
+    return _separate_groups[default]
 
 
 def _reachable(world: World) -> World:

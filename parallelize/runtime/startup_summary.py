@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from parallelize.config.explain import precision_summary
@@ -137,7 +138,7 @@ def _count_text(count: int) -> str:
 
 def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the size of tensors in this process in bytes; a DTensor counts with its local shard only."""
-    return sum(getattr(each, "_local_tensor", each).nbytes for each in tensors)
+    return sum((each._local_tensor if isinstance(each, DTensor) else each).nbytes for each in tensors)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int | None:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
 from parallelize import ConfigError, parallel_model
-from parallelize.backends import ddp_static_graph, sharded_parameter_guard
+from parallelize.backends import ddp_engine, ddp_static_graph, sharded_parameter_guard
 from parallelize.backends.balanced import stage_transfer
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.backends.ddp_engine import _DistributedDataParallel
@@ -40,6 +40,7 @@ SELF_TESTS: dict[str, Any] = {
     "agent": agent._require_overridable_agent,
     "losses": loss_counts.require_readable_losses,
     "sharding": sharded_parameter_guard._require_parameter_forms,
+    "reductions": ddp_engine._require_reported_reductions,
 }
 Patch = pytest.MonkeyPatch
 
@@ -203,6 +204,17 @@ def gather_otherwise(monkeypatch: Patch) -> None:
     monkeypatch.setattr(sharded_parameter_guard, "FSDPParam", object)
 
 
+def report_the_end(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(dist.Reducer, "_check_reducer_finalized", lambda reducer: None)
+
+
+def report_no_end(monkeypatch: Patch) -> None:
+    def check(reducer: dist.Reducer) -> None:
+        raise RuntimeError("not finished")
+
+    monkeypatch.setattr(dist.Reducer, "_check_reducer_finalized", check)
+
+
 @pytest.mark.parametrize(
     ("name", "alter"),
     [
@@ -218,6 +230,8 @@ def gather_otherwise(monkeypatch: Patch) -> None:
         ("agent", monitor_otherwise),
         ("losses", change_losses),
         ("sharding", gather_otherwise),
+        ("reductions", report_the_end),
+        ("reductions", report_no_end),
     ],
 )
 def test_an_altered_torch(name: str, alter: Callable[[Patch], None], monkeypatch: Patch) -> None:

@@ -65,7 +65,7 @@ def check_supported(inner: Inner) -> None:
                 fix="use the plain module in its place, or backend='ddp'",
             )
         is_optimized = type(module).__name__ == "OptimizedModule"
-        if is_optimized or getattr(module, "_compiled_call_impl", None) is not None:
+        if is_optimized or module._compiled_call_impl is not None:
             raise _compiled(name)
         if any(
             getattr(hook, "__module__", "") == _COMPOSABLE_CHECKPOINT for hook in module._forward_pre_hooks.values()
