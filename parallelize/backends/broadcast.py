@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,8 @@ def _obstacle(x: torch.Tensor, *, accepts_expanded: bool) -> tuple[str, str] | N
 def broadcast_from_rank_0(tensors: list[torch.Tensor]) -> None:
     """Overwrite tensors with rank 0's values, in place; one collective per tensor, in the same order on every rank."""
     with torch.no_grad():
-        for work in [dist.broadcast(tensor.detach(), src=0, async_op=True) for tensor in tensors]:
+        works: list[Any] = [dist.broadcast(tensor.detach(), src=0, async_op=True) for tensor in tensors]
+        for work in works:
             work.wait()
 
 

@@ -70,7 +70,7 @@ class FollowedTensor:
     def is_whole(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`, which has this storage, is all of it in its usual layout."""
         same = tensor.shape == self.shape and tensor.stride() == self.stride and tensor.dtype == self.shard.dtype
-        return same and tensor.storage_offset() == 0
+        return bool(same and tensor.storage_offset() == 0)
 
 
 class FollowedTensors:

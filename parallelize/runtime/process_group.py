@@ -197,10 +197,11 @@ def separate_gloo_group(world: World) -> Any:
     is_program = multiprocessing.parent_process() is None
     if not is_program or dist.get_backend() != dist.Backend.GLOO:
         return None
-    default = dist.group.WORLD
+    default: Any = dist.group.WORLD
     if default not in _separate_groups:
         with _gloo_interface(_reachable(world)):
-            _separate_groups[default] = dist.new_group()
+            separate: Any = dist.new_group()
+        _separate_groups[default] = separate
     return _separate_groups[default]
 
 
