@@ -212,9 +212,6 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_reset_state": ("pause DDP while another set of parameters is trained", 'backend="ddp" fails'),
         "_remove_autograd_hooks": ("remove the reducer's hooks from the parameters", "hooks leak"),
     },
-    "torch.distributed.checkpoint.filesystem": {
-        "_StorageInfo": ("write the .metadata file for torch.distributed.checkpoint's tools", "sharded save fails"),
-    },
     "torch.distributed._composable_state": {
         "_module_state_mapping": ("unshard a module", 'backend="fsdp" fails at the end of a block'),
     },

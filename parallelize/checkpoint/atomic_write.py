@@ -1,6 +1,6 @@
 """Atomic file replacement: a process killed at any moment leaves the old file or the new one.
 
-.name.<host>.<pid>.tmp    written and fsynced
+.name.<host>.<pid>.tmp    written and fsynced; removed by the next writer if its own writer was killed
 name                      the same file after a rename, which is fsynced too
 """
 
@@ -20,6 +20,8 @@ __all__ = ["early_writeback", "fsync", "remove_stale_temp_files", "replace_file"
 
 _WRITEBACK_EVERY_S = 0.02
 _SYNC_FILE_RANGE_WRITE = 2
+_ABANDONED_AFTER_S = 3600.0
+_TEMPORARY = re.compile(r"\.(?P<name>[^.]+(\.(pt|safetensors))?)\.(?P<host>.+)\.(?P<pid>\d+)\.tmp")
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -33,9 +35,10 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         OSError: writing failed; the previous file is still at `path`.
     """
     path = path.resolve() if path.is_symlink() else path
-    remove_stale_temp_files(path.parent, re.compile(re.escape(path.name)))
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
+        temporary.touch()
+        remove_stale_temp_files(path.parent, re.compile(re.escape(path.name)), now_s=temporary.stat().st_mtime)
         with early_writeback(temporary):
             write(temporary)
         fsync(temporary)
@@ -76,18 +79,24 @@ def early_writeback(path: Path) -> Iterator[None]:
         thread.join()
 
 
-def remove_stale_temp_files(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove the temporary files of killed writers on this host.
+def remove_stale_temp_files(folder: Path, names: re.Pattern[str], *, now_s: float) -> None:
+    """Remove the temporary files of killed writers.
+
+    A file of another host, whose processes are unknown here, is removed an hour after its last change.
 
     Args:
         folder: the folder of the files.
         names: pattern of the final names whose temporary files are removed.
+        now_s: the time by the clock of the file system, which may be a server's.
     """
-    temporary = re.compile(rf"\.(.+)\.{re.escape(socket.gethostname())}\.(\d+)\.tmp")
     for each in folder.iterdir() if folder.is_dir() else ():
-        match = temporary.fullmatch(each.name)
-        if match and names.fullmatch(match[1]) and not _is_alive(int(match[2])):
-            each.unlink(missing_ok=True)
+        match = _TEMPORARY.fullmatch(each.name)
+        if match is None or not names.fullmatch(match["name"]):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another rank may remove it at the same time
+            is_ours = match["host"] == socket.gethostname()
+            if not _is_alive(int(match["pid"])) if is_ours else now_s - each.stat().st_mtime > _ABANDONED_AFTER_S:
+                each.unlink()
 
 
 def _is_alive(pid: int) -> bool:

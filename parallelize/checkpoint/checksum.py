@@ -5,15 +5,17 @@ The checksum is fast and not cryptographic: it detects accidental damage, not ta
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["checksum_of", "without_zip_crc32"]
+from parallelize.errors import ParallelizeError
+
+__all__ = ["checksum_of", "damaged_error"]
 
 _BLOCK = 1 << 15  # 8-byte words per block of 256 KiB
 
@@ -34,7 +36,7 @@ def _add(state: Any, value: Any) -> None:
         if not value.is_meta:  # a placeholder: its shards have their own checksums
             state.update(_sums(value))
     elif isinstance(value, Mapping):
-        state.update(f"mapping {len(value)}".encode())
+        state.update(f"mapping {len(value)} {getattr(value, '_metadata', None)}".encode())
         for key, each in value.items():
             state.update(repr(key).encode())
             _add(state, each)
@@ -61,12 +63,11 @@ def _sums(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(joined.data_ptr(), joined.nbytes)  # .numpy() requires NumPy, which is optional
 
 
-@contextlib.contextmanager
-def without_zip_crc32() -> Iterator[None]:
-    """Make torch.save skip its CRC32 in the block: torch.load ignores the CRC32, and `checksum_of` covers more."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(compute_crc32=False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
+def damaged_error(path: Path, why: str) -> ParallelizeError:
+    """Build the error for a damaged checkpoint."""
+    return ParallelizeError(
+        f"{path} is damaged",
+        why=why,
+        fix="load another checkpoint; nothing was loaded from this one. (If you have edited it, remove its key "
+        "'_parallelize'.)",
+    )

@@ -1,95 +1,98 @@
-"""File format of a checkpoint: its content, how to read and write it, and the errors for unreadable files."""
+"""File format of a checkpoint: its layout, how to read and write it, and the errors for unreadable files.
+
+A file is the one that people write with torch.save, with a record of this library beside the state dicts:
+
+    {"model": {...}, "optimizer": {...}, "epoch": 3, "_parallelize": {"format": 2, "digest": ...}}
+"""
 
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from parallelize.checkpoint.atomic_write import replace_file
-from parallelize.checkpoint.checksum import checksum_of, without_zip_crc32
-from parallelize.checkpoint.shard_index import ShardIndex, placeholders_in
+from parallelize.checkpoint.checksum import checksum_of, damaged_error
 from parallelize.errors import ConfigError, ParallelizeError
+from parallelize.version import __version__
 
-__all__ = ["MAIN_FILE", "Checkpoint", "Entry", "damaged_error", "is_zip_file", "read_file", "write_file"]
+__all__ = ["MAIN_FILE", "Checkpoint", "is_zip_file", "new_record", "read_file", "write_file"]
 
 MAIN_FILE = "checkpoint.pt"
-"""Name of the main file in the folder of a sharded checkpoint; it holds everything but the shards."""
+"""Name of the main file in the folder of a sharded checkpoint; it holds everything but the tensors."""
 
-_FORMAT = 1
+_RECORD = "_parallelize"
+_FORMAT = 2
 _MAGIC = b"PK\x03\x04"
+_FOLDER_NAME = re.compile(r"[\w-][\w.-]*")  # no path separators: all files lie in the checkpoint's folder
 
-
-@dataclass(frozen=True)
-class Entry:
-    """The saved state of one object.
-
-    Args:
-        kind: kind of the `StateHandler` that made the state, or "value".
-        class_name: class name of the object.
-        state: the state, which consists of safe types.
-    """
-
-    kind: str
-    class_name: str
-    state: Any
+_CONVERT = (
+    "import sys, torch; e = torch.load(sys.argv[1])['content']['entries']; torch.save({n: s['tensors'] if k == 'model' "
+    "else s['state'] if k == 'optimizer' else s for n, (k, _, s) in e.items()}, sys.argv[2])"
+)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a checkpoint file.
+    """The content of a checkpoint.
 
     Args:
-        world_size: number of processes of the run that wrote it.
-        entries: state by the user's name for the object.
-        rng_states: RNG states of each rank, as `rng_state` returns them; None for a rank that did not take part.
-        checksum: checksum of all other fields; "" before the checkpoint is written.
-        shard_index: location of the shards that the placeholders (meta tensors) stand for; None: nothing is sharded.
+        states: state dicts and plain values by the user's name; a meta tensor stands for a tensor in the shards.
+        record: what this library has recorded: RNG states, the kind of each state; {} in a file of another program.
+        shards: folder of the shards; None: nothing is sharded.
     """
 
-    world_size: int
-    entries: Mapping[str, Entry]
-    rng_states: tuple[Any, ...]
-    checksum: str = ""
-    shard_index: ShardIndex | None = None
+    states: dict[str, Any]
+    record: dict[str, Any] = field(default_factory=dict)
+    shards: Path | None = None
 
-    def states(self) -> list[Any]:
-        """Return the states of all entries."""
-        return [each.state for each in self.entries.values()]
+    def digest(self) -> str:
+        """Return the checksum of the content."""
+        return str(self.record["digest"]) if self.record else checksum_of(self.states)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content in its stored form."""
-        entries = {name: [each.kind, each.class_name, each.state] for name, each in self.entries.items()}
-        index = {} if self.shard_index is None else {"pieces": self.shard_index.to_dict()}
-        return {"world_size": self.world_size, "entries": entries, "generators": list(self.rng_states), **index}
-
-    @classmethod
-    def parse(cls, content: Mapping[str, Any], checksum: str) -> Checkpoint:
-        """Build a checkpoint from stored content whose checksum has been verified."""
-        entries = {name: Entry(*each) for name, each in content["entries"].items()}
-        shard_index = ShardIndex.parse(content["pieces"]) if "pieces" in content else None
-        return cls(content["world_size"], entries, tuple(content["generators"]), checksum, shard_index)
+    def kind(self, name: str) -> str | None:
+        """Return the kind of the state that was saved under a name; None in a file of another program."""
+        return self.record["objects"][name]["kind"] if self.record else None
 
 
-def write_file(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to `path` atomically.
+def new_record(*, world_size: int, rng_states: list[Any], objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record to store beside the states."""
+    return {
+        "format": _FORMAT,
+        "versions": {"parallelize": __version__, "torch": str(torch.__version__)},
+        "world_size": world_size,
+        "rng": rng_states,
+        "objects": dict(objects),
+    }
+
+
+def write_file(path: Path, states: Mapping[str, Any], record: Mapping[str, Any], form: str = "torch") -> None:
+    """Write a checkpoint to `path` atomically, in the form "torch" or "safetensors".
 
     Raises:
         ParallelizeError: writing failed; the previous file is still at `path`.
     """
-    content = checkpoint.to_dict()
-    stored = {"parallelize checkpoint": _FORMAT, "fingerprint": checksum_of(content), "content": content}
+    content = {**states, _RECORD: dict(record)}
+    content[_RECORD]["digest"] = checksum_of(content)
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:  # given a path, torch.save stores the file name in the file
+            torch.save(content, file)
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with without_zip_crc32():
-            replace_file(path, lambda temporary: torch.save(stored, os.fspath(temporary)))
+        if form == "safetensors":
+            from parallelize.checkpoint.safetensors_file import write_weights  # an optional package
+
+            write_weights(path, content, write)
+        else:
+            replace_file(path, write)
     except (OSError, RuntimeError) as exc:  # torch.save raises RuntimeError when the disk is full
         raise ParallelizeError(
             f"cannot write {path}",
@@ -107,59 +110,89 @@ def read_file(path: Path) -> Checkpoint:
         ConfigError: the file does not exist, is not a checkpoint, or holds unsafe types.
         ParallelizeError: the file is damaged, or shards are missing.
     """
-    path = _main_file(path)
-    _check_header(path)
+    if path.is_dir() and not (path / MAIN_FILE).exists():
+        return _read_foreign_folder(path)
+    path = path / MAIN_FILE if path.is_dir() else path
+    if path.suffix == ".safetensors":
+        from parallelize.checkpoint.safetensors_file import read_weights  # an optional package
+
+        return _parse(path, read_weights(path, _load))
+    return _parse(path, _load(path))
+
+
+def _load(path: Path) -> dict[Any, Any]:
+    """Return the dictionary in a file of torch.save."""
+    header = _checked_header(path)
+    is_zip = header == _MAGIC  # otherwise a file of torch 1.5 or older, or something else
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about other formats, which are rejected below
-            stored = torch.load(os.fspath(path), map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as exc:
-        raise _unpickling_error(path, exc) from exc
+            warnings.simplefilter("ignore")  # about older formats
+            stored = torch.load(os.fspath(path), map_location="cpu", mmap=is_zip, weights_only=True)
     except Exception as exc:  # on random bytes torch.load may raise anything
+        if refused := re.search(r"GLOBAL ([\w.]+)", str(exc)):
+            raise _unsafe_type_error(path, refused[1]) from exc
+        if not is_zip:
+            raise _not_a_checkpoint(path, f"it begins with {header!r}") from exc
         raise damaged_error(path, f"{type(exc).__name__}: {exc}".partition("\n")[0]) from exc
-    if not isinstance(stored, dict) or "parallelize checkpoint" not in stored:
-        raise _not_a_checkpoint(path, "torch.save wrote it, but it holds something else")
-    if stored["parallelize checkpoint"] != _FORMAT:
+    if not isinstance(stored, dict):
+        raise _not_a_checkpoint(path, f"it holds a {type(stored).__name__}, not a dictionary of states")
+    return stored
+
+
+def _parse(path: Path, stored: dict[Any, Any]) -> Checkpoint:
+    if "parallelize checkpoint" in stored:
         raise ConfigError(
             f"{path} has format {stored['parallelize checkpoint']!r}, this version reads {_FORMAT}",
-            why="another version of parallelize has written it",
-            fix="load it with that version and save it again, or update",
+            why="an earlier version of parallelize has written it",
+            fix=f'convert a file with: python -c "{_CONVERT}" old.pt new.pt',
         )
+    if _RECORD not in stored:
+        return Checkpoint(stored)
     try:
-        checksum = checksum_of(stored["content"])
-        if checksum != stored["fingerprint"]:
+        record = {**stored[_RECORD]}
+        if record["format"] != _FORMAT:
+            raise ConfigError(
+                f"{path} has format {record['format']!r}, this version reads {_FORMAT}",
+                why="another version of parallelize has written it",
+                fix=f"update parallelize, or remove the key {_RECORD!r} from it: the rest is a dictionary of states",
+            )
+        digest = record.pop("digest")
+        if checksum_of({**stored, _RECORD: record}) != digest:
             raise damaged_error(path, "its content does not match its checksum")
-        return _check_shards(path, Checkpoint.parse(stored["content"], checksum))
+        states = {name: each for name, each in stored.items() if name != _RECORD}
+        shards = _checked_shards(path, record["shards"]) if "shards" in record else None
+        return Checkpoint(states, {**record, "digest": digest}, shards)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as exc:
+        if isinstance(exc, ConfigError):
+            raise
         raise damaged_error(path, f"{type(exc).__name__}: {exc}".partition("\n")[0]) from exc
 
 
-def _main_file(path: Path) -> Path:
-    """Return the file to read first: `path`, or the main file in a folder."""
-    if not path.is_dir():
-        return path
-    if not (path / MAIN_FILE).exists():
-        is_written_by_torch = (path / ".metadata").exists()
+def _checked_shards(path: Path, shards: Mapping[str, Any]) -> Path:
+    """Return the folder of the shards, after checking that all its files are complete."""
+    for name in (shards["folder"], *shards["files"]):
+        if name != ".metadata" and _FOLDER_NAME.fullmatch(name) is None:
+            raise damaged_error(path, f"{name!r} is not a plain file or folder name")
+    folder = path.parent / str(shards["folder"])
+    for name, size in shards["files"].items():
+        if not (folder / name).is_file():
+            raise damaged_error(path, f"{folder.name}/{name} is missing")
+        if (folder / name).stat().st_size != size:
+            raise damaged_error(path, f"{folder.name}/{name} has {(folder / name).stat().st_size} of {size} bytes")
+    return folder
+
+
+def _read_foreign_folder(path: Path) -> Checkpoint:
+    """Read a folder that torch.distributed.checkpoint has written."""
+    if not (path / ".metadata").exists():
         raise ConfigError(
             f"no checkpoint in {path}",
-            why="torch.distributed.checkpoint wrote this folder"
-            if is_written_by_torch
-            else f"the folder has no {MAIN_FILE}: another program made it, or the first save was killed",
-            fix="load it with torch.distributed.checkpoint.load, if you trust its author: .metadata is a pickle"
-            if is_written_by_torch
-            else "pass a path that save() has written",
+            why=f"the folder has no {MAIN_FILE}: another program made it, or the first save was killed",
+            fix="pass a path that save() or torch.distributed.checkpoint.save has written",
         )
-    return path / MAIN_FILE
+    from parallelize.checkpoint.shards import states_in  # takes a second to import: only if sharded
 
-
-def _check_shards(path: Path, checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint after checking that all its shards are present."""
-    if checkpoint.shard_index is not None:
-        for each in checkpoint.shard_index.find_damage(checkpoint.states(), path.parent):
-            raise damaged_error(path, each)
-    elif placeholders_in(checkpoint.states()):
-        raise damaged_error(path, "it has sharded tensors and no shard index")
-    return checkpoint
+    return Checkpoint(states_in(path), {}, path)
 
 
 def is_zip_file(path: Path) -> bool:
@@ -173,7 +206,7 @@ def _header(path: Path) -> bytes:
         return file.read(len(_MAGIC))
 
 
-def _check_header(path: Path) -> None:
+def _checked_header(path: Path) -> bytes:
     try:
         header = _header(path)
     except FileNotFoundError as exc:
@@ -184,16 +217,14 @@ def _check_header(path: Path) -> None:
         ) from exc
     except OSError as exc:
         raise ConfigError(f"cannot read {path}", why=str(exc), fix="pass a path that save() has written") from exc
-    if header != _MAGIC:
-        raise _not_a_checkpoint(path, f"it begins with {header!r}" if header else "it is empty")
+    if not header:
+        raise _not_a_checkpoint(path, "it is empty")
+    return header
 
 
-def _unpickling_error(path: Path, exc: Exception) -> ParallelizeError:
-    refused = re.search(r"GLOBAL ([\w.]+)", str(exc))
-    if refused is None:
-        return damaged_error(path, str(exc).partition("\n")[0])
+def _unsafe_type_error(path: Path, name: str) -> ConfigError:
     return ConfigError(
-        f"{path} holds {refused[1]}, which is not a safe type",
+        f"{path} holds {name}, which is not a safe type",
         why="reading it would run code from the file; save() never writes such types",
         fix="load it only if you trust its author: torch.load(path, weights_only=False), then save() what you need",
     )
@@ -201,16 +232,7 @@ def _unpickling_error(path: Path, exc: Exception) -> ParallelizeError:
 
 def _not_a_checkpoint(path: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"{path} is not a checkpoint of parallelize.save",
+        f"{path} is not a checkpoint",
         why=why,
-        fix="load weights from torch.save with model.load_state_dict(torch.load(path, weights_only=True))",
-    )
-
-
-def damaged_error(path: Path, why: str) -> ParallelizeError:
-    """Build the error for a damaged checkpoint."""
-    return ParallelizeError(
-        f"{path} is damaged",
-        why=why,
-        fix="load another checkpoint; nothing was loaded from this one",
+        fix="pass a file that save() or torch.save has written: a dictionary of state dicts, or one state dict",
     )

@@ -9,23 +9,21 @@ a call that only some ranks make times out instead of hanging.
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime import context
 from parallelize.runtime.process_group import default_store
 
-__all__ = ["ARRIVAL_TIMEOUT_S", "GRACE_S", "Rendezvous", "from_bytes", "store_of_ranks", "to_bytes"]
+__all__ = ["ARRIVAL_TIMEOUT_S", "GRACE_S", "Rendezvous", "poll", "store_of_ranks"]
 
 GRACE_S = 5.0
 """Seconds that rank 0 waits for ranks that may not make the call. A rank that waits longer then logs a warning."""
@@ -214,25 +212,28 @@ class Rendezvous:
         if self._store is None:
             return True
         first_s = limit_s if message is None else min(GRACE_S, limit_s)
-        if self._poll(keys, first_s, deadlock_reason):
+        if poll(self._store, keys, first_s, deadlock_reason):
             return True
         if deadlock_reason():
             return False
         line = message() if message is not None else ""
         if line:
             _log.warning("%s", line)
-        return limit_s > first_s and self._poll(keys, limit_s - first_s, deadlock_reason)
+        return limit_s > first_s and poll(self._store, keys, limit_s - first_s, deadlock_reason)
 
-    def _poll(self, keys: list[str], limit_s: float, deadlock_reason: Callable[[], str]) -> bool:
-        """Poll for the keys: a blocking wait would hold the store's lock and block other threads of this process."""
-        assert self._store is not None
-        end, pause_s = time.monotonic() + limit_s, _FIRST_POLL_S
-        while not self._store.check(keys):
-            if time.monotonic() >= end or deadlock_reason():
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_POLL_S)
-        return True
+
+def poll(store: dist.Store, keys: list[str], limit_s: float, deadlock_reason: Callable[[], str]) -> bool:
+    """Wait for keys and return whether they were set in time, and before a deadlock was found.
+
+    A blocking wait would hold the store's lock and block other threads of this process.
+    """
+    end, pause_s = time.monotonic() + limit_s, _FIRST_POLL_S
+    while not store.check(keys):
+        if time.monotonic() >= end or deadlock_reason():
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_POLL_S)
+    return True
 
 
 def _call_counters() -> dict[str, Iterator[int]]:
@@ -249,15 +250,3 @@ def store_of_ranks() -> dist.Store | None:
     """Return the process group's store, or None if there is only one process."""
     is_connected = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return default_store() if is_connected else None
-
-
-def to_bytes(value: Mapping[str, Any]) -> bytes:
-    """Serialize a mapping of safe types."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def from_bytes(value: bytes) -> Any:
-    """Deserialize the result of `to_bytes`; unsafe types are rejected, so that no code is run."""
-    return torch.load(io.BytesIO(value), map_location="cpu", weights_only=True)

@@ -13,18 +13,20 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from parallelize.checkpoint.atomic_write import remove_stale_temp_files
-from parallelize.checkpoint.background_save import BackgroundRunner, SnapshotBuffers
-from parallelize.checkpoint.file_format import Checkpoint, is_zip_file, read_file
+from parallelize.checkpoint.background_save import BackgroundWriter
+from parallelize.checkpoint.file_format import is_zip_file, read_file
 from parallelize.checkpoint.loading import load_into
 from parallelize.checkpoint.rendezvous import Rendezvous, store_of_ranks
+from parallelize.checkpoint.safe_types import to_safe_types
 from parallelize.checkpoint.save_schedule import SaveSchedule, parse_schedule
-from parallelize.checkpoint.saving import call_site_of, collect, publishing_outcome, write_collected
-from parallelize.checkpoint.sharded_folder import FolderWrite, is_incomplete, remove_checkpoint
+from parallelize.checkpoint.saving import begin_write, call_site_of, collect, publishing_outcome, states_of
+from parallelize.checkpoint.sharded_folder import is_incomplete, remove_checkpoint
 from parallelize.checkpoint.state_dicts import handler_for, needs_all_ranks
 from parallelize.errors import ConfigError, ParallelizeError, SyncError
 from parallelize.runtime import context
@@ -73,7 +75,7 @@ class Checkpoints:
         # The program may change its working directory; all files stay in this folder.
         self._user_folder, self._folder = folder, folder.absolute()
         self._is_sharded = any(map(needs_all_ranks, objects.values())) if sharded is None else sharded
-        self._background, self._snapshots = BackgroundRunner(), SnapshotBuffers() if in_background else None
+        self._writer, self._in_background = BackgroundWriter(), in_background
         self.steps: int = 0
         self.values: dict[str, Any] = {}
 
@@ -84,10 +86,13 @@ class Checkpoints:
             **values: plain values to save too, such as best=best; after a resume they are in the attribute `values`.
 
         Raises:
+            ConfigError: a value could only be loaded by running code from the file.
+            ParallelizeError: the last save in the background has failed.
             SyncError: ranks do not save after the same step.
         """
+        self._writer.raise_failure()
         self.steps += 1
-        self.values.update(values)
+        self.values.update({name: to_safe_types(each, where=name) for name, each in values.items()})
         if self._schedule.is_due(self.steps):
             self.save()
 
@@ -96,18 +101,23 @@ class Checkpoints:
 
         A checkpoint with the same number of steps is replaced: state may have changed without a step.
         """
-        self.wait()  # the next snapshot overwrites the buffers of the previous one
+        self._save(in_background=self._in_background)
+
+    def _save(self, *, in_background: bool) -> None:
+        self.wait()  # the next snapshot overwrites the previous one
         rendezvous, path = Rendezvous.for_call(f"checkpoints at {self._call_site}"), self._path(self.steps)
         user_path = self._user_folder / path.name
         objects = {**self._objects, _PROGRESS: {"steps": self.steps, "values": self.values}}
         with publishing_outcome(rendezvous):
             sharded, wait_s = self._is_sharded, float("inf")
             collected = collect(path, objects, rendezvous, user_path=user_path, wait_s=wait_s, sharded=sharded)
-            if self._snapshots is not None:
-                copies = self._snapshots.snapshot(*collected)
-                self._background.start(functools.partial(self._write, path, *copies, rendezvous))
+            submit = self._writer.submit if in_background else functools.partial
+            complete = begin_write(path, collected, rendezvous, submit)
+            del collected
+            if in_background:
+                self._writer.complete(functools.partial(self._complete, path, complete, rendezvous.rank))
             else:
-                self._write(path, *collected, rendezvous)
+                self._complete(path, complete, rendezvous.rank)
 
     def wait(self) -> None:
         """Wait until the background save is on disk.
@@ -115,11 +125,15 @@ class Checkpoints:
         Raises:
             ParallelizeError: the background save failed.
         """
-        self._background.wait()
+        self._writer.wait()
 
-    def _write(self, path: Path, checkpoint: Checkpoint, to_write: FolderWrite | None, rendezvous: Rendezvous) -> None:
-        write_collected(path, checkpoint, to_write, rendezvous)
-        if rendezvous.rank != 0:
+    def close(self) -> None:
+        """Wait until the background save is on disk, and end the process that writes."""
+        self._writer.close()
+
+    def _complete(self, path: Path, complete: Callable[[], object], rank: int) -> None:
+        complete()
+        if rank != 0:
             return
         # Newer files were skipped as damaged when the run resumed: they do not count and are not removed.
         older = [each for each in self._files() if _steps_of(each) <= _steps_of(path) and each != path]
@@ -179,7 +193,8 @@ class Checkpoints:
         refusal: ConfigError | None = None
         for path in self._files():
             try:
-                if path.name not in skipped and _PROGRESS in read_file(path).entries:
+                if path.name not in skipped:
+                    self._require_progress(path)
                     return path.name
             except ParallelizeError as exc:
                 _log_skipped(exc)
@@ -192,6 +207,14 @@ class Checkpoints:
                 fix="for a new run, use another folder or remove the files; to resume, " + refusal.faults[0].fix,
             ) from refusal
         return ""
+
+    def _require_progress(self, path: Path) -> None:
+        if _PROGRESS not in read_file(path).states:
+            raise ConfigError(
+                f"{path} is not a checkpoint of checkpoints()",
+                why="another call or program wrote it",
+                fix="load() reads it",
+            )
 
     def _files(self) -> list[Path]:
         """Return the complete checkpoints in the folder, newest first."""
@@ -211,7 +234,7 @@ def checkpoints(
     *,
     every: int | str = "10min",
     keep: int = 3,
-    in_background: bool = False,
+    in_background: bool = True,
     sharded: bool | None = None,
     **objects: Any,
 ) -> Iterator[Checkpoints]:
@@ -237,8 +260,9 @@ def checkpoints(
             when the block is entered.
         every: a number of steps, or a duration by rank 0's clock, such as "10min".
         keep: how many checkpoints to keep.
-        in_background: whether to write from a copy in memory while training continues. A saving step is delayed only by
-            the copy; a write error is raised at the next save. Rank 0 copies the full state, or each rank its shards.
+        in_background: whether another process writes, from a copy in shared memory, while training continues. A saving
+            step is delayed only by the copy: of the full state on rank 0, or of its shards on each rank. A write error
+            is raised at the next step. The last save, at the end of the block, is not in the background.
         sharded: whether each checkpoint is a folder with one file per rank, as for `save`; None: only under fsdp.
         **objects: as for `save`, but not plain values: pass those to `step`.
 
@@ -260,6 +284,7 @@ def checkpoints(
                 why="it has no state_dict() and load_state_dict(), which restore an object",
                 fix=f"pass plain values to step({name}=...); a resumed run finds them in `values`",
             )
+    states_of({name: obj for name, obj in objects.items() if not needs_all_ranks(obj)})  # refuses unsafe types now
     saved = Checkpoints(
         Path(folder),
         keep=keep,
@@ -274,14 +299,14 @@ def checkpoints(
     saved.resume()
     try:
         yield saved
-        saved.save()
+        saved._save(in_background=False)
     finally:
-        saved.wait()
+        saved.close()
 
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove incomplete checkpoints and temporary files of killed runs."""
-    remove_stale_temp_files(folder, _NAME)
+    remove_stale_temp_files(folder, _NAME, now_s=time.time())
     for each in folder.iterdir() if folder.is_dir() else ():
         if _NAME.fullmatch(each.name) and is_incomplete(each):
             remove_checkpoint(each)

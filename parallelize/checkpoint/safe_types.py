@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+import os
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from numbers import Integral
@@ -13,15 +16,18 @@ from parallelize.errors import ConfigError
 
 __all__ = ["is_dtensor", "safe_names", "to_safe_types"]
 
-_UNCHANGED = (torch.dtype, torch.device, torch.Size)
 _CONVERTERS: dict[type[Any], Callable[[Any], Any]] = {
+    torch.dtype: lambda value: value,
+    torch.device: torch.device,
     bool: bool,
     int: int,
     float: float,
     complex: complex,
-    str: str.__str__,  # str() of an enum member returns another string
+    # Equal strings become one object, which a pickle holds once: equal states give equal files.
+    str: lambda value: sys.intern(str.__str__(value)),  # str() of an enum member returns another string
     bytes: bytes,
-    Integral: int,  # NumPy's integers are not subclasses of int
+    Integral: int,
+    os.PathLike: os.fspath,
 }
 
 
@@ -30,31 +36,38 @@ def is_dtensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
-def to_safe_types(value: Any, *, where: str, convert_dtensor: Callable[[Any, str], Any]) -> Any:
-    """Convert nested containers, numbers, strings and tensors to safe types; tensors are not copied.
+def to_safe_types(value: Any, *, where: str, convert_dtensor: Callable[[Any], Any] | None = None) -> Any:
+    """Convert nested containers, numbers, strings, arrays, paths, enums and tensors to safe types.
+
+    A tensor is copied only if it is a view of a larger storage, which torch.save would write as a whole.
 
     Args:
         value: the value to convert.
         where: name of the value in error messages.
-        convert_dtensor: called with each DTensor and its name; returns the tensor to store.
+        convert_dtensor: called with each DTensor; returns the tensor to store. None: DTensors are kept.
 
     Raises:
         ConfigError: a value could only be loaded by running code from the file.
     """
-    if value is None or type(value) in _UNCHANGED:
-        return value
     if isinstance(value, torch.Tensor):
-        return convert_dtensor(value, where) if is_dtensor(value) else _dense_tensor(value, where)
+        if is_dtensor(value):
+            return value if convert_dtensor is None else convert_dtensor(value)
+        return _dense_tensor(value, where)
 
     def convert(each: Any, key: Any) -> Any:
         return to_safe_types(each, where=f"{where}[{key!r}]", convert_dtensor=convert_dtensor)
 
-    if type(value) in (dict, OrderedDict, Counter):
-        inner = {_safe_key(key, where): convert(each, key) for key, each in value.items()}
-        return inner if type(value) is dict else type(value)(inner)
-    if type(value) in (list, tuple):
-        return type(value)(convert(each, number) for number, each in enumerate(value))
-    if type(value) is set:
+    if isinstance(value, torch.Size):
+        return torch.Size(value)
+    if isinstance(value, dict):
+        kind: Any = next((each for each in (OrderedDict, Counter) if isinstance(value, each)), dict)
+        inner = kind({_safe_key(key, where): convert(each, key) for key, each in value.items()})
+        if hasattr(value, "_metadata"):  # of a state dict: the version numbers of modules
+            inner._metadata = to_safe_types(value._metadata, where=where)
+        return inner
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(convert(each, number) for number, each in enumerate(value))
+    if isinstance(value, (set, frozenset)):
         return {_safe_key(each, where) for each in value}
     return _safe_scalar(value, where)
 
@@ -65,38 +78,46 @@ def safe_names(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _safe_key(key: Any, where: str) -> Any:
-    if key is None:
-        return key
     if isinstance(key, tuple):
         return tuple(_safe_key(each, where) for each in key)
     return _safe_scalar(key, f"a key of {where}")
 
 
 def _safe_scalar(value: Any, where: str) -> Any:
-    """Convert a number or string to its built-in type, such as a NumPy float to float."""
+    """Convert a number, string or path to its built-in type, an enum to its value, and a NumPy array to a tensor."""
+    if value is None:
+        return None
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        value = value.item()
+    elif numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        return torch.from_numpy(value.copy())
     for kind, convert in _CONVERTERS.items():
         if isinstance(value, kind):
             return convert(value)
-    raise _unsafe_type_error(where, f"{type(value).__module__}.{type(value).__qualname__}")
+    if isinstance(value, enum.Enum):
+        return to_safe_types(value.value, where=where)
+    raise _unsafe_type_error(where, value)
 
 
 def _dense_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        raise _unsafe_type_error(where, f"{type(value).__module__}.{type(value).__qualname__}")
+    if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise _unsafe_type_error(where, value)
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
         raise ConfigError(
             f"{where} is not a dense tensor with values: {value.layout}, on {value.device}, {value.dtype}",
             why="a checkpoint holds dense tensors only",
             fix="save x.to_dense() or x.dequantize(); initialize a model on the meta device before saving it",
         )
-    return value.detach()
+    value = value.detach()
+    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
-def _unsafe_type_error(where: str, kind: str) -> ConfigError:
+def _unsafe_type_error(where: str, value: Any) -> ConfigError:
     return ConfigError(
-        f"{where} is of type {kind}",
+        f"{where} is of type {type(value).__module__}.{type(value).__qualname__}",
         why="a checkpoint holds tensors, numbers, strings and containers of these: loading a class would run code from "
         "the file",
-        fix="save its content as numbers or tensors (torch.from_numpy(array)), or give its class state_dict() and "
-        "load_state_dict()",
+        fix="save its content as numbers or tensors (a tensor subclass: x.dequantize()), or give its class "
+        "state_dict() and load_state_dict()",
     )

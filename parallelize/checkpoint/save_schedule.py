@@ -10,12 +10,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallelize.errors import ConfigError
+from parallelize.checkpoint.rendezvous import poll
+from parallelize.errors import ConfigError, SyncError
+from parallelize.runtime import context
 
 __all__ = ["EveryNSeconds", "EveryNSteps", "SaveSchedule", "parse_schedule"]
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)")
+_WINDOWS_PER_SAVE = 20
+_MAX_WINDOW_S = 5.0
 
 _schedule_ids = itertools.count()
 
@@ -40,9 +44,15 @@ class EveryNSteps(SaveSchedule):
 
 
 class EveryNSeconds(SaveSchedule):
-    """Saves every `every_s` seconds by rank 0's clock; rank 0 announces one step in advance which step to save after.
+    """Saves every `every_s` seconds by rank 0's clock.
 
-    Ranks that synchronize at every step see this in time: none finishes the next step before rank 0 has begun it.
+    Calls are divided into windows. At the start of a window rank 0 publishes whether to save at its end, and the length
+    of the next window, so that a window takes a few seconds. Other ranks read this at the end of the window: a rank
+    whose host has run ahead of rank 0 by a whole window waits for it there. No rank can pass a save.
+
+        calls     1        2        3 4      5 6 7 8    9 ...
+        rank 0    posts a  posts b  posts c  posts d    posts e
+        rank k             reads a  reads b  reads c    reads d: all save here if rank 0 found a save due at call 5
 
     Args:
         every_s: seconds between saves.
@@ -54,36 +64,59 @@ class EveryNSeconds(SaveSchedule):
         self.every_s = every_s
         self._store, self._rank = store, rank
         self._key = f"parallelize/save_schedule/{next(_schedule_ids)}"
-        self._num_published = 0
-        self._due_step: int | None = None
-        self._last_save_s = time.monotonic()
+        self._num_calls, self._next_boundary, self._window = 0, 1, 0
+        self._decision = (False, 1)  # whether to save at this window's start, and its number of calls
+        self._window_started_s = self._last_save_s = time.monotonic()
+        self._num_deleted = self._saved_window = 0
 
     def is_due(self, step: int) -> bool:
-        """Return whether rank 0 has announced a save after this step; other ranks query the store."""
+        """Return whether to save after this step; only the first call of a window queries the store."""
+        del step
+        self._num_calls += 1
         if self._store is None:
             is_due = time.monotonic() - self._last_save_s >= self.every_s
             self._last_save_s = time.monotonic() if is_due else self._last_save_s
             return is_due
-        if self._due_step is None:
-            self._due_step = self._publish_due_step(step) if self._rank == 0 else self._published_step()
-        if self._due_step is None or step < self._due_step:
+        if self._num_calls < self._next_boundary:
             return False
-        self._due_step = None
-        self._num_published += 1
-        self._last_save_s = time.monotonic()
-        return True
+        if self._rank != 0 and self._window > 0:
+            self._decision = self._published(self._store)
+        is_due, length = self._decision
+        if self._rank == 0:
+            self._publish(self._store, length, is_due_now=is_due)
+        self._next_boundary += length
+        self._window += 1
+        return is_due
 
-    def _publish_due_step(self, step: int) -> int | None:
-        if time.monotonic() - self._last_save_s < self.every_s:
-            return None
-        assert self._store is not None
-        self._store.set(f"{self._key}/{self._num_published}", str(step + 1))
-        return step + 1
+    def _publish(self, store: dist.Store, length: int, *, is_due_now: bool) -> None:
+        """Publish the decision about the end of the window that starts now, which has `length` calls."""
+        now_s = time.monotonic()
+        window_s, self._window_started_s = now_s - self._window_started_s, now_s
+        # The window that has ended had at least half of this length.
+        limit_s = min(self.every_s / _WINDOWS_PER_SAVE, _MAX_WINDOW_S)
+        following = 2 * length if window_s < limit_s / 2 else length if window_s < limit_s else max(1, length // 2)
+        for window in range(self._num_deleted, self._saved_window):
+            store.delete_key(f"{self._key}/{window}")  # every rank has read it before the last save
+        self._num_deleted = max(self._num_deleted, self._saved_window)
+        if is_due_now:
+            self._last_save_s, self._saved_window = now_s, self._window
+        self._decision = now_s - self._last_save_s >= self.every_s, following
+        store.set(f"{self._key}/{self._window}", f"{int(self._decision[0])} {following}")
 
-    def _published_step(self) -> int | None:
-        assert self._store is not None
-        key = f"{self._key}/{self._num_published}"
-        return int(self._store.get(key)) if self._store.check([key]) else None
+    def _published(self, store: dist.Store) -> tuple[bool, int]:
+        """Wait for rank 0's decision about the end of the window that ends now."""
+        run, key = context.current(), f"{self._key}/{self._window - 1}"
+        limit_s = run.config.timeout.total_seconds()
+        with run.watchdog.waiting_in_store(lambda: [0]) as deadlock_reason:
+            is_published = poll(store, [key], limit_s, deadlock_reason)
+        if not is_published:
+            raise SyncError(
+                f"checkpoints: rank 0 has not taken step {self._num_calls} {deadlock_reason() or f'in {limit_s:g} s'}",
+                why="rank 0's clock decides when to save, and it is behind by more than the run's timeout",
+                fix="call step() equally often on every rank; timeout= allows more time",
+            )
+        is_due, length = store.get(key).split()
+        return is_due == b"1", int(length)
 
 
 def parse_schedule(every: Any, *, store: dist.Store | None, rank: int) -> SaveSchedule:

@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from parallelize.checkpoint.file_format import Checkpoint, Entry, write_file
-from parallelize.checkpoint.rendezvous import ARRIVAL_TIMEOUT_S, GRACE_S, Rendezvous, from_bytes, to_bytes
+from parallelize.checkpoint.file_format import new_record, write_file
+from parallelize.checkpoint.rendezvous import ARRIVAL_TIMEOUT_S, GRACE_S, Rendezvous
 from parallelize.checkpoint.rng_state import get_rng_states
 from parallelize.checkpoint.safe_types import safe_names, to_safe_types
-from parallelize.checkpoint.sharded_folder import FolderWrite, new_shard_folder, write_folder
-from parallelize.checkpoint.state_dicts import VALUE, handler_for, needs_all_ranks
+from parallelize.checkpoint.sharded_folder import complete_folder, new_shard_folder
+from parallelize.checkpoint.state_dicts import VALUE, handler_for, named_optimizer_state, needs_all_ranks
 from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime import context
+from parallelize.runtime.containers import map_leaves
 
-__all__ = ["call_site_of", "collect", "publishing_outcome", "save", "write_collected"]
+__all__ = ["Collected", "begin_write", "call_site_of", "collect", "publishing_outcome", "save", "states_of"]
 
 _log = logging.getLogger("parallelize")
 
+Submit = Callable[..., Callable[[], Any]]
+"""Prepares the call of a function; the call is made, or its result awaited, by the returned function."""
 
-def save(path: str | os.PathLike[str], /, *, sharded: bool | None = None, **objects: Any) -> None:
-    """Save the state of a run; any backend, with any number of processes, can load it.
+
+def save(
+    path: str | os.PathLike[str],
+    /,
+    *,
+    sharded: bool | None = None,
+    format: str = "torch",  # noqa: A002 - the name that users expect
+    **objects: Any,
+) -> None:
+    """Save the state of a run; any backend, with any number of processes, can load it, and so can plain torch.
 
         save("last.pt", model=model, optimizer=optimizer, scheduler=scheduler, loader=loader, epoch=epoch)
+        torch.load("last.pt", weights_only=True)["model"]  # a state dict
 
     Call `save` between steps, on every rank. Where every rank holds the full state (all backends but fsdp), rank 0
     writes one file. Rank 0 may also call `save` alone; the RNG states of other ranks are then not saved, and a warning
-    is logged. Under fsdp `path` becomes a folder, and every rank writes its shards with
+    is logged. Under fsdp `path` becomes a folder, in which every rank writes its shards in the format of
     torch.distributed.checkpoint.
 
     The write is atomic: a killed run leaves the old checkpoint or the new one. After the call the new one is on disk.
@@ -43,10 +59,11 @@ def save(path: str | os.PathLike[str], /, *, sharded: bool | None = None, **obje
         sharded: whether to write a folder; with several nodes, one that all of them share. False: rank 0 gathers the
             full tensors in CPU memory and writes one file. None: keep the form of the checkpoint at `path`; for a new
             path, use a folder if ranks hold shards.
-        **objects: models (weights under the names that they have without this library, with the loss scale if they are
-            in a block with `amp=`), optimizers, loaders that `shard_loader` returns (epoch and position), any object
-            with `state_dict()` and `load_state_dict()`, and plain values: numbers, strings, tensors and containers of
-            these. The RNG states of every rank are saved too.
+        format: "torch", or "safetensors": the weights of the one model as `path`.safetensors, and the rest beside it.
+        **objects: models (weights under the names that they have without this library and torch.compile), optimizers,
+            loaders that `shard_loader` returns (epoch and position), any object with `state_dict()` and
+            `load_state_dict()`, and plain values: numbers, strings, tensors and containers of these. Arrays are saved
+            as tensors, paths as strings, enums as their values. The RNG states of every rank are saved too.
 
     Raises:
         ConfigError: no objects are passed, a value could only be loaded by running code from the file, or something
@@ -56,10 +73,15 @@ def save(path: str | os.PathLike[str], /, *, sharded: bool | None = None, **obje
     """
     rendezvous = Rendezvous.for_call(f"save at {call_site_of(sys._getframe(1))}")
     wait_s = ARRIVAL_TIMEOUT_S if any(map(needs_all_ranks, objects.values())) else None
+    target = Path(path)
+    if format != "torch":
+        from parallelize.checkpoint.safetensors_file import check_request  # an optional package
+
+        check_request(target, format, objects)
+        sharded = False
     with publishing_outcome(rendezvous):
-        target = Path(path)
         collected = collect(target, objects, rendezvous, user_path=target, wait_s=wait_s, sharded=sharded)
-        write_collected(target, *collected, rendezvous)
+        begin_write(target, collected, rendezvous, functools.partial, form=format)()
 
 
 def call_site_of(frame: Any) -> str:
@@ -67,17 +89,55 @@ def call_site_of(frame: Any) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def write_collected(path: Path, checkpoint: Checkpoint, to_write: FolderWrite | None, rendezvous: Rendezvous) -> None:
-    """Write the checkpoint and the shards that `collect` returned.
+@dataclass(frozen=True)
+class Collected:
+    """What one rank has to write.
+
+    Args:
+        states: state dicts and values by the user's names, of safe types; {} on ranks that write nothing of them.
+        record: the record to store beside them; {} except on rank 0.
+        folder: name of the shard folder; "" for a single file.
+        is_collective: whether every rank writes shards; False: rank 0 writes alone.
+    """
+
+    states: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
+    folder: str = ""
+    is_collective: bool = False
+
+
+def begin_write(
+    path: Path, collected: Collected, rendezvous: Rendezvous, submit: Submit, *, form: str = "torch"
+) -> Callable[[], object]:
+    """Prepare the write of what `collect` has returned; the returned function completes it.
 
     Raises:
-        ParallelizeError: writing failed.
-        SyncError: on rank 0: a rank has not written its shards in time.
+        ParallelizeError: by the returned function: writing failed.
+        SyncError: by the returned function, on rank 0: a rank has not written its shards in time.
     """
-    if to_write is not None:
-        write_folder(path, checkpoint, to_write, rendezvous)
-    elif rendezvous.rank == 0:
-        write_file(path, checkpoint)
+    if not collected.folder:
+        if rendezvous.rank:
+            return bool
+        return submit(write_file, path, collected.states, collected.record, form)
+    if rendezvous.rank and not collected.is_collective:
+        return bool
+    from parallelize.checkpoint.shards import local_shards, write_shards  # takes a second to import: only if sharded
+
+    shards = local_shards(collected.states, rank=rendezvous.rank)
+    written = submit(write_shards, path / collected.folder, rendezvous.rank, shards)
+    # The caller may continue to train: no tensor of its own may be kept.
+    rest = map_leaves(_placeholder, collected.states)
+    main, is_collective = (rest, collected.record), collected.is_collective
+    return functools.partial(
+        complete_folder, path, collected.folder, written, main, rendezvous, is_collective=is_collective
+    )
+
+
+def _placeholder(value: Any) -> Any:
+    """Return a meta tensor for a tensor, as the main file of a folder holds them."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def collect(
@@ -88,7 +148,7 @@ def collect(
     user_path: Path,
     wait_s: float | None,
     sharded: bool | None,
-) -> tuple[Checkpoint, FolderWrite | None]:
+) -> Collected:
     """Collect the states to save, without writing them; their tensors share memory with the objects.
 
     Args:
@@ -98,9 +158,6 @@ def collect(
         user_path: the path as the user gave it, to compare across ranks: nodes may mount one folder at two paths.
         wait_s: seconds to wait for all ranks; None: rank 0 may make the call alone.
         sharded: as for `save`.
-
-    Returns:
-        The checkpoint (empty except on rank 0), and this rank's write to the shard folder (None if it has none).
 
     Raises:
         ConfigError: no objects, a value of an unsafe type, or something other than a checkpoint at `path`.
@@ -120,19 +177,43 @@ def collect(
             fix="call it on all ranks, without `if is_main()`",
         )
         _require_same_description(rendezvous, description)  # otherwise ranks would gather different tensors
-        folder = from_bytes(rendezvous.posted(0) or b"")["shard_folder"] if rendezvous.rank else folder
-    collector = _ShardCollector()
-    entries: dict[str, Entry] = {}
+        folder = pickle.loads(rendezvous.posted(0) or b"")["shard_folder"] if rendezvous.rank else folder
+    states = {}
     if rendezvous.rank == 0 or wait_s is not None:  # all ranks gather, or each writes its shards
-        convert_dtensor = collector if folder else _gather_full_tensors(rendezvous.rank)
-        entries = {name: _make_entry(name, obj, convert_dtensor) for name, obj in objects.items()}
-    to_write = None
-    if folder and (rendezvous.rank == 0 or is_collective):
-        to_write = collector.folder_write(folder, is_collective=is_collective)
+        convert_dtensor = None if folder else _gather_full_tensors(rendezvous.rank)
+        states = states_of(objects, convert_dtensor, by_name=bool(folder))
     if rendezvous.rank != 0:
-        return Checkpoint(rendezvous.world_size, {}, ()), to_write
+        return Collected(states if folder else {}, {}, folder, is_collective)
     rng_states = _rng_states_of_ranks(rendezvous, description, have_all_arrived=wait_s is not None)
-    return Checkpoint(rendezvous.world_size, entries, rng_states), to_write
+    details = {name: _details(name, obj) for name, obj in objects.items()}
+    record = new_record(world_size=rendezvous.world_size, rng_states=rng_states, objects=details)
+    return Collected(states, record, folder, is_collective)
+
+
+def states_of(
+    objects: Mapping[str, Any], convert_dtensor: Callable[[Any], Any] | None = None, *, by_name: bool = False
+) -> dict[str, Any]:
+    """Return the state of each object, or the value itself, as safe types.
+
+    Raises:
+        ConfigError: a value is of an unsafe type.
+    """
+    models = [each for each in objects.values() if isinstance(each, nn.Module)] if by_name else []
+    names = {id(parameter): name for model in reversed(models) for name, parameter in model.named_parameters()}
+    states = {}
+    for name, obj in objects.items():
+        handler = handler_for(obj)
+        state = obj if handler is None else handler.get_state(obj)
+        if by_name and isinstance(obj, torch.optim.Optimizer):
+            state = named_optimizer_state(obj, state, names)
+        states[name] = to_safe_types(state, where=name, convert_dtensor=convert_dtensor)
+    return states
+
+
+def _details(name: str, obj: Any) -> Any:
+    handler = handler_for(obj)
+    details = {"kind": VALUE} if handler is None else handler.details(obj)
+    return to_safe_types(details, where=name)
 
 
 def _post_description(
@@ -144,7 +225,7 @@ def _post_description(
         if rendezvous.rank == 0:
             posted["shard_folder"] = new_shard_folder(path, is_sharded=is_sharded, has_shards=has_shards)
     finally:  # also after an error, so that the other ranks do not wait for rank 0
-        rendezvous.post(to_bytes(posted))
+        rendezvous.post(pickle.dumps(posted))
     return str(posted["shard_folder"])
 
 
@@ -172,43 +253,11 @@ def publishing_outcome(rendezvous: Rendezvous) -> Iterator[None]:
         rendezvous.publish_outcome(outcome)
 
 
-def _make_entry(name: str, obj: Any, convert_dtensor: Callable[[Any, str], Any]) -> Entry:
-    handler = handler_for(obj)
-    state = obj if handler is None else handler.get_state(obj)
-    state = to_safe_types(state, where=name, convert_dtensor=convert_dtensor)
-    return Entry(VALUE if handler is None else handler.kind, type(obj).__name__, state)
-
-
-class _ShardCollector:
-    """Replaces each DTensor by a placeholder and keeps the DTensor, whose shard this rank writes later."""
-
-    def __init__(self) -> None:
-        self._keys: list[str] = []
-        self._dtensors: dict[str, Any] = {}
-        self._seen: dict[Any, str] = {}  # tied weights: one DTensor under several names
-
-    def __call__(self, dtensor: Any, where: str) -> torch.Tensor:
-        local = dtensor.to_local()
-        identity = (local.data_ptr(), local.shape, dtensor.placements) if local.numel() else where
-        key = self._seen.setdefault(identity, where)
-        self._dtensors.setdefault(key, dtensor)
-        self._keys.append(key)
-        return torch.empty(dtensor.shape, dtype=dtensor.dtype, device="meta")
-
-    def folder_write(self, folder: str, *, is_collective: bool) -> FolderWrite:
-        """Return this rank's write of the DTensors collected so far."""
-        if not is_collective:
-            return FolderWrite(folder, (), [], is_collective=False)
-        from parallelize.checkpoint.shard_files import shards_to_write  # takes a second to import: only if sharded
-
-        return FolderWrite(folder, tuple(self._keys), shards_to_write(self._dtensors), is_collective=True)
-
-
-def _gather_full_tensors(rank: int) -> Callable[[Any, str], Any]:
+def _gather_full_tensors(rank: int) -> Callable[[Any], Any]:
     """Return a function that gathers a DTensor and returns the full CPU tensor on rank 0, None on other ranks."""
     gathered: dict[int, Any] = {}  # tied weights: one DTensor under several names
 
-    def convert_dtensor(dtensor: Any, _where: str) -> Any:
+    def convert_dtensor(dtensor: Any) -> Any:
         from parallelize.backends import sharded_tensors  # takes half a second to import: only if sharded
 
         if id(dtensor) not in gathered:
@@ -219,13 +268,13 @@ def _gather_full_tensors(rank: int) -> Callable[[Any, str], Any]:
     return convert_dtensor
 
 
-def _rng_states_of_ranks(rendezvous: Rendezvous, description: str, *, have_all_arrived: bool) -> tuple[Any, ...]:
+def _rng_states_of_ranks(rendezvous: Rendezvous, description: str, *, have_all_arrived: bool) -> list[Any]:
     """Return the RNG states by rank, None for a rank that does not make this call.
 
     Rank 0 waits GRACE_S for late ranks, or not at all if a rank never made the previous call.
     """
     if rendezvous.world_size == 1:
-        return (get_rng_states(context.current().devices),)
+        return [get_rng_states(context.current().devices)]
     timeout_s = GRACE_S if rendezvous.call_index == 0 or rendezvous.previous_had_late_ranks() else 0.0
     if not have_all_arrived and not rendezvous.all_arrive(timeout_s):
         _log.warning(
@@ -236,13 +285,13 @@ def _rng_states_of_ranks(rendezvous: Rendezvous, description: str, *, have_all_a
         )
     _require_same_description(rendezvous, description)
     posted = map(rendezvous.posted, range(rendezvous.world_size))
-    return tuple(None if each is None else from_bytes(each)["rng_states"] for each in posted)
+    return [None if each is None else pickle.loads(each)["rng_states"] for each in posted]
 
 
 def _require_same_description(rendezvous: Rendezvous, description: str) -> None:
     for rank in rendezvous.ranks_to_compare():
         posted = rendezvous.posted(rank)
-        theirs = description if posted is None else from_bytes(posted)["description"]
+        theirs = description if posted is None else pickle.loads(posted)["description"]
         if theirs != description:
             is_main = rendezvous.rank == 0
             other, its, main = (rank, theirs, description) if is_main else (rendezvous.rank, description, theirs)

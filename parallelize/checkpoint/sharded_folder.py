@@ -1,6 +1,6 @@
 """Sharded checkpoint: a folder with the shards of every rank and one file that completes it.
 
-    <path>/parts-<token>/    shards; every rank writes and fsyncs its own
+    <path>/parts-<token>/    a folder of torch.distributed.checkpoint; every rank writes and fsyncs its file
     <path>/checkpoint.pt     written last, by rank 0, with an atomic rename; names the folder of its shards
 
 A run killed at any moment leaves the old checkpoint or the new one, on any file system with atomic renames.
@@ -8,44 +8,22 @@ A run killed at any moment leaves the old checkpoint or the new one, on any file
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import pickle
 import secrets
 import shutil
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from parallelize.checkpoint.atomic_write import fsync
-from parallelize.checkpoint.file_format import MAIN_FILE, Checkpoint, read_file, write_file
-from parallelize.checkpoint.rendezvous import Rendezvous, from_bytes, to_bytes
-from parallelize.checkpoint.shard_index import ShardIndex, StoredShard
+from parallelize.checkpoint.file_format import MAIN_FILE, read_file, write_file
+from parallelize.checkpoint.rendezvous import Rendezvous
 from parallelize.errors import ConfigError, ParallelizeError
 
-if TYPE_CHECKING:
-    from parallelize.checkpoint.shard_files import ShardWrite
-
-__all__ = ["FolderWrite", "is_incomplete", "new_shard_folder", "remove_checkpoint", "write_folder"]
+__all__ = ["complete_folder", "is_incomplete", "new_shard_folder", "remove_checkpoint"]
 
 _SHARD_PREFIX = "parts-"
-
-
-@dataclass(frozen=True)
-class FolderWrite:
-    """The shards and the index keys that one rank writes to a sharded checkpoint.
-
-    Args:
-        folder: name of the shard folder, the same on all ranks.
-        keys: keys of the placeholders, as in `ShardIndex`.
-        shards: shards that this rank writes.
-        is_collective: whether every rank writes its shards; False: rank 0 writes alone, and no tensor is sharded.
-    """
-
-    folder: str
-    keys: tuple[str, ...]
-    shards: list[ShardWrite]
-    is_collective: bool
 
 
 def new_shard_folder(path: Path, *, is_sharded: bool | None, has_shards: bool) -> str:
@@ -83,33 +61,51 @@ def _is_ours(name: str) -> bool:
     return name == MAIN_FILE or name.startswith((_SHARD_PREFIX, f".{MAIN_FILE}."))
 
 
-def write_folder(path: Path, checkpoint: Checkpoint, to_write: FolderWrite, rendezvous: Rendezvous) -> None:
+def complete_folder(
+    path: Path,
+    folder: str,
+    write: Callable[[], Any],
+    main: tuple[dict[str, Any], dict[str, Any]],
+    rendezvous: Rendezvous,
+    *,
+    is_collective: bool,
+) -> None:
     """Write this rank's shards without collectives; rank 0 then waits for the other ranks and completes the checkpoint.
+
+    Args:
+        path: folder of the checkpoint.
+        folder: name of the shard folder in it.
+        write: writes this rank's shards, or waits until they are written.
+        main: states, with placeholders, and record of the main file.
+        rendezvous: rendezvous of the call.
+        is_collective: whether all ranks write.
 
     Raises:
         ParallelizeError: writing failed on this rank or, raised on rank 0, on any rank.
         SyncError: on rank 0: a rank has not written its shards in time.
     """
-    if to_write.is_collective:
-        try:
-            from parallelize.checkpoint.shard_files import write_shards  # takes a second to import: only if sharded
-
-            shards = write_shards(path / to_write.folder, rendezvous.rank, to_write.shards)
-            result = {"host": socket.gethostname(), "shards": [list(dataclasses.astuple(each)) for each in shards]}
-            rendezvous.post_result(to_bytes(result))
-        except (OSError, RuntimeError) as exc:
-            reason = str(exc).partition("\n")[0]
-            rendezvous.post_result(to_bytes({"failure": f"rank {rendezvous.rank} on {socket.gethostname()}: {reason}"}))
-            if rendezvous.rank != 0:
-                raise _write_error(path, reason) from exc
-    if rendezvous.rank == 0:
-        try:
-            _finish(path, checkpoint, to_write, rendezvous)
-        except BaseException:
-            # An exception, such as one for SIGTERM, may be raised after the new checkpoint is complete.
-            if not _is_referenced(path, to_write.folder):
-                shutil.rmtree(path / to_write.folder, ignore_errors=True)
-            raise
+    written: Any = None
+    failure: ParallelizeError | None = None
+    try:
+        written = write()
+    except (OSError, RuntimeError, ParallelizeError) as exc:
+        reason = str(exc).partition("\n")[0]
+        written, failure = f"rank {rendezvous.rank} on {socket.gethostname()}: {reason}", _write_error(path, reason)
+        failure.__cause__ = exc
+    if is_collective:
+        rendezvous.post_result(pickle.dumps(written))
+    if rendezvous.rank != 0:
+        if failure is not None:
+            raise failure
+        return
+    try:
+        results = [pickle.loads(each) for each in rendezvous.wait_results()] if is_collective else [written]
+        _finish(path, folder, results, main)
+    except BaseException:
+        # An exception, such as one for SIGTERM, may be raised after the new checkpoint is complete.
+        if not _is_referenced(path, folder):
+            shutil.rmtree(path / folder, ignore_errors=True)
+        raise
 
 
 def _is_referenced(path: Path, folder: str) -> bool:
@@ -117,39 +113,37 @@ def _is_referenced(path: Path, folder: str) -> bool:
     if not (path / MAIN_FILE).exists():
         return False
     try:
-        index = read_file(path).shard_index
+        shards = read_file(path).shards
     except ParallelizeError:
         return True
-    return index is not None and index.folder == folder
+    return shards is not None and shards.name == folder
 
 
-def _finish(path: Path, checkpoint: Checkpoint, to_write: FolderWrite, rendezvous: Rendezvous) -> None:
-    results = [from_bytes(each) for each in rendezvous.wait_results()] if to_write.is_collective else []
-    failures = [each["failure"] for each in results if "failure" in each]
+def _finish(path: Path, folder: str, results: list[Any], main: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    from parallelize.checkpoint.shards import finish_folder  # only if sharded, as above
+
+    failures = [each for each in results if isinstance(each, str)]
     if failures:
         raise _write_error(path, "; ".join(failures))
-    shards = [[StoredShard(*each) for each in result["shards"]] for result in results]
-    for rank, result in enumerate(results):
-        for name in {each.file for each in shards[rank]}:
-            if not (path / to_write.folder / name).is_file():
+    for rank, each in enumerate(results):
+        names = {result.storage_data.relative_path for result in each.results}
+        for name in names:
+            if not (path / folder / name).is_file():
                 raise ParallelizeError(
                     f"{path} has no shards of rank {rank}",
-                    why=f"the rank wrote {name} on {result['host']}, but {socket.gethostname()} has no such file",
+                    why=f"the rank wrote {name} on {each.host}, but {socket.gethostname()} has no such file",
                     fix="save to a folder that all nodes share, or use sharded=False: rank 0 then writes one file",
                 )
-    index = ShardIndex.from_shards(to_write.folder, to_write.keys, itertools.chain(*shards))
     try:
-        if to_write.is_collective:
-            from parallelize.checkpoint.shard_files import write_torch_metadata  # only if sharded, as above
-
-            write_torch_metadata(path / to_write.folder, checkpoint, index)
-            fsync(path / to_write.folder)
-            fsync(path)
+        shards = finish_folder(path / folder, results)
+        fsync(path / folder)
+        fsync(path)
     except OSError as exc:
         raise _write_error(path, str(exc)) from exc
-    write_file(path / MAIN_FILE, dataclasses.replace(checkpoint, shard_index=index))
+    states, record = main
+    write_file(path / MAIN_FILE, states, {**record, "shards": shards})
     for each in path.iterdir():  # shards of the previous checkpoint and of killed writers
-        if each.name.startswith(_SHARD_PREFIX) and each.name != to_write.folder:
+        if each.name.startswith(_SHARD_PREFIX) and each.name != folder:
             shutil.rmtree(each, ignore_errors=True)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import threading
 import time
+import types
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import ConfigError, ParallelizeError, checkpoints, load, parallel_model, shard_loader
+from parallelize.checkpoint import background_save, save_schedule
 from parallelize.checkpoint.checksum import checksum_of
 from parallelize.checkpoint.save_schedule import EveryNSeconds, EveryNSteps, parse_schedule
 
@@ -188,20 +191,58 @@ def test_a_checkpoint_replaces_the_other_form(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["step-000000000"]
 
 
-def test_a_failure_in_the_background_is_raised(tmp_path):
-    """An error of a background save is raised in the training loop, at the end of the block at the latest."""
+@pytest.fixture
+def always_in_background(monkeypatch):
+    """Use the writer process for states of any size."""
+    monkeypatch.setattr(background_save, "MIN_BYTES", 0)
+
+
+def test_a_failure_in_the_background_is_raised(tmp_path, always_in_background):
+    """An error of a background save is raised by the next step after it has failed."""
     (tmp_path / "file").write_text("")
 
     def train():
-        with checkpoints(tmp_path / "file" / "a", every=1, in_background=True, model=nn.Linear(1, 1)) as saved:
+        with checkpoints(tmp_path / "file" / "a", every=1, model=nn.Linear(1, 1)) as saved:
             saved.step()
-            assert saved.steps == 1
+            saved._writer._thread.join()
+            saved.step()
+            raise AssertionError
 
     with pytest.raises(ParallelizeError, match="cannot write"):
         train()
 
 
-def test_the_background_writes_a_snapshot(tmp_path):
+def test_a_killed_writer_is_named(tmp_path, always_in_background):
+    """If the writer process is killed, the next save raises."""
+
+    def train():
+        with checkpoints(tmp_path, every=1, model=nn.Linear(1, 1)) as saved:
+            saved.step()
+            saved.wait()
+            saved._writer._process.kill()
+            saved._writer._process.wait()
+            saved.step()
+            saved.wait()
+
+    with pytest.raises(ParallelizeError, match="the process that writes checkpoints has ended"):
+        train()
+    assert [each.name for each in tmp_path.iterdir()] == ["step-000000001.pt"]
+
+
+def test_the_background_writes_the_same_files(tmp_path, always_in_background):
+    """A file that the writer process has written has the bytes of one that is written at once."""
+    model = nn.Linear(3, 3)
+    for folder, in_background in (("a", True), ("b", False)):
+        torch.manual_seed(0)
+        with checkpoints(tmp_path / folder, every=1, in_background=in_background, model=model) as saved:
+            saved.step(x=torch.arange(9.0).reshape(3, 3).T, empty=torch.empty(0, 2), none=None)
+            saved.wait()
+            written = (tmp_path / folder / "step-000000001.pt").read_bytes()
+            (tmp_path / f"{folder}.pt").write_bytes(written)
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+
+
+def test_the_background_writes_a_snapshot(tmp_path, always_in_background):
     """A file holds the weights of its step, even if they change while it is written."""
     model, tied = nn.Linear(3, 3), nn.Linear(3, 3)
     tied.weight = model.weight
@@ -253,18 +294,72 @@ def test_steps_are_counted():
     assert [each for each in range(1, 10) if EveryNSteps(3).is_due(each)] == [3, 6, 9]
 
 
-def test_all_ranks_save_after_the_same_step(monkeypatch):
-    """Rank 0's clock decides one step ahead; the other ranks find the step in the store."""
-    store, now = torch.distributed.HashStore(), [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    ranks = [EveryNSeconds(5.0, store=store, rank=rank) for rank in range(2)]
-    ranks[1]._key = ranks[0]._key
-    due = []
-    for step_number in range(1, 13):
-        due.append([each.is_due(step_number) for each in ranks])
-        now[0] += 1.5
-    assert [number for number, each in enumerate(due, 1) if each == [True, True]] == [6, 11]
-    assert all(each[0] == each[1] for each in due)
+@pytest.mark.parametrize("behind", [0, 1])
+def test_all_ranks_save_after_the_same_steps(behind, monkeypatch):
+    """Ranks whose hosts run at different speeds save after the same steps, and rarely ask the store."""
+    seconds = [0.0]
+    monkeypatch.setattr(save_schedule, "time", types.SimpleNamespace(monotonic=lambda: seconds[0]))
+    store = CountingStore(torch.distributed.HashStore())
+    schedules = [EveryNSeconds(0.2, store=store, rank=rank) for rank in range(2)]
+    schedules[1]._key = schedules[0]._key
+    due: list[list[int]] = [[], []]
+    saving = threading.Barrier(2)
+
+    def take_steps(rank: int) -> None:
+        for step in range(1, 700):
+            if rank == 0:
+                seconds[0] += 0.001
+            if rank == behind:
+                time.sleep(0.0001)  # the slow host
+            if schedules[rank].is_due(step):
+                due[rank].append(step)
+                saving.wait()
+
+    threads = [threading.Thread(target=take_steps, args=[rank]) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert due[0] == due[1]
+    assert len(due[0]) == 3
+    assert store.num_sets < 200
+
+
+class CountingStore:
+    """A store that counts what is set."""
+
+    def __init__(self, store) -> None:
+        self._store, self.num_sets = store, 0
+
+    def set(self, key, value):
+        self.num_sets += 1
+        self._store.set(key, value)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def test_values_are_refused_when_they_are_given(tmp_path):
+    """A value that cannot be saved is refused by the step that gets it, and a NumPy number is converted."""
+    numpy = pytest.importorskip("numpy")
+    with checkpoints(tmp_path, every=1000, model=nn.Linear(1, 1)) as saved:
+        saved.step(best=numpy.float32(0.5))
+        assert type(saved.values["best"]) is float
+        with pytest.raises(ConfigError, match="best is of type"):
+            saved.step(best=object())
+
+
+class Extra(nn.Linear):
+    """A model with extra state that cannot be saved."""
+
+    def get_extra_state(self):
+        return object()
+
+
+def test_extra_state_is_refused_at_the_start(tmp_path):
+    """A model whose extra state cannot be saved is refused when the block is entered."""
+    with pytest.raises(ConfigError, match=r"_extra_state.* is of type"), checkpoints(tmp_path, model=Extra(1, 1)):
+        pass
 
 
 @pytest.mark.parametrize(
