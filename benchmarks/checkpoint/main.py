@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import parallelize
+
+_STEPS_PER_SAVE = 40
 
 
 def state(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -89,23 +95,58 @@ def measure(megabytes: int, rounds: int) -> dict[str, list[float]]:
     return taken
 
 
-def stalls(megabytes: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of steps that save, in the foreground and in the background."""
-    taken: dict[str, list[float]] = {"step that saves": [], "step that saves in the background": []}
-    for name, in_background in zip(taken, (False, True), strict=True):
-        model, optimizer = state(megabytes)
+def stalls(megabytes: int, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Return, by way of saving, the seconds that a save holds the loop, and those of steps while it is written."""
+    model, optimizer = state(megabytes)
+    inputs = torch.randn(256, 2048)
+
+    def step() -> float:
+        started = time.monotonic()
+        with torch.no_grad():
+            inputs @ model[0].weight  # type: ignore[index]
+        return time.monotonic() - started
+
+    @contextlib.contextmanager
+    def ours(folder: Path) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
         objects = {"model": model, "optimizer": optimizer}
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            parallelize.checkpoints(folder, every=1, keep=1, in_background=in_background, **objects) as saved,
-        ):
-            for number in range(rounds + 1):
+        with parallelize.checkpoints(folder, every=1, keep=1, **objects) as saved:
+            saved.step()  # starts the process and allocates the shared memory
+            saved.wait()
+            yield saved.step, saved.wait
+
+    @contextlib.contextmanager
+    def async_dcp(folder: Path) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+        writes: list[Any] = []
+
+        def save() -> None:
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+            writes.append(dcp.async_save(states, checkpoint_id=folder / "dcp"))
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield save, lambda: writes.pop().result()
+        finally:
+            dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def plain(folder: Path) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+        yield lambda: torch_save(folder / "plain.pt", model, optimizer), bool
+
+    @contextlib.contextmanager
+    def nothing(_folder: Path) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+        yield bool, bool
+
+    ways = {"no save": nothing, "torch.save": plain, "dcp.async_save": async_dcp, "checkpoints": ours}
+    taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
+    for name, way in ways.items():
+        with tempfile.TemporaryDirectory() as folder, way(Path(folder)) as (save, wait):
+            for _ in range(rounds):
                 os.sync()
                 started = time.monotonic()
-                saved.step()
-                if number:  # the first step allocates the buffers of the copy
-                    taken[name].append(time.monotonic() - started)
-                saved.wait()  # in a real run the write ends long before the next save
+                save()
+                taken[name][0].append(time.monotonic() - started)
+                taken[name][1].extend(step() for _ in range(_STEPS_PER_SAVE))
+                wait()
     return taken
 
 
@@ -116,7 +157,6 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     taken = measure(arguments.megabytes, arguments.rounds)
-    taken |= stalls(arguments.megabytes, arguments.rounds)
     print(
         f"{arguments.megabytes} MB, {arguments.rounds} rounds, {platform.machine()}, {os.cpu_count()} cores, ", end=""
     )
@@ -126,6 +166,13 @@ def main() -> None:
         plain = taken["torch.load" if name in LOADS else "torch.save"]
         ratio = statistics.median(each) / statistics.median(plain)
         print(f"| {name} | {statistics.median(each):.2f} / {min(each):.2f} s | {ratio:.2f}x |")
+
+    print("\n| | holds the loop, median / least | of torch.save | a step while it writes |\n|---|---|---|---|")
+    held = stalls(arguments.megabytes, arguments.rounds)
+    plain, undisturbed = statistics.median(held["torch.save"][0]), statistics.median(held["no save"][1])
+    for name, (stall, steps) in held.items():
+        cells = f"{statistics.median(stall):.2f} / {min(stall):.2f} s | {statistics.median(stall) / plain:.2f}x"
+        print(f"| {name} | {cells} | {statistics.median(steps) / undisturbed:.2f}x |")
 
 
 if __name__ == "__main__":

@@ -71,9 +71,11 @@ class BackgroundWriter:
             self._buffer, self._capacity = mmap.mmap(self._memory, snapshot.size), snapshot.size
         for where, tensor in snapshot.tensors:
             _tensor_at(self._buffer, *where).copy_(tensor)
-        connection = self._connection
-        assert connection is not None
-        connection.send_bytes(pickle.dumps((snapshot.size, content.getvalue())))
+        assert self._connection is not None
+        try:
+            self._connection.send_bytes(pickle.dumps((snapshot.size, content.getvalue())))
+        except OSError as exc:
+            raise _ended_error() from exc
         return self._result
 
     def complete(self, job: Callable[[], object]) -> None:
@@ -132,14 +134,18 @@ class BackgroundWriter:
         try:
             result, failure = self._connection.recv()
         except (EOFError, OSError) as exc:
-            raise ParallelizeError(
-                "the process that writes checkpoints has ended",
-                why="it was killed, or could not be started; its output above may have the reason",
-                fix="if memory is short, use in_background=False; the previous checkpoint is still there",
-            ) from exc
+            raise _ended_error() from exc
         if failure is not None:
             raise failure
         return result
+
+
+def _ended_error() -> ParallelizeError:
+    return ParallelizeError(
+        "the process that writes checkpoints has ended",
+        why="it was killed, or could not be started; its output above may have the reason",
+        fix="if memory is short, use in_background=False; the previous checkpoint is still there",
+    )
 
 
 def _identity(value: Any) -> Any:

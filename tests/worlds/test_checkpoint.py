@@ -29,7 +29,7 @@ from parallelize import (
     save,
     shard_loader,
 )
-from parallelize.checkpoint import loading, rendezvous, saving
+from parallelize.checkpoint import background_save, loading, rendezvous, saving
 from parallelize.checkpoint.checksum import checksum_of
 from parallelize.checkpoint.sharded_folder import remove_checkpoint
 
@@ -296,6 +296,7 @@ def test_the_cause_of_a_failed_save_reaches_the_caller(tmp_path):
 
 def train(folder, kills, backend, every, in_background=False):
     """Train as a user would; in attempt n, kill rank kills[n][1] after step kills[n][0]."""
+    background_save.MIN_BYTES = 0  # only in this worker process
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
     with parallel_model(model, backend=backend):
@@ -387,6 +388,12 @@ def test_unloadable_files_raise_on_all_ranks(tmp_path):
         return type(caught.value).__name__
 
     assert run.all_ranks() == ["ConfigError", "SyncError"]
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_a_restart_with_writer_processes(tmp_path, uninterrupted, backend):
+    """A run whose ranks write in processes of their own, and that loses one rank, ends as an uninterrupted one."""
+    assert_killed_run_matches(tmp_path, uninterrupted[backend], [(11, 1)], (backend, 2, True))
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])

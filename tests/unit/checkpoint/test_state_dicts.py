@@ -290,3 +290,41 @@ def test_an_object_that_cannot_be_restored_is_logged(tmp_path, caplog):
         load(tmp_path / "a.pt", hooked=hooked, first=Stubborn())
     assert_equal(copy_states(hooked), before)
     assert "first= could not be restored to its previous state: KeyError" in caplog.text
+
+
+class Renamed(nn.Linear):
+    """Reads files that an older version of it has written under other names."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(_module, state, prefix, *_):
+        if f"{prefix}kernel" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+
+def test_hooks_that_rename_are_honoured(tmp_path):
+    """A load_state_dict pre-hook may rename weights; without it the same file is refused and nothing changes."""
+    torch.save({"model": {"kernel": torch.ones(2, 2), "bias": torch.zeros(2)}}, tmp_path / "a.pt")
+    model, plain = Renamed(), nn.Linear(2, 2)
+    load(tmp_path / "a.pt", model=model)
+    assert torch.equal(model.weight, torch.ones(2, 2))
+    before = copy_states(plain)
+    with pytest.raises(ConfigError, match="no weight in the checkpoint"):
+        load(tmp_path / "a.pt", model=plain)
+    assert_equal(copy_states(plain), before)
+
+
+def test_what_does_not_fit_is_logged(tmp_path, caplog):
+    """strict=False loads the weights that fit, and logs the others; another shape is still refused."""
+    first, second = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    torch.save({"model": {"0.weight": torch.ones(2, 2), "head": torch.ones(1)}}, tmp_path / "a.pt")
+    load(tmp_path / "a.pt", strict=False, model=second)
+    assert torch.equal(second[0].weight, torch.ones(2, 2))
+    assert "missing in the checkpoint, and ignored: 0.bias" in caplog.text
+    assert "unexpected in the checkpoint, and ignored: head" in caplog.text
+    torch.save({"model": {"weight": torch.ones(3, 2)}}, tmp_path / "b.pt")
+    with pytest.raises(ConfigError, match="has shape"):
+        load(tmp_path / "b.pt", strict=False, model=first)
