@@ -58,6 +58,12 @@ class BackgroundWriter:
         Returns:
             A function that waits for the result and returns it, or raises the exception of the call.
         """
+        try:
+            return self._submit(function, *arguments)
+        except Exception as exc:  # noqa: BLE001 - raised by the caller once it has told the other ranks
+            return functools.partial(_raise, exc)
+
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
         content = io.BytesIO()
         snapshot = _Snapshot(content)
         snapshot.dump((function, arguments))
@@ -146,6 +152,10 @@ def _ended_error() -> ParallelizeError:
         why="it was killed, or could not be started; its output above may have the reason",
         fix="if memory is short, use in_background=False; the previous checkpoint is still there",
     )
+
+
+def _raise(exc: Exception) -> None:
+    raise exc
 
 
 def _identity(value: Any) -> Any:

@@ -82,7 +82,7 @@ def write_file(path: Path, states: Mapping[str, Any], record: Mapping[str, Any],
     content[_RECORD]["digest"] = checksum_of(content)
 
     def write(temporary: Path) -> None:
-        with temporary.open("wb") as file:  # given a path, torch.save stores the file name in the file
+        with temporary.open("wb", buffering=0) as file:  # given a path, torch.save stores the file name in the file
             torch.save(content, file)
 
     try:
