@@ -98,12 +98,12 @@ def measure(megabytes: int, rounds: int) -> dict[str, list[float]]:
 def stalls(megabytes: int, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
     """Return, by way of saving, the seconds that a save holds the loop, and those of steps while it is written."""
     model, optimizer = state(megabytes)
-    inputs = torch.randn(256, 2048)
+    inputs, weight = torch.randn(256, 2048), next(model.parameters())
 
     def step() -> float:
         started = time.monotonic()
         with torch.no_grad():
-            inputs @ model[0].weight  # type: ignore[index]
+            inputs @ weight
         return time.monotonic() - started
 
     @contextlib.contextmanager
