@@ -34,8 +34,9 @@ def convert_state_entry(value: Any, *, parameter: torch.Tensor, like: DTensor | 
 
 def shard(value: torch.Tensor, *, like: DTensor) -> DTensor:
     """Return this rank's shard of a tensor that every rank holds, with the placements of `like`; no collective."""
-    local = value.detach().to(like.device)
-    return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+    sharded: Any = distribute_tensor(value.detach(), like.device_mesh, like.placements, src_data_rank=None)
+    moved: DTensor = sharded.to(like.device)  # offloaded shards are not on the mesh's device
+    return moved
 
 
 def full_tensor(sharded: torch.Tensor) -> torch.Tensor:

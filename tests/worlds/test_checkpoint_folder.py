@@ -10,7 +10,6 @@ import re
 import resource
 import shutil
 import signal
-import time
 
 import pytest
 import torch
@@ -369,21 +368,46 @@ def test_a_stop_after_completion_leaves_the_new_checkpoint(tmp_path):
 
 
 def test_one_rank_alone_raises(tmp_path):
-    """Saving a sharded model on one rank alone raises in time and writes nothing."""
+    """Saving a sharded model on one rank alone raises after the timeout of a call, and writes nothing."""
 
     @distributed(processes=2, backend="fsdp")
     def run():
         rendezvous.GRACE_S, saving.ARRIVAL_TIMEOUT_S = 0.5, 2.0  # only in this worker process
-        model, started = net(), time.monotonic()
+        model = net()
         with parallel_model(model):
             if is_main():
-                with pytest.raises(SyncError, match="rank 1 did not call it within"):
+                with pytest.raises(SyncError, match="rank 1 did not call it within 2 s"):
                     save(tmp_path / "last", model=model)
             barrier()
-        return time.monotonic() - started
 
-    assert run() < 5
+    run()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:gpus=")
+@pytest.mark.parametrize("sharded", [True, False])
+def test_offloaded_state_stays_on_the_cpu(tmp_path, sharded):
+    """After load(), AdamW steps with its state on the CPU, where the parameters and gradients are."""
+
+    @distributed(gpus=[0, 0], process_group_backend="gloo", backend=FSDPBackend(cpu_offload=True))
+    def run():
+        model = nn.Linear(3, 7)
+        with parallel_model(model):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for _ in range(2):
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                save(tmp_path / "last", sharded=sharded, model=model, optimizer=optimizer)
+                load(tmp_path / "last", model=model, optimizer=optimizer)
+            return {
+                each.to_local().device.type
+                for entries in optimizer.state.values()
+                for each in entries.values()
+                if each.dim()
+            }
+
+    assert run.all_ranks() == [{"cpu"}, {"cpu"}]
 
 
 def test_a_damaged_checkpoint_is_skipped(tmp_path, caplog):
