@@ -8,7 +8,6 @@ a thread waits for the result ◀───────────────�
 
 from __future__ import annotations
 
-import functools
 import io
 import mmap
 import os
@@ -20,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -44,8 +44,8 @@ class BackgroundWriter:
     """Starts one job at a time in a writer process, and completes it in a thread that only waits."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parallelize-checkpoint")
+        self._job: Future[object] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._memory = -1
@@ -58,17 +58,22 @@ class BackgroundWriter:
         Returns:
             A function that waits for the result and returns it, or raises the exception of the call.
         """
+        done: Future[Any] = Future()
         try:
-            return self._submit(function, *arguments)
+            if self._is_sent(function, *arguments):
+                return self._result
+            done.set_result(function(*arguments))
         except Exception as exc:  # noqa: BLE001 - raised by the caller once it has told the other ranks
-            return functools.partial(_raise, exc)
+            done.set_exception(exc)
+        return done.result
 
-    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    def _is_sent(self, function: Callable[..., Any], *arguments: Any) -> bool:
+        """Send a call to the writer process, unless its arguments are small."""
         content = io.BytesIO()
         snapshot = _Snapshot(content)
         snapshot.dump((function, arguments))
         if snapshot.size < MIN_BYTES:
-            return functools.partial(_identity, function(*arguments))
+            return False
         if self._process is None:
             self._start()
         if snapshot.size > self._capacity:
@@ -82,26 +87,16 @@ class BackgroundWriter:
             self._connection.send_bytes(pickle.dumps((snapshot.size, content.getvalue())))
         except OSError as exc:
             raise _ended_error() from exc
-        return self._result
+        return True
 
     def complete(self, job: Callable[[], object]) -> None:
-        """Run the job, which waits for the writer process, in a thread."""
-
-        def run() -> None:
-            try:
-                job()
-            except BaseException as exc:  # noqa: BLE001 - raised by the next step or wait, in the training thread
-                self._failure = exc
-
-        # Not a daemon thread: the interpreter waits at exit until the file is written.
-        self._thread = threading.Thread(target=run, name="parallelize-checkpoint")
-        self._thread.start()
+        """Run the job, which waits for the writer process, in a thread; the interpreter waits for it at exit."""
+        self._job = self._thread.submit(job)
 
     def raise_failure(self) -> None:
         """Raise the exception of the last job, if it has failed."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        if self._job is not None and self._job.done():
+            self.wait()
 
     def wait(self) -> None:
         """Wait for the current job.
@@ -109,16 +104,16 @@ class BackgroundWriter:
         Raises:
             BaseException: the job's exception.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        self.raise_failure()
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
 
     def close(self) -> None:
         """Wait for the current job, and end the writer process."""
         try:
             self.wait()
         finally:
+            self._thread.shutdown()
             if self._process is not None and self._connection is not None:
                 self._connection.close()
                 self._process.wait()
@@ -127,7 +122,8 @@ class BackgroundWriter:
                 self._capacity = 0
 
     def _start(self) -> None:
-        self._memory = os.memfd_create("checkpoint") if hasattr(os, "memfd_create") else os.dup(_temporary_file())
+        with tempfile.TemporaryFile() as file:  # if there is no file in memory
+            self._memory = os.memfd_create("checkpoint") if hasattr(os, "memfd_create") else os.dup(file.fileno())
         self._connection, theirs = Pipe()
         path, fds = pickle.dumps(sys.path).hex(), (theirs.fileno(), self._memory)
         command = [sys.executable, "-c", _START, path, *map(str, fds), str(os.getpid())]
@@ -152,19 +148,6 @@ def _ended_error() -> ParallelizeError:
         why="it was killed, or could not be started; its output above may have the reason",
         fix="if memory is short, use in_background=False; the previous checkpoint is still there",
     )
-
-
-def _raise(exc: Exception) -> None:
-    raise exc
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
-def _temporary_file() -> int:
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 class _Snapshot(pickle.Pickler):

@@ -19,7 +19,7 @@ from parallelize.checkpoint.rendezvous import ARRIVAL_TIMEOUT_S, Rendezvous
 from parallelize.checkpoint.rng_state import set_rng_states
 from parallelize.checkpoint.saving import call_site_of
 from parallelize.checkpoint.state_dicts import VALUE, StateHandler, clone_tensor, handler_for, needs_all_ranks
-from parallelize.errors import ConfigError, Fault, ParallelizeError, SyncError, did_you_mean
+from parallelize.errors import ConfigError, Fault, ParallelizeError, did_you_mean
 from parallelize.inplace.forward_routing import route_of
 from parallelize.runtime import context
 from parallelize.runtime.containers import leaves, map_leaves
@@ -85,6 +85,12 @@ class _Target:
     details: Mapping[str, Any]
     faults: list[Fault]
 
+    @property
+    def is_of_model(self) -> bool:
+        """Whether a model gets the state of a model."""
+        is_of_model = isinstance(self.obj, nn.Module) and self.details.get("kind", "model") == "model"
+        return is_of_model and isinstance(self.state, Mapping)
+
     def set_state(self, *, strict: bool) -> None:
         """Set the state of the object.
 
@@ -102,15 +108,16 @@ class _Target:
 def load_into(path: Path, objects: Mapping[str, Any], *, rng: bool, call: str, strict: bool = True) -> dict[str, Any]:
     """Load a checkpoint as `load` does; `call` is the name of the call in messages, the same on all ranks."""
     checkpoint = read_file(path)
-    is_collective = any(map(_is_trained_jointly, objects.values()))
-    if is_collective:
-        # Checked before state_dict() is called: for a sharded model that may be a collective.
-        _require_same_file(Rendezvous.for_call(call), f"{path.name} {checkpoint.digest()}: {', '.join(objects)}")
+    shared: Any = contextlib.nullcontext()
+    if any(needs_all_ranks(each) or (isinstance(each, nn.Module) and route_of(each)) for each in objects.values()):
+        # Other ranks train the same object. Checked before state_dict(), which may be a collective of a sharded model.
+        rendezvous = Rendezvous(call)
+        _require_same_file(rendezvous, f"{path.name} {checkpoint.digest()}: {', '.join(objects)}")
+        shared = _all_or_none(rendezvous, path)
     targets = _targets(path, checkpoint, objects, strict=strict)
     values = _values(checkpoint, targets)
     if checkpoint.shards is not None:
-        shared = _all_or_none(Rendezvous.for_call(f"{call}: shards"), path) if is_collective else None
-        with shared or contextlib.nullcontext():
+        with shared:
             values = _load_shards(path, checkpoint, targets, values)
     _set_states(targets, strict=strict)
     if rng and checkpoint.record:
@@ -138,7 +145,8 @@ def _targets(path: Path, checkpoint: Checkpoint, objects: Mapping[str, Any], *, 
             state = handler.adapt(obj, state) if is_suitable else state
             found = list(handler.faults(name, obj, state, details, strict=strict))
             targets[name] = _Target(obj, handler, state, details, found)
-    if faults or any(each.faults and not (_may_fit(each)) for each in targets.values()):
+    # A hook, or a newer version of a module, may rename what torch's load_state_dict gets: torch decides.
+    if faults or any(each.faults and not each.is_of_model for each in targets.values()):
         raise ConfigError.of([*faults, *(fault for each in targets.values() for fault in each.faults)])
     return targets
 
@@ -153,15 +161,6 @@ def _name_in(checkpoint: Checkpoint, name: str, kind: str) -> str | None:
         )
         return "" if is_bare else None
     return found
-
-
-def _may_fit(target: _Target) -> bool:
-    """Return whether torch may accept a state that does not fit: a hook or an older version has other names."""
-    return (
-        isinstance(target.obj, nn.Module)
-        and isinstance(target.state, Mapping)
-        and target.details.get("kind", "model") == "model"
-    )
 
 
 def _values(checkpoint: Checkpoint, targets: Mapping[str, _Target]) -> dict[str, Any]:
@@ -215,11 +214,6 @@ def _load_shards(
     return values
 
 
-def _is_trained_jointly(obj: Any) -> bool:
-    """Return whether other ranks train the same object, so that all ranks must load together."""
-    return needs_all_ranks(obj) or (isinstance(obj, nn.Module) and route_of(obj) is not None)
-
-
 def _require_same_file(rendezvous: Rendezvous, description: str) -> None:
     rendezvous.post(description.encode())
     rendezvous.require_all_ranks(
@@ -227,14 +221,12 @@ def _require_same_file(rendezvous: Rendezvous, description: str) -> None:
         why="a rank that loads alone would train a different model, or wait forever for the other ranks",
         fix="call it on all ranks, without `if is_main()`; load from a folder that all nodes share",
     )
-    for rank in rendezvous.ranks_to_compare():
-        each = rendezvous.posted(rank)
-        if each is not None and each.decode() != description:
-            raise SyncError(
-                f"rank {rendezvous.rank} loads {description}; rank {rank} loads {each.decode()}",
-                why="ranks that train one model must resume from the same state",
-                fix="load the same file on all ranks, from a folder that all nodes share",
-            )
+    rendezvous.require_same(
+        description,
+        "loads",
+        why="ranks that train one model must resume from the same state",
+        fix="load the same file on all ranks, from a folder that all nodes share",
+    )
 
 
 @contextlib.contextmanager
@@ -253,18 +245,12 @@ def _all_or_none(rendezvous: Rendezvous, path: Path) -> Iterator[None]:
         failure = str(exc)
         raise
     finally:
-        rendezvous.post(failure.encode())
-    rendezvous.require_all_ranks(
-        float("inf"),
-        why="each rank reads its shards, and no rank continues before all have read theirs",
-        fix="see that rank's error; if the disk is very slow, load with fewer ranks per node",
-    )
-    for rank in range(rendezvous.world_size):
-        failure = (rendezvous.posted(rank) or b"").decode()
-        if failure:
+        rendezvous.post(failure.encode(), "result")
+    for rank, each in enumerate(rendezvous.results()):
+        if each:
             raise ParallelizeError(
                 f"rank {rank} could not read its shards of {path}",
-                why=failure.replace("\n", "; "),
+                why=each.decode().replace("\n", "; "),
                 fix="load another checkpoint; nothing was loaded from this one on any rank",
                 is_secondary=True,
             )
@@ -283,15 +269,12 @@ def _set_states(targets: Mapping[str, _Target], *, strict: bool) -> None:
             target.set_state(strict=strict)
     except BaseException:
         for name, (state, details) in previous.items():
-            _restore(name, targets[name], state, details)
+            handler, obj = targets[name].handler, targets[name].obj
+            try:
+                handler.set_state(obj, handler.adapt(obj, state), details)
+            except Exception as exc:  # noqa: BLE001 - the first error is raised, and the other objects are restored too
+                _log.warning("%s= could not be restored to its previous state: %s: %s", name, type(exc).__name__, exc)
         raise
-
-
-def _restore(name: str, target: _Target, state: Any, details: Mapping[str, Any]) -> None:
-    try:
-        target.handler.set_state(target.obj, target.handler.adapt(target.obj, state), details)
-    except Exception as exc:  # noqa: BLE001 - the first error is raised, and the other objects are restored too
-        _log.warning("%s= could not be restored to its previous state: %s: %s", name, type(exc).__name__, exc)
 
 
 def _restore_rng(path: Path, record: Mapping[str, Any]) -> None:

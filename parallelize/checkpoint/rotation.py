@@ -24,7 +24,7 @@ from parallelize.checkpoint.file_format import is_zip_file, read_file
 from parallelize.checkpoint.loading import load_into
 from parallelize.checkpoint.rendezvous import Rendezvous, store_of_ranks
 from parallelize.checkpoint.safe_types import to_safe_types
-from parallelize.checkpoint.save_schedule import SaveSchedule, parse_schedule
+from parallelize.checkpoint.save_schedule import SaveSchedule
 from parallelize.checkpoint.saving import begin_write, call_site_of, collect, publishing_outcome, states_of
 from parallelize.checkpoint.sharded_folder import is_incomplete, remove_checkpoint
 from parallelize.checkpoint.state_dicts import handler_for, needs_all_ranks
@@ -36,9 +36,6 @@ __all__ = ["Checkpoints", "checkpoints"]
 _NAME = re.compile(r"step-(\d{9,})(\.pt)?")
 _PROGRESS = "_checkpoints"
 """Name of the entry with the number of steps and the values passed to `step`."""
-
-_FILE_PREFIX = "file "
-"""Prefix of the rendezvous outcome in which rank 0 publishes the name of the chosen file."""
 
 _log = logging.getLogger("parallelize")
 
@@ -105,7 +102,7 @@ class Checkpoints:
 
     def _save(self, *, in_background: bool) -> None:
         self.wait()  # the next snapshot overwrites the previous one
-        rendezvous, path = Rendezvous.for_call(f"checkpoints at {self._call_site}"), self._path(self.steps)
+        rendezvous, path = Rendezvous(f"checkpoints at {self._call_site}"), self._path(self.steps)
         user_path = self._user_folder / path.name
         objects = {**self._objects, _PROGRESS: {"steps": self.steps, "values": self.values}}
         with publishing_outcome(rendezvous):
@@ -146,7 +143,7 @@ class Checkpoints:
         """Load the newest readable checkpoint, if one exists; rank 0 chooses it for all ranks."""
         skipped: set[str] = set()
         while True:
-            rendezvous = Rendezvous.for_call(f"checkpoints at {self._call_site} (resuming)")
+            rendezvous = Rendezvous(f"checkpoints at {self._call_site} (resuming)")
             rendezvous.post(b"")
             chosen = self._choose(skipped, rendezvous)
             if not chosen or self._load_from(self._folder / chosen, rendezvous):
@@ -173,29 +170,24 @@ class Checkpoints:
 
     def _choose(self, skipped: set[str], rendezvous: Rendezvous) -> str:
         """Return the name of the newest checkpoint that rank 0 can read, or "" if none exists."""
-        if rendezvous.rank != 0:
-            outcome = rendezvous.wait_outcome()
-            if outcome.startswith(_FILE_PREFIX):
-                return outcome.removeprefix(_FILE_PREFIX)
-            raise rendezvous.error_of_rank_0(outcome)
-        outcome = "an exception was raised"
-        try:
-            chosen = self._newest_readable(skipped)
-            outcome = f"{_FILE_PREFIX}{chosen}"
-        except ConfigError as exc:
-            outcome = str(exc)
-            raise
-        finally:
-            rendezvous.publish_outcome(outcome)
-        return chosen
+        with publishing_outcome(rendezvous):
+            if rendezvous.rank == 0:
+                rendezvous.post(self._newest_readable(skipped).encode(), "chosen")
+        return (rendezvous.posted(0, "chosen") or b"").decode()
 
     def _newest_readable(self, skipped: set[str]) -> str:
         refusal: ConfigError | None = None
         for path in self._files():
             try:
-                if path.name not in skipped:
-                    self._require_progress(path)
+                if path.name in skipped:
+                    continue
+                if _PROGRESS in read_file(path).states:
                     return path.name
+                raise ConfigError(
+                    f"{path} is not a checkpoint of checkpoints()",
+                    why="another call or program wrote it",
+                    fix="load() reads it",
+                )
             except ParallelizeError as exc:
                 _log_skipped(exc)
                 if isinstance(exc, ConfigError) and is_zip_file(path):
@@ -207,14 +199,6 @@ class Checkpoints:
                 fix="for a new run, use another folder or remove the files; to resume, " + refusal.faults[0].fix,
             ) from refusal
         return ""
-
-    def _require_progress(self, path: Path) -> None:
-        if _PROGRESS not in read_file(path).states:
-            raise ConfigError(
-                f"{path} is not a checkpoint of checkpoints()",
-                why="another call or program wrote it",
-                fix="load() reads it",
-            )
 
     def _files(self) -> list[Path]:
         """Return the complete checkpoints in the folder, newest first."""
@@ -289,7 +273,7 @@ def checkpoints(
         Path(folder),
         keep=keep,
         objects=objects,
-        schedule=parse_schedule(every, store=store_of_ranks(), rank=context.rank()),
+        schedule=SaveSchedule(every, store=store_of_ranks(), rank=context.rank()),
         call_site=call_site_of(sys._getframe(2)),  # two frames up: one of them is contextlib's
         in_background=in_background,
         sharded=sharded,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import itertools
 import re
 import time
@@ -14,7 +13,7 @@ from parallelize.checkpoint.rendezvous import poll
 from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime import context
 
-__all__ = ["EveryNSeconds", "EveryNSteps", "SaveSchedule", "parse_schedule"]
+__all__ = ["SaveSchedule"]
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)")
@@ -24,27 +23,8 @@ _MAX_WINDOW_S = 5.0
 _schedule_ids = itertools.count()
 
 
-class SaveSchedule(abc.ABC):
-    """Base class of save schedules; `is_due` is called after every step."""
-
-    @abc.abstractmethod
-    def is_due(self, step: int) -> bool:
-        """Return whether to save after this step; steps count from 1."""
-
-
-class EveryNSteps(SaveSchedule):
-    """Saves every `every` steps."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-
-    def is_due(self, step: int) -> bool:
-        """Return whether the step is a multiple of `every`; needs no communication."""
-        return step % self.every == 0
-
-
-class EveryNSeconds(SaveSchedule):
-    """Saves every `every_s` seconds by rank 0's clock.
+class SaveSchedule:
+    """Every `every` steps, or every `every` of time by rank 0's clock; `is_due` is called after every step.
 
     Calls are divided into windows. At the start of a window rank 0 publishes whether to save at its end, and the length
     of the next window, so that a window takes a few seconds. Other ranks read this at the end of the window: a rank
@@ -55,13 +35,24 @@ class EveryNSeconds(SaveSchedule):
         rank k             reads a  reads b  reads c    reads d: all save here if rank 0 found a save due at call 5
 
     Args:
-        every_s: seconds between saves.
+        every: a number of steps, or a duration such as "10min".
         store: the process group's store; None if there is only one process.
         rank: rank of this process.
+
+    Raises:
+        ConfigError: `every` is neither.
     """
 
-    def __init__(self, every_s: float, *, store: dist.Store | None, rank: int) -> None:
-        self.every_s = every_s
+    def __init__(self, every: Any, *, store: dist.Store | None, rank: int) -> None:
+        match = _DURATION.fullmatch(every.strip()) if isinstance(every, str) else None
+        self.every_steps = every if type(every) is int else 0
+        self.every_s = 0.0 if match is None else float(match[1]) * _UNITS_S[match[2]]
+        if self.every_steps <= 0 and self.every_s == 0:
+            raise ConfigError(
+                f"every={every!r}",
+                why="it is neither a number of steps nor a duration",
+                fix=f"use every=1000 for steps, or every='10min' with one of the units {', '.join(_UNITS_S)}",
+            )
         self._store, self._rank = store, rank
         self._key = f"parallelize/save_schedule/{next(_schedule_ids)}"
         self._num_calls, self._next_boundary, self._window = 0, 1, 0
@@ -70,8 +61,9 @@ class EveryNSeconds(SaveSchedule):
         self._num_deleted = self._saved_window = 0
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after this step; only the first call of a window queries the store."""
-        del step
+        """Return whether to save after this step, from 1; of a window only the first call queries the store."""
+        if self.every_steps:
+            return step % self.every_steps == 0
         self._num_calls += 1
         if self._store is None:
             is_due = time.monotonic() - self._last_save_s >= self.every_s
@@ -117,26 +109,3 @@ class EveryNSeconds(SaveSchedule):
             )
         is_due, length = store.get(key).split()
         return is_due == b"1", int(length)
-
-
-def parse_schedule(every: Any, *, store: dist.Store | None, rank: int) -> SaveSchedule:
-    """Return the schedule for the option `every=`.
-
-    Args:
-        every: a number of steps, or a duration such as "10min".
-        store: the process group's store; None if there is only one process.
-        rank: rank of this process.
-
-    Raises:
-        ConfigError: `every` is neither.
-    """
-    if type(every) is int and every > 0:
-        return EveryNSteps(every)
-    match = _DURATION.fullmatch(every.strip()) if isinstance(every, str) else None
-    if match is None or float(match[1]) == 0:
-        raise ConfigError(
-            f"every={every!r}",
-            why="it is neither a number of steps nor a duration",
-            fix=f"use every=1000 for steps, or every='10min' with one of the units {', '.join(_UNITS_S)}",
-        )
-    return EveryNSeconds(float(match[1]) * _UNITS_S[match[2]], store=store, rank=rank)

@@ -22,7 +22,7 @@ from parallelize.checkpoint.rng_state import get_rng_states
 from parallelize.checkpoint.safe_types import safe_names, to_safe_types
 from parallelize.checkpoint.sharded_folder import complete_folder, new_shard_folder
 from parallelize.checkpoint.state_dicts import VALUE, handler_for, named_optimizer_state, needs_all_ranks
-from parallelize.errors import ConfigError, SyncError
+from parallelize.errors import ConfigError
 from parallelize.runtime import context
 from parallelize.runtime.containers import map_leaves
 
@@ -71,7 +71,7 @@ def save(
         SyncError: a required rank does not call `save` or saves other objects, or rank 0 failed to write.
         ParallelizeError: writing failed.
     """
-    rendezvous = Rendezvous.for_call(f"save at {call_site_of(sys._getframe(1))}")
+    rendezvous = Rendezvous(f"save at {call_site_of(sys._getframe(1))}")
     wait_s = ARRIVAL_TIMEOUT_S if any(map(needs_all_ranks, objects.values())) else None
     target = Path(path)
     if format != "torch":
@@ -169,7 +169,13 @@ def collect(
     kinds = {name: getattr(handler_for(obj), "kind", VALUE) for name, obj in objects.items()}
     description = f"{user_path}: {', '.join(f'{name} ({kind})' for name, kind in kinds.items())}"
     is_collective = any(map(needs_all_ranks, objects.values()))
-    folder = _post_description(path, description, rendezvous, is_sharded=sharded, has_shards=is_collective)
+    folder, rng_states = "", get_rng_states(context.current().devices)
+    try:
+        if rendezvous.rank == 0:
+            folder = new_shard_folder(path, is_sharded=sharded, has_shards=is_collective)
+    finally:  # also after an error, so that the other ranks do not wait for rank 0
+        rendezvous.post(pickle.dumps((rng_states, folder)), "details")
+        rendezvous.post(description.encode())
     if wait_s is not None:
         rendezvous.require_all_ranks(
             wait_s,
@@ -177,16 +183,16 @@ def collect(
             fix="call it on all ranks, without `if is_main()`",
         )
         _require_same_description(rendezvous, description)  # otherwise ranks would gather different tensors
-        folder = pickle.loads(rendezvous.posted(0) or b"")["shard_folder"] if rendezvous.rank else folder
+        _, folder = pickle.loads(rendezvous.posted(0, "details") or b"")
     states = {}
     if rendezvous.rank == 0 or wait_s is not None:  # all ranks gather, or each writes its shards
         convert_dtensor = None if folder else _gather_full_tensors(rendezvous.rank)
         states = states_of(objects, convert_dtensor, by_name=bool(folder))
     if rendezvous.rank != 0:
         return Collected(states if folder else {}, {}, folder, is_collective)
-    rng_states = _rng_states_of_ranks(rendezvous, description, have_all_arrived=wait_s is not None)
+    posted = _rng_states_of_ranks(rendezvous, description, have_all_arrived=wait_s is not None)
     details = {name: _details(name, obj) for name, obj in objects.items()}
-    record = new_record(world_size=rendezvous.world_size, rng_states=rng_states, objects=details)
+    record = new_record(world_size=rendezvous.world_size, rng_states=posted, objects=details)
     return Collected(states, record, folder, is_collective)
 
 
@@ -214,19 +220,6 @@ def _details(name: str, obj: Any) -> Any:
     handler = handler_for(obj)
     details = {"kind": VALUE} if handler is None else handler.details(obj)
     return to_safe_types(details, where=name)
-
-
-def _post_description(
-    path: Path, description: str, rendezvous: Rendezvous, *, is_sharded: bool | None, has_shards: bool
-) -> str:
-    """Post this rank's description and RNG states, and on rank 0 the shard folder; return that folder's name or ""."""
-    posted = {"description": description, "rng_states": get_rng_states(context.current().devices), "shard_folder": ""}
-    try:
-        if rendezvous.rank == 0:
-            posted["shard_folder"] = new_shard_folder(path, is_sharded=is_sharded, has_shards=has_shards)
-    finally:  # also after an error, so that the other ranks do not wait for rank 0
-        rendezvous.post(pickle.dumps(posted))
-    return str(posted["shard_folder"])
 
 
 @contextlib.contextmanager
@@ -273,8 +266,6 @@ def _rng_states_of_ranks(rendezvous: Rendezvous, description: str, *, have_all_a
 
     Rank 0 waits GRACE_S for late ranks, or not at all if a rank never made the previous call.
     """
-    if rendezvous.world_size == 1:
-        return [get_rng_states(context.current().devices)]
     timeout_s = GRACE_S if rendezvous.call_index == 0 or rendezvous.previous_had_late_ranks() else 0.0
     if not have_all_arrived and not rendezvous.all_arrive(timeout_s):
         _log.warning(
@@ -284,19 +275,14 @@ def _rng_states_of_ranks(rendezvous: Rendezvous, description: str, *, have_all_a
             rendezvous.world_size,
         )
     _require_same_description(rendezvous, description)
-    posted = map(rendezvous.posted, range(rendezvous.world_size))
-    return [None if each is None else pickle.loads(each)["rng_states"] for each in posted]
+    posted = [rendezvous.posted(each, "details") for each in range(rendezvous.world_size)]
+    return [None if each is None else pickle.loads(each)[0] for each in posted]
 
 
 def _require_same_description(rendezvous: Rendezvous, description: str) -> None:
-    for rank in rendezvous.ranks_to_compare():
-        posted = rendezvous.posted(rank)
-        theirs = description if posted is None else pickle.loads(posted)["description"]
-        if theirs != description:
-            is_main = rendezvous.rank == 0
-            other, its, main = (rank, theirs, description) if is_main else (rendezvous.rank, description, theirs)
-            raise SyncError(
-                f"rank {other} saves {its}; rank 0 saves {main}",
-                why="rank 0 writes one checkpoint for all ranks",
-                fix="give save() the same path and the same names on every rank",
-            )
+    rendezvous.require_same(
+        description,
+        "saves",
+        why="rank 0 writes one checkpoint for all ranks",
+        fix="give save() the same path and the same names on every rank",
+    )

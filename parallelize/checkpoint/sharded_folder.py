@@ -93,13 +93,13 @@ def complete_folder(
         written, failure = f"rank {rendezvous.rank} on {socket.gethostname()}: {reason}", _write_error(path, reason)
         failure.__cause__ = exc
     if is_collective:
-        rendezvous.post_result(pickle.dumps(written))
+        rendezvous.post(pickle.dumps(written), "result")
     if rendezvous.rank != 0:
         if failure is not None:
             raise failure
         return
     try:
-        results = [pickle.loads(each) for each in rendezvous.wait_results()] if is_collective else [written]
+        results = [pickle.loads(each) for each in rendezvous.results()] if is_collective else [written]
         _finish(path, folder, results, main)
     except BaseException:
         # An exception, such as one for SIGTERM, may be raised after the new checkpoint is complete.
@@ -126,14 +126,12 @@ def _finish(path: Path, folder: str, results: list[Any], main: tuple[dict[str, A
     if failures:
         raise _write_error(path, "; ".join(failures))
     for rank, each in enumerate(results):
-        names = {result.storage_data.relative_path for result in each.results}
-        for name in names:
-            if not (path / folder / name).is_file():
-                raise ParallelizeError(
-                    f"{path} has no shards of rank {rank}",
-                    why=f"the rank wrote {name} on {each.host}, but {socket.gethostname()} has no such file",
-                    fix="save to a folder that all nodes share, or use sharded=False: rank 0 then writes one file",
-                )
+        if any(not (path / folder / result.storage_data.relative_path).is_file() for result in each.results):
+            raise ParallelizeError(
+                f"{path} has no shards of rank {rank}",
+                why=f"the rank wrote its shards on {each.host}, but {socket.gethostname()} has no such file",
+                fix="save to a folder that all nodes share, or use sharded=False: rank 0 then writes one file",
+            )
     try:
         shards = finish_folder(path / folder, results)
         fsync(path / folder)

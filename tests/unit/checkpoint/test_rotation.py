@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import enum
 import threading
 import time
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from parallelize import ConfigError, ParallelizeError, checkpoints, load, parallel_model, shard_loader
 from parallelize.checkpoint import background_save, save_schedule
 from parallelize.checkpoint.checksum import checksum_of
-from parallelize.checkpoint.save_schedule import EveryNSeconds, EveryNSteps, parse_schedule
+from parallelize.checkpoint.save_schedule import SaveSchedule
 
 
 def assert_equal(a, b):
@@ -204,7 +205,7 @@ def test_a_failure_in_the_background_is_raised(tmp_path, always_in_background):
     def train():
         with checkpoints(tmp_path / "file" / "a", every=1, model=nn.Linear(1, 1)) as saved:
             saved.step()
-            saved._writer._thread.join()
+            concurrent.futures.wait([saved._writer._job])
             saved.step()
             raise AssertionError
 
@@ -277,21 +278,20 @@ def test_an_exception_saves_nothing(tmp_path):
 def test_invalid_every_is_rejected(every):
     """The fix shows what a duration looks like."""
     with pytest.raises(ConfigError, match="every=") as caught:
-        parse_schedule(every, store=None, rank=0)
+        SaveSchedule(every, store=None, rank=0)
     assert "10min" in caught.value.faults[0].fix
 
 
 @pytest.mark.parametrize(("every", "seconds"), [("10min", 600), ("30s", 30), ("1.5 h", 5400), ("1d", 86400)])
 def test_durations_are_parsed(every, seconds):
     """A duration is a number and a unit."""
-    schedule = parse_schedule(every, store=None, rank=0)
-    assert isinstance(schedule, EveryNSeconds)
-    assert schedule.every_s == seconds
+    assert SaveSchedule(every, store=None, rank=0).every_s == seconds
 
 
 def test_steps_are_counted():
-    """EveryNSteps(3) is due after steps 3, 6 and 9."""
-    assert [each for each in range(1, 10) if EveryNSteps(3).is_due(each)] == [3, 6, 9]
+    """With every=3 a save is due after steps 3, 6 and 9."""
+    schedule = SaveSchedule(3, store=None, rank=0)
+    assert [each for each in range(1, 10) if schedule.is_due(each)] == [3, 6, 9]
 
 
 @pytest.mark.parametrize("behind", [0, 1])
@@ -300,7 +300,7 @@ def test_all_ranks_save_after_the_same_steps(behind, monkeypatch):
     seconds = [0.0]
     monkeypatch.setattr(save_schedule, "time", types.SimpleNamespace(monotonic=lambda: seconds[0]))
     store = CountingStore(torch.distributed.HashStore())
-    schedules = [EveryNSeconds(0.2, store=store, rank=rank) for rank in range(2)]
+    schedules = [SaveSchedule("0.2s", store=store, rank=rank) for rank in range(2)]
     schedules[1]._key = schedules[0]._key
     due: list[list[int]] = [[], []]
     saving = threading.Barrier(2)
