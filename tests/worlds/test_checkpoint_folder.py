@@ -385,6 +385,7 @@ def test_one_rank_alone_raises(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, or tests/fake_cuda")
 @pytest.mark.filterwarnings("ignore:gpus=")
 @pytest.mark.parametrize("sharded", [True, False])
 def test_offloaded_state_stays_on_the_cpu(tmp_path, sharded):
