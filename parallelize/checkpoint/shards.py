@@ -10,6 +10,7 @@ exchange plans and results through the store, so that a save can be completed in
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 import io
 import os
@@ -243,6 +244,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             return str  # instead of torch's function from the name of a layout, which is not used here
         if module == "pathlib":
             return PurePath  # of the folder when it was written
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member  # of torch's memory formats, as some releases of Python pickle them
         is_known = module in (
             "torch",
             "torch.distributed.checkpoint.metadata",
@@ -254,6 +257,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         if is_dataclass or is_enum or found is torch.Size or isinstance(found, torch.dtype):
             return found
         raise pickle.UnpicklingError(f"its index holds {module}.{name}, which is not a safe type")
+
+
+def _enum_member(kind: Any, name: str) -> enum.Enum:
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"its index reads {name} of an object that is not an enumeration")
+    return kind[name]
 
 
 def _read_metadata(folder: Path) -> Metadata:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import io
 import os
 import pickle
@@ -204,6 +205,36 @@ def test_one_damaged_shard_stops_all_ranks(saved, copied):
     *others, own = run.all_ranks()
     assert others == [f"rank 2 could not read its shards of {copied}"] * 2
     assert own == f"{copied} is damaged"
+
+
+class PicklerOfPython310(pickle.Pickler):
+    """Pickles the members of an enumeration as Python 3.10 and early releases of 3.11 do."""
+
+    def reducer_override(self, obj):
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_an_index_that_another_python_has_written(copied):
+    """Some releases of Python pickle a member of an enumeration as a call of getattr, which reads nothing else here."""
+    folder = shard_files_of(copied)[0].parent
+    metadata, expected = FileSystemReader(folder).read_metadata(), load(copied)["model"]
+    model = net(5)
+    for value, is_safe in ((metadata, True), (Attribute(), False)):
+        with (folder / ".metadata").open("wb") as file:
+            PicklerOfPython310(file).dump(value)
+        if is_safe:
+            load(folder, model=model)
+            assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
+        else:
+            with pytest.raises(ConfigError, match="reads __subclasses__ of an object that is not an enumeration"):
+                load(folder, model=model)
+
+
+class Attribute:
+    """Reads an attribute of a class when it is unpickled."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "__subclasses__")
 
 
 class Hostile:
