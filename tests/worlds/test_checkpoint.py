@@ -341,6 +341,7 @@ HOW = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @settings(max_examples=6)
 @given(**HOW)
 def test_a_killed_run_continues_where_it_was(tmp_path_factory, uninterrupted, kills, backend, every, in_background):
