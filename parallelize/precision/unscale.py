@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from parallelize.precision.loss_scale import LossScale
 
@@ -67,8 +66,9 @@ def max_flag(flags: Iterable[torch.Tensor], *, device: torch.device) -> torch.Te
 
 def _local_values(gradient: torch.Tensor) -> torch.Tensor:
     """Return the values of a sparse gradient, or the local shard of a DTensor."""
-    values = gradient._values() if gradient.is_sparse else gradient
-    return values._local_tensor if isinstance(values, DTensor) else values
+    values: Any = gradient._values() if gradient.is_sparse else gradient
+    local: torch.Tensor = values._local_tensor if hasattr(values, "full_tensor") else values
+    return local
 
 
 def _foreach_groups(

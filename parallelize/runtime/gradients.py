@@ -25,11 +25,25 @@ __all__ = [
     "parameters_of",
     "reaches_any",
     "require_patchable_backward",
+    "unpatched_backward",
 ]
 
 
 Closure = Callable[..., Any]
 """Function that computes the gradients of an optimizer's step, and returns the loss."""
+
+
+def unpatched_backward(root: torch.Tensor) -> None:
+    """Run the backward pass of a 0-dim tensor, which patches of torch.autograd.backward do not see."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        (root,),
+        (torch.ones((), device="cpu"),),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 @self_test("shard_loader, average= and amp=", instead="average gradients by parallelize.all_reduce")
@@ -46,16 +60,7 @@ def require_patchable_backward() -> bool:
             original(tensors, *args, **kwargs)
             return
         events.append("patch")
-        # Not by `original`, which may be a patch of other code, or one that records losses.
-        torch.autograd.Variable._execution_engine.run_backward(
-            (loss,),
-            (torch.ones(()),),
-            keep_graph=False,
-            create_graph=False,
-            inputs=(),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+        unpatched_backward(loss)  # `original` may be a patch of other code, or one that records losses
 
     def hook(_: torch.Tensor) -> None:
         events.append("in backward" if is_in_backward() else "outside")

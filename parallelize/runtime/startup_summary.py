@@ -13,10 +13,10 @@ import logging
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from parallelize.config.explain import precision_summary
@@ -136,9 +136,9 @@ def _count_text(count: int) -> str:
     return f"{count:,}" if count < 1_000_000 else f"{count / 1e6:,.1f} M"
 
 
-def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _local_bytes(tensors: Iterable[Any]) -> int:
     """Return the size of tensors in this process in bytes; a DTensor counts with its local shard only."""
-    return sum((each._local_tensor if isinstance(each, DTensor) else each).nbytes for each in tensors)
+    return sum((each._local_tensor if hasattr(each, "full_tensor") else each).nbytes for each in tensors)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
