@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import dis
 import functools
+import inspect
 import itertools
 import os
 import re
@@ -35,6 +36,7 @@ __all__ = [
     "stack_of_error",
     "traceback_of",
     "user_lines",
+    "user_stacklevel",
     "with_root",
 ]
 
@@ -117,6 +119,12 @@ def _innermost_user_frame(stack: Stack) -> tuple[FrameType, int] | None:
 
 def _line(frame: FrameType, number: int) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{number}"
+
+
+def user_stacklevel() -> int:
+    """Return the `stacklevel` with which the calling function warns at the innermost line of the user's program."""
+    frames = [each.frame for each in inspect.stack(context=0)[1:]]
+    return 1 + next((level for level, frame in enumerate(frames) if _is_user_code(frame)), 0)
 
 
 def call_site(stack: Stack | None = None) -> str:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.inplace.forward_routing import count_routes
 from parallelize.inplace.rank_comparison import fingerprint
 from parallelize.runtime.containers import leaves
@@ -152,7 +153,7 @@ class SameDataCheck:
             f"{self._run.world.world_size} ranks read the same data: wrap the loader in shard_loader, or, if the data "
             f"is drawn from a generator, seed that differently on each rank (in the first {_STEPS} forwards, the "
             f"{equal} of {' + '.join(type(each).__name__ for each in self._models)} were bitwise equal on all ranks)",
-            stacklevel=10,  # the user's call of the model
+            stacklevel=user_stacklevel(),
         )
 
 
