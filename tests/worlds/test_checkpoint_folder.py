@@ -207,8 +207,8 @@ def test_one_damaged_shard_stops_all_ranks(saved, copied):
     assert own == f"{copied} is damaged"
 
 
-class PicklerOfPython310(pickle.Pickler):
-    """Pickles the members of an enumeration as Python 3.10 and early releases of 3.11 do."""
+class PicklerOfPython311(pickle.Pickler):
+    """Pickles the members of an enumeration as early releases of Python 3.11 do, such as 3.11.2."""
 
     def reducer_override(self, obj):
         return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
@@ -221,7 +221,7 @@ def test_an_index_that_another_python_has_written(copied):
     model = net(5)
     for value, is_safe in ((metadata, True), (Attribute(), False)):
         with (folder / ".metadata").open("wb") as file:
-            PicklerOfPython310(file).dump(value)
+            PicklerOfPython311(file).dump(value)
         if is_safe:
             load(folder, model=model)
             assert all(torch.equal(each, expected[name]) for name, each in model.state_dict().items())
