@@ -138,8 +138,9 @@ class _ModuleCasts:
         self._on_access = _CastOnAccess(self.parameters, names=names, dtype=dtype)
 
     def on_access(self) -> _CastOnAccess:
-        """Return the replacement for `parameters`; another one after a parameter was replaced."""
-        if not all(map(is_, self._on_access.values(), self.parameters.values())):
+        """Return the replacement for `parameters`; another one after a parameter was replaced or added."""
+        is_same_size = len(self._on_access) == len(self.parameters)
+        if not (is_same_size and all(map(is_, self._on_access.values(), self.parameters.values()))):
             self._on_access = _CastOnAccess(self.parameters, names=self.names, dtype=self._dtype)
         return self._on_access
 

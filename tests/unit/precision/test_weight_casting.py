@@ -131,6 +131,24 @@ def test_o2_is_autocast_where_only_products_have_weights() -> None:
         assert torch.equal(here.grad, there.grad)
 
 
+class Growing(nn.Linear):
+    """A layer that recomputes its forward, and may get another parameter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: nn.Linear.forward(self, x) * getattr(self, "scale", 1), x, use_reentrant=False)
+
+
+def test_o2_recomputes_with_a_parameter_that_is_added_in_the_block() -> None:
+    """A recomputed forward finds a parameter that the model got after an earlier backward."""
+    model: Any = Growing(3, 2)
+    with block(model, "O2"):
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            if not hasattr(model, "scale"):
+                model.scale = nn.Parameter(torch.ones(2))
+    assert model.scale.grad is not None
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_o2_casts_again_when_a_checkpoint_recomputes(reentrant: bool) -> None:
     """A recomputed forward uses half weights too, and the gradients equal those without a checkpoint."""
