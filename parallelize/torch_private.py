@@ -237,7 +237,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_orig_param_uid": ("unshard a parameter", "nothing"),
     },
     "torch.distributed.elastic.agent.server.SimpleElasticAgent": {
-        "_exit_barrier": ("overridden: node_coordination ends the nodes", "the elastic launcher fails"),
+        "_exit_barrier": ("overridden: control_plane ends the nodes", "the elastic launcher fails"),
         "_remaining_restarts": ("compute the number of the attempt", "the elastic launcher fails"),
         "_shutdown": ("overridden: end process groups of workers", "the elastic launcher fails"),
         "_store": ("close the store of the last attempt", "the elastic launcher fails"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
 import multiprocessing
@@ -227,9 +226,18 @@ def _gloo_interface(world: World) -> Iterator[None]:
         del os.environ[name]
 
 
-@functools.cache
 def _store(world: World, timeout: timedelta) -> dist.Store:
-    """Return the rendezvous store; cached, because clients may fail while the server closes and reopens its port."""
+    """Return the rendezvous store, one per world: clients may fail while the server closes and reopens its port."""
+    if world not in _stores:
+        _stores[world] = _new_store(world, timeout)
+    _stores[world].set_timeout(timeout)
+    return _stores[world]
+
+
+_stores: dict[World, dist.Store] = {}
+
+
+def _new_store(world: World, timeout: timedelta) -> dist.Store:
     if world.world_size == 1:
         return dist.HashStore()
     if world.is_main and not world.has_store:

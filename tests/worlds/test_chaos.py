@@ -38,12 +38,13 @@ SCRIPT = f"""
 import json, os, pathlib, sys, time
 import torch, torch.distributed as dist
 from parallelize import checkpoints, distributed, rank
-from parallelize.launchers.elastic import heartbeats
+from parallelize.launchers.elastic.plugin import ElasticLauncher
 
-heartbeats.LOST_AFTER_S = {LOST_AFTER_S}
 folder, options, last = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 
-@distributed(**dict(processes=1, num_nodes=2, timeout=30) | options)
+launcher = ElasticLauncher(heartbeat_timeout={LOST_AFTER_S})
+
+@distributed(**dict(processes=1, num_nodes=2, timeout=30, launcher=launcher) | options)
 def train():
     model = torch.nn.Linear(1, 1)
     torch.nn.init.zeros_(model.weight)

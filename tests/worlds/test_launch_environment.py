@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -109,7 +110,7 @@ def train(x):
 
 folder = pathlib.Path(sys.argv[1])
 try:
-    result = [train(10), train(20), distributed()(rank).all_ranks()]
+    result = [train(10), train(20), distributed(timeout=600)(rank).all_ranks()]
     model, scale, kind, same = give(3.0)
     assert (model.weight.item(), scale(2.0), kind is Result, same is model.weight) == (3.0, 6.0, True, True)
     assert [scale(2.0) for _, scale, _, _ in give.all_ranks(4.0)] == [8.0, 8.0]
@@ -138,6 +139,30 @@ def torchrun(tmp_path: Path):
 def test_under_torchrun_a_call_joins(torchrun) -> None:
     """A call starts no process, and returns rank 0's value on every rank: lambdas and modules, too."""
     assert torchrun({}) == [str([(10, 2), (20, 2), [0, 1]])] * 2
+
+
+def test_calls_with_different_timeouts_share_the_store_that_rank_0_serves(tmp_path: Path) -> None:
+    """Under mpirun rank 0 serves the store: a second call with another timeout= uses the same one."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path), "{}"],
+            env={**os.environ, **world, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank, "RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]
+    assert [each.wait(timeout=50) for each in started] == [0, 0]
+    assert {(tmp_path / rank).read_text() for rank in ("0", "1")} == {str([(10, 2), (20, 2), [0, 1]])}
 
 
 def test_a_request_that_does_not_fit_torchruns_world_is_refused(torchrun) -> None:

@@ -23,9 +23,12 @@ SCRIPT = """
 import json, os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
 from parallelize import distributed, rank
+from parallelize.launchers.elastic.plugin import ElasticLauncher
 
 what, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 options = dict(processes=2, num_nodes=2, timeout=20) | json.loads(sys.argv[3])
+if "heartbeat_timeout" in options:
+    options["launcher"] = ElasticLauncher(heartbeat_timeout=options.pop("heartbeat_timeout"))
 
 class Boom(Exception):
     pass
@@ -40,9 +43,12 @@ def train(factor=1):
         if what == "raise":
             raise Boom("rank 3 of attempt", attempt)
         if what == "kill":
+            os.write(1, b"last words")
             os.kill(os.getpid(), signal.SIGKILL)
     if what in ("raise", "kill", "sleep") and not options.get("max_restarts"):
         time.sleep(300)
+    while what == "wait" and not (folder / "go").exists():
+        time.sleep(0.1)
     return [total.item() * factor, rank(), int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"]), attempt]
 
 result = {}
@@ -51,7 +57,7 @@ try:
         result["value"] = len(distributed(**options)(lambda: b"x" * 20_000_000)())
     else:
         result["value"] = train(factor=2)
-        result["all"] = train.all_ranks()
+        result["all"] = distributed(**options | {"timeout": 21})(train.__wrapped__).all_ranks(factor=1)
 except BaseException as error:
     result["error"] = type(error).__name__
     result["text"] = "\\n".join([str(error), *getattr(error, "__notes__", [])])
@@ -98,7 +104,7 @@ class Nodes:
     def worker_pids(self, count: int) -> list[int]:
         """Return the process ids of all workers, once they are connected."""
         files = [self.folder / f"pid.{rank}" for rank in range(count)]
-        wait_for(lambda: all(file.exists() and file.read_text() for file in files))
+        wait_for(lambda: all(file.exists() and file.read_text() for file in files), timeout_s=90)
         return [int(file.read_text()) for file in files]
 
 
@@ -145,7 +151,7 @@ ALL_RANKS = [[6.0, 0, 0, 0, 0], [6.0, 1, 0, 1, 0], [6.0, 2, 1, 0, 0], [6.0, 3, 1
 
 @pytest.mark.parametrize("numbers", [(0, 1), (None, None)], ids=["numbered", "unnumbered"])
 def test_every_node_gets_rank_0s_value(nodes: Nodes, port: int, numbers: Sequence[int | None]) -> None:
-    """Two calls return rank 0's value and all ranks' values on both nodes, with and without NODE_RANK."""
+    """Two calls with different timeouts return rank 0's value and all ranks' values, with and without NODE_RANK."""
     started = [nodes.start("return", environ=on_loopback(number, port)) for number in numbers]
     for process in started:
         result = nodes.result(process)
@@ -179,6 +185,7 @@ def test_failure_reaches_sleeping_nodes(nodes: Nodes, port: int, what: str, erro
         assert result["error"] == error
         assert "rank 3" in result["text"]
         assert "the others: ranks 0-2: stopped" in result["text"]
+        assert ("last words" in result["text"]) == (what == "kill")
     assert not running_pids(pids)
 
 
@@ -262,13 +269,34 @@ def test_num_nodes_without_master_addr_is_refused(nodes: Nodes) -> None:
 @pytest.mark.parametrize("killed", [0, 1], ids=["node 0", "node 1"])
 def test_killed_agent_ends_the_run(nodes: Nodes, port: int, killed: int) -> None:
     """When the agent of one node is killed, the other node detects the missing heartbeat and raises."""
-    started = [nodes.start("sleep", environ=on_loopback(number, port)) for number in (0, 1)]
+    options = {"heartbeat_timeout": 4}
+    started = [nodes.start("sleep", options=options, environ=on_loopback(number, port)) for number in (0, 1)]
     pids = nodes.worker_pids(4)
     started[killed].send_signal(signal.SIGKILL)
     result = nodes.result(started[1 - killed])
     assert result["error"] == "LaunchError"
     assert f"node {killed} is gone" in result["text"]
     wait_for(lambda: not running_pids(pids))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("stopped", [0, 1], ids=["node 0", "node 1"])
+@pytest.mark.parametrize(("for_s", "heartbeat_timeout"), [(12, 60), (15, 6)], ids=["short", "long"])
+def test_a_stopped_agent(nodes: Nodes, port: int, stopped: int, for_s: int, heartbeat_timeout: int) -> None:
+    """An agent that is stopped by SIGSTOP continues its run; after heartbeat_timeout it is lost, on all nodes."""
+    options = {"heartbeat_timeout": heartbeat_timeout}
+    started = [nodes.start("wait", options=options, environ=on_loopback(number, port)) for number in (0, 1)]
+    nodes.worker_pids(4)
+    started[stopped].send_signal(signal.SIGSTOP)
+    time.sleep(for_s)
+    started[stopped].send_signal(signal.SIGCONT)
+    (nodes.folder / "go").touch()
+    for result in [nodes.result(process) for process in started]:
+        if for_s < heartbeat_timeout:
+            assert result["value"] == [12.0, 0, 0, 0, 0]
+        else:
+            assert (result["error"], f"node {stopped} is gone" in result["text"]) == ("LaunchError", True), result
 
 
 @pytest.fixture(scope="module")

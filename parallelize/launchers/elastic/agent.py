@@ -26,12 +26,12 @@ from typing import Any
 import torch.distributed.elastic.multiprocessing.api as torch_api
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from parallelize.launchers.elastic.control_plane import SingleNode
 from parallelize.launchers.elastic.failures import WorkerExit
 from parallelize.launchers.elastic.fork_server import starting_processes
-from parallelize.launchers.elastic.peers import MultiNode, SingleNode
+from parallelize.launchers.elastic.worker_output import RankFiles
 from parallelize.torch_private import self_test
 
 __all__ = ["MONITOR_INTERVAL_S", "STOP_GRACE_S", "Agent"]
@@ -63,26 +63,26 @@ class Agent(LocalElasticAgent):
 
     Args:
         spec: torch elastic's description of the workers: role, number, entry point, rendezvous.
-        logs_specs: files for the workers' stdout and stderr.
+        files: files for the workers' stdout and stderr.
         start_method: "forkserver", or "spawn" on systems without it.
         after_start: called with the attempt number after the workers of that attempt were started.
-        peers: the other nodes.
+        control_plane: exchange with the other nodes.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
-        logs_specs: LogsSpecs,
+        files: RankFiles,
         *,
         start_method: str,
         after_start: Callable[[int], None],
-        peers: SingleNode | MultiNode,
+        control_plane: SingleNode,
     ) -> None:
         _require_overridable_agent()
-        super().__init__(spec, logs_specs, start_method=start_method)
+        super().__init__(spec, files, start_method=start_method)
         self._uses_fork_server = start_method == "forkserver"
         self._after_start = after_start
-        self._peers = peers
+        self._files, self._control_plane = files, control_plane
         self._success: RunResult | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
@@ -115,33 +115,35 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         exits = self._find_early_exits(worker_group)
-        if exits or self._peers.has_failed(self.attempt):
+        if exits or self._control_plane.has_failed(self.attempt):
+            self._control_plane.fail(self.attempt)
             self._terminate_workers(STOP_GRACE_S)
             # Look again: peers fail on the closed connections of a killed worker before its exit is visible here.
             known = {each.rank for each in exits}
             late = [each for each in self._find_early_exits(worker_group) if each.exitcode not in _SIGTERM_EXIT_CODES]
             exits += [each for each in late if each.rank not in known]
             self._kill_worker_groups()
-            self._peers.report(self.attempt, exits)
+            self._control_plane.report(self.attempt, exits)
             return RunResult(state=WorkerState.FAILED, failures=self._process_failures(worker_group, exits))
         if self._success is None and all(map(self._has_returned, range(len(self._processes())))):
             # Only after all have returned: if a worker died, torch elastic would wait 30 s for the other workers.
             self._success = super()._monitor_workers(worker_group)
-        if self._success is not None and self._peers.all_done(self.attempt):
+        if self._success is not None and self._control_plane.all_done(self.attempt):
             return self._success
         return RunResult(state=WorkerState.HEALTHY)
 
     def _exit_barrier(self) -> None:
-        """Skip torch elastic's barrier: `peers.all_done` has already waited for the other nodes."""
+        """Skip torch elastic's barrier: `control_plane.all_done` has already waited for the other nodes."""
 
     def _find_early_exits(self, worker_group: WorkerGroup) -> list[WorkerExit]:
         """Return the workers that exited without a return value, for which torch elastic would wait forever."""
         ended = [(local, each) for local, each in enumerate(self._processes()) if each.exitcode is not None]
-        host = socket.gethostname()
+        early = [(local, each) for local, each in ended if each.exitcode != 0 or not self._has_returned(local)]
+        host, now = socket.gethostname(), time.time()
+        ranks = [worker_group.workers[local].global_rank for local, _ in early]
         return [
-            WorkerExit(worker_group.workers[local].global_rank, host, each.pid or 0, each.exitcode or 0, time.time())
-            for local, each in ended
-            if each.exitcode != 0 or not self._has_returned(local)
+            WorkerExit(rank, host, each.pid or 0, each.exitcode or 0, now, self._files.read_output(rank, self.attempt))
+            for rank, (_, each) in zip(ranks, early, strict=True)
         ]
 
     def _has_returned(self, local_rank: int) -> bool:

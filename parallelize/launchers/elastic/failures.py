@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallelize.call.task import Outcome, error_text
 from parallelize.errors import ParallelizeError, SyncError, WorkerError
 from parallelize.hang_detection.stack_frames import call_site_in
 
-__all__ = ["WorkerExit", "caller_exception", "is_secondary", "was_stopped"]
+__all__ = ["WorkerExit", "caller_exception", "has_root_cause", "is_secondary", "was_stopped"]
 
 # Errors of a rank whose peer is lost, raised directly or re-raised: torch's types, and gloo's plain RuntimeErrors.
 _PEER_LOST = re.compile(r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE)
@@ -40,6 +40,7 @@ class WorkerExit:
         pid: its process ID.
         exitcode: as in multiprocessing: the negative signal number if a signal killed it.
         seen_at: when the agent noticed, in seconds since the epoch.
+        output: the ends of its stdout and its stderr.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class WorkerExit:
     pid: int
     exitcode: int
     seen_at: float
+    output: tuple[str, str] = ("", "")
 
 
 def caller_exception(
@@ -54,7 +56,6 @@ def caller_exception(
     exits: Sequence[WorkerExit],
     *,
     world_size: int,
-    output: Callable[[int], tuple[str, str]],
     earlier: Sequence[BaseException] = (),
 ) -> BaseException:
     """Return the exception to raise in the caller: the earliest root cause, with rank, host and traceback as notes.
@@ -63,7 +64,6 @@ def caller_exception(
         outcomes: the outcomes that ranks have written.
         exits: workers that exited without returning, as the agents noticed them.
         world_size: number of ranks.
-        output: returns the stdout and the stderr of a rank.
         earlier: the exceptions of the previous attempts.
     """
     by_rank = {outcome.rank: outcome for outcome in outcomes}
@@ -71,7 +71,7 @@ def caller_exception(
     silent = {each.rank: each for each in exits if each.rank not in {outcome.rank for outcome in failed}}
     cause = _first_cause(failed, list(silent.values()))
     if isinstance(cause, WorkerExit):
-        error, notes = _error_of_exit(cause, output(cause.rank), outcomes)
+        error, notes = _error_of_exit(cause, outcomes)
     else:
         error, notes = _error_of_outcome(cause, world_size)
     others = [rank for rank in range(world_size) if rank != cause.rank]
@@ -96,6 +96,14 @@ def _first_cause(failed: Sequence[Outcome], silent: Sequence[WorkerExit]) -> Out
 
 def _failed_at(outcome: Outcome) -> float:
     return float("inf") if outcome.failed_at is None else outcome.failed_at
+
+
+def has_root_cause(outcomes: Sequence[Outcome], exits: Sequence[WorkerExit]) -> bool:
+    """Return whether a rank failed for a reason of its own, and not because another rank or a node was lost."""
+    failed = [each for each in outcomes if each.error is not None]
+    if any(not (was_stopped(each) or is_secondary(each) or isinstance(each.error, SyncError)) for each in failed):
+        return True
+    return not {each.rank for each in exits} <= {each.rank for each in outcomes}
 
 
 def was_stopped(outcome: Outcome) -> bool:
@@ -124,16 +132,14 @@ def _error_of_outcome(outcome: Outcome, world_size: int) -> tuple[BaseException,
     return error, [where, outcome.traceback.rstrip()]
 
 
-def _error_of_exit(
-    worker_exit: WorkerExit, output: tuple[str, str], outcomes: Sequence[Outcome]
-) -> tuple[BaseException, list[str]]:
-    _, err = output
+def _error_of_exit(worker_exit: WorkerExit, outcomes: Sequence[Outcome]) -> tuple[BaseException, list[str]]:
+    _, err = worker_exit.output
     mismatch = _GLOO_SIZE_MISMATCH.search(err)
     if mismatch is not None:
         return _size_mismatch_error(worker_exit, mismatch[1], err, outcomes)
     error = _worker_error(worker_exit.rank, worker_exit.host, worker_exit.exitcode, why="it ended without an exception")
     # The end of each stream; stderr is last, because it usually contains the reason.
-    tail = "\n".join(line for text in output for line in text.splitlines()[-_TAIL_LINES:])
+    tail = "\n".join(line for text in worker_exit.output for line in text.splitlines()[-_TAIL_LINES:])
     return error, [f"last lines of rank {worker_exit.rank}:\n{tail}"] if tail else []
 
 

@@ -23,10 +23,10 @@ from parallelize.cluster.network import gloo_interface, resolvable_address
 from parallelize.cluster.world import Node
 from parallelize.errors import ConfigError, LaunchError
 from parallelize.launchers.elastic.agent import MONITOR_INTERVAL_S, Agent
+from parallelize.launchers.elastic.control_plane import MultiNode, SingleNode
 from parallelize.launchers.elastic.failures import caller_exception
-from parallelize.launchers.elastic.node_coordination import NodeCoordinator, join_call
-from parallelize.launchers.elastic.peers import MultiNode, SingleNode
 from parallelize.launchers.elastic.rendezvous import Rendezvous
+from parallelize.launchers.elastic.run_store import join_run
 from parallelize.launchers.elastic.signals import StopSignals
 from parallelize.launchers.elastic.worker_environment import available_cores, terminal_columns, worker_environ
 from parallelize.launchers.elastic.worker_output import OutputTail, RankFiles, forwarded, open_standard_streams
@@ -47,10 +47,21 @@ class ElasticLauncher(Launcher):
     Args:
         start_method: "forkserver" (the fork server imports torch once, so that a later call starts in a fraction of a
             second) or "spawn"; None: "forkserver" where the system supports it.
+        heartbeat_timeout: seconds after which a node without a heartbeat is lost, and the call fails on all nodes; a
+            process that is stopped for less, as by the migration of its virtual machine, continues.
     """
 
     name = "elastic"
     start_method: str | None = None
+    heartbeat_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.heartbeat_timeout > 0:
+            raise ConfigError(
+                f"heartbeat_timeout={self.heartbeat_timeout!r}",
+                why="every node would be lost at once",
+                fix="use a positive number of seconds",
+            )
 
     def launch(self, task: Task, *, node: Node | None, environ: Mapping[str, str]) -> list[Outcome]:
         """Run the task in every process of its layout.
@@ -75,25 +86,26 @@ class ElasticLauncher(Launcher):
             task.write(task_path(folder))
             if node is not None:
                 node = dataclasses.replace(node, master_addr=resolvable_address(node.master_addr))
-            coordinator = None if task.layout.num_nodes == 1 else self._join_call(task, node)
+            control_plane = self._control_plane(task, node, folder)
             start_method = self._resolve_start_method()
-            run = _NodeRun(task, folder, environ, coordinator, signals=signals, start_method=start_method)
-            try:
-                return run.result()
-            finally:
-                if coordinator is not None:
-                    coordinator.heartbeats.stop()
+            with contextlib.closing(control_plane):
+                return _NodeRun(task, folder, environ, control_plane, signals, start_method=start_method).result()
 
-    def _join_call(self, task: Task, node: Node | None) -> NodeCoordinator:
+    def _control_plane(self, task: Task, node: Node | None, folder: Path) -> SingleNode:
         layout = task.layout
+        if layout.num_nodes == 1:
+            return SingleNode(task, folder)
         if node is None:
             raise ConfigError(
                 f"num_nodes={layout.num_nodes} without MASTER_ADDR and MASTER_PORT",
                 why="the same script runs on every node, and the nodes connect to node 0 at this address",
                 fix="on every node: MASTER_ADDR=<address of node 0> MASTER_PORT=29400 NODE_RANK=<0, 1, ...> python ...",
             )
+        client = join_run(node, layout.num_nodes, layout.config.timeout)
+        nodes = MultiNode(client, task, folder, heartbeat_timeout=self.heartbeat_timeout)
         request = f"{task.name}, {layout.num_nodes} nodes x {layout.local_world_size} processes"
-        return join_call(node, num_nodes=layout.num_nodes, request=request, timeout=layout.config.timeout)
+        nodes.wait_for_all_nodes(request, layout.config.timeout)
+        return nodes
 
     def _resolve_start_method(self) -> str:
         known = multiprocessing.get_all_start_methods()
@@ -108,31 +120,19 @@ class _NodeRun:
         task: Task,
         folder: Path,
         environ: Mapping[str, str],
-        coordinator: NodeCoordinator | None,
-        *,
+        control_plane: SingleNode,
         signals: StopSignals,
+        *,
         start_method: str,
     ) -> None:
-        self._task, self._layout, self._signals = task, task.layout, signals
-        config, local_world_size = self._layout.config, self._layout.local_world_size
-        address, node_rank = (coordinator.address, coordinator.node_rank) if coordinator else ("127.0.0.1", 0)
-        first_rank = node_rank * local_world_size
-        self._ranks = range(first_rank, first_rank + local_world_size)
+        self._layout, self._signals = task.layout, signals
+        config, self._control_plane = self._layout.config, control_plane
         self._files = RankFiles(folder / "logs" if config.logs in ("rank0", "all") else Path(config.logs))
         self._tails: list[OutputTail] = []
         self._earlier_errors: list[BaseException] = []
-        self._peers: SingleNode | MultiNode = SingleNode(folder, self._layout.world_size)
-        if coordinator is not None:
-            self._peers = MultiNode(coordinator, folder, self._ranks)
-        self._rendezvous = Rendezvous(
-            address,
-            node_rank=node_rank,
-            num_nodes=self._layout.num_nodes,
-            timeout=config.timeout,
-            agent_store=coordinator.store if coordinator else None,
-            before_restart=self._peers.require_all_nodes,
-        )
-        interface = gloo_interface(address) if coordinator else None
+        self._rendezvous = Rendezvous(control_plane, timeout=config.timeout)
+        is_single = self._layout.num_nodes == 1
+        interface = None if is_single else gloo_interface(control_plane.address)
         variables = worker_environ(
             environ, self._layout, cores=available_cores(), columns=terminal_columns(), interface=interface
         )
@@ -147,16 +147,20 @@ class _NodeRun:
         )
         spec = WorkerSpec(
             role=task.name,
-            local_world_size=local_world_size,
+            local_world_size=self._layout.local_world_size,
             entrypoint=run,
             args=(setup,),
             rdzv_handler=self._rendezvous,
             max_restarts=config.max_restarts,
             monitor_interval=MONITOR_INTERVAL_S,
-            local_addr=address,
+            local_addr=control_plane.address,
         )
         self._agent = Agent(
-            spec, self._files, start_method=start_method, after_start=self._after_start, peers=self._peers
+            spec,
+            self._files,
+            start_method=start_method,
+            after_start=self._after_start,
+            control_plane=control_plane,
         )
 
     def result(self) -> list[Outcome]:
@@ -168,13 +172,13 @@ class _NodeRun:
         attempt = self._agent.attempt
         if result.is_failed():
             raise self._build_error(attempt)
-        return self._peers.collect_outcomes(attempt, range(self._layout.world_size if self._task.all_ranks else 1))
+        return self._control_plane.collect_outcomes(attempt)
 
     def _after_start(self, attempt: int) -> None:
         """Install our signal handlers again, show the output of the new attempt, and log a restart."""
         self._signals.install()
         config = self._layout.config
-        for rank in (each for each in self._ranks if each == 0 or config.logs == "all"):
+        for rank in (each for each in self._control_plane.ranks if each == 0 or config.logs == "all"):
             prefix = f"[rank {rank}] " if config.logs == "all" else ""
             self._tails.append(OutputTail(self._files.path(rank, attempt, "out"), sys.stdout, prefix))
             self._tails.append(OutputTail(self._files.path(rank, attempt, "err"), sys.stderr, prefix))
@@ -184,12 +188,11 @@ class _NodeRun:
             _log.warning("restart %d of %d after %s", attempt, config.max_restarts, error)
 
     def _build_error(self, attempt: int) -> BaseException:
-        outcomes, exits = self._peers.collect_failures(attempt)
+        outcomes, exits = self._control_plane.collect_failures(attempt)
         return caller_exception(
             outcomes,
             exits,
             world_size=self._layout.world_size,
-            output=lambda rank: self._files.read_output(rank, attempt),
             earlier=self._earlier_errors,
         )
 

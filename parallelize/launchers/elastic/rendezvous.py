@@ -7,13 +7,13 @@ round (https://github.com/pytorch/pytorch/issues/135712).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from parallelize.cluster.store import serve_store
+from parallelize.launchers.elastic.control_plane import SingleNode
 
 __all__ = ["Rendezvous"]
 
@@ -22,27 +22,12 @@ class Rendezvous(RendezvousHandler):
     """Rendezvous of the agents; in each round node 0 serves a new store for the workers.
 
     Args:
-        address: address at which node 0 serves the store; reachable from all nodes.
-        node_rank: rank of this node.
-        num_nodes: number of nodes.
+        control_plane: the nodes of the call.
         timeout: limit of every wait on the store.
-        agent_store: store shared by all agents; None: there is one node, whose agent uses the workers' store.
-        before_restart: called before each round except the first; raises if a restart is impossible.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        node_rank: int = 0,
-        num_nodes: int = 1,
-        timeout: timedelta,
-        agent_store: dist.Store | None,
-        before_restart: Callable[[], None],
-    ) -> None:
-        self._address, self._timeout = address, timeout
-        self._node_rank, self._num_nodes = node_rank, num_nodes
-        self._agent_store, self._before_restart = agent_store, before_restart
+    def __init__(self, control_plane: SingleNode, *, timeout: timedelta) -> None:
+        self._control_plane, self._timeout = control_plane, timeout
         self._worker_store: dist.TCPStore | None = None
         self._rounds = itertools.count()
 
@@ -57,20 +42,20 @@ class Rendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Start a round: return its new store and this node's rank."""
-        round_number = next(self._rounds)
+        nodes, round_number = self._control_plane, next(self._rounds)
         if round_number:
-            self._before_restart()
-        if self._node_rank == 0:
-            self._worker_store = serve_store(self._address, 0, self._timeout)
-        if self._agent_store is None:
+            nodes.require_all_nodes()
+        if nodes.node_rank == 0:
+            self._worker_store = serve_store(nodes.address, 0, self._timeout)
+        if nodes.store is None:
             assert self._worker_store is not None
             agent_store, port = dist.PrefixStore("agents", self._worker_store), self._worker_store.port
         else:
-            agent_store = dist.PrefixStore(f"round/{round_number}", self._agent_store)
+            agent_store = dist.PrefixStore(f"round/{round_number}", nodes.store)
             if self._worker_store is not None:
                 agent_store.set("port", str(self._worker_store.port))
             port = int(agent_store.get("port"))
-        return RendezvousInfo(agent_store, self._node_rank, self._num_nodes, RendezvousStoreInfo(self._address, port))
+        return RendezvousInfo(agent_store, nodes.node_rank, nodes.num_nodes, RendezvousStoreInfo(nodes.address, port))
 
     def is_closed(self) -> bool:
         """Return False: a run ends with its agent."""

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest
 __all__ = ["OutputTail", "RankFiles", "forwarded", "open_standard_streams"]
 
 _POLL_EVERY_S = 0.03
+_END_BYTES = 64 << 10
 
 
 def open_standard_streams() -> None:
@@ -56,9 +57,9 @@ class RankFiles(LogsSpecs):
         return self._folder / f"rank{rank}{restart}.{stream}"
 
     def read_output(self, rank: int, attempt: int) -> tuple[str, str]:
-        """Return a rank's stdout and stderr of one attempt; "" for a rank of another node."""
+        """Return the ends of a rank's stdout and stderr of one attempt."""
         out, err = (self.path(rank, attempt, stream) for stream in ("out", "err"))
-        return _read_text(out), _read_text(err)
+        return _read_end(out), _read_end(err)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return the files of one attempt by local rank, for torch elastic; remove the files of an earlier run."""
@@ -79,8 +80,10 @@ class RankFiles(LogsSpecs):
                 path.unlink()
 
 
-def _read_text(path: Path) -> str:
-    return path.read_text(errors="replace") if path.is_file() else ""
+def _read_end(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _END_BYTES))
+        return file.read().decode(errors="replace")
 
 
 @dataclass

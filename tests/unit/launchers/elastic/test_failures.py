@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sys
 from pathlib import Path
@@ -38,12 +39,8 @@ def exited(rank: int, at: float, exitcode: int = -9) -> WorkerExit:
     return WorkerExit(rank, f"host{rank}", 100 + rank, exitcode, at)
 
 
-def no_output(rank: int) -> tuple[str, str]:
-    return "", ""
-
-
 def error_of(outcomes: list[Outcome], exits: list[WorkerExit], world_size: int = 4) -> BaseException:
-    return caller_exception(outcomes, exits, world_size=world_size, output=no_output)
+    return caller_exception(outcomes, exits, world_size=world_size)
 
 
 @given(order=st.permutations(range(4)))
@@ -130,7 +127,7 @@ def test_many_ranks_are_one_line() -> None:
 
 def test_earlier_attempts_are_noted() -> None:
     """After restarts, the error of each attempt has one line."""
-    error = caller_exception([raised(0, 1.0)], [], world_size=1, output=no_output, earlier=[KeyError("a"), OSError()])
+    error = caller_exception([raised(0, 1.0)], [], world_size=1, earlier=[KeyError("a"), OSError()])
     assert error.__notes__[-3:] == [
         "no other rank exists",
         "attempt 0 had failed with KeyError: 'a'",
@@ -145,7 +142,7 @@ def test_the_last_lines_of_a_killed_rank_are_shown(tmp_path: Path) -> None:
     (tmp_path / "rank1.1.out").write_text("".join(f"line {number}\n" for number in range(100)))
     (tmp_path / "rank1.1.err").write_text("Fatal Python error\n")
     (tmp_path / "rank11.1.out").write_text("another rank\n")
-    error = caller_exception([], [exited(1, 1.0)], world_size=2, output=lambda rank: files.read_output(rank, 1))
+    error = caller_exception([], [dataclasses.replace(exited(1, 1.0), output=files.read_output(1, 1))], world_size=2)
     lines = error.__notes__[0].splitlines()
     assert lines == ["last lines of rank 1:", *(f"line {number}" for number in range(80, 100)), "Fatal Python error"]
 
