@@ -13,14 +13,13 @@ from parallelize.data.device_prefetch import move_batches
 from parallelize.data.epoch_shards import IndexedShard
 from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.source import EpochShard, Position, Source
-from parallelize.data.step_timing import timed_steps
-from parallelize.data.weighted_gradients import BatchWeight
 from parallelize.errors import ConfigError
 from parallelize.precision.autocast_filter import set_loss_over
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.rank_consistency import ConsistencyCheck, register_check
 from parallelize.runtime.startup_summary import register_loader
-from parallelize.runtime.weighted_backward import weigh_batches
+from parallelize.runtime.step_timing import timed_steps
+from parallelize.runtime.weighted_backward import BatchWeight, weigh_batches
 
 __all__ = ["ShardedLoader"]
 

@@ -1,4 +1,4 @@
-"""weighted_gradients: backward starts from the weight of the current batch."""
+"""Weighted backward passes: backward starts from the weight of the current batch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from parallelize import SyncError
-from parallelize.data.weighted_gradients import BatchWeight
-from parallelize.runtime.weighted_backward import weigh_batches
+from parallelize.runtime.weighted_backward import BatchWeight, weigh_batches
 
 
 class Marked(torch.Tensor):

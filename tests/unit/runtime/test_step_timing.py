@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from parallelize.data.step_timing import StepTiming, report_line, timed_steps
+from parallelize.runtime.step_timing import StepTiming, report_line, timed_steps
 
 
 def timings(*data_s: float, late_s: tuple[float, ...]) -> list[StepTiming]:
