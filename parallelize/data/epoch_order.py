@@ -2,60 +2,122 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from parallelize.data.rng import IsolatedRNG
+from parallelize.data.rng import IsolatedRNG, derive_seed, get_state, is_generator
 
-__all__ = ["Permutation", "draw_order", "sampler_seed", "stream_order"]
+__all__ = [
+    "MAX_LISTED",
+    "Permutation",
+    "draw_order",
+    "is_exactly",
+    "order_fingerprint",
+    "sampler_seed",
+    "stream_order",
+    "stream_rng",
+]
+
+MAX_LISTED = 2**24
+"""Samplers with more units are drawn while they are iterated, as those without a length."""
+_CHUNK = 2**16
+_MAX_COMPARED = 256
 
 
 class Permutation(Sequence[int]):
-    """A shuffled range that converts only a slice at a time to Python ints: a list of 10^8 takes seconds and 4 GB."""
+    """A shuffled range of 4 bytes per index, converted to Python ints a slice at a time.
+
+    The indices are drawn when they are read first, and again after `release`.
+    """
 
     def __init__(self, length: int, seed: int) -> None:
-        generator = torch.Generator()
-        generator.manual_seed(seed)
-        self._indices = torch.randperm(length, generator=generator)
-        self._seed = seed
+        self._length, self._seed = length, seed
+        self._drawn: torch.Tensor | None = None
 
     def __repr__(self) -> str:
         return f"Permutation({len(self)}, {self._seed})"
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return self._length
 
     @overload
     def __getitem__(self, position: int) -> int: ...
     @overload
     def __getitem__(self, position: slice) -> list[int]: ...
     def __getitem__(self, position: int | slice) -> int | list[int]:
-        picked: int | list[int] = self._indices[position].tolist()
+        picked: int | list[int] = self.indices[position].tolist()
         return picked
 
+    @property
+    def indices(self) -> torch.Tensor:
+        """All indices, in order."""
+        if self._drawn is None:
+            generator = torch.Generator()
+            generator.manual_seed(self._seed)
+            dtype = torch.int32 if self._length < 2**31 else torch.int64  # the values are the same
+            self._drawn = torch.randperm(self._length, generator=generator, dtype=dtype)
+        return self._drawn
 
-def draw_order(sampler: Any, *, seed: int, epoch: int) -> Sequence[Any]:
-    """Return all units that a sampler yields in an epoch.
+    def release(self) -> None:
+        """Free the memory of the indices."""
+        self._drawn = None
+
+
+def draw_order(sampler: Any, *, seed: int, epoch: int, max_listed: int = MAX_LISTED) -> Sequence[Any] | None:
+    """Return all units that a sampler yields in an epoch; None: they are too many to list, or endless.
 
     For torch's RandomSampler, the order is that of DistributedSampler. Before any other sampler is iterated, every
     generator that it may use is seeded, so that all processes get the same order.
 
     Args:
-        sampler: the loader's sampler or batch sampler, of finite length.
+        sampler: the loader's sampler or batch sampler, which has a length.
         seed: seed of epoch 0; epoch `e` uses `seed + e`.
         epoch: number of the epoch, from 0.
+        max_listed: the maximum number of units to list.
     """
-    # Only these exact types: a subclass may have another order.
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+    if _is_shuffle(sampler):
         return Permutation(sampler.num_samples, seed + epoch)
-    with IsolatedRNG(seed + epoch, list(_generators(sampler))).use():
-        return list(sampler)
+    if (length := len(sampler)) > max_listed:
+        return None
+    # A length may be an estimate, and an endless sampler may have one.
+    with stream_rng(sampler, seed=seed, epoch=epoch).use():
+        return _listed(iter(sampler), at_most=2 * length + _CHUNK)
+
+
+def is_exactly(sampler: object, kind: type) -> bool:
+    """Return whether a sampler is of a class of torch, or of torchdata's of that name, and not of a subclass."""
+    name = (type(sampler).__module__, type(sampler).__name__)
+    return type(sampler) is kind or name == ("torchdata.stateful_dataloader.sampler", kind.__name__)
+
+
+def _is_shuffle(sampler: Any) -> bool:
+    """Return whether a sampler is a RandomSampler that yields each index once."""
+    is_random = is_exactly(sampler, RandomSampler) and not sampler.replacement
+    return is_random and bool(sampler.num_samples == len(sampler.data_source))
+
+
+def _listed(units: Iterator[Any], *, at_most: int) -> Sequence[Any] | None:
+    """Return all units, as an array if they are ints; None: they are more than `at_most`."""
+    listed: Any = []
+    while chunk := list(itertools.islice(units, _CHUNK)):
+        are_small_ints = set(map(type, chunk)) == {int} and min(chunk) >= -(2**31) and max(chunk) < 2**31
+        if len(chunk) == _CHUNK and are_small_ints and not listed:
+            listed = array("i")
+        elif isinstance(listed, array) and not are_small_ints:
+            listed = list(listed)
+        listed.extend(chunk)
+        if len(listed) > at_most:
+            return None
+    order: Sequence[Any] = listed
+    return order
 
 
 def stream_order(sampler: Any, *, seed: int, epoch: int, chunk_size: int) -> Iterator[Any]:
@@ -67,7 +129,7 @@ def stream_order(sampler: Any, *, seed: int, epoch: int, chunk_size: int) -> Ite
         epoch: see `draw_order`.
         chunk_size: number of units to draw at a time; between chunks, the global generators have the caller's state.
     """
-    rng = IsolatedRNG(seed + epoch, list(_generators(sampler)))
+    rng = stream_rng(sampler, seed=seed, epoch=epoch)
     units: Iterator[Any] | None = None
     while True:
         with rng.use():
@@ -78,18 +140,41 @@ def stream_order(sampler: Any, *, seed: int, epoch: int, chunk_size: int) -> Ite
             return
 
 
+def stream_rng(sampler: Any, *, seed: int, epoch: int) -> IsolatedRNG:
+    """Return the RNG with which all processes draw the same units from a sampler or another iterable.
+
+    Args:
+        sampler: the sampler or iterable.
+        seed: see `draw_order`.
+        epoch: see `draw_order`.
+    """
+    return IsolatedRNG(seed + epoch, list(_generators(sampler)))
+
+
 def sampler_seed(sampler: object, default: int) -> int:
-    """Return the initial seed of a sampler's generator, or the default if it has no generator."""
+    """Return the seed of a sampler's generator, or the default if it has no generator.
+
+    The seed of a random.Random or of a NumPy generator is unknown, and computed from the current state.
+    """
     for generator in _generators(sampler):
-        return generator.initial_seed()
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed()
+        return derive_seed(get_state(generator))
     return default
 
 
-def _generators(sampler: object, depth: int = 3) -> Iterator[torch.Generator]:
-    """Yield the generator of a sampler, then those of its inner samplers."""
-    generator = getattr(sampler, "generator", None)
-    if isinstance(generator, torch.Generator):
-        yield generator
+def order_fingerprint(order: Sequence[Any]) -> str:
+    """Return a hash of an order, by its first units and a sample of the others."""
+    if not isinstance(order, (range, Permutation)):
+        stride = max(len(order) // _MAX_COMPARED, 1)
+        order = [len(order), order[:_MAX_COMPARED], order[::stride]]
+    return hashlib.blake2b(repr(order).encode(), digest_size=4).hexdigest()
+
+
+def _generators(sampler: object, depth: int = 3) -> Iterator[Any]:
+    """Yield the generators that a sampler holds, its `generator` first, then those of its inner samplers."""
+    held = [getattr(sampler, "generator", None), *getattr(sampler, "__dict__", {}).values()]
+    yield from {id(each): each for each in held if is_generator(each)}.values()
     for name in ("batch_sampler", "sampler"):
         inner = getattr(sampler, name, None)
         if inner is not None and depth > 0:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
+from parallelize.data.epoch_order import Permutation, order_fingerprint
 from parallelize.data.gather_results import gather_in_dataset_order, indices_of
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.sampler_arithmetic import EpochSplit, shard_stream
 from parallelize.data.source import EpochShard
 
-__all__ = ["Fetch", "IndexedShard", "LocalBatchesShard", "Reiterable", "StreamShard"]
+__all__ = ["Fetch", "IndexedShard", "LocalBatchesShard", "StreamShard"]
 
 T = TypeVar("T")
 Fetch = Callable[[Iterable[Any], int | None], Iterator[T]]
-"""Function that makes batches; arguments: an iterable of the units of each step, and its length (None: unknown)."""
+"""Function that makes batches. Arguments: the units of each step, which may be iterated again; their number or None."""
 
 
+@dataclass(eq=False)
 class IndexedShard(EpochShard[T]):
     """A shard of an epoch whose order of units is known in advance.
 
@@ -29,21 +30,32 @@ class IndexedShard(EpochShard[T]):
         order: all units of the epoch, in order.
         rank: rank of this process.
         is_grouped: whether a step takes a list of units; if false, it takes a single unit.
+        data: text that identifies the data of the order, for `fingerprint`.
     """
 
-    def __init__(
-        self, fetch: Fetch[T], *, split: EpochSplit, order: Sequence[Any], rank: int, is_grouped: bool
-    ) -> None:
-        self.split, self.order = split, order
-        self._fetch, self._rank, self._is_grouped = fetch, rank, is_grouped
+    fetch: Fetch[T]
+    _: KW_ONLY
+    split: EpochSplit
+    order: Sequence[Any]
+    rank: int
+    is_grouped: bool
+    data: str = ""
+
+    def __post_init__(self) -> None:
+        self.units = len(self.order)
 
     def batches(self) -> Iterator[T]:
         """Return an iterator over the batches that the user's loader makes from this shard."""
-        return self._fetch(Reiterable(self._units), self.split.steps(self._rank))
+        return self.fetch(self, self.steps())
 
-    def _units(self) -> Iterator[Any]:
-        for batch in self.split.batches(self.order, self._rank):
-            yield list(batch) if self._is_grouped else batch[0]
+    def steps(self) -> int:
+        """Count this process's batches."""
+        return self.split.steps(self.rank)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the unit or the list of units of each step."""
+        for batch in self.split.batches(self.order, self.rank):
+            yield list(batch) if self.is_grouped else batch[0]
 
     def start_after(self, steps: int) -> int:
         """Count the units of the epoch that are consumed after `steps` steps."""
@@ -60,25 +72,31 @@ class IndexedShard(EpochShard[T]):
 
     def fingerprint(self) -> str:
         """Return a hash of the order."""
-        return hashlib.blake2b(repr(self.order).encode(), digest_size=4).hexdigest()
+        return order_fingerprint(self.order) + self.data
+
+    def release(self) -> None:
+        """Free the indices of a shuffled order; they are drawn again when they are needed."""
+        if isinstance(self.order, Permutation):
+            self.order.release()
 
     def gather(self, results: Any, *, steps: int) -> Any:
         """Gather the results of all processes for the first `steps` steps, in dataset order; a collective."""
-        return gather_in_dataset_order(results, split=self.split, order=self.order, rank=self._rank, steps=steps)
+        return gather_in_dataset_order(results, split=self.split, order=self.order, rank=self.rank, steps=steps)
 
     def weight(self, step: int) -> float:
         """Return this process's fraction of the step's samples, times the world size: 1 if the shards are equal."""
         if self.split.tail != "weighted":
             return 1.0
-        local, all_positions = self.split.unique_positions(self._rank, step), self.split.global_positions(step)
+        local, all_positions = self.split.unique_positions(self.rank, step), self.split.global_positions(step)
         return self._samples_at(local) * self.split.world_size / self._samples_at(all_positions)
 
     def _samples_at(self, positions: range) -> int:
-        if self._is_grouped:
+        if self.is_grouped:
             return len(positions)
         return sum(len(indices_of(self.order[position])) for position in positions)
 
 
+@dataclass(eq=False)
 class StreamShard(EpochShard[T]):
     """A shard of a stream of units of unknown length.
 
@@ -88,34 +106,39 @@ class StreamShard(EpochShard[T]):
         stream: all units of the epoch, from its beginning.
         rank: rank of this process.
         is_grouped: whether a step takes a list of units; if false, it takes a single unit.
+        data: text that identifies the data of the stream, for `fingerprint`.
     """
 
-    def __init__(
-        self, fetch: Fetch[T], *, split: EpochSplit, stream: Iterable[Any], rank: int, is_grouped: bool
-    ) -> None:
-        self._fetch, self._split, self._stream = fetch, split, stream
-        self._rank, self._is_grouped = rank, is_grouped
-        self._fingerprint = ""
+    fetch: Fetch[T]
+    _: KW_ONLY
+    split: EpochSplit
+    stream: Iterable[Any]
+    rank: int
+    is_grouped: bool
+    data: str = ""
+
+    _fingerprint = ""
 
     def batches(self) -> Iterator[T]:
         """Return an iterator over the batches that the user's loader makes from this shard."""
-        return self._fetch(Reiterable(self._units), None)
+        return self.fetch(self, None)
 
     def fingerprint(self) -> str:
         """Return a hash of the first units of the stream; empty until they are drawn."""
         return self._fingerprint
 
-    def _units(self) -> Iterator[Any]:
-        split = self._split
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the unit or the list of units of each step."""
+        split = self.split
         units = shard_stream(
             self._fingerprinted_stream(),
-            shard_index=self._rank,
+            shard_index=self.rank,
             num_shards=split.world_size,
             tail=split.tail,
             start=split.start,
             limit=split.limit,
         )
-        if not self._is_grouped:
+        if not self.is_grouped:
             yield from units
             return
         size = split.group // split.world_size
@@ -124,17 +147,17 @@ class StreamShard(EpochShard[T]):
                 yield batch
 
     def _fingerprinted_stream(self) -> Iterator[Any]:
-        stream = iter(self._stream)
+        stream = iter(self.stream)
         # As many units as rank 0 draws for its first batch, because it takes every W-th unit. Other ranks draw more.
-        first = list(itertools.islice(stream, self._split.group - self._split.world_size + 1))
-        self._fingerprint = sample_fingerprint(first)
+        first = list(itertools.islice(stream, self.split.group - self.split.world_size + 1))
+        self._fingerprint = sample_fingerprint(first) + self.data
         yield from first
         del first
         yield from stream
 
     def start_after(self, steps: int) -> int:
         """Count the units of the epoch that are consumed after `steps` steps."""
-        return self._split.start + steps * self._split.group
+        return self.split.start + steps * self.split.group
 
 
 class LocalBatchesShard(EpochShard[T]):
@@ -155,13 +178,3 @@ class LocalBatchesShard(EpochShard[T]):
     def start_after(self, steps: int) -> int:
         """Count this process's batches of the epoch that are consumed after `steps` steps."""
         return self._start + steps
-
-
-@dataclass(frozen=True)
-class Reiterable:
-    """An iterable that calls `make_iterator` each time it is iterated."""
-
-    make_iterator: Callable[[], Iterator[Any]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.make_iterator()

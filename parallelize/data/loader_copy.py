@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -13,12 +14,12 @@ from parallelize.data.rng import IsolatedRNG, derive_seed
 from parallelize.data.source import Position
 from parallelize.errors import ConfigError
 
-__all__ = ["LoaderCopy", "ShardBatchSampler"]
+__all__ = ["LoaderCopy", "ShardedSampler", "with_rng"]
 
 T = TypeVar("T")
 
 
-class ShardBatchSampler:
+class ShardedSampler:
     """Replacement for a copied loader's sampler or batch sampler; yields this process's shard of its units.
 
     All other attributes are those of the replaced sampler.
@@ -89,10 +90,10 @@ class LoaderCopy(Generic[T]):
         if loader.num_workers > 0:
             vars(self.loader)["worker_init_fn"] = worker_init
 
-    def replace_sampler(self) -> ShardBatchSampler:
+    def replace_sampler(self) -> ShardedSampler:
         """Replace the sampler or batch sampler that yields the loader's indices, and return the replacement."""
         name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-        sampler = ShardBatchSampler(getattr(self.loader, name))
+        sampler = ShardedSampler(getattr(self.loader, name))
         vars(self.loader)[name] = sampler
         return sampler
 
@@ -100,8 +101,15 @@ class LoaderCopy(Generic[T]):
         """Set attributes of the copy that DataLoader does not allow changing."""
         vars(self.loader).update(attributes)
 
-    def iterate(self, position: Position) -> Iterator[T]:
-        """Yield the loader's batches, with different random numbers for every process, worker and position."""
+    def iterate(self, position: Position, *, units_per_step: int = 1) -> Iterator[T]:
+        """Yield the loader's batches, with different random numbers for every process, worker and position.
+
+        With a seed and without workers, those of a batch follow from its position: they are the same after resuming.
+
+        Args:
+            position: the position of the first batch.
+            units_per_step: number of units between the positions of two batches.
+        """
         # torch draws the base seed of its workers here. Draw one even if unused: the program's RNG must advance alike.
         generator = torch.default_generator if self._generator is None else self._generator
         before = generator.get_state()
@@ -113,10 +121,13 @@ class LoaderCopy(Generic[T]):
         base_seed = loader_seed if self._seed is None else self._seed
         seed = derive_seed("workers", base_seed, self._rank, position.epoch, position.start)
         vars(self.loader)["generator"] = torch.Generator().manual_seed(seed)
-        batches = iter(self.loader)
-        is_isolated = self.loader.num_workers == 0 and self._seed is not None
+        batches: Iterator[T] = iter(self.loader)
+        if self.loader.num_workers == 0 and self._seed is not None:
+            starts = itertools.count(position.start, units_per_step)
+            seeds = (derive_seed("batch", self._seed, self._rank, position.epoch, start) for start in starts)
+            batches = with_rng(batches, IsolatedRNG(0), seeds=seeds)
         try:
-            yield from self._exclusive(_with_rng(batches, IsolatedRNG(seed)) if is_isolated else batches)
+            yield from self._exclusive(batches)
         finally:
             if not self.loader.persistent_workers:
                 self._shut_down(batches)
@@ -134,13 +145,13 @@ class LoaderCopy(Generic[T]):
                     fix="use persistent_workers=False, or a separate DataLoader for each iterator",
                 )
 
-    def iterate_shard(self, sampler: ShardBatchSampler, position: Position) -> Iterator[T]:
-        """Yield the batches that the loader makes from the units of the replacement sampler.
+    def iterate_shard(self, sampler: ShardedSampler, position: Position, *, units_per_step: int) -> Iterator[T]:
+        """Yield the batches that the loader makes from the units of the replacement sampler (see `iterate`).
 
         Raises:
             ConfigError: the loader does not use this sampler, so every process would get all batches.
         """
-        for batch in self.iterate(position):
+        for batch in self.iterate(position, units_per_step=units_per_step):
             if not sampler.is_iterated:
                 raise ConfigError(
                     f"{type(self.loader).__name__} does not use its sampler when it is iterated",
@@ -160,9 +171,16 @@ class LoaderCopy(Generic[T]):
         vars(self.loader)["_iterator"] = None
 
 
-def _with_rng(batches: Iterator[T], rng: IsolatedRNG) -> Iterator[T]:
-    while True:
-        with rng.use():
+def with_rng(batches: Iterator[T], rng: IsolatedRNG, *, seeds: Iterable[int | None] = ()) -> Iterator[T]:
+    """Yield batches; while they are made, the global generators have the states of an isolated RNG.
+
+    Args:
+        batches: the batches.
+        rng: the isolated RNG.
+        seeds: seeds with which the RNG starts anew for each batch; as long as they last.
+    """
+    for seed in itertools.chain(seeds, itertools.repeat(None)):
+        with rng.use(seed):
             try:
                 batch = next(batches)
             except StopIteration:

@@ -1,16 +1,25 @@
-"""Source for a DataLoader over a map-style dataset: its indices are sharded before any sample is fetched."""
+"""Sources for a DataLoader over a map-style dataset: its indices are sharded before any sample is fetched."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
 from parallelize.cluster.world import World
-from parallelize.data.epoch_order import draw_order, sampler_seed, stream_order
+from parallelize.data.detect_rank_queries import NUM_SHARDS_ATTRIBUTES
+from parallelize.data.epoch_order import (
+    MAX_LISTED,
+    draw_order,
+    is_exactly,
+    order_fingerprint,
+    sampler_seed,
+    stream_order,
+)
 from parallelize.data.epoch_shards import IndexedShard, StreamShard
 from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import LoaderOptions, fraction_without_length_error
@@ -18,7 +27,7 @@ from parallelize.data.sampler_arithmetic import EpochSplit
 from parallelize.data.source import EpochListeners, EpochShard, Position, Source
 from parallelize.errors import ConfigError
 
-__all__ = ["MapStyleSource", "SamplerUnits"]
+__all__ = ["MapStyleSource", "PreShardedSource", "SamplerUnits", "find_distributed_sampler"]
 
 T = TypeVar("T")
 
@@ -40,17 +49,22 @@ class SamplerUnits:
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> SamplerUnits:
         """Return a loader's units: indices if torch's BatchSampler groups them, else the items of its sampler."""
-        batches = loader.batch_sampler
-        if type(batches) is BatchSampler:
+        batches: Any = loader.batch_sampler
+        if is_exactly(batches, BatchSampler):
             return cls(sampler=batches.sampler, batch_size=batches.batch_size, drop_last=batches.drop_last)
-        return cls(sampler=loader.sampler if batches is None else batches, batch_size=None)
+        return cls.of_batches(loader)
+
+    @classmethod
+    def of_batches(cls, loader: DataLoader[Any]) -> SamplerUnits:
+        """Return a loader's batches as its units."""
+        return cls(sampler=loader.sampler if loader.batch_sampler is None else loader.batch_sampler, batch_size=None)
 
     @property
     def length(self) -> int | None:
         """Number of units in an epoch; None: unknown."""
         try:
             return len(self.sampler)
-        except TypeError:
+        except Exception:  # noqa: BLE001 - samplers raise TypeError, ValueError (PyG's) or NotImplementedError
             return None
 
 
@@ -70,38 +84,57 @@ class MapStyleSource(Source[T]):
     can_change_world_size = True
     _copy: LoaderCopy[T]
 
-    def __init__(self, loader: DataLoader[T], *, copy: LoaderCopy[T], options: LoaderOptions, world: World) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[T],
+        *,
+        copy: LoaderCopy[T],
+        options: LoaderOptions,
+        world: World,
+        units: SamplerUnits | None = None,
+    ) -> None:
         self._copy, self._options, self._world = copy, options, world
-        self._units = SamplerUnits.of(loader)
+        self._units = SamplerUnits.of(loader) if units is None else units
         _check(self._units, options)
-        self._seed = sampler_seed(self._units.sampler, options.seed or 0)
+        sampler, seed = self._units.sampler, options.seed or 0
+        # torchdata gives its RandomSampler a generator with a random seed, another one on each process.
+        has_random_seed = loader.generator is None and is_exactly(sampler, RandomSampler)
+        self._seed = seed if has_random_seed else sampler_seed(sampler, seed)
         self._group = _group_size(self._units, options, processes=world.world_size)
-        sampler = self._units.sampler
-        self._listeners = EpochListeners([sampler, getattr(sampler, "sampler", None), loader.dataset])
+        inner = getattr(sampler, "sampler", None)
+        self._samplers = EpochListeners([sampler, inner])
+        self._listeners = EpochListeners([sampler, inner, loader.dataset])
         self._sampler = copy.replace_sampler()
+        self._data = _subset_text(loader.dataset)
         self.loader = copy.loader
 
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on."""
-        sampler, fetch = self._units.sampler, functools.partial(self._fetch, position)
-        rank, is_grouped = self._world.rank, self._units.batch_size is not None
+        sampler, fetch, rank = self._units.sampler, functools.partial(self._fetch, position), self._world.rank
+        is_grouped, order = self._units.batch_size is not None, None
         self._listeners.set_epoch(position.epoch)
-        if self._units.length is None:
-            split = self._split(None, position.start)
-            stream = stream_order(sampler, seed=self._seed, epoch=position.epoch, chunk_size=split.group)
-            return StreamShard(fetch, split=split, stream=stream, rank=rank, is_grouped=is_grouped)
-        order = draw_order(sampler, seed=self._seed, epoch=position.epoch)
-        split = self._split(len(order), position.start)
-        return IndexedShard(fetch, split=split, order=order, rank=rank, is_grouped=is_grouped)
+        if self._units.length is not None:
+            max_listed = MAX_LISTED if self._options.tail in ("pad", "drop") else 2**31
+            order = draw_order(sampler, seed=self._seed, epoch=position.epoch, max_listed=max_listed)
+        if order is not None:
+            split = self._split(len(order), position.start)
+            return IndexedShard(fetch, split=split, order=order, rank=rank, is_grouped=is_grouped, data=self._data)
+        if self._options.tail == "weighted":
+            raise _weighted_error(f"the endless {type(sampler).__name__}")
+        split = self._split(self._units.length, position.start)
+        stream = stream_order(sampler, seed=self._seed, epoch=position.epoch, chunk_size=split.group)
+        return StreamShard(fetch, split=split, stream=stream, rank=rank, is_grouped=is_grouped, data=self._data)
 
     def steps(self, position: Position) -> int | None:
         """Count this process's batches from a position on; None if the sampler has no length."""
-        length = self._units.length
+        with self._samplers.at(position.epoch):
+            length = self._units.length
         return None if length is None else self._split(length, position.start).steps(self._world.rank)
 
     def identity(self) -> dict[str, Any]:
-        """Return the number of units and the seed of their order."""
-        return {"units": self._units.length, "seed": self._seed}
+        """Return the seed of the order, and the number of indices; that of batches may depend on the epoch."""
+        is_of_batches = self._units.batch_size is None and self._copy.loader.batch_sampler is not None
+        return {"seed": self._seed} if is_of_batches else {"units": self._units.length, "seed": self._seed}
 
     def batch_summary(self) -> str:
         """Return a description of the batch size per process and the global one."""
@@ -122,7 +155,104 @@ class MapStyleSource(Source[T]):
 
     def _fetch(self, position: Position, units: Iterable[Any], steps: int | None) -> Iterator[T]:
         self._sampler.set_units(units, steps)
-        return self._copy.iterate_shard(self._sampler, position)
+        return self._copy.iterate_shard(self._sampler, position, units_per_step=self._group)
+
+
+class PreShardedSource(MapStyleSource[T]):
+    """Source for a DataLoader whose sampler already shards it; `Position.start` counts this process's batches.
+
+    Args:
+        loader: the user's loader.
+        copy: the copy of that loader.
+        sampler: the sampler that shards the loader.
+        options: the options of `shard_loader`.
+
+    Raises:
+        ConfigError: an option is set that determines how to shard.
+    """
+
+    can_change_world_size = False
+
+    def __init__(self, loader: DataLoader[T], *, copy: LoaderCopy[T], sampler: Any, options: LoaderOptions) -> None:
+        self._sampler_name = type(sampler).__name__
+        _check_pre_sharded(options, self._sampler_name)
+        alone = World(rank=0, world_size=1, local_world_size=1)
+        super().__init__(loader, copy=copy, options=options, world=alone, units=SamplerUnits.of_batches(loader))
+        self._listeners = EpochListeners([self._units.sampler, sampler, loader.dataset])
+
+    def shard(self, position: Position) -> EpochShard[T]:
+        """Return the batches of an epoch that the sampler yields, from a position on."""
+        self._listeners.set_epoch(position.epoch)
+        split, fetch = self._split(self._units.length, position.start), functools.partial(self._fetch, position)
+        return _PreShardedShard(fetch, split=split, stream=self._units.sampler, rank=0, is_grouped=False)
+
+    def identity(self) -> dict[str, Any]:
+        """Return nothing: the sampler decides on the order."""
+        return {}
+
+    def batch_identity(self) -> dict[str, Any]:
+        """Return the sampler's batch size, which may be None."""
+        return {"batch_size": getattr(self._units.sampler, "batch_size", None)}
+
+    def batch_summary(self) -> str:
+        """Return text for logs that names the sampler that shards the loader."""
+        return f"already sharded by its {self._sampler_name}: left as it is"
+
+
+class _PreShardedShard(StreamShard[T]):
+    def batches(self) -> Iterator[T]:
+        return self.fetch(self, self.steps())
+
+    def steps(self) -> int | None:
+        return self.split.steps(0) if self.split.total else None
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.stream), self.split.start, self.split.limit)
+
+    def fingerprint(self) -> str:
+        return ""  # each process has other batches
+
+
+def find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | None:
+    """Return the sampler that already shards a loader over the processes, or None.
+
+    Raises:
+        ConfigError: the sampler's number of shards is not the world size.
+    """
+    batches = loader.batch_sampler
+    for sampler in (batches, loader.sampler, getattr(batches, "sampler", None)):
+        for name in NUM_SHARDS_ATTRIBUTES:
+            size = getattr(sampler, name, None)
+            if not isinstance(size, int):
+                continue
+            if size != world.world_size:
+                raise ConfigError(
+                    f"{type(sampler).__name__}({name}={size}) in a world of {world.world_size}",
+                    why="some samples would be repeated, or left out",
+                    fix="remove the sampler: shard_loader shards the loader itself",
+                )
+            return sampler
+    return None
+
+
+def _subset_text(dataset: Any) -> str:
+    """Return text with hashes of the indices of Subsets, for processes to compare; empty for other datasets."""
+    text = ""
+    while isinstance(dataset, Subset):
+        text += f" of the subset {order_fingerprint(dataset.indices)}"
+        dataset = dataset.dataset
+    return text
+
+
+def _check_pre_sharded(options: LoaderOptions, sampler_name: str) -> None:
+    for option, default in (("tail", "pad"), ("batch", "per_process")):
+        value = getattr(options, option)
+        if value != default:
+            raise ConfigError(
+                f"{option}={value!r} with a loader that {sampler_name} already shards",
+                why="the loader is left as it is: its sampler decides which samples are repeated or left out",
+                fix=f"remove {sampler_name}: shard_loader shards the loader itself",
+            )
 
 
 def _check(units: SamplerUnits, options: LoaderOptions) -> None:
@@ -137,13 +267,17 @@ def _check(units: SamplerUnits, options: LoaderOptions) -> None:
         return
     name = type(units.sampler).__name__
     if options.tail == "weighted":
-        raise ConfigError(
-            f"tail='weighted' with {name}, which has no length",
-            why="the weight of a process's last batch depends on the number of samples",
-            fix=f"give {name} a __len__, or use tail='pad'",
-        )
+        raise _weighted_error(f"{name}, which has no length")
     if isinstance(options.limit, float):
         raise fraction_without_length_error(options.limit, name)
+
+
+def _weighted_error(sampler: str) -> ConfigError:
+    return ConfigError(
+        f"tail='weighted' with {sampler}",
+        why="the weight of a process's last batch depends on the number of samples",
+        fix="give the sampler a __len__ that bounds its samples, or use tail='pad'",
+    )
 
 
 def _group_size(units: SamplerUnits, options: LoaderOptions, *, processes: int) -> int:

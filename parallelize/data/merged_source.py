@@ -14,7 +14,7 @@ import torch
 
 from parallelize.cluster.world import World
 from parallelize.data.loader_options import LoaderOptions
-from parallelize.data.pre_sharded import PreShardedSource
+from parallelize.data.map_style import PreShardedSource
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.select_source import select_source
 from parallelize.data.source import EpochShard, Position, Source
@@ -138,7 +138,7 @@ class _MergedShard(EpochShard[T]):
     def __init__(
         self, shards: Sequence[EpochShard[T]], *, join: Any, on_batch: Callable[[tuple[str, ...]], None]
     ) -> None:
-        self._shards, self._join, self._on_batch = shards, join, on_batch
+        self._shards, self._join, self._on_batch, self.units = shards, join, on_batch, shards[0].units
 
     def batches(self) -> Iterator[T]:
         for step, batches in enumerate(itertools.zip_longest(*(each.batches() for each in self._shards))):
@@ -150,6 +150,13 @@ class _MergedShard(EpochShard[T]):
                 if batch is not None and (len(batches) == 1 or shard.weight(step) > 0)
             ]
             yield self._join(held)
+
+    def steps(self) -> int | None:
+        return self._shards[0].steps()
+
+    def release(self) -> None:
+        for each in self._shards:
+            each.release()
 
     def start_after(self, steps: int) -> int:
         return self._shards[0].start_after(steps)

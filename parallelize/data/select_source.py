@@ -13,8 +13,7 @@ from parallelize.data.dataloader_workers import WorkerInit
 from parallelize.data.iterable_style import IterableStyleSource
 from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import LoaderOptions
-from parallelize.data.map_style import MapStyleSource
-from parallelize.data.pre_sharded import PreShardedSource, find_distributed_sampler
+from parallelize.data.map_style import MapStyleSource, PreShardedSource, find_distributed_sampler
 from parallelize.data.sharded_iterable_dataset import with_own_sharding
 from parallelize.data.source import Source
 from parallelize.errors import ConfigError

@@ -57,8 +57,8 @@ def shard_loader(
             number of samples (for training).
         batch: whether the loader's batch size is for each process ("per_process") or for all together ("global").
         seed: seed of the order, if the loader's sampler has no generator; None: 0, as in DistributedSampler. It also
-            seeds the random numbers that the dataset draws, separately for each process, worker and epoch. With None,
-            worker processes are still seeded separately, from torch's global seed.
+            seeds the random numbers that the dataset draws, separately for each process, worker and epoch, and without
+            workers for each batch. With None, worker processes are still seeded separately, from torch's global seed.
         limit: the maximum number of batches per process and epoch (an int), or a fraction of them (a float).
         progress: whether rank 0 shows a progress bar; a string is the bar's label.
         report: whether rank 0 prints a line after each epoch: each process's mean step time, the fraction of it spent

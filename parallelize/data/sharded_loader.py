@@ -10,7 +10,7 @@ import torch
 
 from parallelize.data.dataloader_workers import add_data_location
 from parallelize.data.device_prefetch import move_batches
-from parallelize.data.epoch_shards import IndexedShard
+from parallelize.data.loader_iterators import EpochProgress, LoaderIterators
 from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.source import EpochShard, Position, Source
 from parallelize.errors import ConfigError
@@ -19,7 +19,7 @@ from parallelize.runtime.context import Runtime
 from parallelize.runtime.rank_consistency import ConsistencyCheck, register_check
 from parallelize.runtime.startup_summary import register_loader
 from parallelize.runtime.step_timing import timed_steps
-from parallelize.runtime.weighted_backward import BatchWeight, weigh_batches
+from parallelize.runtime.weighted_backward import weigh_batches
 
 __all__ = ["ShardedLoader"]
 
@@ -41,8 +41,9 @@ class ShardedLoader(Generic[T]):
     def __init__(self, source: Source[T], *, options: LoaderOptions, run: Runtime, name: str) -> None:
         self._options = options
         self._source, self._run, self._name = source, run, name
-        self._position = Position()
-        self._progress: _EpochProgress[T] | None = None
+        self._position = Position()  # of the next `iter()`, unless an iterator has advanced since it was set
+        self._units: int | None = None  # of the epoch of a loaded state; None: unknown
+        self._iterators = LoaderIterators[T]()
         self._report_count = 0
 
     @property  # type: ignore[misc]  # isinstance uses it: a sharded DataLoader is a DataLoader
@@ -62,18 +63,25 @@ class ShardedLoader(Generic[T]):
 
     def __len__(self) -> int:
         """Count all batches of the active iterator, or of the next one if none is active."""
-        progress = self._progress
-        position = self._next_position() if progress is None or progress.is_closed else progress.position
-        steps = self._source.steps(position)
+        progress = self._iterators.current
+        if progress is None or progress.is_closed:
+            steps = self._source.steps(self._next_position())
+        else:
+            steps = progress.steps_of_shard
         if steps is None:
             raise TypeError(f"the number of batches of this {type(self._source.loader).__name__} is unknown")
         return steps
 
     def __iter__(self) -> Iterator[T]:
         """Start the next epoch, or restart the current one if at most one batch was taken; runs no collective."""
-        self._position = self._next_position()
-        self._progress = _EpochProgress(self._source.shard(self._position), self._position)
-        return self._iterate(self._progress)
+        position = self._next_position()
+        self._iterators.release()
+        shard = self._source.shard(position)
+        if position == self._position and None not in (self._units, shard.units) and shard.units != self._units:
+            raise _other_state_error("units", self._units, shard.units)
+        steps = shard.steps()
+        steps = self._source.steps(position) if steps is None else steps
+        return self._iterate(EpochProgress(shard, position, steps))
 
     def __enter__(self) -> ShardedLoader[T]:
         return self
@@ -88,25 +96,40 @@ class ShardedLoader(Generic[T]):
     @property
     def epoch(self) -> int:
         """The epoch of the active iterator, or the next epoch if none is active."""
-        progress = self._progress
+        progress = self._iterators.current
         return self._next_position().epoch if progress is None or progress.is_exhausted else progress.position.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next `iter()`, and start that epoch from its beginning."""
-        self._position, self._progress = Position(epoch=epoch), None
+        self._start_at(Position(epoch=epoch))
+
+    def _start_at(self, position: Position, units: int | None = None) -> None:
+        self._position, self._units, self._iterators = position, units, LoaderIterators()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data as plain values; equal on all processes that have made equally many steps."""
-        progress, position = self._progress, self._position
+        """Return the position in the data as plain values; equal on all processes that have made equally many steps.
+
+        It is the position of the iterator that goes on. An iterator that was left after its first batch does not count,
+        nor one that was begun and left inside the loop over another: both only read examples.
+
+        Raises:
+            ConfigError: within an epoch, the order in which workers finish their batches is not recorded.
+        """
+        progress, position, units = self._iterators.current, self._position, self._units
         if progress is not None and progress.is_exhausted:
-            position = Position(epoch=progress.position.epoch + 1)
+            position, units = Position(epoch=progress.position.epoch + 1), None
         elif progress is not None:
-            start = progress.shard.start_after(progress.steps)
-            position = Position(epoch=progress.position.epoch, start=start)
+            taken = 0 if progress.is_closed and progress.steps <= 1 else progress.steps
+            start = progress.shard.start_after(taken) if taken else progress.position.start
+            position, units = Position(epoch=progress.position.epoch, start=start), progress.shard.units
+        self._iterators.warn_if_ambiguous()
+        if position.start:
+            self._require_recorded_order("state_dict within an epoch")
         return {
             "epoch": position.epoch,
             "start": position.start,
             "world_size": self._run.world.world_size,
+            **({"units": units} if position.start and units is not None else {}),
             **self._source.identity(),
             **self._source.batch_identity(),
         }
@@ -128,12 +151,9 @@ class ShardedLoader(Generic[T]):
             expected |= self._source.batch_identity()
         for name in expected:
             if state.get(name) != expected[name]:
-                raise ConfigError(
-                    f"a state saved with {name}={state.get(name)!r} is loaded with {name}={expected[name]!r}",
-                    why="the rest of the epoch would have other samples, or another order",
-                    fix=f"restore the loader with {name}={state.get(name)!r}, or start an epoch with set_epoch()",
-                )
-        self._position, self._progress = Position(epoch=state["epoch"], start=state["start"]), None
+                raise _other_state_error(name, state.get(name), expected[name])
+        position = Position(epoch=state["epoch"], start=state["start"])
+        self._start_at(position, state.get("units") if position.start else None)
 
     def gather(self, results: Any) -> Any:
         """Gather per-sample results of all processes in dataset order; a collective: every process has to call it.
@@ -149,34 +169,37 @@ class ShardedLoader(Generic[T]):
         Raises:
             ConfigError: rows are missing, or the loader has no indices.
         """
-        progress = self._progress
-        if progress is None or not isinstance(progress.shard, IndexedShard):
+        progress = self._iterators.current
+        if progress is None:
             raise ConfigError(
-                f"gather on a loader {'that was not iterated' if progress is None else 'without indices'}",
+                "gather on a loader that was not iterated",
                 why="results are ordered by the indices that were iterated",
-                fix="iterate the loader first" if progress is None else "use parallelize.all_gather",
+                fix="iterate the loader first",
             )
-        if not getattr(self._source.loader, "in_order", True):
-            raise ConfigError(
-                "gather on a DataLoader(in_order=False)",
-                why="batches come in the order in which workers finish them, which is not recorded",
-                fix="use DataLoader(in_order=True)",
-            )
+        self._require_recorded_order("gather")
         return progress.shard.gather(results, steps=progress.steps)
 
+    def _require_recorded_order(self, what: str) -> None:
+        loader = self._source.loader
+        if getattr(loader, "in_order", True) or loader.num_workers < 2:
+            return
+        raise ConfigError(
+            f"{what} on a DataLoader(in_order=False)",
+            why="batches come in the order in which workers finish them, which is not recorded",
+            fix="use DataLoader(in_order=True)",
+        )
+
     def _next_position(self) -> Position:
-        user_epoch, progress = self._source.epoch_set_by_user(), self._progress
+        user_epoch, progress = self._source.epoch_set_by_user(), self._iterators.latest_loop
         # A call of sampler.set_epoch with the resumed epoch does not restart that epoch.
         if user_epoch is not None and (progress is not None or user_epoch != self._position.epoch):
             return Position(epoch=user_epoch)
-        if progress is None or not (progress.is_exhausted or progress.steps > 1):
-            return self._position
-        return Position(epoch=progress.position.epoch + 1)
+        return self._position if progress is None else Position(epoch=progress.position.epoch + 1)
 
-    def _iterate(self, progress: _EpochProgress[T]) -> Iterator[T]:
+    def _iterate(self, progress: EpochProgress[T]) -> Iterator[T]:
         is_weighted = self._options.tail == "weighted"
         backward = weigh_batches(progress.weight) if is_weighted else contextlib.nullcontext()
-        with backward, progress.closing():
+        with backward, self._closing(progress):
             for batch in self._with_data_location(self._batches(progress)):
                 if progress.steps == 0:
                     progress.check = self._register_check(progress)
@@ -184,12 +207,20 @@ class ShardedLoader(Generic[T]):
                 if is_weighted:
                     progress.weight.start_batch(progress.shard.weight(progress.steps))
                 progress.steps += 1
+                self._iterators.advance(progress)
                 yield batch
                 set_loss_over(is_over=True)
             progress.is_exhausted = True
             progress.weight.end_epoch()
 
-    def _batches(self, progress: _EpochProgress[T]) -> Iterator[T]:
+    @contextlib.contextmanager
+    def _closing(self, progress: EpochProgress[T]) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._iterators.close(progress)
+
+    def _batches(self, progress: EpochProgress[T]) -> Iterator[T]:
         batches = progress.shard.batches()
         device, options = self._run.device, self._options
         if options.to_device and device != torch.device("cpu"):
@@ -197,8 +228,7 @@ class ShardedLoader(Generic[T]):
             batches = move_batches(batches, device, prefetch=options.prefetch, are_fresh=are_fresh)
         if options.progress and self._run.world.is_main:
             label = options.progress if isinstance(options.progress, str) else f"epoch {progress.position.epoch}"
-            steps = self._source.steps(progress.position)
-            batches = _with_progress_bar(batches, progress.shard, steps=steps, label=label)
+            batches = _with_progress_bar(batches, progress.shard, steps=progress.steps_of_shard, label=label)
         if options.report:
             label = f"{self._name} epoch {progress.position.epoch}"
             self._report_count += 1
@@ -212,12 +242,12 @@ class ShardedLoader(Generic[T]):
             add_data_location(exc, f"rank {self._run.world.rank}")
             raise
 
-    def _register_check(self, progress: _EpochProgress[T]) -> ConsistencyCheck | None:
+    def _register_check(self, progress: EpochProgress[T]) -> ConsistencyCheck | None:
         """Register the epoch, length and order, which ranks compare at the model's first step."""
         if self._run.world.world_size == 1:
             return None
         position = progress.position
-        steps = self._source.steps(position)
+        steps = progress.steps_of_shard
         length = "" if steps is None else f", {steps} batches"
         start = f" from {position.start}" if position.start else ""
         return register_check(
@@ -227,27 +257,6 @@ class ShardedLoader(Generic[T]):
             "'exact'; a sampler with its own random numbers needs the same seed on all processes, and a list that is "
             "shuffled inside parallel_model the same order: random.Random(epoch).shuffle(batches)",
         )
-
-
-class _EpochProgress(Generic[T]):
-    """The progress of one iterator through its epoch."""
-
-    def __init__(self, shard: EpochShard[T], position: Position) -> None:
-        self.shard, self.position = shard, position
-        self.weight = BatchWeight()
-        self.check: ConsistencyCheck | None = None
-        self.summary: object = None
-        self.steps = 0  # batches that were yielded
-        self.is_exhausted = self.is_closed = False  # closed: exhausted, or abandoned before its end
-
-    @contextlib.contextmanager
-    def closing(self) -> Iterator[None]:
-        """Withdraw the check when the iterator ends: ranks do not compare an evaluation that they have left."""
-        try:
-            yield
-        finally:
-            self.check = self.summary = None
-            self.is_closed = True
 
 
 def _with_progress_bar(batches: Iterator[T], shard: EpochShard[T], *, steps: int | None, label: str) -> Iterator[T]:
@@ -260,3 +269,11 @@ def _with_progress_bar(batches: Iterator[T], shard: EpochShard[T], *, steps: int
         for step, batch in enumerate(batches):
             yield batch
             bar.update(1 if samples is None else shard.samples(step))
+
+
+def _other_state_error(name: str, saved: Any, expected: Any) -> ConfigError:
+    return ConfigError(
+        f"a state saved with {name}={saved!r} is loaded with {name}={expected!r}",
+        why="the rest of the epoch would have other samples, or another order",
+        fix=f"restore the loader with {name}={saved!r}, or start an epoch with set_epoch()",
+    )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
+
+from parallelize.errors import ConfigError
 
 __all__ = ["EpochListeners", "EpochShard", "Position", "Source"]
 
@@ -28,6 +31,9 @@ class Position:
 class EpochShard(abc.ABC, Generic[T]):
     """One process's shard of the rest of one epoch."""
 
+    units: int | None = None
+    """Number of units of the full epoch; None: unknown."""
+
     @abc.abstractmethod
     def batches(self) -> Iterator[T]:
         """Return an iterator over this process's batches, as the user's loader makes them; call it only once."""
@@ -35,6 +41,21 @@ class EpochShard(abc.ABC, Generic[T]):
     @abc.abstractmethod
     def start_after(self, steps: int) -> int:
         """Return the `Position.start` at which to resume after every process has taken `steps` batches."""
+
+    def steps(self) -> int | None:
+        """Count this process's batches; None if they are not known from the order."""
+        return None
+
+    def release(self) -> None:
+        """Free memory that can be computed again."""
+
+    def gather(self, results: Any, *, steps: int) -> Any:  # noqa: ARG002 - overridden by shards with indices
+        """Gather the results of all processes for the first `steps` steps, in dataset order; a collective."""
+        raise ConfigError(
+            "gather on a loader without indices",
+            why="results are ordered by the indices that were iterated",
+            fix="use parallelize.all_gather",
+        )
 
     def samples(self, step: int) -> int | None:  # noqa: ARG002 - unknown by default
         """Count the samples that all processes take in a step, without padding; None if unknown."""
@@ -110,6 +131,19 @@ class EpochListeners:
         for each in self._listeners:
             each.set_epoch(epoch)
         self._last_set = self._current()
+
+    @contextlib.contextmanager
+    def at(self, epoch: int) -> Iterator[None]:
+        """Set an epoch in the block, on every sampler that tells its epoch, and then the previous one."""
+        previous = [(each, now) for each, now in zip(self._listeners, self._current(), strict=True) if now is not None]
+        changed = [(each, now) for each, now in previous if now != epoch]
+        for each, _ in changed:
+            each.set_epoch(epoch)
+        try:
+            yield
+        finally:
+            for each, now in changed:
+                each.set_epoch(now)
 
     def epoch_set_by_user(self) -> int | None:
         """Return the epoch that the user has set on a sampler or dataset since the last `set_epoch` here, or None."""

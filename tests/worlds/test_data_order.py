@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from every_sample import KINDS, read
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -38,6 +40,22 @@ def test_batches_are_those_of_the_distributed_sampler(shuffle, workers):
             assert [(x.tolist(), y.tolist()) for x, y in batches] == expected
 
     run()
+
+
+@pytest.mark.parametrize("tail", ["pad", "exact"])
+def test_real_ranks_read_what_simulated_ones_read(tail):
+    """Every kind of loader with indices, although the global RNG of each rank is another one."""
+
+    @distributed(processes=3)
+    def run():
+        torch.manual_seed(rank())
+        random.seed(rank())
+        return {kind: list(shard_loader(make(0), tail=tail)) for kind, make in KINDS.items()}
+
+    for number, batches in enumerate(run.all_ranks()):
+        for kind in KINDS:
+            expected = read(kind, number, 3, tail).batches
+            assert [each if isinstance(each, list) else [each] for each in batches[kind]] == expected, kind
 
 
 def test_data_pipes_shard_themselves():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Sampler, Subset, SubsetRandomSampler, TensorDataset
 
 from parallelize import SyncError, barrier, distributed, no_sync, parallel_model, rank, shard_loader
 
@@ -237,19 +237,22 @@ DIFFERENCES = {
     "epoch": ({}, lambda loader: loader.set_epoch(rank()), "iterates epoch"),
     "length": ({}, lambda _loader: None, "batches"),
     "seed": ({"shuffle": True}, lambda _loader: None, "order"),
+    "subset": ({}, lambda _loader: None, "order .* of the subset"),
 }
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_loaders_that_differ_between_processes_are_refused_at_the_first_step(difference):
-    """A different epoch, number of batches or seed on one rank is an error before the first collective of the epoch."""
+    """A different epoch, length, seed or subset on one rank is an error before the first collective of the epoch."""
     options, change, message = DIFFERENCES[difference]
 
     @distributed(processes=2, timeout=20)
     def train():
         length = 8 + 4 * rank() if difference == "length" else 8
         generator = torch.Generator().manual_seed(rank()) if difference == "seed" else None
-        loader = shard_loader(DataLoader(data(length), batch_size=2, generator=generator, **options))
+        chosen = torch.randperm(8, generator=torch.Generator().manual_seed(rank())).tolist()
+        dataset = Subset(data(8), chosen) if difference == "subset" else data(length)
+        loader = shard_loader(DataLoader(dataset, batch_size=2, generator=generator, **options))
         change(loader)
         net = model()
         with parallel_model(net):

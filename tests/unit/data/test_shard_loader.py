@@ -330,7 +330,7 @@ def test_batches_of_indices_may_be_arrays(batches):
     with as_rank(0, 2):
         sharded = shard_loader(DataLoader(np.arange(5), batch_sampler=batches), tail="weighted")
         assert [batch.tolist() for batch in sharded] == [[0, 1], [4]]
-        shard = sharded._progress.shard
+        shard = sharded._iterators.current.shard
         assert [shard.samples(0), shard.samples(1), shard.weight(1)] == [4, 1, 2.0]
 
 
@@ -340,7 +340,7 @@ def test_single_indices_may_be_tensors(sampler):
     with as_rank(0, 2):
         sharded = shard_loader(DataLoader(np.arange(4), batch_size=None, sampler=sampler), tail="weighted")
         assert list(sharded) == [0, 2]
-        assert sharded._progress.shard.all_samples() == 4
+        assert sharded._iterators.current.shard.all_samples() == 4
 
 
 def test_a_loader_without_batches_is_sharded_by_item():

@@ -1,0 +1,175 @@
+"""Kinds of loaders with indices, and the samples that ranks read from them, one rank after the other."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from ranks import as_rank
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from parallelize import shard_loader
+
+__all__ = ["KINDS", "STREAMS", "Budget", "OwnRandom", "Reading", "expected", "read", "units_of"]
+
+LENGTH, BATCH = 23, 3
+
+
+class OwnRandom(Sampler[int]):
+    """Draws from its own random.Random, or from a generator of NumPy."""
+
+    def __init__(self, generator: Any = None) -> None:
+        self.own = random.Random(5) if generator is None else generator
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(LENGTH))
+        self.own.shuffle(order)
+        return iter(order)
+
+
+class Budget(Sampler[list[int]]):
+    """Batches of at most 60 tokens, of which index i has i: another number of batches in every epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)  # list() would ask for the length
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for index in torch.randperm(LENGTH, generator=torch.Generator().manual_seed(self.epoch)).tolist():
+            if sum(batch) + index > 60:
+                yield batch
+                batch = []
+            batch.append(index)
+        yield batch
+
+
+class UnknownLength(Budget):
+    """Raises what the batch sampler of PyTorch Geometric raises."""
+
+    def __len__(self) -> int:
+        raise ValueError("The length of UnknownLength is undefined")
+
+
+class NoLength(OwnRandom):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def _loader(workers: int, *, batch_size: int | None = BATCH, data: Any = None, **options: Any) -> DataLoader[Any]:
+    sized = {} if "batch_sampler" in options else {"batch_size": batch_size}
+    collate = list if batch_size else None
+    data = range(LENGTH) if data is None else data
+    return DataLoader(data, num_workers=workers, collate_fn=collate, **sized, **options)
+
+
+KINDS: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "sequential": _loader,
+    "shuffled": lambda workers: _loader(workers, shuffle=True),
+    "shuffled by a generator": lambda workers: _loader(
+        workers, shuffle=True, generator=torch.Generator().manual_seed(7)
+    ),
+    "subset": lambda workers: _loader(workers, data=Subset(range(99), range(3, 90, 4)), shuffle=True),
+    "subset sampler": lambda workers: _loader(workers, sampler=SubsetRandomSampler(range(1, LENGTH, 2))),
+    "weighted sampler": lambda workers: _loader(workers, sampler=WeightedRandomSampler([1.0, 3.0] * 11, 25)),
+    "replacement": lambda workers: _loader(
+        workers, sampler=RandomSampler(range(LENGTH), replacement=True, num_samples=31)
+    ),
+    "fewer samples": lambda workers: _loader(workers, sampler=RandomSampler(range(LENGTH), num_samples=10)),
+    "own random.Random": lambda workers: _loader(workers, sampler=OwnRandom()),
+    "own NumPy generator": lambda workers: _loader(workers, sampler=OwnRandom(np.random.default_rng(3))),
+    "own RandomState": lambda workers: _loader(workers, sampler=OwnRandom(np.random.RandomState(3))),
+    "no length": lambda workers: _loader(workers, sampler=NoLength()),
+    "single items": lambda workers: _loader(workers, batch_size=None, sampler=OwnRandom()),
+    "batch sampler": lambda workers: _loader(workers, batch_sampler=Budget()),
+    "batch sampler of unknown length": lambda workers: _loader(workers, batch_sampler=UnknownLength()),
+    "subclass of BatchSampler": lambda workers: _loader(
+        workers, batch_sampler=type("Own", (BatchSampler,), {})(OwnRandom(), 4, False)
+    ),
+}
+STREAMS = ("no length", "batch sampler of unknown length")
+_OF_BATCHES = ("single items", "batch sampler", "batch sampler of unknown length", "subclass of BatchSampler")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one rank has read: its batches, except those of weight 0, and the state when it stopped."""
+
+    batches: list[list[int]]
+    steps: int
+    state: dict[str, Any]
+
+    @property
+    def samples(self) -> Counter[int]:
+        return Counter(index for batch in self.batches for index in batch)
+
+
+def read(
+    kind: str,
+    rank: int,
+    world_size: int,
+    tail: Any,
+    *,
+    workers: int = 0,
+    state: dict[str, Any] | None = None,
+    stop: int | None = None,
+) -> Reading:
+    """Read an epoch as one rank of a simulated world.
+
+    Args:
+        kind: a key of KINDS.
+        rank: the rank.
+        world_size: number of ranks.
+        tail: the option of shard_loader.
+        workers: number of worker processes.
+        state: a state from which to resume.
+        stop: number of batches after which to stop.
+    """
+    with as_rank(rank, world_size):
+        sharded = shard_loader(KINDS[kind](workers), tail=tail)
+        if state is not None:
+            sharded.load_state_dict(state)
+        batches, steps, saved = [], 0, sharded.state_dict()
+        for steps, batch in enumerate(sharded, 1):
+            if sharded._iterators.current.shard.weight(steps - 1):
+                batches.append(batch if isinstance(batch, list) else [batch])
+            saved = sharded.state_dict()
+            if steps == stop:
+                break
+        return Reading(batches, steps, saved)
+
+
+def units_of(kind: str) -> list[list[int]]:
+    """Return the units of an epoch, each a list of indices, as one process reads them."""
+    batches = read(kind, 0, 1, "exact").batches
+    return batches if kind in _OF_BATCHES else [[index] for batch in batches for index in batch]
+
+
+def expected(units: list[list[int]], world_size: int, tail: str, start: int = 0) -> Counter[int]:
+    """Return the samples that all ranks together should read from a unit on."""
+    stop = len(units)
+    if tail == "pad":
+        stop = start - (start - stop) // world_size * world_size
+    elif tail == "drop":
+        stop = start + (stop - start) // world_size * world_size
+    return Counter(index for position in range(start, stop) for index in units[position % len(units)])

@@ -1,0 +1,138 @@
+"""The samples that all ranks read together, for every kind of loader with indices, tail and number of ranks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from every_sample import KINDS, STREAMS, expected, read, units_of
+from ranks import as_rank, keep_sigchld_handler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+from parallelize import ConfigError, shard_loader
+
+TAILS = ("pad", "drop", "exact", "weighted")
+CASES = [(kind, tail) for kind in KINDS for tail in TAILS if tail != "weighted" or kind not in STREAMS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_may_start() -> None:
+    keep_sigchld_handler()
+
+
+@pytest.mark.parametrize(("kind", "tail"), CASES)
+def test_all_ranks_together_read_what_the_tail_says(kind: str, tail: str) -> None:
+    """Each unit once, apart from those that the tail repeats or leaves out, on one to four ranks."""
+    units = units_of(kind)
+    for world_size in range(1, 5):
+        ranks = [read(kind, rank, world_size, tail) for rank in range(world_size)]
+        assert sum((each.samples for each in ranks), Counter()) == expected(units, world_size, tail)
+        if tail != "exact":
+            assert len({each.steps for each in ranks}) == 1
+
+
+@pytest.mark.parametrize(("kind", "tail"), CASES)
+def test_a_stopped_epoch_is_read_to_its_end_by_any_number_of_ranks(kind: str, tail: str) -> None:
+    """Stopped after any batch and resumed on one to four ranks, each remaining unit is read once."""
+    units, choose = units_of(kind), random.Random(f"{kind}/{tail}")
+    for world_size in range(1, 5):
+        stop = choose.randrange(1, 4)
+        ranks = [read(kind, rank, world_size, tail, stop=stop) for rank in range(world_size)]
+        start = ranks[0].state["start"]
+        if any(each.steps < stop for each in ranks) or start >= len(units):
+            continue
+        assert sum((each.samples for each in ranks), Counter()) == Counter(
+            index for unit in units[:start] for index in unit
+        )
+        other = choose.randrange(1, 5)
+        rest = [read(kind, rank, other, tail, state=ranks[0].state) for rank in range(other)]
+        assert sum((each.samples for each in rest), Counter()) == expected(units, other, tail, start=start)
+
+
+@pytest.mark.parametrize(("kind", "tail"), CASES)
+def test_workers_read_the_same_batches(kind: str, tail: str) -> None:
+    """With two worker processes the batches, and those after a stop, are those of no workers."""
+    plain, workers = read(kind, 1, 2, tail), read(kind, 1, 2, tail, workers=2)
+    assert workers.batches == plain.batches
+    stopped = read(kind, 1, 2, tail, workers=2, stop=2)
+    resumed = read(kind, 1, 2, tail, workers=2, state=stopped.state)
+    assert stopped.batches + resumed.batches == plain.batches
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_streams_have_no_weights(kind: str) -> None:
+    """Without a length, tail="weighted" is refused before a sample is read."""
+    with pytest.raises(ConfigError, match="tail='weighted' with"):
+        read(kind, 0, 2, "weighted")
+
+
+def test_a_pre_sharded_loader_is_read_as_its_sampler_says() -> None:
+    """For one to four ranks, with and without workers, also after a stop."""
+    data = list(range(23))
+    for world_size in range(1, 5):
+        for rank in range(world_size):
+            sampler = DistributedSampler(data, world_size, rank, shuffle=True)
+            batches = [[*sampler][first : first + 3] for first in range(0, len(sampler), 3)]
+            for workers in (0, 2) if rank == 1 else (0,):
+                with as_rank(rank, world_size):
+                    make = lambda w=workers, s=sampler: DataLoader(data, 3, sampler=s, num_workers=w, collate_fn=list)  # noqa: E731 - a new one
+                    sharded = shard_loader(make())
+                    assert list(sharded) == batches
+                    sharded.set_epoch(0)
+                    for step, _ in enumerate(sharded):
+                        if step == 1:
+                            break
+                    resumed = shard_loader(make())
+                    resumed.load_state_dict(sharded.state_dict())
+                    assert list(resumed) == batches[2:]
+
+
+class Claims(Sampler[int]):
+    """Yields `count` indices and says that it has `length`."""
+
+    def __init__(self, count: float, length: int) -> None:
+        self.count, self.length = count, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        number = 0
+        while number < self.count:
+            yield number % 100
+            number += 1
+
+
+def first_batches(make: Callable[[], Any], world_size: int, steps: int) -> list[Sequence[int]]:
+    """Return the first batches of all ranks, step by step."""
+    ranks = []
+    for rank in range(world_size):
+        with as_rank(rank, world_size):
+            batches = iter(shard_loader(DataLoader(range(100), batch_size=1, sampler=make(), collate_fn=list)))
+            ranks.append([next(batches) for _ in range(steps)])
+    return [batch for step in zip(*ranks, strict=True) for batch in step]
+
+
+@pytest.mark.parametrize("length", [50, 2**40])
+def test_an_endless_sampler_may_have_a_length(length: int) -> None:
+    """It is drawn while it is iterated, and the ranks share its indices."""
+    assert first_batches(lambda: Claims(float("inf"), length), 2, 60) == [[each % 100] for each in range(120)]
+
+
+def test_a_sampler_that_yields_more_than_its_length_is_read_to_its_end() -> None:
+    """As by a DataLoader, and each index is read once."""
+    ranks = []
+    for rank in range(2):
+        with as_rank(rank, 2):
+            sharded = shard_loader(DataLoader(range(100), batch_size=4, sampler=Claims(21, 13), collate_fn=list))
+            ranks.append([index for batch in sharded for index in batch])
+    assert sorted(ranks[0] + ranks[1]) == [0, *range(21)]
+
+
+def test_an_endless_sampler_has_no_weights() -> None:
+    """Its last batch is unknown: the error is raised before a sample is read."""
+    with as_rank(0, 2), pytest.raises(ConfigError, match="tail='weighted' with the endless Claims"):
+        next(iter(shard_loader(DataLoader(range(100), sampler=Claims(float("inf"), 50)), tail="weighted")))
