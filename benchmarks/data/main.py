@@ -1,8 +1,10 @@
 """Overhead of iterating a loader: this library, other libraries and a hand-written loop, side by side.
 
-(a) host: an epoch over a dataset in memory, with 0 and 2 worker processes, against a hand-sharded DataLoader.
+(a) host: an epoch over a dataset in memory, with 0 and 2 worker processes, against a hand-sharded DataLoader; with
+    seed=, the dataset draws its random numbers from a stream of its own.
 (b) device: the time of a step whose compute takes about as long as copying its batch of 50 MB, against a loop that
     copies with `.to(device, non_blocking=True)`; needs a GPU.
+(c) start: the time until the first batch of a shuffled epoch of 10**7 samples.
 
 Contenders take turns, so that noise affects all of them.
 """
@@ -58,6 +60,12 @@ def parallelize(loader: DataLoader[Any], _device: torch.device) -> Iterable[Any]
     return shard_loader(loader)
 
 
+def parallelize_seeded(loader: DataLoader[Any], _device: torch.device) -> Iterable[Any]:
+    from parallelize import shard_loader
+
+    return shard_loader(loader, seed=0)
+
+
 def fabric(loader: DataLoader[Any], device: torch.device) -> Iterable[Any]:
     # Two distributions contain it.
     name = "lightning_fabric" if importlib.util.find_spec("lightning_fabric") else "lightning.fabric"
@@ -73,6 +81,7 @@ def accelerate(loader: DataLoader[Any], device: torch.device) -> Iterable[Any]:
 CONTENDERS: dict[str, tuple[Contender, str]] = {
     "by hand": (ByHand, ""),
     "parallelize": (parallelize, ""),
+    "parallelize, seed=0": (parallelize_seeded, ""),
     "Fabric": (fabric, "lightning_fabric|lightning"),
     "Accelerate": (accelerate, "accelerate"),
 }
@@ -138,6 +147,28 @@ def on_host(workers: int, rounds: int) -> None:
     report(f"(a) a batch of 64 from memory, {workers} workers", timed(epochs, rounds), 313)
 
 
+class Indices(Dataset[int]):
+    """10**7 samples that take no time."""
+
+    def __len__(self) -> int:
+        return 10**7
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def start_of_epoch(rounds: int) -> None:
+    """Measure the time until the first batch of an epoch of 10**7 samples."""
+    cpu = torch.device("cpu")
+
+    def first_batch(make: Contender) -> Callable[[], None]:
+        batches = make(DataLoader(Indices(), batch_size=64, shuffle=True), cpu)
+        return lambda: next(iter(batches))
+
+    epochs = {name: first_batch(make) for name, make in installed().items() if name != "parallelize, seed=0"}
+    report("(c) the first batch of 10**7 samples", timed(epochs, rounds), 1)
+
+
 class Images(Dataset[Any]):
     """Batches of 50 MB, already in memory."""
 
@@ -200,6 +231,7 @@ def main() -> None:
     print(f"{platform.machine()}, Python {platform.python_version()}, {versions()}")
     for workers in (0, 2):
         on_host(workers, arguments.rounds)
+    start_of_epoch(min(arguments.rounds, 10))
     if torch.cuda.is_available():
         on_device(arguments.rounds)
     else:

@@ -127,7 +127,7 @@ class LoaderCopy(Generic[T]):
             seeds = (derive_seed("batch", self._seed, self._rank, position.epoch, start) for start in starts)
             batches = with_rng(batches, IsolatedRNG(0), seeds=seeds)
         try:
-            yield from self._exclusive(batches)
+            yield from self._exclusive(batches) if self.loader.persistent_workers else batches
         finally:
             if not self.loader.persistent_workers:
                 self._shut_down(batches)
@@ -138,7 +138,7 @@ class LoaderCopy(Generic[T]):
         number = self._iterator_count
         for batch in batches:
             yield batch
-            if number != self._iterator_count and self.loader.persistent_workers:
+            if number != self._iterator_count:
                 raise ConfigError(
                     "two iterators at a time over a DataLoader(persistent_workers=True)",
                     why="torch's workers serve only the newer one, and batches of the older one are lost",
@@ -151,7 +151,8 @@ class LoaderCopy(Generic[T]):
         Raises:
             ConfigError: the loader does not use this sampler, so every process would get all batches.
         """
-        for batch in self.iterate(position, units_per_step=units_per_step):
+        batches = self.iterate(position, units_per_step=units_per_step)
+        for batch in itertools.islice(batches, 1):
             if not sampler.is_iterated:
                 raise ConfigError(
                     f"{type(self.loader).__name__} does not use its sampler when it is iterated",
@@ -159,6 +160,7 @@ class LoaderCopy(Generic[T]):
                     fix="pass shard_loader a DataLoader that creates its iterator in __iter__",
                 )
             yield batch
+        yield from batches
 
     def close(self) -> None:
         """Shut down persistent workers."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,7 +58,8 @@ class IsolatedRNG:
     def __init__(self, seed: int, generators: Sequence[Any] = ()) -> None:
         self._seed = seed
         # The module `random` has the methods of random.Random. torch.manual_seed also seeds every accelerator.
-        self._generators: list[Any] = [torch.default_generator, random, *generators]
+        accesses = map(_Access.to, (torch.default_generator, random, *generators))
+        self._get, self._set, self._reseed = zip(*accesses, strict=True)
         self._states: list[Any] | None = None
         self._numpy_bits: Any = None
 
@@ -68,17 +70,16 @@ class IsolatedRNG:
         Args:
             seed: a seed with which the stream starts anew in this block; None: continue it.
         """
-        numpy, outside = _numpy(), [get_state(each) for each in self._generators]
+        numpy, outside = _numpy(), [get() for get in self._get]
         numpy_bits = None if numpy is None else numpy.random.get_bit_generator()
-        is_new = seed is not None or self._states is None
         try:
-            self._start(self._seed if seed is None else seed, is_new=is_new)
+            self._start(self._seed if seed is None else seed, is_new=seed is not None or self._states is None)
             yield
             if seed is None:
-                self._states = [get_state(each) for each in self._generators]
+                self._states = [get() for get in self._get]
         finally:
-            for each, state in zip(self._generators, outside, strict=True):
-                _set_state(each, state)
+            for set_state, state in zip(self._set, outside, strict=True):
+                set_state(state)
             if numpy_bits is not None:
                 numpy.random.set_bit_generator(numpy_bits)
 
@@ -91,11 +92,31 @@ class IsolatedRNG:
             if is_new_to_numpy:
                 numpy.random.seed(seed % 2**32)
         if is_new:
-            for each in self._generators:
-                _seed(each, seed)
+            for reseed in self._reseed:
+                reseed(seed)
             return
-        for each, state in zip(self._generators, self._states or (), strict=True):
-            _set_state(each, state)
+        for set_state, state in zip(self._set, self._states or (), strict=True):
+            set_state(state)
+
+
+class _Access(NamedTuple):
+    """The functions that read, set and seed the state of a generator."""
+
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], object]
+    seed: Callable[[int], object]
+
+    @classmethod
+    def to(cls, generator: Any) -> _Access:
+        if hasattr(generator, "manual_seed"):
+            return cls(generator.get_state, generator.set_state, generator.manual_seed)
+        if hasattr(generator, "getstate"):
+            return cls(generator.getstate, generator.setstate, generator.seed)
+        if hasattr(generator, "get_state"):  # numpy.random.RandomState
+            return cls(generator.get_state, generator.set_state, lambda seed: generator.seed(seed % 2**32))
+        bits = generator.bit_generator
+        set_state = functools.partial(setattr, bits, "state")
+        return cls(lambda: bits.state, set_state, lambda seed: set_state(type(bits)(seed).state))
 
 
 def is_generator(value: object) -> bool:
@@ -107,27 +128,7 @@ def is_generator(value: object) -> bool:
 
 def get_state(generator: Any) -> Any:
     """Return the state of a generator (see `is_generator`)."""
-    if hasattr(generator, "bit_generator"):
-        return generator.bit_generator.state
-    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    elif hasattr(generator, "setstate"):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
-def _seed(generator: Any, seed: int) -> None:
-    if hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
-    elif hasattr(generator, "manual_seed"):
-        generator.manual_seed(seed)
-    else:
-        generator.seed(seed if hasattr(generator, "getstate") else seed % 2**32)
+    return _Access.to(generator).get_state()
 
 
 def derive_seed(*parts: object) -> int:
