@@ -54,7 +54,7 @@ class LoaderIterators(Generic[T]):
         progress.time, progress.is_superseded = self._time, False
         if progress not in self._open:
             self._open.append(progress)
-        if progress.is_loop and self._closed is not None and self._closed.is_loop:
+        if progress.steps == 2 and self._closed is not None and self._closed.is_loop:
             for each in self._open:
                 each.is_superseded |= each.time < self._closed.time
 
