@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from parallelize.cluster.world import World
-from parallelize.data.epoch_order import stream_order
-from parallelize.data.epoch_shards import Fetch, IndexedShard, StreamShard
-from parallelize.data.loader_options import LoaderOptions, fraction_without_length_error
+from parallelize.data.epoch_order import stream_rng
+from parallelize.data.epoch_shards import Fetch, IndexedShard, LocalBatchesShard, StreamShard
+from parallelize.data.loader_copy import with_rng
+from parallelize.data.loader_options import Divides, LoaderOptions, check_iterable_options
 from parallelize.data.sample_fingerprint import sample_fingerprint
-from parallelize.data.sampler_arithmetic import EpochSplit
+from parallelize.data.sampler_arithmetic import EpochSplit, limit_in_steps
 from parallelize.data.source import EpochListeners, EpochShard, Position, Source
 from parallelize.errors import ConfigError
 
@@ -26,6 +29,7 @@ class BatchIterableSource(Source[T]):
 
     Args:
         batches: the user's iterable.
+        divides: how the iterable shards itself; with "processes" all of its batches are for this process.
         options: the options of `shard_loader`.
         world: rank and world size of this process.
         occurrence: number of loaders that the same line of code has made before in this run; added to the seed.
@@ -36,34 +40,61 @@ class BatchIterableSource(Source[T]):
 
     can_change_world_size = True
 
-    def __init__(self, batches: Iterable[T], *, options: LoaderOptions, world: World, occurrence: int) -> None:
-        _check(batches, options)
+    def __init__(
+        self, batches: Iterable[T], *, divides: Divides | None, options: LoaderOptions, world: World, occurrence: int
+    ) -> None:
+        self._has_length = hasattr(batches, "__len__")
+        name = type(batches).__name__
+        check_iterable_options(options, f"a {name} of batches", has_length=self._has_length)
+        if divides == "workers":
+            raise ConfigError(
+                f"divides='workers' with a {name} of batches",
+                why="it is iterated in this process, which has no workers",
+                fix="use divides='processes' if it shards its batches over the processes, or divides='nothing'",
+            )
         self.loader = batches
         self._options, self._world = options, world
-        self._is_sequence = hasattr(batches, "__getitem__") and hasattr(batches, "__len__")
+        self._is_own = divides == "processes"
+        self._is_sequence = hasattr(batches, "__getitem__") and self._has_length
         self._seed = (options.seed or 0) + occurrence
         self._listeners = EpochListeners([batches])
 
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on."""
         self._listeners.set_epoch(position.epoch)
+        if self._is_own:
+            return LocalBatchesShard(functools.partial(self._own_batches, position), start=position.start)
         split, rank = self._split(position.start), self._world.rank
         if not self._is_sequence:
-            stream = stream_order(self.loader, seed=self._seed, epoch=position.epoch, chunk_size=1)
-            return StreamShard(_unchanged, split=split, stream=stream, rank=rank, is_grouped=False)
+            rng = stream_rng(self.loader, seed=self._seed, epoch=position.epoch)
+            return StreamShard(
+                lambda units, _: with_rng(iter(units), rng),
+                split=split,
+                stream=self.loader,
+                rank=rank,
+                is_grouped=False,
+            )
         order = range(len(self.loader))
         return _SequenceShard(self._fetch, split=split, order=order, rank=rank, batches=self.loader)
 
     def steps(self, position: Position) -> int | None:
         """Count this process's batches from a position on; None if the iterable has no length."""
-        return self._split(position.start).steps(self._world.rank) if hasattr(self.loader, "__len__") else None
+        if not self._has_length:
+            return None
+        if not self._is_own:
+            return self._split(position.start).steps(self._world.rank)
+        total = len(self.loader)
+        limit = total if self._options.limit is None else limit_in_steps(self._options.limit, total)
+        return max(limit - position.start, 0)
 
     def identity(self) -> dict[str, Any]:
-        """Return the seed that is set while a stream is iterated; empty for a sequence."""
+        """Return the seed that is set while a stream is iterated, or the world size if the iterable shards itself."""
+        if self._is_own:
+            return {"world_size": self._world.world_size}
         return {} if self._is_sequence else {"seed": self._seed}
 
     def _split(self, start: int) -> EpochSplit:
-        total = len(self.loader) if hasattr(self.loader, "__len__") else None
+        total = len(self.loader) if self._has_length else None
         size, options = self._world.world_size, self._options
         return EpochSplit.limited(
             total, limit=options.limit, start=start, world_size=size, group=size, tail=options.tail
@@ -72,6 +103,11 @@ class BatchIterableSource(Source[T]):
     def _fetch(self, indices: Iterable[Any], _steps: int | None) -> Iterator[T]:
         sequence: Sequence[T] = self.loader
         return (sequence[index] for index in indices)
+
+    def _own_batches(self, position: Position) -> Iterator[T]:
+        steps, limit = self.steps(position), self._options.limit
+        end = limit if steps is None else position.start + steps
+        return itertools.islice(self.loader, position.start, None if end is None else int(end))
 
 
 class _SequenceShard(IndexedShard[T]):
@@ -83,25 +119,3 @@ class _SequenceShard(IndexedShard[T]):
         # Lists are compared, as each rank may shuffle its own. Other sequences may make a new batch at each access.
         first = self._batches[:_MAX_COMPARED_BATCHES] if isinstance(self._batches, (list, tuple)) else ()
         return sample_fingerprint([super().fingerprint(), sample_fingerprint(first)])
-
-
-def _unchanged(batches: Iterable[Any], _steps: int | None) -> Iterator[Any]:
-    return iter(batches)
-
-
-def _check(batches: Iterable[Any], options: LoaderOptions) -> None:
-    name = type(batches).__name__
-    if options.tail == "weighted":
-        raise ConfigError(
-            f"tail='weighted' with a {name} of batches",
-            why="the number of samples of a batch is unknown before the batch is made",
-            fix="use a DataLoader, or tail='pad'",
-        )
-    if options.batch == "global":
-        raise ConfigError(
-            f"batch='global' with a {name} of batches",
-            why="the batches are already made, and are not split between processes",
-            fix="use batch='per_process': each process takes full batches",
-        )
-    if isinstance(options.limit, float) and not hasattr(batches, "__len__"):
-        raise fraction_without_length_error(options.limit, name)

@@ -48,7 +48,7 @@ class WorkerInit:
             torch_worker._worker_info = info
             if id(get_worker_info()) != id(info):
                 raise unsupported("shard_loader with workers", instead="use num_workers=0")
-            worker_id = info.id
+            worker_id = info.shard_index
         if self.user_init is not None:
             self.user_init(worker_id)
 
@@ -56,7 +56,9 @@ class WorkerInit:
 class GlobalWorkerInfo:
     """Replacement for torch's worker info that counts the workers of all processes as if one process had them all.
 
-    With it, a dataset that shards itself by get_worker_info() shards over all processes.
+    With it, a dataset that shards itself by get_worker_info() shards over all processes. It records what the dataset
+    reads, because that tells how the dataset shards itself: without it, each process would have to iterate the data of
+    all processes, and discard the part of the others.
 
     Args:
         info: torch's worker info; None in a process without workers, which counts as one worker.
@@ -67,15 +69,21 @@ class GlobalWorkerInfo:
     def __init__(self, info: Any, *, rank: int, world_size: int) -> None:
         self._info = info
         local_id, local_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        self.id = local_id * world_size + rank
-        self.total_workers = local_workers * world_size
-        self.is_num_workers_used = False
+        self.shard_index = local_id * world_size + rank
+        self.num_shards = local_workers * world_size
+        self.read: set[str] = set()
+
+    @property
+    def id(self) -> int:
+        """Index of the worker among those of all processes."""
+        self.read.add("id")
+        return self.shard_index
 
     @property
     def num_workers(self) -> int:
         """Number of workers of all processes; a dataset that reads it is assumed to shard itself by it."""
-        self.is_num_workers_used = True
-        return self.total_workers
+        self.read.add("num_workers")
+        return self.num_shards
 
     @property
     def dataset(self) -> Any:

@@ -166,10 +166,17 @@ class LocalBatchesShard(EpochShard[T]):
     Args:
         make_batches: function that returns the batches of this process from `start` on.
         start: number of this process's batches in the epoch that are already consumed.
+        fingerprint: function that returns a hash of the order, which processes compare.
     """
 
-    def __init__(self, make_batches: Callable[[], Iterator[T]], *, start: int) -> None:
-        self._make_batches, self._start = make_batches, start
+    def __init__(
+        self, make_batches: Callable[[], Iterator[T]], *, start: int, fingerprint: Callable[[], str] = str
+    ) -> None:
+        self._make_batches, self._start, self._make_fingerprint = make_batches, start, fingerprint
+
+    def fingerprint(self) -> str:
+        """Return a hash of the order; empty if it is unknown."""
+        return self._make_fingerprint()
 
     def batches(self) -> Iterator[T]:
         """Return an iterator over the batches of this process."""

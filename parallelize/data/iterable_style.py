@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset, _utils, get_worker_info
 
 from parallelize.cluster.world import World
+from parallelize.data.dataloader_workers import GlobalWorkerInfo
 from parallelize.data.epoch_shards import LocalBatchesShard
 from parallelize.data.loader_copy import LoaderCopy
-from parallelize.data.loader_options import Divides, LoaderOptions, fraction_without_length_error
-from parallelize.data.sampler_arithmetic import limit_in_steps, stream_steps
-from parallelize.data.sharded_iterable_dataset import ShardedIterableDataset
+from parallelize.data.loader_options import Divides, LoaderOptions, check_iterable_options
+from parallelize.data.rng import IsolatedRNG, derive_seed
+from parallelize.data.sample_fingerprint import sample_fingerprint
+from parallelize.data.sampler_arithmetic import Tail, limit_in_steps, shard_stream, stream_steps
+from parallelize.data.self_sharding import shuffle_fingerprint
 from parallelize.data.source import EpochListeners, EpochShard, Position, Source
 from parallelize.errors import ConfigError
+from parallelize.runtime.context import Runtime
+from parallelize.torch_private import unsupported
 
-__all__ = ["IterableStyleSource"]
+__all__ = ["IterableStyleSource", "ShardedIterableDataset"]
 
 T = TypeVar("T")
+
+_MAX_COMPARED_SAMPLES = 16
 
 
 class IterableStyleSource(Source[T]):
@@ -32,7 +41,7 @@ class IterableStyleSource(Source[T]):
         dataset: the user's dataset, or this process's shard of it.
         divides: how `dataset` shards itself; None: infer it while the dataset is iterated.
         options: the options of `shard_loader`.
-        world: rank and world size of this process.
+        run: the run in which the loader is iterated.
 
     Raises:
         ConfigError: an option is set that iterable datasets do not support.
@@ -46,20 +55,32 @@ class IterableStyleSource(Source[T]):
         dataset: Any,
         divides: Divides | None,
         options: LoaderOptions,
-        world: World,
+        run: Runtime,
     ) -> None:
-        _check(options, type(shown.dataset).__name__)
-        self._copy, self._options, self._world, self._divides = copy, options, world, divides
+        check_iterable_options(options, f"the iterable {type(shown.dataset).__name__}", has_length=False)
+        self._copy, self._options, self._world, self._divides = copy, options, run.world, divides
         self._listeners = EpochListeners([dataset])
+        self._sharded: ShardedIterableDataset[Any] | None = None
         if divides != "processes":
-            dataset = ShardedIterableDataset(dataset, divides=divides, tail=options.tail, world=world)
-        copy.set_attributes(dataset=dataset)
+            self._sharded = ShardedIterableDataset(
+                dataset,
+                divides=divides,
+                tail=options.tail,
+                world=run.world,
+                batch_size=shown.batch_size or 1,
+                seed=(run.config.seed or 0) if options.seed is None else options.seed,
+                has_workers=shown.num_workers > 0,
+            )
+        copy.set_attributes(dataset=self._sharded or dataset)
         self.loader = shown
 
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on."""
         self._listeners.set_epoch(position.epoch)
-        return LocalBatchesShard(functools.partial(self._batches, position), start=position.start)
+        sharded, dataset = self._sharded, self._copy.loader.dataset
+        fingerprint = functools.partial(shuffle_fingerprint, dataset) if sharded is None else sharded.fingerprint
+        batches = functools.partial(self._batches, position)
+        return LocalBatchesShard(batches, start=position.start, fingerprint=fingerprint)
 
     def steps(self, position: Position) -> int | None:
         """Count this process's batches from a position on; None if the dataset has no length or shards itself."""
@@ -81,6 +102,10 @@ class IterableStyleSource(Source[T]):
         limit = self._options.limit
         return max((total if limit is None else limit_in_steps(limit, total)) - position.start, 0)
 
+    def identity(self) -> dict[str, Any]:
+        """Return the seed that is set while the dataset is iterated; empty if it shards itself over the processes."""
+        return {} if self._sharded is None else {"seed": self._sharded.seed}
+
     def batch_identity(self) -> dict[str, Any]:
         """Return the batch size and the number of workers, which determine the samples of each batch."""
         return {"batch_size": self.loader.batch_size, "num_workers": max(self.loader.num_workers, 1)}
@@ -89,21 +114,140 @@ class IterableStyleSource(Source[T]):
         # The dataset cannot seek: batches before the position are made and discarded.
         limit = self._options.limit
         end = None if limit is None else int(limit)
+        if self._sharded is not None:
+            self._sharded.start_epoch(position.epoch)
         return itertools.islice(self._copy.iterate(Position(epoch=position.epoch)), position.start, end)
 
 
-def _check(options: LoaderOptions, name: str) -> None:
-    if options.tail == "weighted":
-        raise ConfigError(
-            f"tail='weighted' with the iterable {name}",
-            why="the weight of a process's last batch depends on the number of samples, which is unknown",
-            fix="use tail='pad' or 'drop', or a map-style dataset",
-        )
-    if options.batch == "global":
-        raise ConfigError(
-            f"batch='global' with the iterable {name}",
-            why="each worker process makes batches from its own samples",
-            fix="use batch='per_process' and DataLoader(batch_size=...) for one process",
-        )
-    if isinstance(options.limit, float):
-        raise fraction_without_length_error(options.limit, f"the iterable {name}")
+class ShardedIterableDataset(IterableDataset[T]):
+    """Replacement for the iterable dataset of a copied loader; yields the shard of one worker.
+
+    If the dataset does not shard itself, every worker iterates all of it and yields only the samples of its shard. The
+    global generators are seeded equally while the dataset draws from them, so that all workers see the same order.
+    A dataset that reads num_workers of get_worker_info() shards itself by that number, which counts the workers of all
+    processes; its generators are seeded equally until its first sample, for an order of files that it shuffles itself.
+
+        shards        process 0              process 1              2 processes with 2 workers each: 4 shards
+        worker 0      0       4       8        1       5            shard = worker * processes + process, so that
+        worker 1          2       6                3       7        uneven ends are distributed over the processes
+
+    Args:
+        unsharded: the user's dataset.
+        divides: how the dataset shards itself: not at all ("nothing"), by "workers", or None: infer it.
+        tail: how to shard samples that do not divide evenly.
+        world: rank and world size of this process.
+        batch_size: number of samples that are drawn between other uses of the generators.
+        seed: seed of epoch 0, the same on all processes.
+        has_workers: whether worker processes iterate the dataset.
+    """
+
+    def __init__(
+        self,
+        unsharded: Any,
+        *,
+        divides: Divides | None,
+        tail: Tail,
+        world: World,
+        batch_size: int = 1,
+        seed: int = 0,
+        has_workers: bool = False,
+    ) -> None:
+        self.unsharded = unsharded
+        self._divides, self._tail, self._world = divides, tail, world
+        self._batch_size, self.seed = batch_size, seed
+        # The epoch, and the hash of the first samples: memory that persistent workers share with this process.
+        shared: Any = torch.zeros(2, dtype=torch.int64)
+        self._shared: torch.Tensor = shared.share_memory_() if has_workers else shared
+
+    def start_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iterators, and forget the fingerprint of the last one."""
+        self._shared[0], self._shared[1] = epoch, 0
+
+    def fingerprint(self) -> str:
+        """Return a hash of the first samples, for processes to compare; "" if the dataset shards itself."""
+        return f"{int(self._shared[1]):08x}" if self._shared[1] else ""
+
+    def __iter__(self) -> Iterator[T]:
+        info: Any = get_worker_info()
+        if not isinstance(info, GlobalWorkerInfo):  # this is no worker process, or it has torch's info
+            info = GlobalWorkerInfo(info, rank=self._world.rank, world_size=self._world.world_size)
+        if info.num_shards == 1:
+            yield from self.unsharded
+            return
+        rng = IsolatedRNG(derive_seed("iterable", self.seed, int(self._shared[0])))
+        with contextlib.ExitStack() as shared_rng:
+            shared_rng.enter_context(rng.use())
+            samples = self._with_worker_info(info)
+            first = list(itertools.islice(samples, 1))
+            if self._is_sharded_by_workers(info):
+                shared_rng.close()
+                yield from itertools.chain(first, samples)
+                return
+            stream = self._compared(itertools.chain(first, samples), info)
+            shard = shard_stream(stream, shard_index=info.shard_index, num_shards=info.num_shards, tail=self._tail)
+            for number, sample in enumerate(shard, start=1):
+                is_last_of_batch = number % self._batch_size == 0
+                if is_last_of_batch:  # collate_fn, and in this process the training loop, draw from other states
+                    shared_rng.close()
+                yield sample
+                if is_last_of_batch:
+                    shared_rng.enter_context(rng.use())
+
+    def _is_sharded_by_workers(self, info: GlobalWorkerInfo) -> bool:
+        """Return whether the dataset has sharded itself by get_worker_info(), after its first sample.
+
+        Raises:
+            ConfigError: it contradicts `divides`, or reads only its worker's index.
+        """
+        if self._divides == "workers":
+            return True
+        name = type(self.unsharded).__name__
+        if self._divides == "nothing":
+            if "num_workers" in info.read:
+                raise ConfigError(
+                    f"divides='nothing' with the iterable {name}, which reads num_workers of get_worker_info()",
+                    why="it shards itself over the workers: sharding it again would skip samples",
+                    fix="use divides='workers', or remove divides=",
+                )
+            return False
+        if info.read == {"id"} and self._world.world_size > 1:
+            raise ConfigError(
+                f"the iterable {name} reads id of get_worker_info(), and not num_workers",
+                why="it may give each worker a part of the data that depends on the number of workers",
+                fix="read num_workers, too, as in files[info.id :: info.num_workers], or use "
+                "shard_loader(loader, divides='nothing') if every worker iterates all samples",
+            )
+        return bool(info.read)
+
+    def _with_worker_info(self, info: GlobalWorkerInfo) -> Iterator[Any]:
+        """Yield the dataset's samples; while its code runs, get_worker_info() returns `info`."""
+        module: Any = _utils.worker
+        samples: Iterator[Any] | None = None
+        while True:
+            previous = module._worker_info
+            module._worker_info = info
+            if id(get_worker_info()) != id(info):
+                raise unsupported("shard_loader of an iterable dataset", instead="use a dataset with __getitem__")
+            try:
+                samples = iter(self.unsharded) if samples is None else samples
+                sample = next(samples)
+            except StopIteration:
+                return
+            finally:
+                module._worker_info = previous
+            yield sample
+
+    def _compared(self, stream: Iterator[Any], info: GlobalWorkerInfo) -> Iterator[Any]:
+        """Yield the samples, and write the hash of the first ones."""
+        is_first_worker = info.shard_index < self._world.world_size
+        # The number that rank 0 draws for its first batch; other ranks draw more.
+        count = min(info.num_shards * (self._batch_size - 1) + 1, _MAX_COMPARED_SAMPLES)
+        hashes: list[str] = []
+        for sample in stream:
+            if is_first_worker and len(hashes) < count:
+                hashes.append(sample_fingerprint([sample], has_floats=self._divides is None))
+                if len(hashes) == count:
+                    self._shared[1] = int(sample_fingerprint(hashes), 16)
+            yield sample
+        if is_first_worker and len(hashes) < count:
+            self._shared[1] = int(sample_fingerprint(hashes), 16)

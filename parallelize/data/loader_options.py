@@ -9,7 +9,15 @@ from typing import Literal
 from parallelize.data.sampler_arithmetic import TAILS, Tail
 from parallelize.errors import ConfigError, Fault, did_you_mean
 
-__all__ = ["BATCHES", "DIVIDES", "Batch", "Divides", "LoaderOptions", "fraction_without_length_error"]
+__all__ = [
+    "BATCHES",
+    "DIVIDES",
+    "Batch",
+    "Divides",
+    "LoaderOptions",
+    "check_iterable_options",
+    "fraction_without_length_error",
+]
 
 Batch = Literal["per_process", "global"]
 BATCHES: tuple[Batch, ...] = ("per_process", "global")
@@ -71,6 +79,33 @@ class LoaderOptions:
                 "it is the number of batches copied to the device ahead of the loop, from 0 to 64",
                 "use prefetch=2",
             )
+
+
+def check_iterable_options(options: LoaderOptions, name: str, *, has_length: bool) -> None:
+    """Check that data without indices supports the options.
+
+    Args:
+        options: the options of `shard_loader`.
+        name: the name of the iterable dataset, or of the iterable of batches, for messages.
+        has_length: whether the number of batches is known.
+
+    Raises:
+        ConfigError: an option needs the indices or the length.
+    """
+    if options.tail == "weighted":
+        raise ConfigError(
+            f"tail='weighted' with {name}",
+            why="the weight of a process's last batch depends on the number of samples, which is unknown",
+            fix="use tail='pad' or 'drop', or a DataLoader of a map-style dataset",
+        )
+    if options.batch == "global":
+        raise ConfigError(
+            f"batch='global' with {name}",
+            why="batches are not split between processes: each process, or worker, makes its own",
+            fix="use batch='per_process', and the batch size of one process",
+        )
+    if isinstance(options.limit, float) and not has_length:
+        raise fraction_without_length_error(options.limit, name)
 
 
 def fraction_without_length_error(limit: float, name: str) -> ConfigError:

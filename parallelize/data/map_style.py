@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
 from parallelize.cluster.world import World
-from parallelize.data.detect_rank_queries import NUM_SHARDS_ATTRIBUTES
+from parallelize.data.self_sharding import NUM_SHARDS_ATTRIBUTES
 from parallelize.data.epoch_order import (
     MAX_LISTED,
     draw_order,

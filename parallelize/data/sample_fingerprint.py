@@ -16,7 +16,7 @@ __all__ = ["sample_fingerprint"]
 _MAX_ELEMENTS = 1024
 
 
-def sample_fingerprint(data: Iterable[Any]) -> str:
+def sample_fingerprint(data: Iterable[Any], *, has_floats: bool = True) -> str:
     """Return a short hash of the samples; for objects of unknown types, only the name of the type is hashed.
 
     If the data contains integer arrays or text, only these are hashed. Floats may differ because of augmentation or
@@ -24,13 +24,14 @@ def sample_fingerprint(data: Iterable[Any]) -> str:
 
     Args:
         data: batches or indices; they are not modified.
+        has_floats: whether data without integer arrays and text is hashed, too.
     """
     identifying: list[str] = []
     others: list[str] = []
     for leaf in leaves(list(data)):
         text, is_identifying = _hashable_text(leaf)
         (identifying if is_identifying else others).append(text)
-    return hashlib.blake2b("/".join(identifying or others).encode(), digest_size=4).hexdigest()
+    return hashlib.blake2b("/".join(identifying or others * has_floats).encode(), digest_size=4).hexdigest()
 
 
 def _hashable_text(leaf: Any) -> tuple[str, bool]:

@@ -12,9 +12,9 @@ from parallelize.data.batch_iterables import BatchIterableSource
 from parallelize.data.dataloader_workers import WorkerInit
 from parallelize.data.iterable_style import IterableStyleSource
 from parallelize.data.loader_copy import LoaderCopy
-from parallelize.data.loader_options import LoaderOptions
+from parallelize.data.loader_options import Divides, LoaderOptions
 from parallelize.data.map_style import MapStyleSource, PreShardedSource, find_distributed_sampler
-from parallelize.data.sharded_iterable_dataset import with_own_sharding
+from parallelize.data.self_sharding import is_loader_of_batches, own_sharding
 from parallelize.data.source import Source
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime
@@ -36,29 +36,29 @@ def select_source(loader: Any, *, options: LoaderOptions, run: Runtime, occurren
     """
     if not isinstance(loader, DataLoader):
         _check_is_batch_iterable(loader)
-        return BatchIterableSource(loader, options=options, world=run.world, occurrence=occurrence)
-    dataset, divides = loader.dataset, None
-    is_iterable = isinstance(loader.dataset, IterableDataset)
-    if is_iterable and options.divides is None:
-        dataset, divides = with_own_sharding(loader.dataset, run.world)
-    elif is_iterable:
-        divides = options.divides
-    elif options.divides is not None:
+        batches, divides = _sharding(loader, options=options, run=run)
+        return BatchIterableSource(batches, divides=divides, options=options, world=run.world, occurrence=occurrence)
+    if isinstance(loader.dataset, IterableDataset):
+        dataset, divides = _sharding(loader.dataset, options=options, run=run)
+        copy = _copy(loader, options=options, run=run, has_global_info=divides in (None, "workers"))
+        shown = _copy(loader, options=options, run=run, has_global_info=False).loader
+        return IterableStyleSource(copy=copy, shown=shown, dataset=dataset, divides=divides, options=options, run=run)
+    if options.divides is not None:
         raise ConfigError(
             f"divides={options.divides!r} with {type(loader.dataset).__name__}",
             why="it is not an iterable dataset: shard_loader shards its indices",
-            fix="remove divides=; it is for iterable datasets",
+            fix="remove divides=; it is for iterable datasets and iterables of batches",
         )
-    copy = _copy(loader, options=options, run=run, has_global_info=is_iterable and divides != "processes")
-    if is_iterable:
-        shown = _copy(loader, options=options, run=run, has_global_info=False).loader
-        return IterableStyleSource(
-            copy=copy, shown=shown, dataset=dataset, divides=divides, options=options, world=run.world
-        )
+    copy = _copy(loader, options=options, run=run, has_global_info=False)
     sampler = find_distributed_sampler(loader, run.world)
     if sampler is not None:
         return PreShardedSource(loader, copy=copy, sampler=sampler, options=options)
     return MapStyleSource(loader, copy=copy, options=options, world=run.world)
+
+
+def _sharding(data: Any, *, options: LoaderOptions, run: Runtime) -> tuple[Any, Divides | None]:
+    """Return an iterable dataset or an iterable of batches, and how it shards itself (None: unknown)."""
+    return own_sharding(data, run.world) if options.divides is None else (data, options.divides)
 
 
 def _copy(loader: DataLoader[Any], *, options: LoaderOptions, run: Runtime, has_global_info: bool) -> LoaderCopy[Any]:
@@ -75,7 +75,7 @@ def _copy(loader: DataLoader[Any], *, options: LoaderOptions, run: Runtime, has_
 
 def _check_is_batch_iterable(loader: Any) -> None:
     kind = type(loader).__name__
-    if isinstance(loader, (Dataset, torch.Tensor)):
+    if isinstance(loader, (Dataset, torch.Tensor)) and not is_loader_of_batches(loader):
         raise ConfigError(
             f"shard_loader of a {kind}",
             why="it contains samples, not batches",

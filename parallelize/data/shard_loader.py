@@ -45,6 +45,8 @@ def shard_loader(
     The user's loader is not modified. Sequential and shuffled loaders are sharded exactly as by torch's
     DistributedSampler; shuffled ones get a new order in every epoch. Any other sampler is iterated with the same seed
     on all processes, and its indices are sharded. A loader whose sampler already shards it is not sharded again.
+    Iterable datasets and iterables of batches are iterated with the same seed on all processes, each of which keeps its
+    share of the samples or batches.
     Another call with the same loader and options (`progress` may differ) returns the same object, so that
     `for epoch in range(n): for batch in shard_loader(loader)` advances the epoch. Each call of a decorated function
     begins with epoch 0; a function that trains one epoch per call sets its number with `set_epoch`.
@@ -66,11 +68,13 @@ def shard_loader(
             has not finished its epoch. The clocks of all hosts are assumed to be synchronized.
         to_device: whether to move batches to `device()`. Under dp and ddp2, DataParallel then scatters them.
         prefetch: number of batches to copy to an accelerator ahead of the loop.
-        divides: how an iterable dataset shards itself: not at all ("nothing"), over the "workers" that
-            get_worker_info() returns, or over the "processes". None: infer it from the dataset's calls, and raise if it
-            queries its rank or stores the world size. len() works only with "nothing". A dataset that shards itself
-            decides how many samples each process gets, whatever `tail` is: if the numbers may differ, train with a
-            `limit=` that all processes reach.
+        divides: how an iterable dataset, or an iterable of batches, shards itself: not at all ("nothing"), over the
+            "workers" that get_worker_info() returns, or over the "processes". None: "processes" for datasets of
+            libraries that shard themselves (Hugging Face, WebDataset with split_by_node, Mosaic Streaming, litdata,
+            FFCV), else "workers" if the dataset reads get_worker_info().num_workers, else "nothing"; raise if its code
+            uses the rank or the world size, or if it holds the world size. len() of an iterable dataset works only with
+            "nothing". A dataset that shards itself decides how many samples each process gets, whatever `tail` is: if
+            the numbers may differ, train with a `limit=` that all processes reach.
 
     Raises:
         ConfigError: options are invalid, or the loader cannot be sharded.

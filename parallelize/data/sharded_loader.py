@@ -254,8 +254,9 @@ class ShardedLoader(Generic[T]):
             self._name,
             f"iterates epoch {position.epoch}{start}{length}, order {progress.shard.fingerprint() or 'unknown'}",
             fix="use the same data, seeds and set_epoch() calls on all processes, and train with a tail other than "
-            "'exact'; a sampler with its own random numbers needs the same seed on all processes, and a list that is "
-            "shuffled inside parallel_model the same order: random.Random(epoch).shuffle(batches)",
+            "'exact'; a sampler or stream with its own random numbers needs the same seed on all processes, a list "
+            "that is shuffled inside parallel_model the same order: random.Random(epoch).shuffle(batches), and an "
+            "iterable that shards itself divides='processes'",
         )
 
 

@@ -23,7 +23,7 @@ from parallelize.backends.ddp_engine import _DistributedDataParallel
 from parallelize.backends.fsdp_engine import _require_known_traces
 from parallelize.checkpoint import state_dicts
 from parallelize.cluster.world import World
-from parallelize.data import sharded_iterable_dataset
+from parallelize.data import iterable_style
 from parallelize.launchers.elastic import agent
 from parallelize.precision import autocast, unscaled_hooks
 from parallelize.runtime import gradients, loss_counts, torch_compile
@@ -292,10 +292,10 @@ def test_unknown_traces_of_fully_shard(is_attribute: bool) -> None:
 
 def test_worker_info_that_is_not_replaced(monkeypatch: Patch) -> None:
     """An iterable dataset is refused if get_worker_info() does not return what counts the workers of all ranks."""
-    dataset = sharded_iterable_dataset.ShardedIterableDataset(
+    dataset = iterable_style.ShardedIterableDataset(
         range(8), divides=None, tail="drop", world=World(rank=0, local_rank=0, world_size=2, local_world_size=2)
     )
     assert len(list(dataset)) == 4
-    monkeypatch.setattr(sharded_iterable_dataset, "get_worker_info", lambda: None)
+    monkeypatch.setattr(iterable_style, "get_worker_info", lambda: None)
     with pytest.raises(ConfigError, match="iterable dataset with torch"):
         list(dataset)

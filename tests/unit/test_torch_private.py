@@ -34,8 +34,8 @@ DOCUMENTED = {"_exit", "_fields", "_getframe", "_current_frames"}
 # Attributes of graph nodes: https://docs.pytorch.org/docs/stable/notes/autograd.html#saved-tensors. The tests of
 # runtime/loss_counts.py fail if a loss does not have one any more.
 DOCUMENTED |= {"_saved_other", "_saved_reduction", "_saved_total_weight"}
-# An attribute of other libraries' samplers.
-OTHERS = {"_num_replicas"}
+# Attributes of other libraries' samplers and datasets.
+OTHERS = {"_distributed", "_num_replicas", "_unique_rank_world"}
 IDENTIFIER = re.compile(r"_[a-zA-Z]\w*")
 LIBRARIES = ("torch", "multiprocessing", "cloudpickle", "wrapt")
 

@@ -13,7 +13,17 @@ from every_sample import KINDS, read
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from parallelize import ConfigError, barrier, device, distributed, parallel_model, rank, shard_loader, world_size
+from parallelize import (
+    ConfigError,
+    SyncError,
+    barrier,
+    device,
+    distributed,
+    parallel_model,
+    rank,
+    shard_loader,
+    world_size,
+)
 
 
 def dataset(length):
@@ -77,14 +87,18 @@ class ByProcess(IterableDataset):
 
 
 class ByTorch(IterableDataset):
-    """Runs a collective, and may shard by a DistributedSampler, which queries the rank."""
+    """Shards by a DistributedSampler, which queries the rank."""
 
-    def __init__(self, sampler):
-        self.sampler = sampler
+    def __iter__(self):
+        return iter(DistributedSampler(range(8), shuffle=False))
+
+
+class WithCollective(IterableDataset):
+    """Runs a collective, for which torch queries the rank."""
 
     def __iter__(self):
         dist.barrier()
-        return iter(range(8) if self.sampler is None else DistributedSampler(range(8), shuffle=False))
+        return iter(range(8))
 
 
 @distributed(processes=2)
@@ -93,18 +107,63 @@ def iterate(dataset, divides=None):
 
 
 @pytest.mark.parametrize(
-    "dataset", [ByProcess(), ByTorch(DistributedSampler)], ids=["own queries", "DistributedSampler"]
+    ("dataset", "used"),
+    [(ByProcess(), "get_rank and get_world_size"), (ByTorch(), "DistributedSampler")],
+    ids=["own queries", "DistributedSampler"],
 )
-def test_a_dataset_that_queries_torch_for_its_rank_is_not_sharded_twice(dataset):
+def test_a_dataset_that_queries_torch_for_its_rank_is_not_sharded_twice(dataset, used):
     """It is refused without divides='processes'."""
-    with pytest.raises(ConfigError, match="it calls get_rank and get_world_size while it is iterated"):
+    with pytest.raises(ConfigError, match=f"its code uses {used}"):
         iterate(dataset)
     assert iterate.all_ranks(dataset, "processes") == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_rank_queries_of_torchs_collectives_are_ignored():
     """A dataset that only runs a collective does not shard itself."""
-    assert iterate.all_ranks(ByTorch(None)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert iterate.all_ranks(WithCollective()) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+class OwnOrder(IterableDataset):
+    """Shuffles by a generator of its own, or shards itself in a way that cannot be seen."""
+
+    def __init__(self, part=None):
+        self.part = part
+
+    def __iter__(self):
+        order = list(range(16))
+        random.Random(None if self.part is None else 0).shuffle(order)
+        return iter(order if self.part is None else order[self.part :: 2])
+
+
+@distributed(processes=2)
+def train_on_a_stream(kind, workers=0, **options):
+    """Train one epoch on a stream that differs between ranks, or does not."""
+    data = OwnOrder({"own generator": None, "hidden part": rank()}.get(kind, 5))
+    loader = data if kind == "generator" else DataLoader(data, batch_size=2, num_workers=workers)
+    if kind == "generator":
+        loader = (torch.tensor([number]) for number in random.Random().sample(range(16), 16))
+    with parallel_model(torch.nn.Linear(1, 1)) as model:
+        for batch in shard_loader(loader, **options):
+            model(batch.float().unsqueeze(1)).sum().backward()
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("own generator", 0), ("own generator", 2), ("hidden part", 0), ("generator", 0)]
+)
+def test_streams_that_differ_between_ranks_are_named_at_the_first_step(kind, workers):
+    """Their samples would overlap, or be lost: the first samples of the stream are compared, from workers, too."""
+    message = r"rank \d iterates epoch 0, order \w{8}, where rank \d iterates epoch 0, order \w{8}"
+    with pytest.raises(SyncError, match=message) as caught:
+        train_on_a_stream(kind, workers)
+    assert "divides='processes'" in str(caught.value)
+
+
+def test_streams_that_are_equal_or_declared_are_trained():
+    """Equal streams have equal hashes, and those of a dataset that shards itself are not compared."""
+    assert train_on_a_stream("equal") == "trained"
+    assert train_on_a_stream("equal", 2) == "trained"
+    assert train_on_a_stream("hidden part", divides="processes") == "trained"
 
 
 def test_the_bar_is_on_rank_0_and_counts_all_samples(capfd):

@@ -42,3 +42,10 @@ def test_different_samples_have_different_fingerprints(one, other):
 def test_leaves_that_may_differ_between_ranks_are_ignored(one, other):
     """Augmented floats beside labels or text that identify the samples, and leaves that cannot be read."""
     assert sample_fingerprint([one]) == sample_fingerprint([other])
+
+
+def test_floats_are_hashed_unless_that_is_disabled():
+    """Without them, data of floats only has the fingerprint of no data, and text still counts."""
+    one, other = torch.tensor([1.0]), torch.tensor([2.0])
+    assert sample_fingerprint([one], has_floats=False) == sample_fingerprint([other], has_floats=False)
+    assert sample_fingerprint([(one, "a")], has_floats=False) != sample_fingerprint([(one, "b")], has_floats=False)

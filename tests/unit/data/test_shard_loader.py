@@ -489,7 +489,7 @@ PRE_SHARDED = {"sampler": DistributedSampler(numbers(9), 2, 0)}
         (lambda: loader_of(9), {"divides": "workers"}, "divides='workers' with list"),
         (lambda: [1, 2], {"tail": "weighted"}, "tail='weighted' with a list of batches"),
         (lambda: [1, 2], {"batch": "global"}, "batch='global' with a list of batches"),
-        (lambda: iter([1, 2]), {"limit": 0.5}, "limit=0.5 with list_iterator, which has no length"),
+        (lambda: iter([1, 2]), {"limit": 0.5}, "limit=0.5 with a list_iterator of batches, which has no length"),
         (lambda: {"a": 1}, {}, "shard_loader of a dict"),
         (lambda: "batches", {}, "shard_loader of a str"),
         (lambda: 3, {}, "shard_loader of a int"),

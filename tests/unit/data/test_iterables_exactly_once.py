@@ -1,0 +1,532 @@
+"""Properties of iterables: over all processes and workers the samples come as often as `tail` says, or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import sys
+import types
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import as_rank, keep_sigchld_handler
+from torch.utils.data import ChainDataset, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+import parallelize as par
+from parallelize import ConfigError, shard_loader
+from parallelize.data.self_sharding import shuffle_fingerprint
+
+LENGTH = 29
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_may_start():
+    keep_sigchld_handler()
+
+
+class Stream(IterableDataset):
+    """Yields the numbers of a function to every worker."""
+
+    def __init__(self, numbers=lambda: range(LENGTH)):
+        self.numbers = numbers
+
+    def __iter__(self):
+        yield from self.numbers()
+
+
+class Wrapped(IterableDataset):
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+class AsInTorchsDocs(IterableDataset):
+    """A contiguous part for each worker."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        if info is None:
+            return iter(range(LENGTH))
+        size = -(-LENGTH // info.num_workers)
+        return iter(range(info.id * size, min((info.id + 1) * size, LENGTH)))
+
+
+class ShuffledFiles(IterableDataset):
+    """Shuffles its files by a global generator, then takes those of its worker."""
+
+    def __iter__(self):
+        files = list(range(LENGTH))
+        random.shuffle(files)
+        info = get_worker_info()
+        return iter(files if info is None else files[info.id :: info.num_workers])
+
+
+class ByProcess(IterableDataset):
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(par.rank() * workers + worker, LENGTH, par.world_size() * workers))
+
+
+def shuffled_by_random():
+    return random.sample(range(LENGTH), LENGTH)
+
+
+def shuffled_by_numpy():
+    return np.random.permutation(LENGTH).tolist()
+
+
+def shuffled_by_torch():
+    return torch.randperm(LENGTH).tolist()
+
+
+def shuffle_buffer():
+    """Draw for each sample, as a shuffle buffer does."""
+    buffer = list(range(5))
+    for number in range(5, LENGTH):
+        index = random.randrange(5)
+        yield buffer[index]
+        buffer[index] = number
+    yield from buffer
+
+
+def drawing_collate(samples):
+    """Draw as often as there are samples, as a mixup of the batch does."""
+    random.random(), np.random.rand(), torch.rand(len(samples))
+    return torch.tensor(samples)
+
+
+def init_worker(worker_id):
+    info = get_worker_info()
+    info.dataset.numbers = lambda: range(info.id, LENGTH, info.num_workers)
+
+
+def hugging_face(**options):
+    datasets = pytest.importorskip("datasets")
+    stream = datasets.Dataset.from_dict({"x": list(range(LENGTH))}).to_iterable_dataset(**options)
+    return stream.with_format("torch")
+
+
+# Kind -> (dataset, options of shard_loader, arguments of DataLoader).
+DATASETS = {
+    "not sharded": (Stream, {}, {}),
+    "declared as not sharded": (Stream, {"divides": "nothing"}, {}),
+    "torch's docs": (AsInTorchsDocs, {}, {}),
+    "declared by worker": (AsInTorchsDocs, {"divides": "workers"}, {}),
+    "worker_init_fn": (Stream, {}, {"worker_init_fn": init_worker}),
+    "wrapped": (lambda: Wrapped(AsInTorchsDocs()), {}, {}),
+    "chained": (lambda: ChainDataset([Stream(lambda: range(9)), Stream(lambda: range(9, LENGTH))]), {}, {}),
+    "random": (lambda: Stream(shuffled_by_random), {}, {}),
+    "numpy": (lambda: Stream(shuffled_by_numpy), {}, {}),
+    "torch": (lambda: Stream(shuffled_by_torch), {}, {}),
+    "shuffle buffer": (lambda: Stream(shuffle_buffer), {}, {"collate_fn": drawing_collate}),
+    "shuffled files": (ShuffledFiles, {}, {"collate_fn": drawing_collate}),
+    "data pipe": (lambda: IterableWrapper(range(LENGTH)).shuffle(), {}, {}),
+    "declared by process": (ByProcess, {"divides": "processes"}, {}),
+}
+
+
+def batches_of(make, rank, world_size, options):
+    """Iterate one rank; its global generators have states of their own, as after parallel_model."""
+    random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
+    with as_rank(rank, world_size):
+        return list(shard_loader(make(), **options))
+
+
+def read_by_all(make, world_size, **options):
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        return [batches_of(make, rank, world_size, options) for rank in range(world_size)]
+    finally:
+        random.setstate(state[0]), np.random.set_state(state[1]), torch.set_rng_state(state[2])
+
+
+def flat(batches):
+    return [int(value) for batch in batches for value in (batch["x"] if isinstance(batch, dict) else batch)]
+
+
+def check(ranks, tail, shards, units=LENGTH):
+    """Check how often each unit was read: once, with less than one repeat or omission for each shard."""
+    counts = Counter(itertools.chain.from_iterable(ranks))
+    assert set(counts) <= set(range(units))
+    if tail == "drop":
+        assert set(counts.values()) <= {1}
+        assert units - len(counts) < shards
+    else:
+        assert len(counts) == units
+        assert counts.total() - units < (shards if tail == "pad" else 1)
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+@pytest.mark.parametrize(("workers", "world_sizes"), [(0, (1, 2, 3, 4)), (2, (1, 3))], ids=["no workers", "2 workers"])
+def test_samples_of_iterable_datasets(kind, workers, world_sizes):
+    """However the dataset shards and shuffles itself, and whatever the generators of the ranks are."""
+    make, options, arguments = DATASETS[kind]
+    for world_size, tail in itertools.product(world_sizes, ["pad", "drop", "exact"]):
+        loader = lambda: DataLoader(make(), batch_size=3, num_workers=workers, **arguments)  # noqa: E731 - used here
+        ranks = read_by_all(loader, world_size, tail=tail, **options)
+        check(map(flat, ranks), tail, max(workers, 1) * world_size)
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_iterable_dataset_yields_the_rest(kind, workers):
+    """In the order of the interrupted epoch, although the global generators have other states."""
+    make, options, arguments = DATASETS[kind]
+    loader = lambda: DataLoader(make(), batch_size=3, num_workers=workers, **arguments)  # noqa: E731 - a new one
+    for rank in range(2):
+        (full,) = [each for number, each in enumerate(read_by_all(loader, 2, **options)) if number == rank]
+        with as_rank(rank, 2):
+            interrupted, resumed = shard_loader(loader(), **options), shard_loader(loader(), **options)
+            batches = iter(interrupted)
+            first = [next(batches) for _ in range(2)]
+            resumed.load_state_dict(interrupted.state_dict())
+            batches.close()
+            assert flat([*first, *resumed]) == flat(full)
+
+
+def test_epochs_of_a_shuffling_dataset_differ():
+    """With persistent workers, too: all workers draw the order of the same epoch."""
+    for arguments in ({}, {"num_workers": 2, "persistent_workers": True}):
+        epochs = []
+        for rank in range(2):
+            loader = DataLoader(Stream(shuffled_by_random), batch_size=4, **arguments)
+            with as_rank(rank, 2), shard_loader(loader) as sharded:
+                epochs.append([flat(sharded) for _ in range(2)])
+        for one, other in zip(*epochs, strict=True):
+            check([one, other], "pad", 4)
+        assert epochs[0][0] != epochs[0][1]
+
+
+def test_the_loop_keeps_its_random_numbers():
+    """A dataset that draws between batches does not change the numbers that the loop draws, nor see them."""
+
+    def run(draws):
+        random.seed(1)
+        with as_rank(0, 2):
+            return [(batch.tolist(), [random.random() for _ in range(draws)]) for batch in shard_loader(loader())]
+
+    loader = lambda: DataLoader(Stream(shuffle_buffer), batch_size=3)  # noqa: E731 - a new one
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        once, twice = run(1), run(2)
+    random.seed(1)
+    assert [number for _, numbers in once for number in numbers] == [random.random() for _ in once]
+    assert [batch for batch, _ in once] == [batch for batch, _ in twice]
+    random.setstate(state)
+
+
+# Iterables of batches
+
+
+class Epochs:
+    """An iterable with the order of an epoch that it is told."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        yield from np.random.default_rng(self.epoch).permutation(LENGTH).tolist()
+
+
+class SizedStream:
+    def __len__(self):
+        return LENGTH
+
+    def __iter__(self):
+        return iter(range(LENGTH))
+
+
+def shuffled_generator():
+    for number in shuffled_by_random():
+        torch.rand(1)
+        yield number
+
+
+def torchdata_nodes():
+    nodes = pytest.importorskip("torchdata.nodes")
+    return nodes.Loader(nodes.IterableWrapper(range(LENGTH)))
+
+
+BATCHES = {
+    "list": lambda: list(range(LENGTH)),
+    "range": lambda: range(LENGTH),
+    "iterator": lambda: iter(range(LENGTH)),
+    "generator": lambda: (each for each in range(LENGTH)),
+    "shuffled generator": shuffled_generator,
+    "with set_epoch": Epochs,
+    "sized": SizedStream,
+    "torchdata": torchdata_nodes,
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("tail", ["pad", "drop", "exact"])
+def test_batches_of_iterables(kind, tail):
+    """Every W-th batch, in an order that is the same on all ranks."""
+    for world_size in range(1, 5):
+        check(read_by_all(BATCHES[kind], world_size, tail=tail), tail, world_size)
+
+
+@pytest.mark.parametrize("kind", set(BATCHES) - {"torchdata"})
+@pytest.mark.parametrize("new_size", [1, 2, 3])
+def test_resumed_iterables_yield_the_rest_in_another_world(kind, new_size):
+    """With fewer or more processes, each batch is read once before and after the interruption."""
+    seen = []
+    for rank in range(2):
+        with as_rank(rank, 2):
+            loader = shard_loader(BATCHES[kind](), tail="exact", seed=5)
+            batches = iter(loader)
+            seen.append([next(batches) for _ in range(4)])
+            state = loader.state_dict()
+    for rank in range(new_size):
+        with as_rank(rank, new_size):
+            loader = shard_loader(BATCHES[kind](), tail="exact", seed=5)
+            loader.load_state_dict(state)
+            seen.append(list(loader))
+    check(seen, "exact", 1)
+
+
+def own_share():
+    return iter(range(par.rank(), LENGTH, par.world_size()))
+
+
+@pytest.mark.parametrize("make", [own_share, lambda: list(own_share()), lambda: (each for each in own_share())])
+def test_divides_is_honored_for_iterables_of_batches(make):
+    """With "processes" each process reads all batches of its own iterable, limited and resumed, too."""
+    ranks = read_by_all(make, 3, divides="processes")
+    assert ranks == [list(range(rank, LENGTH, 3)) for rank in range(3)]
+    assert read_by_all(lambda: list(range(8)), 2, divides="nothing") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    with as_rank(1, 3):
+        assert list(shard_loader(make(), divides="processes", limit=2)) == [1, 4]
+        loader, resumed = (shard_loader(make(), divides="processes") for _ in range(2))
+        batches = iter(loader)
+        assert [next(batches) for _ in range(3)] == [1, 4, 7]
+        resumed.load_state_dict(loader.state_dict())
+        assert list(resumed) == list(range(10, LENGTH, 3))
+    with as_rank(0, 2), pytest.raises(ConfigError, match="world_size=3 is loaded with world_size=2"):
+        shard_loader(make(), divides="processes").load_state_dict(loader.state_dict())
+    with as_rank(0, 2), pytest.raises(ConfigError, match="divides='workers' with a"):
+        shard_loader(make(), divides="workers")
+
+
+def test_iterables_are_drawn_lazily():
+    """An endless generator is never listed; a rank draws the batches of the others, and one ahead at most."""
+    drawn = []
+
+    def endless():
+        for number in itertools.count():
+            drawn.append(number)
+            yield number
+
+    with as_rank(0, 2):
+        assert list(itertools.islice(shard_loader(endless()), 3)) == [0, 2, 4]
+    assert len(drawn) <= 6
+
+
+# What is refused
+
+
+class Reads(IterableDataset):
+    """Counts the samples that are read."""
+
+    count = 0
+
+    def shard(self):
+        raise NotImplementedError
+
+    def __iter__(self):
+        first, step = self.shard()
+        for number in range(first, LENGTH, step):
+            Reads.count += 1
+            yield number
+
+
+class ByVariable(Reads):
+    def shard(self):
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+class ByVariableAtFirst(Reads):
+    def __init__(self):
+        self.part, self.of = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def shard(self):
+        return self.part, self.of
+
+
+class ByGroup(Reads):
+    def shard(self):
+        return dist.get_rank(), dist.get_world_size()
+
+
+def helper():
+    return par.rank(), par.world_size()
+
+
+class ByHelper(Reads):
+    def shard(self):
+        return helper()
+
+
+class ByProperty(Reads):
+    @property
+    def processes(self):
+        from torch.distributed import get_world_size
+
+        return get_world_size()
+
+    def shard(self):
+        return 0, self.processes
+
+
+class BySampler(Reads):
+    def __init__(self):
+        self.sampler = DistributedSampler(range(LENGTH), num_replicas=2, rank=0)
+
+    def shard(self):
+        return next(iter(self.sampler)), 2
+
+
+class ByIndexOnly(Reads):
+    """Gives each worker one of four parts."""
+
+    def shard(self):
+        info = get_worker_info()
+        return (0 if info is None else info.id), 4
+
+
+def generator_of_a_rank():
+    for number in range(par.rank(), LENGTH, par.world_size()):
+        Reads.count += 1
+        yield number
+
+
+def foreign(package, name, base=IterableDataset, **attributes):
+    """Return an object of a class with the module and name of another library's."""
+    body = {"__module__": package, "__iter__": lambda self: iter(range(LENGTH)), **attributes}
+    return types.new_class(name, (base,), exec_body=lambda namespace: namespace.update(body))()
+
+
+REFUSED = {
+    "variables": (lambda: DataLoader(ByVariable()), "ByVariable may shard itself .* uses RANK and WORLD_SIZE"),
+    "constructor": (lambda: DataLoader(ByVariableAtFirst()), "ByVariableAtFirst may shard itself .* uses WORLD_SIZE"),
+    "group": (lambda: DataLoader(ByGroup()), "ByGroup may shard itself .* uses get_rank and get_world_size"),
+    "helper": (lambda: DataLoader(ByHelper()), "ByHelper may shard itself .* uses rank and world_size"),
+    "property": (lambda: DataLoader(ByProperty()), "ByProperty may shard itself .* uses get_world_size"),
+    "sampler": (lambda: DataLoader(BySampler()), "BySampler may shard itself .* DistributedSampler has num_replicas=2"),
+    "wrapped": (lambda: DataLoader(Wrapped(ByGroup())), "Wrapped may shard itself .* uses get_rank"),
+    "generator": (generator_of_a_rank, "generator may shard itself .* uses rank and world_size"),
+    "function": (
+        lambda: DataLoader(Stream(generator_of_a_rank)),
+        "Stream may shard itself .* uses rank and world_size",
+    ),
+    "streaming inside": (
+        lambda: DataLoader(Wrapped(foreign("streaming.base.dataset", "StreamingDataset"))),
+        "Wrapped may shard itself .* it contains a StreamingDataset, which shards itself",
+    ),
+    "DALI": (
+        lambda: foreign("nvidia.dali.plugin.pytorch", "DALIGenericIterator"),
+        "shard_loader of a DALI|num_shards=",
+    ),
+    "litdata made outside": (
+        lambda: DataLoader(foreign("litdata", "StreamingDataset", distributed_env=types.SimpleNamespace(world_size=1))),
+        "StreamingDataset was sharded over 1 processes, in a world of 2",
+    ),
+    "index only": (lambda: DataLoader(ByIndexOnly()), "ByIndexOnly reads id of get_worker_info"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_may_shard_itself_is_refused_with_the_fix(kind, monkeypatch):
+    """Before a batch is yielded; all but get_worker_info is seen before a sample is read. One process reads all."""
+    make, message = REFUSED[kind]
+    monkeypatch.setattr(Reads, "count", 0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for profile in (None, lambda *_: None):  # also under a profiler of the user
+        sys.setprofile(profile)
+        try:
+            with as_rank(0, 2), pytest.raises(ConfigError, match=message) as caught:
+                next(iter(shard_loader(make())))
+        finally:
+            sys.setprofile(None)
+        assert Reads.count <= (kind == "index only") * 2
+        assert caught.value.faults[0].fix
+    if kind in ("variables", "constructor", "helper", "generator", "function"):
+        assert flat([[each] for each in read_by_all(make, 1)[0]]) == list(range(LENGTH))
+
+
+class QueriesForOtherReasons(IterableDataset):
+    """Rank 0 downloads, and the number of a rank is in a name."""
+
+    ranks = ("rank", "world")
+
+    def __init__(self):
+        self.is_downloader = not dist.is_initialized() or dist.get_rank() == 0
+        self.rank = 3
+
+    def __iter__(self):
+        return iter(range(LENGTH))
+
+
+def test_rank_queries_for_other_reasons_are_no_sharding():
+    """A download by rank 0 in the constructor, attributes and text with such names."""
+    check(map(flat, read_by_all(lambda: DataLoader(QueriesForOtherReasons()), 2, tail="exact")), "exact", 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(foreign("streaming.base.dataset", "StreamingDataset")),
+        lambda: DataLoader(type("Mine", (type(foreign("litdata.streaming", "CombinedStreamingDataset")),), {})()),
+        lambda: foreign("ffcv.loader.loader", "Loader", object, distributed=True),
+    ],
+    ids=["Mosaic Streaming", "a subclass of litdata's", "FFCV"],
+)
+def test_libraries_that_shard_themselves_are_recognized(make):
+    """Their datasets are not sharded again, nor are those of subclasses."""
+    assert [flat([[each] for each in rank]) for rank in read_by_all(make, 2)] == [list(range(LENGTH))] * 2
+
+
+def test_a_contradicted_declaration_is_refused():
+    """divides='nothing' for a dataset that shards itself over the workers."""
+    with as_rank(0, 2), pytest.raises(ConfigError, match="divides='nothing' with the iterable AsInTorchsDocs"):
+        list(shard_loader(DataLoader(AsInTorchsDocs()), divides="nothing"))
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_streams_of_hugging_face_that_are_split_are_not_split_again(shards):
+    """One that the user has split by node is kept; one that was split for another world is refused."""
+    split = pytest.importorskip("datasets.distributed").split_dataset_by_node
+    make = lambda: DataLoader(split(hugging_face(num_shards=shards), par.rank(), par.world_size()))  # noqa: E731 - a new one
+    check(map(flat, read_by_all(make, 2)), "exact", 1)
+    check(map(flat, read_by_all(lambda: DataLoader(hugging_face(num_shards=shards)), 2)), "exact", 1)
+    other = split(hugging_face(num_shards=shards), 0, 4)
+    with as_rank(0, 2), pytest.raises(ConfigError, match="was sharded over 4 processes, in a world of 2"):
+        shard_loader(DataLoader(other))
+
+
+def test_generators_that_shuffle_streams_of_hugging_face_are_compared():
+    """Their hash is equal for equal seeds, and differs without a seed, where the shards of the ranks would overlap."""
+    seeds = (1, 1, 2, None, None)
+    streams = [hugging_face(num_shards=4).shuffle(seed=seed, buffer_size=5).batch(2) for seed in seeds]
+    one, same, *others = [shuffle_fingerprint(stream) for stream in streams]
+    assert one == same
+    assert len({one, *others}) == 4
+    assert shuffle_fingerprint(hugging_face(num_shards=4)) == ""
+
+
+def test_samples_without_an_index_are_no_batches():
+    """A dataset is not a loader."""
+    with as_rank(0, 2), pytest.raises(ConfigError, match="shard_loader of a Stream"):
+        shard_loader(Stream())
+    with as_rank(0, 2), pytest.raises(ConfigError, match="shard_loader of a Dataset"):
+        shard_loader(Dataset())
