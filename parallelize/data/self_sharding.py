@@ -6,7 +6,6 @@ import hashlib
 import sys
 import types
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader, IterDataPipe
@@ -25,17 +24,17 @@ NUM_SHARDS_ATTRIBUTES = ("num_replicas", "num_processes", "num_shards", "world_s
 
 # Functions, classes and variables that code uses to shard by process. A constructor often queries the rank for other
 # reasons, such as a download by rank 0, so there only the world size counts.
-_WORLD_SIZE_NAMES = ("get_world_size", "world_size", "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_RANK_NAMES = ("DistributedSampler", "get_rank", "rank", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_QUERIES = {*_WORLD_SIZE_NAMES, *_RANK_NAMES}
-_OWN_FUNCTIONS = {context.rank: "rank", context.world_size: "world_size"}
+_WORLD_SIZE_NAMES = frozenset(
+    {"get_world_size", "world_size", "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
+)
+_RANK_NAMES = frozenset(
+    {"DistributedSampler", "get_rank", "rank", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+)
+_OWN_FUNCTIONS = {context.rank: "rank", context.world_size: "world_size"}  # these names are attributes, too
 
 # Packages whose code is not searched: they query the rank for other reasons, or are recognized by class.
-_KNOWN_PACKAGES = frozenset(
-    {
-        *("builtins", "parallelize", "torch"),
-        *("datasets", "ffcv", "litdata", "nvidia", "streaming", "torchdata", "webdataset"),
-    }
+_KNOWN_PACKAGES = sys.stdlib_module_names | frozenset(
+    {"datasets", "ffcv", "litdata", "nvidia", "parallelize", "streaming", "torch", "torchdata", "webdataset"}
 )
 
 _MAX_DEPTH, _MAX_ITEMS = 5, 32
@@ -84,9 +83,7 @@ def is_loader_of_batches(data: Any) -> bool:
 
 def _is_named(data: Any, package: str, *suffixes: str) -> bool:
     """Return whether a class of the data is defined in a package and has a name with one of the suffixes."""
-    return any(
-        each.__module__.partition(".")[0] == package and each.__name__.endswith(suffixes) for each in type(data).__mro__
-    )
+    return any(_package_of(each) == package and each.__name__.endswith(suffixes) for each in type(data).__mro__)
 
 
 def _shards_itself(data: Any) -> bool:
@@ -158,83 +155,67 @@ def _evidence(part: Any, data: Any, world_size: int) -> str:
         size = getattr(part, name, None)
         if type(size) is int and size == world_size:
             return f"it has {name}={size}" if part is data else f"its {type(part).__name__} has {name}={size}"
-    used = sorted(set(_queries(part)))
+    used = sorted(_queries(part))
     return f"its code uses {' and '.join(used)}" if used else ""
 
 
-def _queries(part: Any) -> Iterator[str]:
-    """Yield the names with which the code that iterates a part queries the rank or the world size."""
-    if isinstance(part, types.GeneratorType) and part.gi_frame is not None:
-        yield from _Code(part.gi_code, part.gi_frame.f_globals, None).queries()
-    elif isinstance(part, types.FunctionType):
-        yield from _Code(part.__code__, part.__globals__, None).queries()
+def _queries(part: Any) -> set[str]:
+    """Return the names with which the code that iterates a part queries the rank or the world size."""
     owner = type(part)
-    for name in ("__iter__", "__next__", "__init__"):
-        code = _Code.of(getattr(owner, name, None), owner)
-        if code is not None:
-            found = code.queries()
-            yield from (each for each in found if name != "__init__" or each in _WORLD_SIZE_NAMES)
+    found = _names_used([owner.__init__], owner) & _WORLD_SIZE_NAMES
+    return found | _names_used([part, getattr(owner, "__iter__", None), getattr(owner, "__next__", None)], owner)
 
 
-@dataclass(frozen=True)
-class _Code:
-    """Code of the user, with the namespaces in which its names are looked up.
+def _names_used(functions: list[Any], owner: type) -> set[str]:
+    """Return the names that functions, and the methods and near functions that these name, use to query the process."""
+    found: set[str] = set()
+    pending, seen = functions, set()
+    while pending:
+        code, namespace = _code_of(pending.pop())
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        codes = list(_nested(code))
+        names = {name for each in codes for name in each.co_names}
+        texts = {text for each in codes for text in each.co_consts if isinstance(text, str) and text.isupper()}
+        found |= (names - {*_OWN_FUNCTIONS.values()} | texts) & (_WORLD_SIZE_NAMES | _RANK_NAMES)
+        spaces = [namespace, *(vars(each) for name in names if (each := _module(namespace, name)) is not None)]
+        values = [space[name] for space in spaces for name in names if name in space]
+        found |= {own for function, own in _OWN_FUNCTIONS.items() if any(each is function for each in values)}
+        pending += [getattr(owner, name) for name in names if hasattr(owner, name)]
+        pending += [each for each in values if _package_of(each) == _package(namespace.get("__name__"))]
+    return found
 
-    Args:
-        code: the code object.
-        namespace: the module's globals.
-        owner: the class of the method, or None.
-    """
 
-    code: types.CodeType
-    namespace: dict[str, Any]
-    owner: type | None
+def _code_of(function: Any) -> tuple[types.CodeType | None, dict[str, Any]]:
+    """Return the code and the globals of a function, property or generator of the user; None for any other object."""
+    if isinstance(function, types.GeneratorType) and function.gi_frame is not None:
+        return function.gi_code, function.gi_frame.f_globals
+    function = getattr(function, "fget", getattr(function, "__func__", function))
+    if isinstance(function, types.FunctionType) and _package_of(function) not in _KNOWN_PACKAGES:
+        return function.__code__, function.__globals__
+    return None, {}
 
-    @classmethod
-    def of(cls, function: Any, owner: type | None) -> _Code | None:
-        """Return the code of a function, method or property; None if it is not that of the user."""
-        function = getattr(getattr(function, "fget", function), "__func__", getattr(function, "fget", function))
-        package = (getattr(function, "__module__", None) or "").partition(".")[0]
-        if not isinstance(function, types.FunctionType) or package in _KNOWN_PACKAGES | sys.stdlib_module_names:
-            return None
-        return cls(function.__code__, function.__globals__, owner)
 
-    def queries(self) -> set[str]:
-        """Return the names with which this code, and the methods and functions that it names, query the process."""
-        found: set[str] = set()
-        pending, seen = [self], set()
-        while pending:
-            current = pending.pop()
-            if current.code in seen:
-                continue
-            seen.add(current.code)
-            constants = current.code.co_consts
-            pending += [
-                _Code(each, current.namespace, current.owner) for each in constants if isinstance(each, types.CodeType)
-            ]
-            names = current.code.co_names
-            found |= {each for each in constants if isinstance(each, str) and each.isupper()} & _QUERIES
-            found |= {each for each in names if each not in _OWN_FUNCTIONS.values()} & _QUERIES
-            modules = [value for value in map(current.lookup, names) if isinstance(value, types.ModuleType)]
-            for name in names:
-                values = [current.lookup(name), *(vars(module).get(name) for module in modules)]
-                found |= {own for function, own in _OWN_FUNCTIONS.items() if any(each is function for each in values)}
-                pending += filter(None, [current.named(name)])
-        return found
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _nested(each)
 
-    def lookup(self, name: str) -> Any:
-        """Return a global variable or an imported module; None if there is neither."""
-        return self.namespace.get(name, sys.modules.get(name))
 
-    def named(self, name: str) -> _Code | None:
-        """Return the code of the method, or the function of the same package, with a name."""
-        method = _Code.of(getattr(self.owner, name, None), self.owner)
-        if method is not None:
-            return method
-        function = self.namespace.get(name)
-        package = (getattr(function, "__module__", None) or "").partition(".")[0]
-        is_near = package == str(self.namespace.get("__name__")).partition(".")[0]
-        return _Code.of(function, None) if is_near else None
+def _module(namespace: dict[str, Any], name: str) -> types.ModuleType | None:
+    """Return the module that code means by a global name, or imports by a dotted one; None if it is no module."""
+    found = namespace.get(name, sys.modules.get(name))
+    return found if isinstance(found, types.ModuleType) else None
+
+
+def _package(module: Any) -> str:
+    return str(module).partition(".")[0]
+
+
+def _package_of(value: Any) -> str:
+    return _package(getattr(value, "__module__", None))
 
 
 def _ambiguous_sharding_error(data: object, evidence: str) -> ConfigError:
