@@ -73,6 +73,10 @@ class GlobalWorkerInfo:
         self.num_shards = local_workers * world_size
         self.read: set[str] = set()
 
+    def of_this_process(self) -> GlobalWorkerInfo | None:
+        """Return an info that counts the workers of this process only; None if it has none, as torch does."""
+        return None if self._info is None else GlobalWorkerInfo(self._info, rank=0, world_size=1)
+
     @property
     def id(self) -> int:
         """Index of the worker among those of all processes."""

@@ -174,26 +174,34 @@ class ShardedIterableDataset(IterableDataset[T]):
         if info.num_shards == 1:
             yield from self.unsharded
             return
+        shown = info.of_this_process() if self._divides == "nothing" else info
         rng = IsolatedRNG(derive_seed("iterable", self.seed, int(self._shared[0])))
-        with contextlib.ExitStack() as shared_rng:
-            shared_rng.enter_context(rng.use())
-            samples = self._with_worker_info(info)
-            first = list(itertools.islice(samples, 1))
-            if self._is_sharded_by_workers(info):
-                shared_rng.close()
-                yield from itertools.chain(first, samples)
-                return
-            stream = self._compared(itertools.chain(first, samples), info)
-            shard = shard_stream(stream, shard_index=info.shard_index, num_shards=info.num_shards, tail=self._tail)
-            for number, sample in enumerate(shard, start=1):
-                is_last_of_batch = number % self._batch_size == 0
-                if is_last_of_batch:  # collate_fn, and in this process the training loop, draw from other states
-                    shared_rng.close()
+        with contextlib.ExitStack() as drawing:
+            drawing.enter_context(rng.use())
+            drawing.enter_context(_worker_info(shown))
+            samples = iter(self.unsharded)
+            stream: Iterator[Any] = itertools.chain(list(itertools.islice(samples, 1)), samples)
+            is_own = self._is_sharded_by_workers(shown)
+            if not is_own:
+                stream = shard_stream(
+                    self._compared(stream, info),
+                    shard_index=info.shard_index,
+                    num_shards=info.num_shards,
+                    tail=self._tail,
+                )
+            else:
+                drawing.close()
+                drawing.enter_context(_worker_info(shown))
+            for number, sample in enumerate(stream, start=1):
+                if number % self._batch_size:
+                    yield sample
+                    continue
+                drawing.close()  # collate_fn, and in this process the training loop, draw from other states
                 yield sample
-                if is_last_of_batch:
-                    shared_rng.enter_context(rng.use())
+                drawing.enter_context(contextlib.nullcontext() if is_own else rng.use())
+                drawing.enter_context(_worker_info(shown))
 
-    def _is_sharded_by_workers(self, info: GlobalWorkerInfo) -> bool:
+    def _is_sharded_by_workers(self, shown: GlobalWorkerInfo | None) -> bool:
         """Return whether the dataset has sharded itself by get_worker_info(), after its first sample.
 
         Raises:
@@ -203,39 +211,22 @@ class ShardedIterableDataset(IterableDataset[T]):
             return True
         name = type(self.unsharded).__name__
         if self._divides == "nothing":
-            if "num_workers" in info.read:
+            if shown is not None and shown.num_shards > 1 and "num_workers" in shown.read:
                 raise ConfigError(
                     f"divides='nothing' with the iterable {name}, which reads num_workers of get_worker_info()",
                     why="it shards itself over the workers: sharding it again would skip samples",
                     fix="use divides='workers', or remove divides=",
                 )
             return False
-        if info.read == {"id"} and self._world.world_size > 1:
+        read = set() if shown is None else shown.read
+        if read == {"id"} and self._world.world_size > 1:
             raise ConfigError(
                 f"the iterable {name} reads id of get_worker_info(), and not num_workers",
                 why="it may give each worker a part of the data that depends on the number of workers",
                 fix="read num_workers, too, as in files[info.id :: info.num_workers], or use "
                 "shard_loader(loader, divides='nothing') if every worker iterates all samples",
             )
-        return bool(info.read)
-
-    def _with_worker_info(self, info: GlobalWorkerInfo) -> Iterator[Any]:
-        """Yield the dataset's samples; while its code runs, get_worker_info() returns `info`."""
-        module: Any = _utils.worker
-        samples: Iterator[Any] | None = None
-        while True:
-            previous = module._worker_info
-            module._worker_info = info
-            if id(get_worker_info()) != id(info):
-                raise unsupported("shard_loader of an iterable dataset", instead="use a dataset with __getitem__")
-            try:
-                samples = iter(self.unsharded) if samples is None else samples
-                sample = next(samples)
-            except StopIteration:
-                return
-            finally:
-                module._worker_info = previous
-            yield sample
+        return bool(read)
 
     def _compared(self, stream: Iterator[Any], info: GlobalWorkerInfo) -> Iterator[Any]:
         """Yield the samples, and write the hash of the first ones."""
@@ -251,3 +242,16 @@ class ShardedIterableDataset(IterableDataset[T]):
             yield sample
         if is_first_worker and len(hashes) < count:
             self._shared[1] = int(sample_fingerprint(hashes), 16)
+
+
+@contextlib.contextmanager
+def _worker_info(info: Any) -> Iterator[None]:
+    """Let get_worker_info() return `info` in the block."""
+    module: Any = _utils.worker
+    previous, module._worker_info = module._worker_info, info
+    try:
+        if get_worker_info() is not info:
+            raise unsupported("shard_loader of an iterable dataset", instead="use a dataset with __getitem__")
+        yield
+    finally:
+        module._worker_info = previous

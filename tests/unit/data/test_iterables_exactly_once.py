@@ -497,9 +497,14 @@ def test_libraries_that_shard_themselves_are_recognized(make):
 
 
 def test_a_contradicted_declaration_is_refused():
-    """divides='nothing' for a dataset that shards itself over the workers."""
-    with as_rank(0, 2), pytest.raises(ConfigError, match="divides='nothing' with the iterable AsInTorchsDocs"):
-        list(shard_loader(DataLoader(AsInTorchsDocs()), divides="nothing"))
+    """divides='nothing' for a dataset that shards itself over several workers; without workers it does not."""
+    loader = lambda workers: DataLoader(AsInTorchsDocs(), num_workers=workers)  # noqa: E731 - a new one
+    for workers in (0, 1):
+        ranks = read_by_all(lambda number=workers: loader(number), 2, divides="nothing", tail="exact")
+        check(map(flat, ranks), "exact", 1)
+    message = "divides='nothing' with the iterable AsInTorchsDocs"
+    with as_rank(0, 2), pytest.raises((ConfigError, RuntimeError), match=message):
+        list(shard_loader(loader(2), divides="nothing"))
 
 
 @pytest.mark.parametrize("shards", [1, 4])
