@@ -137,10 +137,12 @@ def _parts(data: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
         children = data.gi_frame.f_locals.values()
     elif isinstance(data, (list, tuple)):
         children = data[:_MAX_ITEMS]
+    # Functions that torch's classes hold, such as a worker_init_fn, query the rank for other reasons.
+    functions = () if _package_of(type(data)) == "torch" else (types.FunctionType,)
     for child in list(children)[:_MAX_ITEMS]:
         is_iterable = hasattr(type(child), "__iter__") and type(child).__module__ != "builtins"
         is_data = is_iterable and not hasattr(child, "__array__")
-        if is_data or isinstance(child, (list, tuple, types.FunctionType, types.GeneratorType)):
+        if is_data or isinstance(child, (list, tuple, types.GeneratorType, *functions)):
             yield from _parts(child, depth - 1)
 
 

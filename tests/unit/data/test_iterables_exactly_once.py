@@ -477,8 +477,19 @@ class QueriesForOtherReasons(IterableDataset):
         return iter(range(LENGTH))
 
 
+def seed_by_rank(worker_id):
+    random.seed(int(os.environ["RANK"]) * 100 + worker_id)
+
+
+def drawn_from(loader):
+    yield from loader
+
+
 def test_rank_queries_for_other_reasons_are_no_sharding():
-    """A download by rank 0 in the constructor, attributes and text with such names."""
+    """A download by rank 0 in the constructor, attributes and text with such names, seeds of workers."""
+    loader = DataLoader(Stream(), batch_size=2, num_workers=1, worker_init_fn=seed_by_rank)
+    with as_rank(0, 2):
+        shard_loader(drawn_from(loader))
     check(map(flat, read_by_all(lambda: DataLoader(QueriesForOtherReasons()), 2, tail="exact")), "exact", 1)
 
 
