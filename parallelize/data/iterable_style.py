@@ -184,7 +184,7 @@ class ShardedIterableDataset(IterableDataset[T]):
             is_own = self._is_sharded_by_workers(shown)
             if not is_own:
                 stream = shard_stream(
-                    self._compared(stream, info),
+                    self._compared(stream, info, shown),
                     shard_index=info.shard_index,
                     num_shards=info.num_shards,
                     tail=self._tail,
@@ -205,36 +205,37 @@ class ShardedIterableDataset(IterableDataset[T]):
         """Return whether the dataset has sharded itself by get_worker_info(), after its first sample.
 
         Raises:
-            ConfigError: it contradicts `divides`, or reads only its worker's index.
+            ConfigError: it reads only its worker's index.
         """
-        if self._divides == "workers":
-            return True
-        name = type(self.unsharded).__name__
-        if self._divides == "nothing":
-            if shown is not None and shown.num_shards > 1 and "num_workers" in shown.read:
-                raise ConfigError(
-                    f"divides='nothing' with the iterable {name}, which reads num_workers of get_worker_info()",
-                    why="it shards itself over the workers: sharding it again would skip samples",
-                    fix="use divides='workers', or remove divides=",
-                )
-            return False
-        read = set() if shown is None else shown.read
-        if read == {"id"} and self._world.world_size > 1:
+        if self._divides is not None or shown is None:
+            return self._divides == "workers"
+        if shown.read == {"id"} and self._world.world_size > 1:
             raise ConfigError(
-                f"the iterable {name} reads id of get_worker_info(), and not num_workers",
+                f"the iterable {type(self.unsharded).__name__} reads id of get_worker_info(), and not num_workers",
                 why="it may give each worker a part of the data that depends on the number of workers",
                 fix="read num_workers, too, as in files[info.id :: info.num_workers], or use "
                 "shard_loader(loader, divides='nothing') if every worker iterates all samples",
             )
-        return bool(read)
+        return bool(shown.read)
 
-    def _compared(self, stream: Iterator[Any], info: GlobalWorkerInfo) -> Iterator[Any]:
-        """Yield the samples, and write the hash of the first ones."""
+    def _compared(self, stream: Iterator[Any], info: GlobalWorkerInfo, shown: GlobalWorkerInfo | None) -> Iterator[Any]:
+        """Yield the samples, and write the hash of the first ones.
+
+        Raises:
+            ConfigError: the dataset shards itself by num_workers from a later sample on, or though `divides` denies it.
+        """
         is_first_worker = info.shard_index < self._world.world_size
         # The number that rank 0 draws for its first batch; other ranks draw more.
         count = min(info.num_shards * (self._batch_size - 1) + 1, _MAX_COMPARED_SAMPLES)
         hashes: list[str] = []
         for sample in stream:
+            if shown is not None and shown.num_shards > 1 and "num_workers" in shown.read:
+                when = "after its first sample" if self._divides is None else f"with divides={self._divides!r}"
+                raise ConfigError(
+                    f"the iterable {type(self.unsharded).__name__} reads num_workers of get_worker_info() {when}",
+                    why="it shards itself over the workers: sharding it again would skip samples",
+                    fix="use divides='workers' if all of its samples are sharded so",
+                )
             if is_first_worker and len(hashes) < count:
                 hashes.append(sample_fingerprint([sample], has_floats=self._divides is None))
                 if len(hashes) == count:

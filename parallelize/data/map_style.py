@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
 from parallelize.cluster.world import World
-from parallelize.data.self_sharding import NUM_SHARDS_ATTRIBUTES
 from parallelize.data.epoch_order import (
     MAX_LISTED,
     draw_order,
@@ -24,6 +23,7 @@ from parallelize.data.epoch_shards import IndexedShard, StreamShard
 from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import LoaderOptions, fraction_without_length_error
 from parallelize.data.sampler_arithmetic import EpochSplit
+from parallelize.data.self_sharding import NUM_SHARDS_ATTRIBUTES
 from parallelize.data.source import EpochListeners, EpochShard, Position, Source
 from parallelize.errors import ConfigError
 

@@ -132,7 +132,7 @@ def _parts(data: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
         return
     children: Iterable[Any] = getattr(data, "__dict__", {}).values()
     if isinstance(data, types.FunctionType):
-        children = (cell.cell_contents for cell in data.__closure__ or ())
+        children = (cell.cell_contents for cell in data.__closure__ or () if cell != types.CellType())  # not empty
     elif isinstance(data, types.GeneratorType) and data.gi_frame is not None:
         children = data.gi_frame.f_locals.values()
     elif isinstance(data, (list, tuple)):
@@ -154,7 +154,7 @@ def _evidence(part: Any, data: Any, world_size: int) -> str:
         return "the readers of its pipeline may have num_shards="
     names = (*NUM_SHARDS_ATTRIBUTES, "world", "num_nodes") if part is data else ("num_replicas", "world_size")
     for name in names:
-        size = getattr(part, name, None)
+        size = getattr(part, name, None) if part is data else getattr(part, "__dict__", {}).get(name)
         if type(size) is int and size == world_size:
             return f"it has {name}={size}" if part is data else f"its {type(part).__name__} has {name}={size}"
     used = sorted(_queries(part))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -513,9 +514,17 @@ def test_a_contradicted_declaration_is_refused():
     for workers in (0, 1):
         ranks = read_by_all(lambda number=workers: loader(number), 2, divides="nothing", tail="exact")
         check(map(flat, ranks), "exact", 1)
-    message = "divides='nothing' with the iterable AsInTorchsDocs"
+    message = r"AsInTorchsDocs reads num_workers of get_worker_info\(\) with divides='nothing'"
     with as_rank(0, 2), pytest.raises((ConfigError, RuntimeError), match=message):
         list(shard_loader(loader(2), divides="nothing"))
+
+
+def test_a_dataset_that_shards_itself_later_is_refused():
+    """One of two chained datasets shards itself by worker: the other's samples would come often, or its own not."""
+    for first, second in ((Stream(), AsInTorchsDocs()), (AsInTorchsDocs(), AsInTorchsDocs())):
+        refused = pytest.raises(ConfigError, match=r"ChainDataset reads num_workers .* after its first sample")
+        with as_rank(0, 2), refused if isinstance(first, Stream) else contextlib.nullcontext():
+            assert len(flat(shard_loader(DataLoader(ChainDataset([first, second]))))) == 2 * 15
 
 
 @pytest.mark.parametrize("shards", [1, 4])
