@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -23,12 +24,14 @@ class BackwardAfterBlock:
 
     Args:
         model: the model of the block.
+        in_block: called when a backward pass in the block reaches an output.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, in_block: Callable[[], None]) -> None:
         # Weak: the garbage collector does not traverse autograd nodes, so a model that stores its output would leak.
         self._model = ref(model)
         self._is_block_over = False
+        self._in_block = WeakMethod(in_block)
 
     def register_hooks(self, output: Any) -> None:
         """Register hooks on the grad_fns of an output of the model."""
@@ -40,7 +43,11 @@ class BackwardAfterBlock:
         self._is_block_over = True
 
     def _on_backward(self, _: tuple[torch.Tensor, ...]) -> None:
-        if self._is_block_over:
+        if not self._is_block_over:
+            in_block = self._in_block()
+            if in_block is not None:
+                in_block()
+        else:
             before = {name: gradient_version(each.grad) for name, each in self._gradients()}
             at_end_of_backward(lambda: self._leave_changed(before))
 

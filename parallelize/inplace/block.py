@@ -54,7 +54,7 @@ class Block:
         self._startup_summary, self._has_logged_summary = startup_summary, False
         self._same_data = same_data
         self._tracker: GradientTracker | None = None
-        self._backward_after_block = BackwardAfterBlock(engines.inner.model)
+        self._backward_after_block = BackwardAfterBlock(engines.inner.model, in_block=self._on_backward)
         self._checks = contextlib.ExitStack()
         self._forwards = SyncPoints()
         self._window = window
@@ -117,6 +117,10 @@ class Block:
             self._tracker.after_forward()
             self._backward_after_block.register_hooks(output)
 
+    def _on_backward(self) -> None:
+        if self._tracker is not None:
+            self._tracker.on_backward()
+
     def local_module(self) -> nn.Module:
         """Return the module for a forward with grad mode off."""
         return self._engines.active.local
@@ -161,10 +165,10 @@ class Block:
             if self._tracker is None:
                 claim_gradients(self.model)
             self._tracker = GradientTracker(structure, engine=engine)
-            self._checks.enter_context(self._tracker.hooks_installed())
+            self._checks.enter_context(self._tracker.running())
         is_sharded = self._run.config.backend.shards_gradients and self._run.world.world_size > 1
         is_averaging = engine.averages_gradients or is_sharded
-        self._window.bind(self.model, is_averaging=is_averaging)
+        self._window.bind(self.model, is_averaging=is_averaging, tracker=self._tracker)
         if is_averaging:
             self._checks.enter_context(watch_steps(self.model, self._tracker, self._engines.inner.session))
             self._checks.enter_context(average_closures(self.model))

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallelize.errors import ConfigError, SyncError, did_you_mean
+from parallelize.inplace.gradient_origins import GradientTracker
 from parallelize.inplace.uneven_counts import CountRange, UnevenCounts
 from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.precision.unscale import scale_
@@ -85,6 +86,7 @@ class Window:
         parameters: the parameters whose gradients backward accumulates.
         has_forward: whether there was a forward since the last optimizer step.
         is_averaging: whether backward passes of this rank run collectives with the other ranks.
+        tracker: records the origins of the model's gradients; None: the engine does not average them.
         passes: the passes of this step; None: there were none.
         is_no_sync: whether the model is in a `no_sync` context.
         counts: under "ranks": the range of the counts of these passes.
@@ -94,14 +96,15 @@ class Window:
         self.parameters: tuple[nn.Parameter, ...] = ()
         self.has_forward = False
         self.is_averaging = False
+        self.tracker: GradientTracker | None = None
         self.passes: _Passes | None = None
         self.counts: CountRange | None = None
         self.is_no_sync = False
         self._ids: frozenset[int] = frozenset()
 
-    def bind(self, model: nn.Module, *, is_averaging: bool) -> None:
+    def bind(self, model: nn.Module, *, is_averaging: bool, tracker: GradientTracker | None) -> None:
         """Use the model's current parameters; called when its engine is built."""
-        self.parameters, self.is_averaging = tuple(model.parameters()), is_averaging
+        self.parameters, self.is_averaging, self.tracker = tuple(model.parameters()), is_averaging, tracker
         self._ids = frozenset(map(id, self.parameters))
 
     def mark(self, output: Any, inputs: Any) -> None:
@@ -109,11 +112,9 @@ class Window:
         self.has_forward = True
         mark_outputs(output, inputs=inputs, model=self)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Count the backward passes in the context locally."""
-        with replace_attribute(self, "is_no_sync", value=True):
-            yield
+        return replace_attribute(self, "is_no_sync", value=True)
 
     @property
     def is_local(self) -> bool:
@@ -183,14 +184,14 @@ class GradientAverage:
 
     @contextlib.contextmanager
     def during(self, roots: Roots, batch_weight: float) -> Iterator[Weight | None]:
-        """Weight a backward pass; implements `LossWeight`.
-
-        Raises:
-            ConfigError: the number of targets of a loss is not known, under average="tokens".
-            SyncError: the pass computes a gradient that DistributedDataParallel is already averaging.
-        """
+        """Weight a backward pass, and let the trackers record its gradients; implements `LossWeight`."""
+        trackers = [each.tracker for each in self.windows if each.tracker is not None]
+        for tracker in trackers:
+            tracker.before_backward()
         with _ddp_errors_explained(), self._weighted(roots, batch_weight) as weight:
             yield weight
+        for tracker in trackers:
+            tracker.after_backward()
 
     @contextlib.contextmanager
     def _weighted(self, roots: Roots, batch_weight: float) -> Iterator[Weight | None]:
@@ -253,7 +254,9 @@ class GradientAverage:
             total = torch.as_tensor(total, dtype=torch.float64).to(self._device, copy=True)
             dist.all_reduce(total)
         total, number = passes.total + total, passes.number + self._world_size * number
-        self._last_mean = _positive(total / number, self._last_mean)
+        mean, last = total / number, self._last_mean
+        # The mean is 0 if all targets are ignored.
+        self._last_mean = torch.where(mean > 0, mean, last) if isinstance(mean, torch.Tensor) else mean or last
         return _Passes(loss, total, number, 0.0, 0, self._last_mean)
 
 
@@ -272,11 +275,6 @@ def _ddp_errors_explained() -> Iterator[None]:
             fix="call backward once, on the sum of the losses; use torch.utils.checkpoint with use_reentrant=False; "
             "for gradient surgery assign the all_reduce of what torch.autograd.grad returns to p.grad",
         ) from error
-
-
-def _positive(mean: Weight, last: Weight) -> Weight:
-    """Return `mean`, or if it is 0, because all targets are ignored, the last one."""
-    return torch.where(mean > 0, mean, last) if isinstance(mean, torch.Tensor) else mean or last
 
 
 def _required_count(roots: Roots) -> LossCount:

@@ -4,17 +4,17 @@ States of a tracker, in step with DistributedDataParallel's reducer:
 
     forward through the engine    averaging begins
     backward                      gradients accumulate and are all-reduced while backward runs
-    end of backward               averaging ends once the engine has reduced all buckets: these gradients are recorded
+    after backward                averaging ends once the engine has reduced all buckets: these gradients are recorded
     any other backward            gradients are of this rank alone: the reason is recorded
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 from weakref import ref
 
@@ -111,6 +111,11 @@ Origin = tuple[ref[torch.Tensor], Reason | None]
 origins: dict[int, Origin] = {}
 
 
+def _has_changed(old: torch.Tensor | None, version: int, new: torch.Tensor | None) -> bool:
+    """Whether a gradient was replaced or modified in place."""
+    return new is not None and (new is not old or new._version != version)
+
+
 def record(parameter: torch.Tensor, reason: Reason | None) -> None:
     """Record the origin of the gradient that a parameter has now."""
     gradient = parameter.grad
@@ -119,34 +124,38 @@ def record(parameter: torch.Tensor, reason: Reason | None) -> None:
 
 
 _clock = itertools.count(1)
-
-
-def _has_reason(parameter: torch.Tensor) -> bool:
-    origin = origins.get(id(parameter))
-    return origin is not None and origin[1] is not None
+_gradient_of = attrgetter("grad")
 
 
 class GradientTracker:
-    """Records the origins of one model's gradients, by hooks on its parameters.
+    """Records the origins of one model's gradients, by comparing them before and after each backward pass.
+
+    A hook per parameter would tell the same, and costs more than these comparisons, which call no Python code.
 
     Args:
         structure: snapshot of the model for which the engine was built.
         engine: averages the gradients of each forward that its `module` runs.
 
     Attributes:
-        accumulations: changes with every gradient that accumulates in the model.
+        accumulations: changes with every backward pass that accumulates gradients in the model.
+        parameters: the trained parameters.
     """
 
     def __init__(self, structure: Structure, *, engine: Engine) -> None:
         self._structure = structure
         self.accumulations = next(_clock)
-        self._parameters = tuple(structure.trained.values())
+        self.parameters = tuple(structure.trained.values())
+        self._ids = list(map(id, self.parameters))
         self._engine = engine
         self._model_name = type(structure.model).__name__
         self._is_averaging = False
-        self._accumulated: set[int] = set()
+        # The gradients before the running backward pass, and their version counters; None: no pass is running.
+        self._before: tuple[list[torch.Tensor | None], list[int]] | None = None
+        # For each parameter, its gradient (None: it had none), if the latest backward pass that reached the model has
+        # averaged all of them; these are not in `origins`. Empty: `origins` has all that is known.
+        self._averaged: list[Any] = []
+        self._accumulated: set[int] = set()  # ids of parameters, since averaging began
         self._reached: set[int] = set()  # ids of parameters that a backward has reached since the last averaging
-        self._is_end_callback_queued = False
         self._is_no_sync = False
         # With find_unused_parameters the reducer also averages gradients from earlier backward passes under no_sync:
         # it counts a parameter as used if any pass since the last averaging has reached it.
@@ -155,32 +164,26 @@ class GradientTracker:
         self._averages_unused = is_replica and module.find_unused_parameters and not module.static_graph
 
     @contextlib.contextmanager
-    def hooks_installed(self) -> Iterator[None]:
-        """Keep hooks on every trained parameter while the context lasts."""
-        with contextlib.ExitStack() as stack:
-            parameter: Any
-            for index, parameter in enumerate(self._parameters):
-                hook = functools.partial(self._on_gradient, index)
-                stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
-            stack.callback(self._record_incomplete)
+    def running(self) -> Iterator[None]:
+        """Leave what is known of the gradients in `origins` at the end of the context."""
+        try:
             yield
+        finally:
+            self.after_backward()
+            if self._is_averaging:
+                self._record(self._accumulated, INCOMPLETE)
+            self.store_averaged()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Treat gradients of forwards inside the context as local: these forwards begin no averaging."""
-        with replace_attribute(self, "_is_no_sync", value=True):
-            yield
+        return replace_attribute(self, "_is_no_sync", value=True)
 
     def averages(self, name: str) -> bool:
         """Whether the gradient of a parameter is averaged: by the engine, or because another model shares it."""
         return name in self._structure.trained or id(self._structure.parameters.get(name)) in self._structure.shared_ids
 
     def before_forward(self) -> None:
-        """Check, before the engine's forward, that the averaging of the previous backward pass is complete.
-
-        Raises:
-            SyncError: the previous pass gave some parameters no gradient, so their buckets are not all-reduced.
-        """
+        """Check, before the engine's forward, that the averaging of the previous backward pass is complete."""
         if not self._is_no_sync:
             self.require_complete()
 
@@ -188,7 +191,7 @@ class GradientTracker:
         """Begin an averaging after the engine's forward, unless under no_sync."""
         if not self._is_no_sync:
             self._is_averaging = True
-            self._accumulated.clear()
+            self._accumulated = set()
 
     def require_complete(self) -> None:
         """Check that no averaging is half done, whose gradients may still be in flight.
@@ -196,19 +199,43 @@ class GradientTracker:
         Raises:
             SyncError: the last backward pass gave some parameters no gradient.
         """
-        if self._is_averaging and self._accumulated and not self._finish_averaging(in_backward=False):
+        self.after_backward()
+        if self._is_averaging and self._accumulated:
             raise self._unused_parameters_error()
 
-    def _record_incomplete(self) -> None:
-        if not self._finish_averaging(in_backward=False):
-            for each in self._accumulated:
-                record(self._parameters[each], INCOMPLETE)
+    def before_backward(self) -> None:
+        """Note the gradients before a backward pass."""
+        self.after_backward()  # of a pass that has raised
+        gradients = list(map(_gradient_of, self.parameters))
+        self._before = gradients, [0 if each is None else each._version for each in gradients]
 
-    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+    def on_backward(self) -> None:
+        """Note the gradients if no pass is known to run: one that this package's patch of backward has not seen."""
+        if self._before is None:
+            self.before_backward()
+            # The reducer may queue its callback after this one; a callback that this one queues runs after both.
+            at_end_of_backward(lambda: at_end_of_backward(self.after_backward))
+
+    def after_backward(self) -> None:
+        """Record the origins of the gradients that the backward pass has changed.
+
+        Raises:
+            SyncError: the pass ran inside no_sync, after a forward outside of it.
+        """
+        if self._before is None:
+            return
+        (before, versions), self._before = self._before, None
+        reached = self._ids
+        after = list(map(_gradient_of, self.parameters))
+        if any(map(is_, before, after)):
+            changes = zip(self._ids, before, versions, after, strict=True)
+            reached = [key for key, old, version, new in changes if _has_changed(old, version, new)]
+        if not reached:
+            return
         self.accumulations = next(_clock)
+        self._reached.update(reached)
         if not self._is_averaging:
-            record(parameter, UNDER_NO_SYNC if self._is_no_sync else BYPASSED)
-            self._reached.add(id(parameter))
+            self._record(reached, UNDER_NO_SYNC if self._is_no_sync else BYPASSED)
             return
         if self._is_no_sync:
             raise SyncError(
@@ -216,40 +243,44 @@ class GradientTracker:
                 why="the forward decides whether its backward averages gradients; this one's does",
                 fix="put forward and backward of the micro-batch inside the same no_sync, and evaluate under no_grad",
             )
-        self._accumulated.add(index)
-        self._reached.add(id(parameter))
-        if not self._is_end_callback_queued:
-            self._is_end_callback_queued = True
-            at_end_of_backward(self._on_backward_end)
+        self._accumulated.update(reached)
+        if self._engine.is_reduction_complete(in_backward=True):
+            self._end_averaging(after)
 
-    def _on_backward_end(self) -> None:
-        # The reducer may have queued its callback after this one; a callback queued now runs after both.
-        at_end_of_backward(self._after_reducer)
+    def _end_averaging(self, gradients: list[torch.Tensor | None]) -> None:
+        """Record that the engine has averaged gradients, with the parts from earlier local backward passes."""
+        self._is_averaging = False
+        averaged = self._accumulated
+        if self._averages_unused:
+            averaged = set(self._ids) - ({key for key, (_, why) in origins.items() if why is not None} - self._reached)
+        self._reached = set()
+        if len(averaged) < len(self._ids):
+            self._record(averaged, None)
+            return
+        self._averaged = [type(None) if each is None else ref(each) for each in gradients]
+        for key in self._ids if origins else ():
+            origins.pop(key, None)
 
-    def _after_reducer(self) -> None:
-        self._is_end_callback_queued = False
-        self._finish_averaging(in_backward=True)
+    def _record(self, ids: Collection[int], reason: Reason | None) -> None:
+        self.store_averaged()
+        for key, each in zip(self._ids, self.parameters, strict=True):
+            if key in ids:
+                record(each, reason)
 
-    def _finish_averaging(self, *, in_backward: bool) -> bool:
-        """End the averaging if the engine has reduced all buckets; return whether no averaging is under way."""
-        if self._is_averaging and self._engine.is_reduction_complete(in_backward=in_backward):
-            self._is_averaging = False
-            # The reducer averages the accumulated gradients, including the parts from local backward passes.
-            averaged: Iterable[torch.Tensor] = self._parameters
-            if self._averages_unused:
-                unreduced = {id(each) for each in self._parameters if _has_reason(each)} - self._reached
-                averaged = [each for each in self._parameters if id(each) not in unreduced]
-                self._reached.clear()
-            elif len(self._accumulated) < len(self._parameters):
-                averaged = [self._parameters[each] for each in self._accumulated]
-            for each in averaged:
-                gradient = each.grad
-                if gradient is not None:
-                    origins[id(each)] = ref(gradient), None
-        return not self._is_averaging
+    def has_averaged_all(self) -> bool:
+        """Return whether every gradient of the model is the one that the latest backward pass has averaged."""
+        averaged = [each() for each in self._averaged]
+        return bool(averaged) and all(map(is_, averaged, map(_gradient_of, self.parameters)))
+
+    def store_averaged(self) -> None:
+        """Record in `origins` what `has_averaged_all` compares with."""
+        for key, gradient in zip(self._ids, self._averaged, strict=False):
+            if isinstance(gradient, ref):
+                origins[key] = gradient, None
+        self._averaged = []
 
     def _unused_parameters_error(self) -> SyncError:
-        missing = [name for index, name in enumerate(self._structure.trained) if index not in self._accumulated]
+        missing = [name for name, each in self._structure.trained.items() if id(each) not in self._accumulated]
         if not missing:
             return SyncError(
                 f"the gradients of {self._model_name} are not averaged over the ranks",

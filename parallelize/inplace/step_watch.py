@@ -59,6 +59,7 @@ class _Plan:
         generation: number of changes of the watched models, as far as the plan knows them.
         checked: name, parameter, and the reason for a gradient of unknown origin.
         always: those whose gradients are never averaged by an engine.
+        untracked: those in `checked` that no tracker records, such as frozen ones.
         trackers: of the models whose parameters the optimizer holds.
         checks: number of checks so far.
         checks_before_step: this number before the running or latest step.
@@ -69,6 +70,7 @@ class _Plan:
     generation: int = -1
     checked: list[tuple[str, Any, Reason]] = field(default_factory=list)
     always: list[tuple[str, Any, Reason]] = field(default_factory=list)
+    untracked: list[tuple[str, Any, Reason]] = field(default_factory=list)
     trackers: list[GradientTracker] = field(default_factory=list)
     checks: int = 0
     checks_before_step: int = 0
@@ -96,7 +98,13 @@ class _StepWatch:
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module, tracker: GradientTracker | None, session: Session) -> Iterator[None]:
-        """Watch the steps of the optimizers that hold a parameter of the model, while the context lasts."""
+        """Watch, while the context lasts, the steps of all optimizers that hold a parameter of a model in a block.
+
+        Args:
+            model: the model.
+            tracker: knows which gradients its engine has averaged; None: the engine shards parameters.
+            session: knows the master parameters that optimizers hold for the model's.
+        """
         self._watched[id(model)] = model, tracker, session
         self._generation += 1
         self._update_hooks()
@@ -205,6 +213,8 @@ class _StepWatch:
             # A DTensor belongs to a model in an fsdp block, even while a full parameter is registered in its place.
             elif id(each) not in routed_ids and not hasattr(each, "full_tensor"):
                 plan.always.append((f"a parameter of shape {tuple(each.shape)} in {optimizer_name}", each, UNMANAGED))
+        tracked = {id(each) for tracker in plan.trackers for each in tracker.parameters}
+        plan.untracked = [each for each in plan.checked if id(each[1]) not in tracked]
 
     def _check(self, optimizer: torch.optim.Optimizer, plan: _Plan) -> None:
         for tracker in plan.trackers:
@@ -214,7 +224,11 @@ class _StepWatch:
         # Nothing can be read while a CUDA graph is captured.
         is_sampled = not plan.checks & (plan.checks - 1) and not _is_capturing()
         suspects = [_Suspect(*each) for each in plan.always if each[1].requires_grad or each[1].grad is not None]
-        for name, parameter, reason in plan.checked:
+        are_averaged = not is_assigned and not is_sampled and all(each.has_averaged_all() for each in plan.trackers)
+        if not are_averaged:
+            for tracker in plan.trackers:
+                tracker.store_averaged()
+        for name, parameter, reason in plan.untracked if are_averaged else plan.checked:
             gradient = parameter.grad
             if gradient is None:
                 continue
@@ -255,22 +269,8 @@ class _StepWatch:
 _watch = _StepWatch()
 
 
-def watch_steps(
-    model: nn.Module, tracker: GradientTracker | None, session: Session
-) -> contextlib.AbstractContextManager[None]:
-    """Watch, while the context lasts, the steps of all optimizers that hold a parameter of a model in a block.
-
-    Args:
-        model: the model.
-        tracker: knows which gradients its engine has averaged; None: the engine shards parameters, and checks these.
-        session: knows the master parameters that optimizers hold for the model's.
-    """
-    return _watch.watching(model, tracker, session)
-
-
-def leave_gradient(parameter: torch.Tensor, name: str, reason: Reason) -> None:
-    """Watch the gradient of a parameter after its block, until it is freed or replaced."""
-    _watch.leave(parameter, name, reason)
+watch_steps = _watch.watching
+leave_gradient = _watch.leave
 
 
 def claim_gradients(model: nn.Module) -> None:
