@@ -106,6 +106,9 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.autograd.graph.Node": {
         "_input_metadata": ("read the shape of a loss or its operand", 'average="tokens" fails'),
     },
+    "torch._C._functions.AccumulateGrad": {
+        "_set_sequence_nr": ("run the backward of O2's casts early", 'amp="O2" fails'),
+    },
     "torch.autograd.grad_mode": {
         "_unsafe_preserve_version_counter": (
             "rebuild DDP between a forward and its backward",

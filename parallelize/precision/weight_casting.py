@@ -31,6 +31,11 @@ def exempt_modules(device_type: str) -> tuple[type[nn.Module], ...]:
     return _EXEMPT + (_EXEMPT_ON_CPU if device_type == "cpu" else ())
 
 
+# Autograd runs the ready node with the largest number first. Casts are made before all other nodes: with their own
+# numbers they would run last, and no gradient would be all-reduced while backward runs.
+_FIRST = 2**62
+
+
 class HalfWeightsInForward:
     """O2: parameters stay fp32, and modules compute with half-precision casts of them.
 
@@ -47,6 +52,7 @@ class HalfWeightsInForward:
 
     def __init__(self, dtype: torch.dtype, *, exempt: tuple[type[nn.Module], ...]) -> None:
         self._dtype = dtype
+        self._cast: Any = torch.Tensor.half if dtype is torch.float16 else torch.Tensor.bfloat16  # faster than `to`
         self._exempt = exempt
         self._models: dict[nn.Module, list[_ModuleCasts]] = {}
 
@@ -66,10 +72,13 @@ class HalfWeightsInForward:
             return
         casts = self._all_casts() if model not in self._models else self._models[model]
         weights = [(each.attributes, each.parameters, name) for each in casts for name in each.names]
+        is_compiling = torch.compiler.is_compiling()
         previous = [attributes.get(name) for attributes, _, name in weights]  # the casts of an outer forward
         try:
             for attributes, parameters, name in weights:
-                attributes[name] = parameters[name].to(self._dtype)
+                attributes[name] = cast = self._cast(parameters[name])
+                if not is_compiling and (node := cast.grad_fn) is not None:
+                    node._set_sequence_nr(_FIRST)
             yield
         finally:
             for (attributes, _, name), value in zip(weights, previous, strict=True):

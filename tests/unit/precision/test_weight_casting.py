@@ -69,6 +69,22 @@ def train(model: nn.Module, steps: int = 3) -> list[float]:
     return losses
 
 
+def test_o2_computes_each_gradient_before_backward_goes_on_to_the_layer_below() -> None:
+    """Casts run as soon as they can in backward, so that the all-reduce of their gradients starts."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    events: list[str] = []
+
+    def watch(index: int, layer: Any) -> None:
+        layer.weight.register_post_accumulate_grad_hook(lambda _: events.append(f"weight {index}"))
+        layer.register_full_backward_pre_hook(lambda *_: events.append(f"layer {index}"))
+
+    with block(model, "O2"):
+        for index, layer in enumerate(model):
+            watch(index, layer)
+        model(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert events == ["layer 2", "weight 2", "layer 1", "weight 1", "layer 0", "weight 0"]
+
+
 def test_o2_computes_in_half_over_fp32_weights() -> None:
     """Modules compute with half weights, batch norm with fp32 ones; optimizer, state and gradients stay fp32."""
     model = Net()
