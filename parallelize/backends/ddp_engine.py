@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,9 @@ from parallelize.torch_private import self_test, unsupported
 __all__ = ["DDPEngine", "DDPOptions", "build_ddp_engine"]
 
 
+_CONSTRUCTOR = inspect.signature(DistributedDataParallel)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DDPOptions(Backend):
     """Options of DistributedDataParallel.
@@ -39,6 +43,7 @@ class DDPOptions(Backend):
         static_graph: assume that every iteration uses the same parameters in the same way.
         gradient_as_bucket_view: make gradients views of the communication buckets, which saves one copy of them.
         bucket_cap_mb: size in MiB of the buckets in which gradients are all-reduced; None: torch's default.
+        batched_grad_copy: copy gradients to each bucket by one kernel; since torch 2.13.
         broadcast_buffers: broadcast rank 0's buffers (batch norm's running statistics) before each training forward.
         sync_batchnorm: compute batch norm's statistics over the batches of all ranks; GPUs only.
         comm_hook: compression of the gradients that are sent: "fp16", "bf16", "powersgd" (low-rank factors), or a pair
@@ -56,6 +61,7 @@ class DDPOptions(Backend):
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
     bucket_cap_mb: float | None = None
+    batched_grad_copy: bool = False
     broadcast_buffers: bool = True
     sync_batchnorm: bool = False
     comm_hook: CommHook | None = None
@@ -66,12 +72,15 @@ class DDPOptions(Backend):
         for name, least in (("powersgd_rank", 1), ("powersgd_start", 2)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(
-                    f"{name}={value!r}", why=f"it is not an integer >= {least}", fix=f"use {name}={least}"
-                )
+                why = f"it is not an integer >= {least}"
+                raise ConfigError(f"{name}={value!r}", why=why, fix=f"use {name}={least}")
             if self.comm_hook != "powersgd" and value != getattr(DDPOptions, name):
                 why = "it is a setting of PowerSGD, which is not used"
                 raise ConfigError(f"{name}={value!r} without comm_hook='powersgd'", why=why, fix="add it, or drop this")
+        if self.batched_grad_copy and "batched_grad_copy" not in _CONSTRUCTOR.parameters:
+            why = "DistributedDataParallel has this option since torch 2.13"
+            fix = "install torch 2.13 or newer, or drop it"
+            raise ConfigError(f"batched_grad_copy=True with torch {torch.__version__}", why=why, fix=fix)
         if isinstance(self.comm_hook, str) and self.comm_hook not in HOOKS:
             raise ConfigError(
                 f"comm_hook={self.comm_hook!r}",
@@ -265,13 +274,9 @@ def build_ddp_engine(options: DDPOptions, module: nn.Module, *, inner: Inner, de
         broadcast_from_rank_0([*inner.parameters(), *inner.buffers()])
         return _FrozenEngine(module, broadcasts_buffers=options.broadcast_buffers)
     hook = options.comm_hook or HOOK_OF_DTYPE.get(inner.session.communication_dtype)  # type: ignore[arg-type]  # get(None) returns None
-    state_and_hook = (
-        None
-        if hook is None
-        else build_comm_hook(
-            inner.model, hook, powersgd_rank=options.powersgd_rank, powersgd_start=options.powersgd_start
-        )
-    )
+    powersgd = {"powersgd_rank": options.powersgd_rank, "powersgd_start": options.powersgd_start}
+    state_and_hook = None if hook is None else build_comm_hook(inner.model, hook, **powersgd)
+    newer: dict[str, Any] = {"batched_grad_copy": True} if options.batched_grad_copy else {}
     changes: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     if options.sync_batchnorm:
         changes = functools.partial(_sync_batchnorm, inner.model, device=device)
@@ -284,6 +289,7 @@ def build_ddp_engine(options: DDPOptions, module: nn.Module, *, inner: Inner, de
             static_graph=options.static_graph,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             bucket_cap_mb=options.bucket_cap_mb,
+            **newer,
         )
     replica.is_training = lambda: options.broadcast_buffers and inner.model.training
     if state_and_hook is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import random
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.torch_version import TorchVersion
 from zoo import Mlp
 
 from parallelize import ConfigError, DDPBackend, all_gather, distributed, parallel_model, rank
+from parallelize.backends import ddp_engine
 from parallelize.runtime import context
 
 LEGACY = """
@@ -367,6 +371,56 @@ def test_settings_of_powersgd_are_checked(options: Any, message: str) -> None:
     """Torch needs two uncompressed passes."""
     with pytest.raises(ConfigError, match=message):
         DDPBackend(**{"comm_hook": "powersgd", **options})
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="torch has it since 2.13")
+def test_batched_grad_copy_trains_to_the_same_weights() -> None:
+    """The option reaches DistributedDataParallel, and changes only how gradients get into their buckets."""
+
+    @distributed(processes=2)
+    def train() -> list[tuple[bool, list[float]]]:
+        found = []
+        for is_batched in (False, True):
+            torch.manual_seed(0)
+            model = nn.Linear(4, 4)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            seen: list[bool] = []
+            backend = DDPBackend(batched_grad_copy=is_batched)
+            with parallel_model(model, backend=backend), replica_options("batched_grad_copy", seen):
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    model(torch.full((2, 4), rank() + 1.0)).square().mean().backward()
+                    optimizer.step()
+            found.append((seen[0], model.weight.flatten().tolist()))
+        return found
+
+    (is_batched, expected), (is_batched_too, weights) = train()
+    assert (is_batched, is_batched_too) == (False, True)
+    assert weights == pytest.approx(expected)
+
+
+@contextlib.contextmanager
+def replica_options(name: str, seen: list[Any]) -> Iterator[None]:
+    """Collect an attribute of each DistributedDataParallel that runs a forward in the context."""
+
+    def record(module: nn.Module, _args: Any) -> None:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            seen.append(getattr(module, name))
+
+    handle = nn.modules.module.register_module_forward_pre_hook(record)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_batched_grad_copy_is_refused_where_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the installed torch and the first one that has the option."""
+    monkeypatch.setattr(ddp_engine, "_CONSTRUCTOR", inspect.signature(lambda module: module))
+    with pytest.raises(
+        ConfigError, match=rf"(?s)batched_grad_copy=True with torch {re.escape(torch.__version__)}.*2\.13"
+    ):
+        DDPBackend(batched_grad_copy=True)
 
 
 def test_an_unknown_comm_hook_is_refused() -> None:
