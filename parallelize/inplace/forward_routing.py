@@ -25,8 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Inner
-from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.runtime.containers import map_leaves
+from parallelize.runtime.replace_attribute import replace_attribute
 
 __all__ = [
     "ForwardHandler",

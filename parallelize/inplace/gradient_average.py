@@ -28,8 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from parallelize.errors import ConfigError, SyncError, did_you_mean
 from parallelize.inplace.gradient_origins import GradientTracker
 from parallelize.inplace.uneven_counts import CountRange, UnevenCounts
-from parallelize.precision.replace_attribute import replace_attribute
-from parallelize.precision.unscale import scale_
+from parallelize.precision.loss_scale import scale_
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.gradients import parameters_of
 from parallelize.runtime.loss_counts import (
@@ -39,6 +38,7 @@ from parallelize.runtime.loss_counts import (
     models_reached,
     require_readable_losses,
 )
+from parallelize.runtime.replace_attribute import replace_attribute
 from parallelize.runtime.weighted_backward import Roots, Weight, weigh_losses
 
 __all__ = ["Average", "GradientAverage", "Window", "require_average"]

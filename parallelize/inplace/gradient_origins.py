@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from parallelize.errors import SyncError
 from parallelize.inplace.model_structure import Structure
 from parallelize.plugins.base import Engine
-from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.runtime.gradients import at_end_of_backward
+from parallelize.runtime.replace_attribute import replace_attribute
 
 __all__ = [
     "AFTER_BLOCK",

@@ -19,9 +19,9 @@ from parallelize.errors import ConfigError, MissingDependencyError
 from parallelize.plugins.base import Amp, Precision, Session
 from parallelize.precision.apex_restore import ApexSnapshot
 from parallelize.precision.levels import describe, resolve
-from parallelize.precision.replace_attribute import replace_attribute
 from parallelize.runtime.gradients import is_in_backward
 from parallelize.runtime.live_optimizers import live_optimizers
+from parallelize.runtime.replace_attribute import replace_attribute
 
 __all__ = ["PLUGIN", "ApexPrecision", "ApexSession"]
 

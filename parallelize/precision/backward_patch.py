@@ -18,6 +18,8 @@ from parallelize.runtime.gradients import is_in_backward
 
 __all__ = ["PatchedBackward", "PatchedGrad", "active_scaling"]
 
+_OPTIONS = ("retain_graph", "create_graph", "grad_variables", "inputs")  # of torch.autograd.backward
+
 
 class _BackwardState(threading.local):
     """Thread-local flag: whether a backward pass that the user called is running on this thread."""
@@ -36,7 +38,7 @@ class PatchedBackward:
         original: the function that this one replaces.
         autocast: the block's autocast.
         scaling: the block's own loss scaling; None: the block has none.
-        recomputation: returns the context in which activation checkpoints rerun their forward during backward.
+        recomputation: returns the context in which activation checkpoints rerun their forward.
     """
 
     def __init__(
@@ -59,22 +61,9 @@ class PatchedBackward:
         """The loss scaling of this block, or else of an enclosing block; None: no loss scaling."""
         return self._own_scaling or (self._original.scaling if isinstance(self._original, PatchedBackward) else None)
 
-    def __call__(  # noqa: PLR0917  # torch's own signature
-        self,
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,  # noqa: FBT001  # torch's own signature
-        create_graph: bool = False,  # noqa: FBT001, FBT002  # torch's own signature
-        grad_variables: Any = None,
-        inputs: Any = None,
-    ) -> None:
+    def __call__(self, tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
         """Run a backward pass, with the arguments of torch.autograd.backward."""
-        options = {
-            "retain_graph": retain_graph,
-            "create_graph": create_graph,
-            "grad_variables": grad_variables,
-            "inputs": inputs,
-        }
+        options.update(zip(_OPTIONS, args, strict=False))
         if self._thread.is_running or is_in_backward():
             self._original(tensors, grad_tensors, **options)
             return
@@ -91,10 +80,11 @@ class PatchedBackward:
 
     def _run_scaled(self, scaling: GradientScaling, tensors: Any, gradients: Any, options: Mapping[str, Any]) -> None:
         # `grad_variables` is the deprecated name of `grad_tensors`; torch raises if both are passed.
-        name = "grad_variables" if gradients is None and options["grad_variables"] is not None else "grad_tensors"
-        initial = options["grad_variables"] if name == "grad_variables" else gradients
+        deprecated = options.get("grad_variables")
+        name = "grad_variables" if gradients is None and deprecated is not None else "grad_tensors"
+        initial = deprecated if name == "grad_variables" else gradients
         roots, initial_gradients = _as_tuples(tensors, initial)
-        for each in _input_tensors(options["inputs"]):
+        for each in _input_tensors(options.get("inputs")):
             if not each.is_leaf:
                 scaling.track_non_leaf(each)
 
@@ -123,14 +113,21 @@ class PatchedGrad:
         original: the function that this one replaces.
         autocast: the block's autocast.
         scaling: the block's own loss scaling; None: the block has none.
+        recomputation: returns the context in which activation checkpoints rerun their forward.
     """
 
     def __init__(
-        self, original: Callable[..., Any], *, autocast: HeldAutocast, scaling: GradientScaling | None
+        self,
+        original: Callable[..., Any],
+        *,
+        autocast: HeldAutocast,
+        scaling: GradientScaling | None,
+        recomputation: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._original = original
         self._autocast = autocast
         self._scaling = scaling
+        self._recomputation = recomputation
         self._thread = _BackwardState()
         functools.update_wrapper(self, original)
 
@@ -153,8 +150,11 @@ class PatchedGrad:
             is_retained = True if is_graph_kept else retain_graph
             return self._original(roots, inputs, initial, is_retained, create_graph, *args, **options)
 
-        with self._autocast.disabled():
-            if self._scaling is None or self._thread.is_running or is_in_backward():
+        if self._thread.is_running or is_in_backward():
+            with self._autocast.disabled():
+                return run(initial_gradients)
+        with self._autocast.disabled(), self._recomputation():
+            if self._scaling is None:
                 return run(initial_gradients)
             self._thread.is_running = True
             try:

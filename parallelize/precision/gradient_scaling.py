@@ -14,11 +14,9 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize.precision import refusals
-from parallelize.precision.found_inf import FoundInf
-from parallelize.precision.loss_scale import LossScale
+from parallelize.precision.found_inf import FoundInf, SkippedSteps
+from parallelize.precision.loss_scale import LossScale, non_finite_flag, scale_, unscale_
 from parallelize.precision.reachable_leaves import ReachableLeaves, find_reachable_leaves, mark_outputs
-from parallelize.precision.skipped_step import SkippedSteps
-from parallelize.precision.unscale import non_finite_flag, scale_, unscale_
 from parallelize.precision.unscaled_hooks import UnscaledHooks
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.gradients import is_in_backward, parameters_of

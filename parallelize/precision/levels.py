@@ -45,14 +45,8 @@ class LevelRow:
             "operations": ops,
             "batch norm's weights": batch_norm,
             "weights updated": "fp32" if self.master_weights else dtype,
-            "loss scaling": _loss_scaling_cell(self, dtype),
+            "loss scaling": {"fp16": "dynamic", "bf16": "none"}.get(dtype, "fp16 only") if self.scales_loss else "none",
         }
-
-
-def _loss_scaling_cell(row: LevelRow, dtype: str) -> str:
-    if not row.scales_loss or dtype == "bf16":
-        return "none"
-    return "dynamic" if dtype == "fp16" else "fp16 only"
 
 
 # Rows and their meaning follow Apex's opt_levels (https://nvidia.github.io/apex/amp.html#opt-levels, and the classes

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -17,14 +16,8 @@ _METADATA_KEY = "parallelize: inputs"
 _TYPES_WITHOUT_TENSORS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
 
-@dataclass(frozen=True)
-class ReachableLeaves:
-    """The leaves that a backward reaches.
-
-    Args:
-        has_known: whether a parameter of the block's models is among them.
-        others: all other leaves.
-    """
+class ReachableLeaves(NamedTuple):
+    """The leaves that a backward reaches: whether a parameter of the block's models is among them, and all others."""
 
     has_known: bool
     others: tuple[torch.Tensor, ...]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parallelize.precision.loss_scale import LossScale
-from parallelize.precision.replace_attribute import replace_attribute
+from parallelize.runtime.replace_attribute import replace_attribute
 from parallelize.torch_private import self_test
 
 __all__ = ["UnscaledHooks"]

@@ -65,7 +65,7 @@ def test_inf_on_one_rank_skips_the_step_on_all_under_ddp():
         from torch.nn.parallel import DistributedDataParallel
 
         from parallelize.plugins.base import Amp
-        from parallelize.precision.native_session import Policy, mixed_precision
+        from parallelize.precision.native import Policy, mixed_precision
 
         model = net()
         engine = DistributedDataParallel(model)
@@ -103,8 +103,7 @@ def test_scaling_in_a_block_equals_grad_scaler_around_ddp():
 
         from parallelize import no_sync, parallel_model
         from parallelize.plugins.base import Amp
-        from parallelize.precision.native import NativePrecision
-        from parallelize.precision.native_session import Policy, mixed_precision
+        from parallelize.precision.native import NativePrecision, Policy, mixed_precision
 
         def scaling_only(self, *, models, device, **_):
             return mixed_precision(Policy(device=device, loss_scaling=Amp(init_scale=2.0**10)), models=models)
@@ -165,7 +164,7 @@ def test_inf_in_one_shard_skips_the_step_on_all_ranks(reduces_flag):
         from torch.distributed.fsdp import fully_shard
 
         from parallelize.plugins.base import Amp
-        from parallelize.precision.native_session import Policy, mixed_precision
+        from parallelize.precision.native import Policy, mixed_precision
 
         model = Spiked()
         fully_shard(model)

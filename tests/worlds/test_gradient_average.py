@@ -25,7 +25,7 @@ from parallelize import (
     world_size,
 )
 from parallelize.inplace.gradient_average import _required_count
-from parallelize.precision.native_session import Policy, mixed_precision
+from parallelize.precision.native import Policy, mixed_precision
 from parallelize.runtime.loss_counts import mark_outputs
 
 CLASSES, PADDING = 5, -100

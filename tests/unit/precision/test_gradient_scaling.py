@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Amp
 from parallelize.precision import refusals
-from parallelize.precision.native_session import NativeSession, Policy, mixed_precision
+from parallelize.precision.native import NativeSession, Policy, mixed_precision
 
 CPU = torch.device("cpu")
 INF = float("inf")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from parallelize.model import parallel_model
-from parallelize.precision.native_session import Policy, mixed_precision
+from parallelize.precision.native import Policy, mixed_precision
 
 HALF = torch.bfloat16
 
@@ -163,6 +163,22 @@ def test_o2_recomputes_with_a_parameter_that_is_added_in_the_block() -> None:
             if not hasattr(model, "scale"):
                 model.scale = nn.Parameter(torch.ones(2))
     assert model.scale.grad is not None
+
+
+def test_o2_casts_again_in_a_checkpoint_that_autograd_grad_recomputes() -> None:
+    """torch.autograd.grad recomputes with half weights, as backward does."""
+
+    class Checkpointed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model, plain = Checkpointed().eval(), Net().eval()
+    found = []
+    for each in (model, plain):
+        with block(each, "O2"):
+            found.append(torch.autograd.grad(each(X).float().square().mean(), list(each.parameters())))
+    assert model.linear.seen == [HALF, HALF]
+    torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

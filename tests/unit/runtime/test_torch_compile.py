@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from parallelize.model import parallel_model
 from parallelize.plugins.base import Amp
-from parallelize.precision.native_session import Policy, mixed_precision
+from parallelize.precision.native import Policy, mixed_precision
 from parallelize.runtime.torch_compile import exclude_package
 
 # dynamo reads .grad of non-leaf tensors when it resumes after a graph break.
