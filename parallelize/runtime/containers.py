@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import torch
+
 __all__ = ["leaves", "map_leaves"]
 
 
@@ -83,7 +85,7 @@ def _like_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _is_tensor_like(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "to")
+    return isinstance(value, torch.Tensor) or (isinstance(value, tuple) and hasattr(value, "to"))
 
 
 def _is_dataclass(value: Any) -> bool:
