@@ -96,6 +96,9 @@ def _amp(name: str, value: object) -> Amp | Fault | None:
     for level in LEVELS:
         if isinstance(value, str) and value == level:
             return Amp(level=level)
+    if value == "fp8":
+        fix = "use amp='bf16', or let torchao.float8 convert the model's layers before the block"
+        return Fault("amp='fp8'", "fp8 needs a scale per tensor, which autocast does not compute", fix)
     return Fault(
         f"{name}={value!r}",
         "it names neither a level nor a half-precision type",

@@ -182,6 +182,14 @@ KNOWN = ", ".join(map(repr, sorted(PARSERS)))
             Fault("backend=DDPBackend", "it is a class, not an instance", "use backend=DDPBackend()"),
         ),
         (
+            {"amp": "fp8"},
+            Fault(
+                "amp='fp8'",
+                "fp8 needs a scale per tensor, which autocast does not compute",
+                "use amp='bf16', or let torchao.float8 convert the model's layers before the block",
+            ),
+        ),
+        (
             {"amp": "O4"},
             Fault(
                 "amp='O4'",
