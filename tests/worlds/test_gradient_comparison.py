@@ -256,3 +256,22 @@ def test_an_optimizer_that_ignores_its_closure_is_checked() -> None:
             Deaf(model.parameters(), 0.0).step(lambda: 0.0)
 
     run(ignoring)
+
+
+@pytest.mark.parametrize(("forwards", "why"), [(1, None), (2, "backward ran more often than the model's forward")])
+def test_a_backward_that_was_imported_before_the_block_is_seen(forwards: int, why: str | None) -> None:
+    """Hooks on the outputs see backward passes that do not run through the block's patch of torch.autograd.backward."""
+    backward = torch.autograd.backward
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model):
+            losses = [loss_of(model, step) for step in range(forwards)]
+            for loss in losses:
+                backward([loss])
+            with contextlib.nullcontext() if why is None else pytest.raises(SyncError, match=why):
+                optimizer.step()
+
+    train()
