@@ -1,7 +1,8 @@
 """Cost of a training step in a `parallel_model` block, compared with DistributedDataParallel, Fabric and Accelerate.
 
 All contenders train the same model on the same batches in the same processes, a few steps each in turns, so that other
-load affects all of them; a ratio compares steps of the same turn. With one rank the hand-written loop uses no DDP.
+load affects all of them; a ratio compares steps of the same turn. With one rank the hand-written loop uses no DDP, and
+under O1 and O2 it enters torch.autocast. Calls of Python functions in a step are counted: other load changes none.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import functools
 import importlib.util
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,6 +34,17 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Many(nn.Module):
+    """A model of 1,000 small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(500)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -69,16 +83,19 @@ class Work:
 
 
 def works(*, on_gpu: bool) -> dict[str, Work]:
-    shape = {"layers": 12, "width": 768, "tokens": 50257} if on_gpu else {"layers": 2, "width": 128, "tokens": 512}
+    shape = {"layers": 12, "width": 768, "tokens": 50257} if on_gpu else {"layers": 6, "width": 128, "tokens": 512}
     rows, length = (8, 1024) if on_gpu else (2, 64)
-    size = "124M" if on_gpu else "small"
+    size = "124M" if on_gpu else "of 6 layers"
     return {
         "MLP": Work(Mlp, lambda device: torch.randn(32, 64, device=device), lambda y, _: y.square().mean(), 100),
         f"GPT {size}": Work(
             lambda: Gpt(**shape, length=length),
             lambda device: torch.randint(shape["tokens"], (rows, length), device=device),
             lambda y, x: F.cross_entropy(y.flatten(0, 1), x.flatten()),
-            10,
+            5,
+        ),
+        "1,000 parameters": Work(
+            Many, lambda device: torch.randn(16, 16, device=device), lambda y, _: y.square().mean(), 3
         ),
     }
 
@@ -87,21 +104,24 @@ Step = Callable[[torch.Tensor], None]
 
 
 @contextlib.contextmanager
-def by_hand(work: Work) -> Iterator[Step]:
+def by_hand(work: Work, amp: str | None) -> Iterator[Step]:
     model = work.make().to(parallelize.device())
     called = nn.parallel.DistributedDataParallel(model) if dist.get_world_size() > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    kind = parallelize.device().type
 
     def step(x: torch.Tensor) -> None:
         optimizer.zero_grad()
-        work.loss(called(x), x).backward()
+        with torch.autocast(kind, torch.bfloat16) if amp else contextlib.nullcontext():
+            loss = work.loss(called(x), x)
+        loss.backward()
         optimizer.step()
 
     yield step
 
 
 @contextlib.contextmanager
-def ours(work: Work, **options: Any) -> Iterator[Step]:
+def ours(work: Work, amp: str | None, **options: Any) -> Iterator[Step]:
     model = work.make()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
 
@@ -110,12 +130,12 @@ def ours(work: Work, **options: Any) -> Iterator[Step]:
         work.loss(model(x), x).backward()
         optimizer.step()
 
-    with parallelize.parallel_model(model, **options):
+    with parallelize.parallel_model(model, amp=amp, **options):
         yield step
 
 
 @contextlib.contextmanager
-def fabric(work: Work) -> Iterator[Step]:
+def fabric(work: Work, _amp: str | None) -> Iterator[Step]:
     from lightning_fabric import Fabric
 
     size = dist.get_world_size()
@@ -134,7 +154,7 @@ def fabric(work: Work) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
-def accelerate(work: Work) -> Iterator[Step]:
+def accelerate(work: Work, _amp: str | None) -> Iterator[Step]:
     from accelerate import Accelerator
 
     runner = Accelerator(cpu=parallelize.device().type == "cpu")
@@ -149,18 +169,20 @@ def accelerate(work: Work) -> Iterator[Step]:
     yield step
 
 
-CONTENDERS: dict[str, tuple[str, Callable[[Work], Any]]] = {
+CONTENDERS: dict[str, tuple[str, Callable[[Work, str | None], Any]]] = {
     "by hand": ("torch", by_hand),
     "parallelize": ("parallelize", ours),
     "parallelize, by tokens": ("parallelize", functools.partial(ours, average="tokens")),
     "Fabric": ("lightning_fabric", fabric),
     "Accelerate": ("accelerate", accelerate),
 }
+WARMUP = 17  # in steps 1, 2, 4, 8 and 16, a block compares all gradients across ranks
+LEVELS = {"O0": None, "O1 bf16": "bf16", "O2 bf16": "O2"}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one step in one turn: wall seconds, CPU seconds of the training thread, peak GPU memory in GiB."""
+    """Cost of one step in one turn: wall seconds, CPU seconds of all threads, peak GPU memory in GiB."""
 
     wall_s: float
     cpu_s: float
@@ -173,43 +195,61 @@ def _timed(step: Step, x: torch.Tensor, *, steps: int) -> Cost:
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     dist.barrier()
-    start, start_cpu = time.perf_counter(), time.thread_time()
+    start, start_cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step(x)
     if on_gpu:
         torch.cuda.synchronize()
-    wall, cpu = time.perf_counter() - start, time.thread_time() - start_cpu
+    wall, cpu = time.perf_counter() - start, time.process_time() - start_cpu
     return Cost(wall / steps, cpu / steps, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0)
 
 
-def measure(name: str, contenders: Sequence[str], turns: int) -> dict[str, list[Cost]]:
-    """Return one measurement per turn for each contender; runs in every process."""
+def _calls(step: Step, x: torch.Tensor) -> int:
+    """Count the calls of Python functions in a step: the least of three, as some steps also compare the ranks."""
+    numbers = []
+
+    def profile(_frame: FrameType, event: str, _argument: Any) -> None:
+        numbers[-1] += event == "call"
+
+    for _ in range(3):
+        numbers.append(0)
+        sys.setprofile(profile)
+        try:
+            step(x)
+        finally:
+            sys.setprofile(None)
+    return min(numbers)
+
+
+def measure(name: str, level: str, contenders: Sequence[str], turns: int) -> dict[str, tuple[int, list[Cost]]]:
+    """Return the calls of a step, and one measurement per turn, for each contender; runs in every process."""
     work = works(on_gpu=parallelize.device().type == "cuda")[name]
     x = work.batch(parallelize.device())
+    calls: dict[str, int] = {}
     found: dict[str, list[Cost]] = {each: [] for each in contenders}
-    with contextlib.ExitStack() as stack:
-        steps: dict[str, Step] = {}
-        for each in contenders:
+    for turn in range(turns):
+        # Rotate the order: the first contender of a turn finds other cache contents than the last.
+        for each in [*contenders[turn % len(contenders) :], *contenders[: turn % len(contenders)]]:
             torch.manual_seed(0)  # equal weights: the speed of a CPU depends on the values
-            steps[each] = stack.enter_context(CONTENDERS[each][1](work))
-            _timed(steps[each], x, steps=max(3, work.steps // 5))
-        for turn in range(turns):
-            # Rotate the order: the first contender of a turn finds other cache contents than the last.
-            order = [*contenders[turn % len(contenders) :], *contenders[: turn % len(contenders)]]
-            for each in order:
-                found[each].append(_timed(steps[each], x, steps=work.steps))
-    return found
+            # One at a time: a block adds hooks and patches that every loop in the process would run through.
+            with CONTENDERS[each][1](work, LEVELS[level]) as step:
+                _timed(step, x, steps=WARMUP)
+                found[each].append(_timed(step, x, steps=work.steps))
+                if turn == turns - 1:
+                    calls[each] = _calls(step, x)
+    return {each: (calls[each], found[each]) for each in contenders}
 
 
-def report(name: str, ranks: int, found: dict[str, list[Cost]]) -> None:
-    for each, turns in found.items():
-        pairs = list(zip(turns, found["by hand"], strict=True))
+def report(name: str, ranks: int, level: str, found: dict[str, tuple[int, list[Cost]]]) -> None:
+    for each, (calls, turns) in found.items():
+        pairs = list(zip(turns, found["by hand"][1], strict=True))
         wall = statistics.median(one.wall_s / other.wall_s for one, other in pairs)
         cpu = statistics.median(one.cpu_s / other.cpu_s for one, other in pairs)
         step = statistics.median(turn.wall_s for turn in turns) * 1e3
         memory = max(turn.peak_gib for turn in turns)
         shown = f"{memory:.2f} GiB" if memory else "-"
-        print(f"| {name} | {ranks} | {each} | {step:.2f} ms | {wall:.3f} | {cpu:.3f} | {shown} |", flush=True)
+        row = (name, str(ranks), level, each, f"{step:.2f} ms", str(calls), f"{wall:.3f}", f"{cpu:.3f}", shown)
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 def main() -> None:
@@ -217,6 +257,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--works", nargs="+", help="some of the models")
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
     options = parser.parse_args()
     gpus = torch.cuda.device_count()
     present = [name for name, (package, _) in CONTENDERS.items() if importlib.util.find_spec(package)]
@@ -224,12 +265,15 @@ def main() -> None:
         torch.cuda.get_device_name() if gpus else f"{platform.machine()}, {torch.get_num_threads()} thread(s) per rank"
     )
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {place}, {options.turns} turns\n")
-    print("| model | ranks | | step | ratio of wall time | ratio of CPU time | peak |\n|---|---|---|---|---|---|---|")
+    columns = ["model", "ranks", "level", "loop", "step", "calls", "ratio of wall time", "ratio of CPU time", "peak"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for ranks in options.ranks:
         where: dict[str, Any] = {"gpus": ranks} if gpus >= ranks else {"processes": ranks}
         for name in options.works or works(on_gpu="gpus" in where):
             call = parallelize.distributed(**where)(measure)
-            report(name, ranks, call(name, present, options.turns))
+            for level in options.levels:
+                loops = present if level == "O0" else ["by hand", "parallelize"]
+                report(name, ranks, level, call(name, level, loops, options.turns))
 
 
 if __name__ == "__main__":
