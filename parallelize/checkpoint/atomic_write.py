@@ -7,40 +7,29 @@ name                      the same file after a rename, which is fsynced too
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import socket
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["early_writeback", "fsync", "remove_stale_temp_files", "replace_file"]
+__all__ = ["fsync", "remove_stale_temp_files", "replace_file"]
 
-_WRITEBACK_EVERY_S = 0.02
-_SYNC_FILE_RANGE_WRITE = 2
 _ABANDONED_AFTER_S = 3600.0
 _TEMPORARY = re.compile(r"\.(?P<name>[^.]+(\.(pt|safetensors))?)\.(?P<host>.+)\.(?P<pid>\d+)\.tmp")
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a new file and move it to `path` atomically.
+    """Write a new file and move it to `path` atomically; of a symbolic link, replace the file that it points to.
 
-    Args:
-        path: the target; its folder exists. If it is a symbolic link, the file that it points to is replaced.
-        write: writes the new content to the path that it is called with: a temporary file in the same folder.
-
-    Raises:
-        OSError: writing failed; the previous file is still at `path`.
+    `write` writes the content to the path that it is called with: a temporary file in the same, existing folder.
     """
     path = path.resolve() if path.is_symlink() else path
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         temporary.touch()
         remove_stale_temp_files(path.parent, re.compile(re.escape(path.name)), now_s=temporary.stat().st_mtime)
-        with early_writeback(temporary):
-            write(temporary)
+        write(temporary)
         fsync(temporary)
         temporary.replace(path)
     finally:
@@ -49,45 +38,11 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     fsync(path.parent)
 
 
-@contextlib.contextmanager
-def early_writeback(path: Path) -> Iterator[None]:
-    """Start writeback of a file while the block writes it, so that the final fsync is short; Linux only.
-
-    By default Linux starts writeback at fsync, or when dirty pages fill a tenth of the memory.
-
-    Source: https://man7.org/linux/man-pages/man2/sync_file_range.2.html
-    """
-    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-    if sync_file_range is None:
-        yield
-        return
-    has_ended = threading.Event()
-
-    def start_writeback() -> None:
-        while not has_ended.wait(_WRITEBACK_EVERY_S):
-            with contextlib.suppress(OSError):  # the file does not exist yet
-                descriptor = os.open(path, os.O_WRONLY)
-                sync_file_range(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
-                os.close(descriptor)
-
-    thread = threading.Thread(target=start_writeback, name="parallelize-writeback", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        has_ended.set()
-        thread.join()
-
-
 def remove_stale_temp_files(folder: Path, names: re.Pattern[str], *, now_s: float) -> None:
     """Remove the temporary files of killed writers.
 
-    A file of another host, whose processes are unknown here, is removed an hour after its last change.
-
-    Args:
-        folder: the folder of the files.
-        names: pattern of the final names whose temporary files are removed.
-        now_s: the time by the clock of the file system, which may be a server's.
+    A file of another host, whose processes are unknown here, is removed an hour after its last change, by the clock of
+    the file system, which may be a server's. `names` is the pattern of the final names.
     """
     for each in folder.iterdir() if folder.is_dir() else ():
         match = _TEMPORARY.fullmatch(each.name)
@@ -100,12 +55,11 @@ def remove_stale_temp_files(folder: Path, names: re.Pattern[str], *, now_s: floa
 
 
 def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process
-        return True
+    with contextlib.suppress(PermissionError):  # another user's process
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
     return True
 
 

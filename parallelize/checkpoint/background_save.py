@@ -8,6 +8,8 @@ a thread waits for the result ◀───────────────�
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import mmap
 import os
@@ -17,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
@@ -25,12 +26,13 @@ from typing import Any
 
 import torch
 
+from parallelize.checkpoint.safe_types import is_wrapper
 from parallelize.errors import ParallelizeError
 
 __all__ = ["MIN_BYTES", "BackgroundWriter", "serve"]
 
 MIN_BYTES = 8_000_000
-"""A state with fewer bytes of tensors is written at once: this takes less time than to start the writer process."""
+"""A state with fewer bytes of tensors is written at once: it takes less time than to start the writer process."""
 
 _ALIGNMENT = 64
 _PARENT_CHECK_S = 0.2
@@ -47,47 +49,39 @@ class BackgroundWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parallelize-checkpoint")
         self._job: Future[object] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._connection: Any = None
         self._memory = -1
-        self._capacity = 0
-        self._buffer: Any = None
+        self._buffer: Any = b""
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-        """Copy the arguments, with the tensors in them, and call the function with them in the writer process.
-
-        Returns:
-            A function that waits for the result and returns it, or raises the exception of the call.
-        """
-        done: Future[Any] = Future()
-        try:
-            if self._is_sent(function, *arguments):
-                return self._result
-            done.set_result(function(*arguments))
-        except Exception as exc:  # noqa: BLE001 - raised by the caller once it has told the other ranks
-            done.set_exception(exc)
-        return done.result
-
-    def _is_sent(self, function: Callable[..., Any], *arguments: Any) -> bool:
-        """Send a call to the writer process, unless its arguments are small."""
+        """Copy the arguments, and call the function with them in the writer process; what is returned waits for it."""
         content = io.BytesIO()
         snapshot = _Snapshot(content)
         snapshot.dump((function, arguments))
         if snapshot.size < MIN_BYTES:
-            return False
+            done: Future[Any] = Future()
+            try:
+                done.set_result(function(*arguments))
+            except Exception as exc:  # noqa: BLE001 - raised by the caller once it has told the other ranks
+                done.set_exception(exc)
+            return done.result
+        buffer = self._shared_memory(snapshot.size)
+        for place, tensor in snapshot.tensors:
+            _tensor_at(buffer, *place).copy_(tensor, non_blocking=True)
+        for device in {tensor.device for _, tensor in snapshot.tensors if tensor.device.type != "cpu"}:
+            torch.get_device_module(device).synchronize(device)
+        with contextlib.suppress(OSError):  # the process has ended: _result raises
+            self._connection.send_bytes(pickle.dumps((snapshot.size, content.getvalue())))
+        return self._result
+
+    def _shared_memory(self, size: int) -> Any:
+        """Return memory that is shared with the writer process; it is reused, because new pages are slow to write."""
         if self._process is None:
             self._start()
-        if snapshot.size > self._capacity:
-            self._buffer = None
-            os.ftruncate(self._memory, snapshot.size)
-            self._buffer, self._capacity = mmap.mmap(self._memory, snapshot.size), snapshot.size
-        for where, tensor in snapshot.tensors:
-            _tensor_at(self._buffer, *where).copy_(tensor)
-        assert self._connection is not None
-        try:
-            self._connection.send_bytes(pickle.dumps((snapshot.size, content.getvalue())))
-        except OSError as exc:
-            raise _ended_error() from exc
-        return True
+        if size > len(self._buffer):
+            os.ftruncate(self._memory, size)
+            self._buffer = mmap.mmap(self._memory, size)
+        return self._buffer
 
     def complete(self, job: Callable[[], object]) -> None:
         """Run the job, which waits for the writer process, in a thread; the interpreter waits for it at exit."""
@@ -99,11 +93,7 @@ class BackgroundWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the current job.
-
-        Raises:
-            BaseException: the job's exception.
-        """
+        """Wait for the current job, or raise its exception."""
         job, self._job = self._job, None
         if job is not None:
             job.result()
@@ -114,12 +104,11 @@ class BackgroundWriter:
             self.wait()
         finally:
             self._thread.shutdown()
-            if self._process is not None and self._connection is not None:
+            if self._process is not None:
                 self._connection.close()
                 self._process.wait()
                 os.close(self._memory)
-                self._process = self._connection = self._buffer = None
-                self._capacity = 0
+                self._process, self._buffer = None, b""
 
     def _start(self) -> None:
         with tempfile.TemporaryFile() as file:  # if there is no file in memory
@@ -132,22 +121,17 @@ class BackgroundWriter:
         theirs.close()
 
     def _result(self) -> Any:
-        assert self._connection is not None
         try:
             result, failure = self._connection.recv()
         except (EOFError, OSError) as exc:
-            raise _ended_error() from exc
+            raise ParallelizeError(
+                "the process that writes checkpoints has ended",
+                why="it was killed, or could not be started; its output above may have the reason",
+                fix="if memory is short, use in_background=False; the previous checkpoint is still there",
+            ) from exc
         if failure is not None:
             raise failure
         return result
-
-
-def _ended_error() -> ParallelizeError:
-    return ParallelizeError(
-        "the process that writes checkpoints has ended",
-        why="it was killed, or could not be started; its output above may have the reason",
-        fix="if memory is short, use in_background=False; the previous checkpoint is still there",
-    )
 
 
 class _Snapshot(pickle.Pickler):
@@ -160,8 +144,8 @@ class _Snapshot(pickle.Pickler):
         self._places: dict[Any, Any] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return the place of a tensor."""
-        if not isinstance(obj, torch.Tensor) or obj.is_meta:
+        """Return the place of a tensor; of a tensor subclass, each inner tensor gets a place."""
+        if not isinstance(obj, torch.Tensor) or obj.is_meta or is_wrapper(obj):
             return None
         key = obj.data_ptr(), obj.shape, obj.stride(), obj.dtype, obj.device
         if obj.numel() == 0 or key not in self._places:
@@ -173,29 +157,22 @@ class _Snapshot(pickle.Pickler):
         return self._places[key]
 
 
-class _FromSnapshot(pickle.Unpickler):
-    def __init__(self, content: bytes, buffer: Any) -> None:
-        super().__init__(io.BytesIO(content))
-        self._buffer = buffer
-        self._tensors: dict[Any, torch.Tensor] = {}
-
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        """Return the tensor at a place: the same storage for the same place, which torch.save writes once."""
-        if pid not in self._tensors:
-            self._tensors[pid] = _tensor_at(self._buffer, *pid)
-        return self._tensors[pid].detach()
-
-
 def _tensor_at(buffer: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """Return the tensor at a place in shared memory, with a storage of its own."""
+    """Return the tensor at a place in the memory, with a storage of its own."""
     num_bytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
     if num_bytes == 0:
         return torch.empty(shape, dtype=dtype)
-    return (
-        torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=num_bytes)
-        .view(dtype)
-        .as_strided(shape, stride)
-    )
+    flat = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=num_bytes)
+    return flat.view(dtype).as_strided(shape, stride)
+
+
+def _call(content: bytes, buffer: Any) -> Any:
+    """Make the call in a snapshot; the same place is the same storage, which torch.save writes once."""
+    tensor_at = functools.cache(functools.partial(_tensor_at, buffer))
+    unpickler: Any = pickle.Unpickler(io.BytesIO(content))
+    unpickler.persistent_load = lambda place: tensor_at(*place).detach()
+    function, arguments = unpickler.load()
+    return function(*arguments)
 
 
 def serve(connection_fd: int, memory_fd: int, parent: int) -> None:
@@ -209,23 +186,12 @@ def serve(connection_fd: int, memory_fd: int, parent: int) -> None:
             size, content = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             return
-        buffer = mmap.mmap(memory_fd, size) if size else None
         result = failure = None
         try:
-            function, arguments = _FromSnapshot(content, buffer).load()
-            result = function(*arguments)
+            result = _call(content, mmap.mmap(memory_fd, size) if size else b"")
         except Exception as exc:  # noqa: BLE001 - raised in the training process
-            failure = _sendable(exc)
-        arguments = buffer = None
+            failure = exc
         connection.send((result, failure))
-
-
-def _sendable(exc: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(exc))
-    except Exception:  # noqa: BLE001 - any exception: a class may define its own pickling
-        return RuntimeError("".join(traceback.format_exception(exc)))
-    return exc
 
 
 def _exit_with_parent(parent: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from parallelize.checkpoint.safe_types import is_wrapper
 from parallelize.errors import ParallelizeError
 
 __all__ = ["checksum_of", "damaged_error"]
@@ -31,7 +32,10 @@ def checksum_of(content: Any) -> str:
 
 
 def _add(state: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
+    if is_wrapper(value):
+        names, context = value.__tensor_flatten__()
+        _add(state, [type(value).__qualname__, repr(context), *(getattr(value, name) for name in names)])
+    elif isinstance(value, torch.Tensor):
         state.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
         if not value.is_meta:  # a placeholder: its shards have their own checksums
             state.update(_sums(value))
@@ -63,11 +67,11 @@ def _sums(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(joined.data_ptr(), joined.nbytes)  # .numpy() requires NumPy, which is optional
 
 
-def damaged_error(path: Path, why: str) -> ParallelizeError:
+def damaged_error(path: Path, why: Any) -> ParallelizeError:
     """Build the error for a damaged checkpoint."""
     return ParallelizeError(
         f"{path} is damaged",
-        why=why,
+        why=f"{type(why).__name__}: {why}".partition("\n")[0] if isinstance(why, BaseException) else why,
         fix="load another checkpoint; nothing was loaded from this one. (If you have edited it, remove its key "
         "'_parallelize'.)",
     )

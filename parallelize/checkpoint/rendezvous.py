@@ -9,8 +9,10 @@ a call that only some ranks make times out instead of hanging.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -40,13 +42,9 @@ _counters: WeakKeyDictionary[Any, dict[str, Iterator[int]]] = WeakKeyDictionary(
 
 
 class Rendezvous:
-    """One rank's part in one call to save, load or checkpoints.
+    """One rank's part in one call to save, load or checkpoints, such as "save at train.py:12" on all ranks.
 
-    Args:
-        call: name of the call in messages, such as "save at train.py:12"; the same on all ranks.
-
-    Attributes:
-        call_index: number of earlier calls under the same name in this process group.
+    `call_index` is the number of earlier calls under the same name in this process group.
     """
 
     def __init__(self, call: str) -> None:
@@ -62,150 +60,145 @@ class Rendezvous:
                 why="a launcher has started this process, but no process group is initialized",
                 fix="call this inside a @distributed function, or call torch.distributed.init_process_group() first",
             )
-        self._own: dict[str, bytes] = {}
+        self._own: dict[str, Any] = {}
+        self._has_deleted = False
+        self._timeout_s = self._run.config.timeout.total_seconds()
 
-    def post(self, value: bytes, stage: str = "call") -> None:
+    def post(self, value: Any, stage: str = "call") -> None:
         """Post this rank's data, without waiting: of the call, or of a later stage of it."""
         if self._store is not None:
-            self._store.set(self._key(self.rank, stage), value)  # type: ignore[arg-type]  # set() accepts bytes too
+            self._store.set(self._key(stage), pickle.dumps(value))  # type: ignore[arg-type]  # set() accepts bytes too
         self._own[stage] = value
 
-    def posted(self, rank: int, stage: str = "call") -> bytes | None:
+    def posted(self, rank: int, stage: str = "call") -> Any:
         """Return the data that a rank has posted, or None if that rank has not posted yet."""
         if self._store is None:
             return self._own.get(stage)
-        key = self._key(rank, stage)
-        return self._store.get(key) if self._store.check([key]) else None
+        key = self._key(stage, rank)
+        return pickle.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def missing_ranks(self, stage: str = "call") -> list[int]:
         """Return the ranks that have not posted yet."""
         store = self._store
-        return [] if store is None else [r for r in range(self.world_size) if not store.check([self._key(r, stage)])]
+        return [] if store is None else [r for r in range(self.world_size) if not store.check([self._key(stage, r)])]
 
     def all_arrive(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for all ranks; return whether all have posted."""
         return self._store is None or poll(self._store, self._keys("call"), timeout_s)
 
     def require_all_ranks(self, timeout_s: float, *, why: str, fix: str) -> None:
-        """Wait until all ranks have posted.
-
-        Args:
-            timeout_s: longest wait in seconds; the run's timeout if that is shorter.
-            why: why all ranks are needed, for the error.
-            fix: what to change, for the error.
-
-        Raises:
-            SyncError: a rank has not posted in time; raised on all ranks, including one that posts later.
-        """
+        """Wait until all ranks have posted; if one has not within the time, raise on all ranks, also on that one."""
         if self._store is None:
             return
         limit_s = min(timeout_s, self._timeout_s)
         with self._run.watchdog.waiting_in_store(self.missing_ranks) as deadlock_reason:
-            all_arrived = self._wait(self._keys("call"), limit_s, deadlock_reason)
+            reason_to_stop = lambda: deadlock_reason() or str(self._failure_of_rank_0() or "")  # noqa: E731 - short
+            all_arrived = self._wait(self._keys("call"), limit_s, reason_to_stop)
+        if failure := self._failure_of_rank_0():
+            raise failure
         # The first rank's decision holds for all: a rank that posts at the last moment must not continue alone.
-        decision = self._store.compare_set(self._key("decision"), "", _DONE if all_arrived else "missed").decode()
+        decision = self._store.compare_set(self._key("decision", 0), "", _DONE if all_arrived else "missed").decode()
         if decision != _DONE:
             missing, reason = self.missing_ranks(), deadlock_reason()
             until = f": {reason}" if reason else f" within {limit_s:g} s"
-            raise SyncError(
-                f"{self.call}: {_list_ranks(missing)} did not call it{until}"
-                if missing
-                else f"{self.call}: rank {self.rank} called it after the other ranks had timed out",
-                why=why,
-                fix=fix,
-            )
+            late = f"{self.call}: rank {self.rank} called it after the other ranks had timed out"
+            what = f"{self.call}: {_list_ranks(missing)} did not call it{until}" if missing else late
+            raise SyncError(what, why=why, fix=fix)
+        if self.rank == 0:
+            self._delete_previous()
 
-    def require_same(self, value: str, verb: str, *, why: str, fix: str) -> None:
-        """Raise if another rank has posted another text: rank 0 compares with all ranks, each other rank with rank 0.
+    def require_same(self, verb: str, *, why: str, fix: str) -> None:
+        """Raise if another rank has posted another first item, with which a rank does what `verb` says.
 
-        Raises:
-            SyncError: texts differ.
+        Rank 0 compares with all ranks, each other rank with rank 0.
         """
+        own = self._own["call"][0]
         for rank in range(1, self.world_size) if self.rank == 0 else range(1):
             posted = self.posted(rank)
-            if posted is not None and posted.decode() != value:
-                theirs, other = (posted.decode(), value) if rank else (value, posted.decode())
-                what = f"rank {rank or self.rank} {verb} {theirs}; rank 0 {verb} {other}"
+            if posted is not None and posted[0] != own:
+                theirs, first = (posted[0], own) if rank else (own, posted[0])
+                what = f"rank {rank or self.rank} {verb} {theirs}; rank 0 {verb} {first}"
                 raise SyncError(what, why=why, fix=fix)
 
-    def results(self, stage: str = "result") -> list[bytes]:
-        """Wait for what all ranks post in a stage and return it by rank.
-
-        Raises:
-            SyncError: a rank has posted nothing within the run's timeout.
-        """
-        if self._store is None:
-            return [self._own[stage]]
-        if not poll(self._store, self._keys(stage), self._timeout_s):
+    def results(self) -> list[Any]:
+        """Wait for what all ranks post in the stage "result" and return it by rank."""
+        if self._store is not None and not poll(self._store, self._keys("result"), self._timeout_s):
+            missing = _list_ranks(self.missing_ranks("result"))
             raise SyncError(
-                f"{self.call}: {_list_ranks(self.missing_ranks(stage))} did not finish within {self._timeout_s:g} s",
+                f"{self.call}: {missing} did not finish within {self._timeout_s:g} s",
                 why="every rank reads or writes its own shards",
                 fix="find out what that rank is waiting for; timeout= allows more time",
             )
-        return list(map(self._store.get, self._keys(stage)))
+        return [self.posted(rank, "result") for rank in range(self.world_size)]
 
-    def publish_outcome(self, outcome: str) -> None:
-        """Publish the outcome of rank 0's work in the store, where the other ranks wait for it; "" means success."""
-        if self._store is not None:
-            self._store.set(self._key("outcome"), outcome or _DONE)
-            for rank in range(self.world_size) if self.call_index else ():
-                for stage in (
-                    "call",
-                    "details",
-                    "result",
-                ):  # of the previous call: every rank that needed them has read them
-                    self._store.delete_key(self._key(rank, stage, before=1))
+    @contextlib.contextmanager
+    def publishing_outcome(self) -> Iterator[None]:
+        """Run the block; the other ranks then wait until rank 0 has published that its block succeeded, or raise."""
+        if self.rank != 0:
+            yield
+            self._require_success_of_rank_0()
+            return
+        outcome = "an exception was raised"
+        try:
+            yield
+            outcome = ""
+        except Exception as exc:
+            outcome = f"{type(exc).__name__}: {exc}"
+            raise
+        finally:
+            self.post(outcome, "outcome")
+            self._delete_previous()
 
-    def wait_outcome(self) -> str:
-        """Wait for the outcome that rank 0 publishes and return it: "" for success, otherwise the error text.
-
-        Raises:
-            SyncError: rank 0 has published nothing within the run's timeout.
-        """
-        assert self._store is not None
-        if not self._wait([self._key("outcome")], self._timeout_s, warns=lambda: 0 in self.missing_ranks()):
+    def _require_success_of_rank_0(self) -> None:
+        if not self._wait([self._key("outcome", 0)], self._timeout_s):
             raise SyncError(
                 f"{self.call}: rank {self.rank} has waited {self._timeout_s:g} s for rank 0",
                 why="rank 0 writes for all ranks; it has not made this call, or has not finished writing",
                 fix="make this call on all ranks, or on rank 0 alone",
             )
-        outcome = self._store.get(self._key("outcome")).decode()
-        return "" if outcome == _DONE else outcome
+        if failure := self._failure_of_rank_0():
+            raise failure
 
-    def error_of_rank_0(self, failure: str) -> SyncError:
-        """Build the error that the other ranks raise when rank 0 has failed."""
-        what = f"{self.call} failed on rank 0: {failure}"
-        return SyncError(what, why="rank 0 does this for all ranks", fix="see the error of rank 0", is_secondary=True)
+    def _failure_of_rank_0(self) -> SyncError | None:
+        """Return the error for this rank if rank 0 has published that it has failed."""
+        outcome = self.posted(0, "outcome") if self.rank else None
+        if not outcome:
+            return None
+        what, why = f"{self.call} failed on rank 0: {outcome}", "rank 0 does this for all ranks"
+        return SyncError(what, why=why, fix="see the error of rank 0", is_secondary=True)
+
+    def _delete_previous(self) -> None:
+        """Delete the keys of the previous call; those of rank 0 stay until every rank has made this call."""
+        if self._store is None or self.call_index == 0 or self._has_deleted:
+            return
+        self._has_deleted = True
+        stages = ("call", "result")  # every rank that needed them has read them
+        keys = [self._key(stage, rank, before=1) for stage in stages for rank in range(self.world_size)]
+        if not self.missing_ranks():
+            keys += [self._key(stage, 0, before=1) for stage in ("decision", "outcome", "chosen")]
+        for key in keys:
+            self._store.delete_key(key)
 
     def previous_had_late_ranks(self) -> bool:
         """Return whether all ranks have by now posted to the previous call, so that late ranks are expected again."""
         return self._store is not None and self.call_index > 0 and self._store.check(self._keys("call", before=1))
 
-    @property
-    def _timeout_s(self) -> float:
-        return self._run.config.timeout.total_seconds()
-
-    def _key(self, of: int | str, stage: str = "call", *, before: int = 0) -> str:
-        return f"parallelize/rendezvous/{self.call}/{self.call_index - before}/{of}/{stage}"
+    def _key(self, stage: str, rank: int | None = None, *, before: int = 0) -> str:
+        at = self.rank if rank is None else rank
+        return f"parallelize/rendezvous/{self.call}/{self.call_index - before}/{at}/{stage}"
 
     def _keys(self, stage: str, *, before: int = 0) -> list[str]:
-        return [self._key(each, stage, before=before) for each in range(self.world_size)]
+        return [self._key(stage, rank, before=before) for rank in range(self.world_size)]
 
-    def _wait(
-        self,
-        keys: list[str],
-        limit_s: float,
-        deadlock_reason: Callable[[], str] = str,
-        *,
-        warns: Callable[[], bool] = lambda: True,
-    ) -> bool:
-        """Wait for the keys and return whether they were set in time; log a warning after GRACE_S."""
+    def _wait(self, keys: list[str], limit_s: float, deadlock_reason: Callable[[], str] = str) -> bool:
+        """Wait for the keys and return whether they were set in time; after GRACE_S, log which ranks are missing."""
         assert self._store is not None
         first_s = min(GRACE_S, limit_s)
         if poll(self._store, keys, first_s, deadlock_reason):
             return True
-        if not deadlock_reason() and warns():
-            _log.warning("rank %d waits in %s for %s", self.rank, self.call, _list_ranks(self.missing_ranks()))
+        missing = self.missing_ranks()
+        if not deadlock_reason() and (len(keys) > 1 or 0 in missing):
+            _log.warning("rank %d waits in %s for %s", self.rank, self.call, _list_ranks(missing))
         return poll(self._store, keys, limit_s - first_s, deadlock_reason)
 
 

@@ -20,13 +20,12 @@ from typing import Any
 
 from parallelize.checkpoint.atomic_write import remove_stale_temp_files
 from parallelize.checkpoint.background_save import BackgroundWriter
-from parallelize.checkpoint.file_format import is_zip_file, read_file
+from parallelize.checkpoint.file_format import is_incomplete, is_zip_file, read_file, remove_checkpoint
 from parallelize.checkpoint.loading import load_into
 from parallelize.checkpoint.rendezvous import Rendezvous, store_of_ranks
 from parallelize.checkpoint.safe_types import to_safe_types
 from parallelize.checkpoint.save_schedule import SaveSchedule
-from parallelize.checkpoint.saving import begin_write, call_site_of, collect, publishing_outcome, states_of
-from parallelize.checkpoint.sharded_folder import is_incomplete, remove_checkpoint
+from parallelize.checkpoint.saving import call_site_of, prepare_save, states_of
 from parallelize.checkpoint.state_dicts import handler_for, needs_all_ranks
 from parallelize.errors import ConfigError, ParallelizeError, SyncError
 from parallelize.runtime import context
@@ -43,36 +42,18 @@ _log = logging.getLogger("parallelize")
 class Checkpoints:
     """The checkpoints of one run, as yielded by `checkpoints`.
 
-    Args:
-        folder: folder of the checkpoints.
-        keep: number of checkpoints to keep.
-        objects: objects to save, by name.
-        schedule: decides after every step whether to save.
-        call_site: file and line of the user's call, the same on all ranks.
-        in_background: whether to write while training continues.
-        sharded: whether each checkpoint is a folder, as for `save`.
-
     Attributes:
         steps: number of `step` calls, including those before the run was resumed.
         values: the latest values passed to `step`, by name.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep: int,
-        objects: Mapping[str, Any],
-        schedule: SaveSchedule,
-        call_site: str,
-        in_background: bool,
-        sharded: bool | None,
-    ) -> None:
-        self._keep, self._objects, self._schedule, self._call_site = keep, objects, schedule, call_site
+    def __init__(self, folder: Path, objects: Mapping[str, Any], call_site: str, every: Any, keep: int) -> None:
+        self._objects, self._call_site, self._keep = objects, call_site, keep
+        self._schedule = SaveSchedule(every, store=store_of_ranks(), rank=context.rank())
         # The program may change its working directory; all files stay in this folder.
         self._user_folder, self._folder = folder, folder.absolute()
-        self._is_sharded = any(map(needs_all_ranks, objects.values())) if sharded is None else sharded
-        self._writer, self._in_background = BackgroundWriter(), in_background
+        self._is_sharded = any(map(needs_all_ranks, objects.values()))
+        self._writer, self._in_background = BackgroundWriter(), True
         self.steps: int = 0
         self.values: dict[str, Any] = {}
 
@@ -98,35 +79,23 @@ class Checkpoints:
 
         A checkpoint with the same number of steps is replaced: state may have changed without a step.
         """
-        self._save(in_background=self._in_background)
-
-    def _save(self, *, in_background: bool) -> None:
-        self.wait()  # the next snapshot overwrites the previous one
-        rendezvous, path = Rendezvous(f"checkpoints at {self._call_site}"), self._path(self.steps)
-        user_path = self._user_folder / path.name
+        rendezvous = Rendezvous(f"checkpoints at {self._call_site}")
+        path = self._folder / f"step-{self.steps:09d}{'' if self._is_sharded else '.pt'}"
         objects = {**self._objects, _PROGRESS: {"steps": self.steps, "values": self.values}}
-        with publishing_outcome(rendezvous):
-            sharded, wait_s = self._is_sharded, float("inf")
-            collected = collect(path, objects, rendezvous, user_path=user_path, wait_s=wait_s, sharded=sharded)
-            submit = self._writer.submit if in_background else functools.partial
-            complete = begin_write(path, collected, rendezvous, submit)
-            del collected
-            if in_background:
-                self._writer.complete(functools.partial(self._complete, path, complete, rendezvous.rank))
+        submit = self._writer.submit if self._in_background else functools.partial
+        where: Any = {"user_path": self._user_folder / path.name, "sharded": self._is_sharded}
+        with rendezvous.publishing_outcome():
+            self.wait()  # the next snapshot overwrites the previous one; if its save has failed, all ranks raise
+            complete = prepare_save(path, objects, rendezvous, submit, wait_s=float("inf"), **where)
+            job = functools.partial(self._complete, path, complete, rendezvous.rank)
+            if self._in_background:
+                self._writer.complete(job)
             else:
-                self._complete(path, complete, rendezvous.rank)
+                job()
 
     def wait(self) -> None:
-        """Wait until the background save is on disk.
-
-        Raises:
-            ParallelizeError: the background save failed.
-        """
+        """Wait until the background save is on disk, or raise its ParallelizeError."""
         self._writer.wait()
-
-    def close(self) -> None:
-        """Wait until the background save is on disk, and end the process that writes."""
-        self._writer.close()
 
     def _complete(self, path: Path, complete: Callable[[], object], rank: int) -> None:
         complete()
@@ -144,8 +113,11 @@ class Checkpoints:
         skipped: set[str] = set()
         while True:
             rendezvous = Rendezvous(f"checkpoints at {self._call_site} (resuming)")
-            rendezvous.post(b"")
-            chosen = self._choose(skipped, rendezvous)
+            rendezvous.post(("",))
+            with rendezvous.publishing_outcome():
+                if rendezvous.rank == 0:
+                    rendezvous.post(self._newest_readable(skipped), "chosen")
+            chosen = rendezvous.posted(0, "chosen")
             if not chosen or self._load_from(self._folder / chosen, rendezvous):
                 return
             skipped.add(chosen)
@@ -153,29 +125,21 @@ class Checkpoints:
     def _load_from(self, path: Path, rendezvous: Rendezvous) -> bool:
         """Load a checkpoint; return False, on all ranks, if its shards are damaged."""
         try:
-            values = load_into(path, self._objects, rng=True, call=f"{rendezvous.call}: load")
-        except (ConfigError, SyncError):
-            raise
+            progress = load_into(path, self._objects, rng=True, call=f"{rendezvous.call}: load")[_PROGRESS]
         except ParallelizeError as exc:
-            if not path.is_dir():  # a single file was verified in full before it was chosen
+            # A single file was verified in full before it was chosen.
+            if isinstance(exc, (ConfigError, SyncError)) or not path.is_dir():
                 raise
             if rendezvous.rank == 0:
                 _log_skipped(exc)
             return False
-        progress = values[_PROGRESS]
         self.steps, self.values = progress["steps"], dict(progress["values"])
         if rendezvous.rank == 0:
             _log.info("resuming from %s, after %d steps", path, self.steps)
         return True
 
-    def _choose(self, skipped: set[str], rendezvous: Rendezvous) -> str:
-        """Return the name of the newest checkpoint that rank 0 can read, or "" if none exists."""
-        with publishing_outcome(rendezvous):
-            if rendezvous.rank == 0:
-                rendezvous.post(self._newest_readable(skipped).encode(), "chosen")
-        return (rendezvous.posted(0, "chosen") or b"").decode()
-
     def _newest_readable(self, skipped: set[str]) -> str:
+        """Return the name of the newest checkpoint that rank 0 can read, or "" if none exists."""
         refusal: ConfigError | None = None
         for path in self._files():
             try:
@@ -183,11 +147,8 @@ class Checkpoints:
                     continue
                 if _PROGRESS in read_file(path).states:
                     return path.name
-                raise ConfigError(
-                    f"{path} is not a checkpoint of checkpoints()",
-                    why="another call or program wrote it",
-                    fix="load() reads it",
-                )
+                what, why = f"{path} is not a checkpoint of checkpoints()", "another call or program wrote it"
+                raise ConfigError(what, why=why, fix="load() reads it")
             except ParallelizeError as exc:
                 _log_skipped(exc)
                 if isinstance(exc, ConfigError) and is_zip_file(path):
@@ -206,9 +167,6 @@ class Checkpoints:
             return []
         matching = (each for each in self._folder.iterdir() if _NAME.fullmatch(each.name))
         return sorted((each for each in matching if not is_incomplete(each)), key=_steps_of, reverse=True)
-
-    def _path(self, steps: int) -> Path:
-        return self._folder / f"step-{steps:09d}{'' if self._is_sharded else '.pt'}"
 
 
 @contextlib.contextmanager
@@ -269,23 +227,19 @@ def checkpoints(
                 fix=f"pass plain values to step({name}=...); a resumed run finds them in `values`",
             )
     states_of({name: obj for name, obj in objects.items() if not needs_all_ranks(obj)})  # refuses unsafe types now
-    saved = Checkpoints(
-        Path(folder),
-        keep=keep,
-        objects=objects,
-        schedule=SaveSchedule(every, store=store_of_ranks(), rank=context.rank()),
-        call_site=call_site_of(sys._getframe(2)),  # two frames up: one of them is contextlib's
-        in_background=in_background,
-        sharded=sharded,
-    )
+    call_site = call_site_of(sys._getframe(2))  # two frames up: one of them is contextlib's
+    saved = Checkpoints(Path(folder), objects, call_site, every, keep)
+    saved._is_sharded = saved._is_sharded if sharded is None else sharded
+    saved._in_background = in_background
     if context.rank() == 0:
         _remove_leftovers(Path(folder))
     saved.resume()
     try:
         yield saved
-        saved._save(in_background=False)
+        saved._in_background = False
+        saved.save()
     finally:
-        saved.close()
+        saved._writer.close()
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from parallelize.errors import ConfigError
 
-__all__ = ["is_dtensor", "safe_names", "to_safe_types"]
+__all__ = ["is_dtensor", "is_wrapper", "safe_names", "to_safe_types"]
 
 _CONVERTERS: dict[type[Any], Callable[[Any], Any]] = {
     torch.dtype: lambda value: value,
@@ -39,15 +39,8 @@ def is_dtensor(value: Any) -> bool:
 def to_safe_types(value: Any, *, where: str, convert_dtensor: Callable[[Any], Any] | None = None) -> Any:
     """Convert nested containers, numbers, strings, arrays, paths, enums and tensors to safe types.
 
-    A tensor is copied only if it is a view of a larger storage, which torch.save would write as a whole.
-
-    Args:
-        value: the value to convert.
-        where: name of the value in error messages.
-        convert_dtensor: called with each DTensor; returns the tensor to store. None: DTensors are kept.
-
-    Raises:
-        ConfigError: a value could only be loaded by running code from the file.
+    A tensor is copied only if it is a view of a larger storage, which torch.save would write as a whole. DTensors are
+    kept, or replaced by what `convert_dtensor` returns; `where` names the value in errors.
     """
     if isinstance(value, torch.Tensor):
         if is_dtensor(value):
@@ -100,7 +93,14 @@ def _safe_scalar(value: Any, where: str) -> Any:
     raise _unsafe_type_error(where, value)
 
 
+def is_wrapper(value: Any) -> bool:
+    """Return whether a value is a tensor subclass that consists of other tensors, but no DTensor."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__") and not is_dtensor(value)
+
+
 def _dense_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
+    if is_wrapper(value) and type(value) in torch.serialization.get_safe_globals():
+        return value
     if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise _unsafe_type_error(where, value)
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
@@ -118,6 +118,6 @@ def _unsafe_type_error(where: str, value: Any) -> ConfigError:
         f"{where} is of type {type(value).__module__}.{type(value).__qualname__}",
         why="a checkpoint holds tensors, numbers, strings and containers of these: loading a class would run code from "
         "the file",
-        fix="save its content as numbers or tensors (a tensor subclass: x.dequantize()), or give its class "
-        "state_dict() and load_state_dict()",
+        fix="save its content as numbers or tensors, or give its class state_dict() and load_state_dict(); a class of "
+        "tensors that torch.load may construct is passed to torch.serialization.add_safe_globals() by its author",
     )

@@ -27,12 +27,7 @@ _REST = "parallelize"  # key of the metadata
 
 
 def check_request(path: Path, form: Any, objects: Mapping[str, Any]) -> None:
-    """Raise unless `save(path, format=form, **objects)` can be done.
-
-    Raises:
-        ConfigError: an unknown format, another suffix than .safetensors, or not exactly one model.
-        MissingDependencyError: safetensors is not installed.
-    """
+    """Raise unless `save(path, format=form, **objects)` can be done."""
     if form != "safetensors":
         raise ConfigError(f"format={form!r}", why="it is not a known format", fix='use "torch" or "safetensors"')
     num_models = sum(isinstance(each, nn.Module) for each in objects.values())
@@ -46,13 +41,7 @@ def check_request(path: Path, form: Any, objects: Mapping[str, Any]) -> None:
 
 
 def write_weights(path: Path, content: Mapping[str, Any], write: Callable[[Path], object]) -> None:
-    """Write the weights to `path`, and beside it what `write` writes: the content without them.
-
-    Args:
-        path: a path that ends in .safetensors.
-        content: states and record; the weights of its only model are removed from it.
-        write: writes the content to the path that it is called with.
-    """
+    """Write the weights to `path`, and beside it what `write` writes: the content, from which they are removed."""
     objects = content["_parallelize"]["objects"]
     name = next(name for name, each in objects.items() if each["kind"] == "model")
     state, weights = content[name], {}
@@ -78,16 +67,7 @@ def write_weights(path: Path, content: Mapping[str, Any], write: Callable[[Path]
 
 
 def read_weights(path: Path, load: Callable[[Path], dict[Any, Any]]) -> dict[Any, Any]:
-    """Return the content of a checkpoint, or the weights alone in a file of another program.
-
-    Args:
-        path: file of safetensors.
-        load: reads a file of torch.save.
-
-    Raises:
-        ConfigError: the file does not exist.
-        ParallelizeError: the file, or the one beside it, is damaged or missing.
-    """
+    """Return the content, or the weights alone in a file of another program; `load` reads a file of torch.save."""
     if not path.is_file():
         return load(path)  # raises the error
     try:

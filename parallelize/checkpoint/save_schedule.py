@@ -34,13 +34,7 @@ class SaveSchedule:
         rank 0    posts a  posts b  posts c  posts d    posts e
         rank k             reads a  reads b  reads c    reads d: all save here if rank 0 found a save due at call 5
 
-    Args:
-        every: a number of steps, or a duration such as "10min".
-        store: the process group's store; None if there is only one process.
-        rank: rank of this process.
-
-    Raises:
-        ConfigError: `every` is neither.
+    `every` is a number of steps, or a duration such as "10min"; `store` is None if there is only one process.
     """
 
     def __init__(self, every: Any, *, store: dist.Store | None, rank: int) -> None:

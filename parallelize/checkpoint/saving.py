@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-import pickle
+import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallelize.checkpoint.file_format import new_record, write_file
+from parallelize.checkpoint.file_format import new_record, new_shard_folder, write_file
 from parallelize.checkpoint.rendezvous import ARRIVAL_TIMEOUT_S, GRACE_S, Rendezvous
-from parallelize.checkpoint.rng_state import get_rng_states
 from parallelize.checkpoint.safe_types import safe_names, to_safe_types
-from parallelize.checkpoint.sharded_folder import complete_folder, new_shard_folder
-from parallelize.checkpoint.state_dicts import VALUE, handler_for, named_optimizer_state, needs_all_ranks
+from parallelize.checkpoint.state_dicts import VALUE, handler_for, needs_all_ranks
 from parallelize.errors import ConfigError
 from parallelize.runtime import context
-from parallelize.runtime.containers import map_leaves
 
-__all__ = ["Collected", "begin_write", "call_site_of", "collect", "publishing_outcome", "save", "states_of"]
+__all__ = ["call_site_of", "prepare_save", "save", "set_rng_states", "states_of"]
 
 _log = logging.getLogger("parallelize")
+
+_SAME = {
+    "why": "rank 0 writes one checkpoint for all ranks",
+    "fix": "give save() the same path and the same names on every rank",
+}
 
 Submit = Callable[..., Callable[[], Any]]
 """Prepares the call of a function; the call is made, or its result awaited, by the returned function."""
@@ -63,7 +63,8 @@ def save(
         **objects: models (weights under the names that they have without this library and torch.compile), optimizers,
             loaders that `shard_loader` returns (epoch and position), any object with `state_dict()` and
             `load_state_dict()`, and plain values: numbers, strings, tensors and containers of these. Arrays are saved
-            as tensors, paths as strings, enums as their values. The RNG states of every rank are saved too.
+            as tensors, paths as strings, enums as their values. Of tensor subclasses, those that are registered with
+            torch.serialization.add_safe_globals are saved as they are. The RNG states of every rank are saved too.
 
     Raises:
         ConfigError: no objects are passed, a value could only be loaded by running code from the file, or something
@@ -79,9 +80,8 @@ def save(
 
         check_request(target, format, objects)
         sharded = False
-    with publishing_outcome(rendezvous):
-        collected = collect(target, objects, rendezvous, user_path=target, wait_s=wait_s, sharded=sharded)
-        begin_write(target, collected, rendezvous, functools.partial, form=format)()
+    with rendezvous.publishing_outcome():
+        prepare_save(target, objects, rendezvous, user_path=target, wait_s=wait_s, sharded=sharded, form=format)()
 
 
 def call_site_of(frame: Any) -> str:
@@ -89,161 +89,78 @@ def call_site_of(frame: Any) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-@dataclass(frozen=True)
-class Collected:
-    """What one rank has to write.
-
-    Args:
-        states: state dicts and values by the user's names, of safe types; {} on ranks that write nothing of them.
-        record: the record to store beside them; {} except on rank 0.
-        folder: name of the shard folder; "" for a single file.
-        is_collective: whether every rank writes shards; False: rank 0 writes alone.
-    """
-
-    states: dict[str, Any] = field(default_factory=dict)
-    record: dict[str, Any] = field(default_factory=dict)
-    folder: str = ""
-    is_collective: bool = False
-
-
-def begin_write(
-    path: Path, collected: Collected, rendezvous: Rendezvous, submit: Submit, *, form: str = "torch"
-) -> Callable[[], object]:
-    """Prepare the write of what `collect` has returned; the returned function completes it.
-
-    Raises:
-        ParallelizeError: by the returned function: writing failed.
-        SyncError: by the returned function, on rank 0: a rank has not written its shards in time.
-    """
-    if not collected.folder:
-        if rendezvous.rank:
-            return bool
-        return submit(write_file, path, collected.states, collected.record, form)
-    if rendezvous.rank and not collected.is_collective:
-        return bool
-    from parallelize.checkpoint.shards import local_shards, write_shards  # takes a second to import: only if sharded
-
-    shards = local_shards(collected.states, rank=rendezvous.rank)
-    written = submit(write_shards, path / collected.folder, rendezvous.rank, shards)
-    # The caller may continue to train: no tensor of its own may be kept.
-    rest = map_leaves(_placeholder, collected.states)
-    main, is_collective = (rest, collected.record), collected.is_collective
-    return functools.partial(
-        complete_folder, path, collected.folder, written, main, rendezvous, is_collective=is_collective
-    )
-
-
-def _placeholder(value: Any) -> Any:
-    """Return a meta tensor for a tensor, as the main file of a folder holds them."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
-
-
-def collect(
+def prepare_save(
     path: Path,
     objects: Mapping[str, Any],
     rendezvous: Rendezvous,
+    submit: Submit = functools.partial,
     *,
     user_path: Path,
     wait_s: float | None,
     sharded: bool | None,
-) -> Collected:
-    """Collect the states to save, without writing them; their tensors share memory with the objects.
+    form: str = "torch",
+) -> Callable[[], object]:
+    """Prepare the write of a checkpoint, as for `save`; the returned function completes it.
 
-    Args:
-        path: where the checkpoint will be written.
-        objects: as for `save`.
-        rendezvous: rendezvous of this call.
-        user_path: the path as the user gave it, to compare across ranks: nodes may mount one folder at two paths.
-        wait_s: seconds to wait for all ranks; None: rank 0 may make the call alone.
-        sharded: as for `save`.
-
-    Raises:
-        ConfigError: no objects, a value of an unsafe type, or something other than a checkpoint at `path`.
-        SyncError: a required rank does not make the call, or saves other objects.
+    If `submit` copies the arguments of the call that writes this rank's file, no tensor of the objects is kept. Ranks
+    compare `user_path`, because nodes may mount one folder at two paths. Rank 0 waits `wait_s` for all ranks; None: it
+    may make the call alone.
     """
     if not objects:
         raise ConfigError(f"save({str(user_path)!r})", why="there is nothing to save", fix="pass model=model")
     objects = safe_names(objects)
-    kinds = {name: getattr(handler_for(obj), "kind", VALUE) for name, obj in objects.items()}
-    description = f"{user_path}: {', '.join(f'{name} ({kind})' for name, kind in kinds.items())}"
+    handlers = {name: handler_for(obj) for name, obj in objects.items()}
+    kinds = [f"{name} ({getattr(each, 'kind', VALUE)})" for name, each in handlers.items()]
+    description = f"{user_path}: {', '.join(kinds)}"
     is_collective = any(map(needs_all_ranks, objects.values()))
-    folder, rng_states = "", get_rng_states(context.current().devices)
+    folder, rng_states = "", _get_rng_states(context.current().devices)
     try:
         if rendezvous.rank == 0:
             folder = new_shard_folder(path, is_sharded=sharded, has_shards=is_collective)
     finally:  # also after an error, so that the other ranks do not wait for rank 0
-        rendezvous.post(pickle.dumps((rng_states, folder)), "details")
-        rendezvous.post(description.encode())
+        rendezvous.post((description, rng_states, folder))
     if wait_s is not None:
         rendezvous.require_all_ranks(
             wait_s,
             why="every rank saves its own shards and RNG states",
             fix="call it on all ranks, without `if is_main()`",
         )
-        _require_same_description(rendezvous, description)  # otherwise ranks would gather different tensors
-        _, folder = pickle.loads(rendezvous.posted(0, "details") or b"")
-    states = {}
+        rendezvous.require_same("saves", **_SAME)  # otherwise ranks would gather different tensors
+        folder = rendezvous.posted(0)[2]
+    states: dict[str, Any] = {}
     if rendezvous.rank == 0 or wait_s is not None:  # all ranks gather, or each writes its shards
         convert_dtensor = None if folder else _gather_full_tensors(rendezvous.rank)
         states = states_of(objects, convert_dtensor, by_name=bool(folder))
-    if rendezvous.rank != 0:
-        return Collected(states if folder else {}, {}, folder, is_collective)
-    posted = _rng_states_of_ranks(rendezvous, description, have_all_arrived=wait_s is not None)
-    details = {name: _details(name, obj) for name, obj in objects.items()}
-    record = new_record(world_size=rendezvous.world_size, rng_states=posted, objects=details)
-    return Collected(states, record, folder, is_collective)
+    record = {}
+    if rendezvous.rank == 0:
+        posted = _rng_states_of_ranks(rendezvous, have_all_arrived=wait_s is not None)
+        details = {name: each.describe() if each else {"kind": VALUE} for name, each in handlers.items()}
+        details = to_safe_types(details, where="")
+        record = new_record(world_size=rendezvous.world_size, rng=posted, objects=details)
+    elif not (folder and is_collective):
+        return bool
+    if not folder:
+        return submit(write_file, path, states, record, form)
+    from parallelize.checkpoint import shards  # takes a second to import: only if sharded
+
+    written = submit(shards.write_shards, path / folder, shards.ShardPlanner(states, rendezvous.rank))
+    main = shards.main_states(states), record
+    complete = functools.partial(shards.complete_folder, path / folder, written, main, rendezvous)
+    return functools.partial(complete, is_collective=is_collective)
 
 
 def states_of(
     objects: Mapping[str, Any], convert_dtensor: Callable[[Any], Any] | None = None, *, by_name: bool = False
 ) -> dict[str, Any]:
-    """Return the state of each object, or the value itself, as safe types.
-
-    Raises:
-        ConfigError: a value is of an unsafe type.
-    """
-    models = [each for each in objects.values() if isinstance(each, nn.Module)] if by_name else []
+    """Return the state of each object, or the value itself, as safe types; of optimizers, optionally by names."""
+    models = [each for each in objects.values() if isinstance(each, nn.Module)]
     names = {id(parameter): name for model in reversed(models) for name, parameter in model.named_parameters()}
     states = {}
     for name, obj in objects.items():
         handler = handler_for(obj)
-        state = obj if handler is None else handler.get_state(obj)
-        if by_name and isinstance(obj, torch.optim.Optimizer):
-            state = named_optimizer_state(obj, state, names)
+        state = obj if handler is None else handler.get(names if by_name else None)
         states[name] = to_safe_types(state, where=name, convert_dtensor=convert_dtensor)
     return states
-
-
-def _details(name: str, obj: Any) -> Any:
-    handler = handler_for(obj)
-    details = {"kind": VALUE} if handler is None else handler.details(obj)
-    return to_safe_types(details, where=name)
-
-
-@contextlib.contextmanager
-def publishing_outcome(rendezvous: Rendezvous) -> Iterator[None]:
-    """Run the block; rank 0 then publishes whether the block succeeded, and the other ranks wait for this outcome.
-
-    Raises:
-        SyncError: on ranks other than 0: rank 0 has failed or has not made the call.
-    """
-    if rendezvous.rank != 0:
-        yield
-        failure = rendezvous.wait_outcome()
-        if failure:
-            raise rendezvous.error_of_rank_0(failure)
-        return
-    outcome = "an exception was raised"
-    try:
-        yield
-        outcome = ""
-    except Exception as exc:
-        outcome = f"{type(exc).__name__}: {exc}"
-        raise
-    finally:
-        rendezvous.publish_outcome(outcome)
 
 
 def _gather_full_tensors(rank: int) -> Callable[[Any], Any]:
@@ -261,11 +178,8 @@ def _gather_full_tensors(rank: int) -> Callable[[Any], Any]:
     return convert_dtensor
 
 
-def _rng_states_of_ranks(rendezvous: Rendezvous, description: str, *, have_all_arrived: bool) -> list[Any]:
-    """Return the RNG states by rank, None for a rank that does not make this call.
-
-    Rank 0 waits GRACE_S for late ranks, or not at all if a rank never made the previous call.
-    """
+def _rng_states_of_ranks(rendezvous: Rendezvous, *, have_all_arrived: bool) -> list[Any]:
+    """Return the RNG states by rank, None for a rank that is not there in GRACE_S, or never made the previous call."""
     timeout_s = GRACE_S if rendezvous.call_index == 0 or rendezvous.previous_had_late_ranks() else 0.0
     if not have_all_arrived and not rendezvous.all_arrive(timeout_s):
         _log.warning(
@@ -274,15 +188,37 @@ def _rng_states_of_ranks(rendezvous: Rendezvous, description: str, *, have_all_a
             rendezvous.world_size - len(rendezvous.missing_ranks()),
             rendezvous.world_size,
         )
-    _require_same_description(rendezvous, description)
-    posted = [rendezvous.posted(each, "details") for each in range(rendezvous.world_size)]
-    return [None if each is None else pickle.loads(each)[0] for each in posted]
+    rendezvous.require_same("saves", **_SAME)
+    posted = map(rendezvous.posted, range(rendezvous.world_size))
+    return [None if each is None else each[1] for each in posted]
 
 
-def _require_same_description(rendezvous: Rendezvous, description: str) -> None:
-    rendezvous.require_same(
-        description,
-        "saves",
-        why="rank 0 writes one checkpoint for all ranks",
-        fix="give save() the same path and the same names on every rank",
-    )
+def _get_rng_states(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Return the RNG states of torch on the CPU and on `devices`, of `random`, and of NumPy if it is imported."""
+    version, words, gauss = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numpy_state = None
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        numpy_state = [str(kind), torch.from_numpy(keys.astype("int64")), *map(float, rest)]
+    return {
+        "torch": torch.get_rng_state(),
+        "accelerators": [torch.get_device_module(each).get_rng_state(each) for each in devices if each.type != "cpu"],
+        "python": [version, torch.tensor(words), gauss],
+        "numpy": numpy_state,
+    }
+
+
+def set_rng_states(state: Mapping[str, Any], devices: Sequence[torch.device]) -> None:
+    """Restore the RNG states; skip those of accelerators if the number of accelerators has changed."""
+    torch.set_rng_state(state["torch"].clone())
+    accelerators = [each for each in devices if each.type != "cpu"]
+    if len(accelerators) == len(state["accelerators"]):
+        for device, device_state in zip(accelerators, state["accelerators"], strict=True):
+            torch.get_device_module(device).set_rng_state(device_state.clone(), device)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and state["numpy"] is not None:
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), int(position), int(has_gauss), cached))

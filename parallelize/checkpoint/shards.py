@@ -1,10 +1,12 @@
-"""Shards of a checkpoint, in the format of torch.distributed.checkpoint (DCP): all tensors by their qualified names.
+"""Shards of a checkpoint: a folder of torch.distributed.checkpoint (DCP) with all tensors by their qualified names.
 
-    <folder>/__<rank>_0.distcp    what one rank has written
-    <folder>/.metadata            DCP's index: a pickle, which is read without running code from it
+    <path>/parts-<token>/__<rank>_0.distcp    what one rank has written and fsynced
+    <path>/parts-<token>/.metadata            DCP's index: a pickle, which is read without running code from it
+    <path>/checkpoint.pt                      written last, by rank 0, with an atomic rename; names the folder
 
-DCP plans which shards a rank writes and which stored shards it reads. DCP's collectives are not used: the ranks
-exchange plans and results through the store, so that a save can be completed in the background.
+A run killed at any moment leaves the old checkpoint or the new one, on any file system with atomic renames. DCP plans
+which shards a rank writes and which stored shards it reads. Its collectives are not used: the ranks exchange plans and
+results through the store, so that a save can be completed in the background.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import hashlib
 import io
 import os
 import pickle
+import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -25,61 +28,50 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from parallelize.checkpoint.atomic_write import early_writeback
+from parallelize.checkpoint.atomic_write import fsync
 from parallelize.checkpoint.checksum import checksum_of
-from parallelize.errors import ConfigError
+from parallelize.checkpoint.file_format import MAIN_FILE, SHARD_PREFIX, read_file, write_error, write_file
+from parallelize.checkpoint.rendezvous import Rendezvous
+from parallelize.checkpoint.safe_types import is_wrapper
+from parallelize.errors import ConfigError, ParallelizeError
+from parallelize.runtime.containers import map_leaves
 
-__all__ = [
-    "LocalShards",
-    "WrittenShards",
-    "empty_target",
-    "finish_folder",
-    "keys_of",
-    "local_shards",
-    "read_shards",
-    "states_in",
-    "write_shards",
-]
+__all__ = ["ShardPlanner", "complete_folder", "keys_of", "main_states", "read_shards", "states_in", "write_shards"]
 
 _METADATA = ".metadata"
-_SAFE_MODULES = {"torch", "torch.distributed.checkpoint.filesystem", "torch.distributed.checkpoint.metadata"}
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalShards:
-    """What one rank writes.
+class ShardPlanner(DefaultSavePlanner):
+    """Plan of what one rank writes, its own shards and on rank 0 all other values, which share memory with the states.
 
-    Args:
-        plan: DCP's plan.
-        values: tensors, and values as bytes, in the order of the plan; they share memory with the live tensors.
+    A planner holds no DTensors, so that another process can write.
     """
 
-    plan: SavePlan
-    values: list[Any]
+    def __init__(self, states: Mapping[str, Any], rank: int) -> None:
+        super().__init__()
+        self.set_up_planner(dict(states), is_coordinator=rank == 0)
+        own = {key: each.to_local() if isinstance(each, DTensor) else each for key, each in self.state_dict.items()}
+        if wrapped := [key for key, each in own.items() if is_wrapper(each)]:
+            why = "stored shards are parts of dense tensors, which another number of processes can divide otherwise"
+            what = f"{wrapped[0]} is of a tensor subclass"
+            raise ConfigError(what, why=why, fix="save(..., sharded=False) gathers it on rank 0")
+        plan = self.create_local_plan()
+        items = [each for each in plan.items if _is_written_here(self.state_dict[each.index.fqn], rank)]
+        self.plan, self.rank = dataclasses.replace(plan, items=items), rank
+        self._values = {each.index: super(ShardPlanner, self).resolve_data(each) for each in items}
+        self.state_dict = {}
 
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self._values[write_item.index]
 
-@dataclasses.dataclass(frozen=True)
-class WrittenShards:
-    """What one rank has written: its plan, DCP's results, the checksum of each item, and the host for errors."""
-
-    plan: SavePlan
-    results: list[WriteResult]
-    checksums: dict[str, str]
-    host: str
-
-
-def local_shards(states: Mapping[str, Any], *, rank: int) -> LocalShards:
-    """Plan what this rank writes: its own shards of DTensors; rank 0 also writes all other tensors and values."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(states), is_coordinator=rank == 0)
-    plan = planner.create_local_plan()
-    items = [each for each in plan.items if _is_written_here(planner.state_dict[each.index.fqn], rank)]
-    values = [planner.resolve_data(each) for each in items]
-    return LocalShards(dataclasses.replace(plan, items=items), values)
+    def checksums(self) -> dict[str, str]:
+        """Return the checksum of each value."""
+        tensors = {key: value for key, value in self._values.items() if isinstance(value, torch.Tensor)}
+        return {_key(key): checksum_of(value) for key, value in tensors.items()}
 
 
 def _is_written_here(value: Any, rank: int) -> bool:
@@ -92,99 +84,144 @@ def _is_written_here(value: Any, rank: int) -> bool:
     return all(at == 0 for at, each in zip(coordinate, value.placements, strict=True) if each.is_replicate())
 
 
-class _Planner(DefaultSavePlanner):
-    """Save planner that passes given values to DCP's writer."""
-
-    def __init__(self, shards: LocalShards) -> None:
-        super().__init__()
-        self._values = {each.index: value for each, value in zip(shards.plan.items, shards.values, strict=True)}
-
-    @override
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        value = self._values[write_item.index]
-        return value if isinstance(value, torch.Tensor) else io.BytesIO(value.getvalue())
-
-
-def write_shards(folder: Path, rank: int, shards: LocalShards) -> WrittenShards:
-    """Write and fsync the file of one rank.
-
-    Raises:
-        OSError, RuntimeError: writing failed.
-    """
+def write_shards(folder: Path, planner: ShardPlanner) -> dict[str, Any]:
+    """Write and fsync the file of one rank; return what rank 0 needs to complete the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    results: list[WriteResult] = []
-    if shards.plan.items:
+    results: Any = []
+    if planner.plan.items:
         writer = FileSystemWriter(folder)
         # The writer names a file after the position of its plan in the list of all ranks' plans.
-        plan = writer.prepare_global_plan([SavePlan([])] * rank + [shards.plan])[rank]
-        with early_writeback(folder / f"__{rank}_0.distcp"):
-            results = list(writer.write_data(plan, _Planner(shards)).value())
-    values = zip(shards.plan.items, shards.values, strict=True)
-    checksums = {_key(each.index): checksum_of(value) for each, value in values if isinstance(value, torch.Tensor)}
-    return WrittenShards(shards.plan, results, checksums, socket.gethostname())
+        plan = writer.prepare_global_plan([SavePlan([])] * planner.rank + [planner.plan])[-1]
+        results = writer.write_data(plan, planner).value()
+    host = socket.gethostname()
+    return {"plan": planner.plan, "results": results, "checksums": planner.checksums(), "host": host}
 
 
-def finish_folder(folder: Path, written: list[WrittenShards]) -> dict[str, Any]:
+def complete_folder(
+    folder: Path, write: Callable[[], Any], main: tuple[Any, Any], rendezvous: Rendezvous, *, is_collective: bool
+) -> None:
+    """Write this rank's shards without collectives; rank 0 then waits for the other ranks and completes the checkpoint.
+
+    `write` calls `write_shards` or waits for its result; `main` are the states, with placeholders, and the record of
+    the main file; `is_collective` tells whether all ranks write.
+    """
+    path = folder.parent
+    written: Any = None
+    failure: ParallelizeError | None = None
+    try:
+        written = write()
+    except (OSError, RuntimeError, ParallelizeError) as exc:
+        reason = str(exc).partition("\n")[0]
+        written, failure = f"rank {rendezvous.rank} on {socket.gethostname()}: {reason}", write_error(path, reason)
+        failure.__cause__ = exc
+    if is_collective:
+        rendezvous.post(written, "result")
+    if rendezvous.rank != 0:
+        if failure is not None:
+            raise failure
+        return
+    try:
+        results = rendezvous.results() if is_collective else [written]
+        shards = _finish(folder, results)
+        write_file(path / MAIN_FILE, main[0], {**main[1], "shards": shards})
+    except BaseException:
+        # An exception, such as one for SIGTERM, may be raised after the new checkpoint is complete.
+        if not _is_referenced(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    for each in path.glob(f"{SHARD_PREFIX}*"):  # shards of the previous checkpoint and of killed writers
+        if each != folder:
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def _finish(folder: Path, results: list[Any]) -> dict[str, Any]:
     """Write `.metadata` and return what the main file records: the files with their sizes, and all checksums."""
-    _, metadata = DefaultSavePlanner().create_global_plan([each.plan for each in written])
-    FileSystemWriter(folder).finish(metadata, [each.results for each in written])
-    checksums = {key: checksum for each in written for key, checksum in each.checksums.items()}
-    files = {each.name: each.stat().st_size for each in sorted(folder.iterdir())}
+    if failures := [each for each in results if isinstance(each, str)]:
+        raise write_error(folder.parent, "; ".join(failures))
+    for rank, each in enumerate(results):
+        if any(not (folder / result.storage_data.relative_path).is_file() for result in each["results"]):
+            raise ParallelizeError(
+                f"{folder.parent} has no shards of rank {rank}",
+                why=f"the rank wrote its shards on {each['host']}, but {socket.gethostname()} has no such file",
+                fix="save to a folder that all nodes share, or use sharded=False: rank 0 then writes one file",
+            )
+    try:
+        _, metadata = DefaultSavePlanner().create_global_plan([each["plan"] for each in results])
+        FileSystemWriter(folder).finish(metadata, [each["results"] for each in results])
+        fsync(folder)
+        fsync(folder.parent)
+        files = {each.name: each.stat().st_size for each in sorted(folder.iterdir())}
+    except OSError as exc:
+        raise write_error(folder.parent, str(exc)) from exc
+    checksums = {key: checksum for each in results for key, checksum in each["checksums"].items()}
     return {"folder": folder.name, "files": files, "checksums": checksums, "index": _digest(folder)}
 
 
+def _is_referenced(folder: Path) -> bool:
+    """Return whether the checkpoint may use this folder of shards."""
+    try:
+        return (folder.parent / MAIN_FILE).exists() and read_file(folder.parent).shards == folder
+    except ParallelizeError:
+        return True
+
+
+def keys_of(states: Mapping[str, Any]) -> dict[int, str]:
+    """Return DCP's key of each tensor in nested states, by id; one in a tuple has no key."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(states))
+    return {id(value): key for key, value in planner.state_dict.items() if isinstance(value, torch.Tensor)}
+
+
+def main_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the main file: a meta tensor for each tensor with a key, and no memory of other tensors."""
+    keys = keys_of(states)
+
+    def replace(value: Any) -> Any:
+        if id(value) in keys:
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    replaced: dict[str, Any] = map_leaves(replace, dict(states))
+    return replaced
+
+
 def read_shards(folder: Path, targets: Mapping[str, torch.Tensor], shards: Mapping[str, Any] | None) -> None:
-    """Fill each target from the stored shards that overlap it; of a DTensor, fill this rank's shard.
-
-    Args:
-        folder: folder of the shards.
-        targets: tensors to fill, by key.
-        shards: what `finish_folder` has returned; None: another program has written the folder.
-
-    Raises:
-        OSError: a file is missing.
-        ValueError: a file is damaged.
-    """
+    """Fill targets from the stored shards; of a DTensor, this rank's shard. `shards`: what the main file records."""
     if shards is not None and _digest(folder) != shards["index"]:
         raise ValueError(f"{folder.name}{os.sep}{_METADATA} does not match its checksum")
     metadata = _read_metadata(folder)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), metadata)
-    plan = planner.create_local_plan().items
     stored: Mapping[Any, Any] = metadata.storage_data
-    for item in sorted(
-        plan, key=lambda each: (stored[each.storage_index].relative_path, stored[each.storage_index].offset)
-    ):
+    in_order = [(stored[each.storage_index], each) for each in planner.create_local_plan().items]
+    for info, item in sorted(in_order, key=lambda each: (each[0].relative_path, each[0].offset)):
         checksum = None if shards is None else shards["checksums"][_key(item.storage_index)]
-        values = _read_shard(folder, item.storage_index.fqn, stored[item.storage_index], checksum)
+        values = _read_shard(folder, item.storage_index.fqn, info, checksum)
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             values = values.narrow(dim, start, length)
         planner.resolve_tensor(item).detach().copy_(values)
 
 
-def keys_of(states: Any, *path: Any) -> dict[int, str]:
-    """Return DCP's key of each placeholder in nested states, by id."""
-    if isinstance(states, torch.Tensor):
-        return {id(states): ".".join(map(str, path))} if states.is_meta else {}
-    items = (
-        states.items() if isinstance(states, dict) else enumerate(states) if isinstance(states, (list, tuple)) else ()
-    )
-    return {place: key for name, each in items for place, key in keys_of(each, *path, name).items()}
+def _read_shard(folder: Path, key: str, info: Any, checksum: str | None) -> Any:
+    what = f"{folder.name}{os.sep}{info.relative_path} does not hold {key}"
+    try:
+        values = _read_item(folder, info)
+        is_intact = isinstance(values, torch.Tensor) and checksum in (None, checksum_of(values))
+    except Exception as exc:  # on random bytes torch.load may raise anything
+        raise ValueError(f"{what}: {exc}") from exc
+    if not is_intact:
+        raise ValueError(f"{what} as it was written")
+    return values
 
 
-def empty_target(placeholder: torch.Tensor, dtensor: DTensor | None) -> torch.Tensor:
-    """Return the tensor to fill for a placeholder: a full one, or this rank's shard of a DTensor."""
-    if dtensor is None:
-        return torch.empty(placeholder.shape, dtype=placeholder.dtype)
-    return torch.empty_like(dtensor.detach(), dtype=placeholder.dtype)
+def _read_item(folder: Path, info: Any) -> Any:
+    with (folder / info.relative_path).open("rb") as file:
+        file.seek(info.offset)
+        return torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
 
 
 def states_in(folder: Path) -> dict[str, Any]:
-    """Return the states in a folder of another program, with meta tensors for the tensors.
-
-    Raises:
-        ConfigError: the folder's index or a value in it is not of a safe type.
-    """
+    """Return the states in a folder of another program, with meta tensors for the tensors."""
     try:
         metadata = _read_metadata(folder)
         stored: Mapping[Any, Any] = metadata.storage_data
@@ -193,8 +230,7 @@ def states_in(folder: Path) -> dict[str, Any]:
             if isinstance(each, TensorStorageMetadata):
                 value: Any = torch.empty(each.size, dtype=each.properties.dtype, device="meta")
             else:
-                info = next(info for index, info in stored.items() if index.fqn == key)
-                value = torch.load(_slice(folder, info), map_location="cpu", weights_only=True)
+                value = _read_item(folder, next(info for index, info in stored.items() if index.fqn == key))
             _insert(found, (metadata.planner_data or {}).get(key, (key,)), value)
     except (pickle.UnpicklingError, ValueError, OSError) as exc:
         raise ConfigError(
@@ -218,23 +254,6 @@ def _insert(nested: Any, path: tuple[Any, ...], value: Any) -> None:
         nested = nested[key]
 
 
-def _read_shard(folder: Path, key: str, info: Any, checksum: str | None) -> Any:
-    try:
-        values = torch.load(_slice(folder, info), map_location="cpu", weights_only=True)
-        is_intact = isinstance(values, torch.Tensor) and checksum in (None, checksum_of(values))
-    except Exception as exc:  # on random bytes torch.load may raise anything
-        raise ValueError(f"{folder.name}{os.sep}{info.relative_path} does not hold {key}: {exc}") from exc
-    if not is_intact:
-        raise ValueError(f"{folder.name}{os.sep}{info.relative_path} does not hold {key} as it was written")
-    return values
-
-
-def _slice(folder: Path, info: Any) -> io.BytesIO:
-    with (folder / info.relative_path).open("rb") as file:
-        file.seek(info.offset)
-        return io.BytesIO(file.read(info.length))
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler that calls nothing but DCP's dataclasses and torch's dtypes and sizes."""
 
@@ -246,12 +265,9 @@ class _MetadataUnpickler(pickle.Unpickler):
             return PurePath  # of the folder when it was written
         if (module, name) == ("builtins", "getattr"):
             return _enum_member  # of torch's memory formats, as some releases of Python pickle them
-        is_known = module in (
-            "torch",
-            "torch.distributed.checkpoint.metadata",
-            "torch.distributed.checkpoint.filesystem",
-        )
-        found: Any = super().find_class(module, name) if is_known and "." not in name else None
+        dcp = "torch.distributed.checkpoint."
+        is_known = module in ("torch", f"{dcp}metadata", f"{dcp}filesystem") and "." not in name
+        found: Any = super().find_class(module, name) if is_known else None
         is_dataclass = isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module
         is_enum = module.endswith(".metadata") and name.endswith("ENCODING")
         if is_dataclass or is_enum or found is torch.Size or isinstance(found, torch.dtype):

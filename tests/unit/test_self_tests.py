@@ -21,7 +21,6 @@ from parallelize.backends.balanced import stage_transfer
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.backends.ddp_engine import _DistributedDataParallel
 from parallelize.backends.fsdp_engine import _require_known_traces
-from parallelize.checkpoint import state_dicts
 from parallelize.cluster.world import World
 from parallelize.data import iterable_style
 from parallelize.launchers.elastic import agent
@@ -36,7 +35,6 @@ SELF_TESTS: dict[str, Any] = {
     "exclusion": torch_compile._require_exclusion,
     "hooks": unscaled_hooks._require_replaceable_hooks,
     "static graph": ddp_static_graph._require_flag,
-    "versions": state_dicts._require_versions,
     "agent": agent._require_overridable_agent,
     "losses": loss_counts.require_readable_losses,
     "sharding": sharded_parameter_guard._require_parameter_forms,
@@ -184,11 +182,6 @@ def ignore_the_flag(monkeypatch: Patch) -> None:
     monkeypatch.setattr(distributed._DDPSink, "backward", lambda ctx, *gradients: gradients)
 
 
-def drop_versions(monkeypatch: Patch) -> None:
-    original = nn.Module.load_state_dict
-    monkeypatch.setattr(nn.Module, "load_state_dict", lambda module, state: original(module, dict(state)))
-
-
 def monitor_otherwise(monkeypatch: Patch) -> None:
     monkeypatch.setattr(SimpleElasticAgent, "_invoke_run", lambda agent, role: None)
 
@@ -226,7 +219,6 @@ def report_no_end(monkeypatch: Patch) -> None:
         ("exclusion", hide_dynamo),
         ("hooks", copy_hooks),
         ("static graph", ignore_the_flag),
-        ("versions", drop_versions),
         ("agent", monitor_otherwise),
         ("losses", change_losses),
         ("sharding", gather_otherwise),

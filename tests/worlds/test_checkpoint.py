@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import (
+    BalancedBackend,
     FSDPBackend,
     ParallelizeError,
     SyncError,
@@ -31,7 +33,7 @@ from parallelize import (
 )
 from parallelize.checkpoint import background_save, loading, rendezvous, saving
 from parallelize.checkpoint.checksum import checksum_of
-from parallelize.checkpoint.sharded_folder import remove_checkpoint
+from parallelize.checkpoint.file_format import remove_checkpoint
 
 
 def net() -> nn.Module:
@@ -312,7 +314,7 @@ def train(folder, kills, backend, every, in_background=False):
                     F.mse_loss(model(x), y).backward()
                     optimizer.step()
                     saved.step()
-                    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+                    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
                     if attempt < len(kills) and kills[attempt] == (saved.steps, rank()):
                         os.kill(os.getpid(), signal.SIGKILL)
                 scheduler.step()
@@ -422,6 +424,119 @@ def test_saving_without_a_step_replaces_the_file(tmp_path, backend):
     assert again == 3
     assert checksum_of(found) == checksum_of(weights)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_failed_write_in_the_background_raises_on_all_ranks(tmp_path):
+    """The save after a failed one raises on every rank, on rank 0 with the reason."""
+    (tmp_path / "file").write_text("")
+
+    @distributed(processes=2)
+    def run():
+        background_save.MIN_BYTES = 0  # only in this worker process
+        folder = tmp_path / "file" / "a"
+        with contextlib.suppress(LookupError), checkpoints(folder, every=1000, model=net()) as saved:
+            saved.save()
+            with pytest.raises(ParallelizeError, match="cannot write") as caught:
+                saved.save()
+            raise LookupError  # so that the end of the block saves nothing
+        return type(caught.value).__name__
+
+    assert run.all_ranks() == ["ParallelizeError", "SyncError"]
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_no_keys_pile_up_in_the_store(tmp_path, backend):
+    """After more saves and loads the store holds no more keys."""
+
+    @distributed(processes=2, backend=backend)
+    def run():
+        model, counts = net(), []
+        store = torch.distributed.distributed_c10d._get_default_store()
+        with parallel_model(model), checkpoints(tmp_path / "runs", every=1, keep=1, model=model) as saved:
+            for _ in range(4):
+                saved.step()
+                save(tmp_path / "last", model=model)
+                load(tmp_path / "last", model=model)
+                barrier()
+                counts.append(store.num_keys())
+                barrier()
+        return counts
+
+    counts = run()
+    assert counts[3] == counts[2] == counts[1]
+
+
+def train_exactly(path, *, before: int, after: int):
+    """Train linear regression on small integers, in which sums are exact: save after, or go on after `before` steps."""
+    model = nn.Linear(2, 1).double()
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = (torch.randint(-2, 3, (16, width), generator=generator).double() for width in (2, 1))
+    with parallel_model(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 2)
+        loader = shard_loader(DataLoader(TensorDataset(inputs, targets), batch_size=4), batch="global")
+        things = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+        if before:
+            load(path, **things)
+        steps(model, optimizer, scheduler, loader, after)
+        if not before:
+            save(path, **things)
+    return [each.detach().clone() for each in model.parameters()]
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_another_world_size_goes_on_bitwise(tmp_path, backend, first, then):
+    """A run that another number of processes continues ends bitwise as an uninterrupted one, if its sums are exact."""
+    expected = distributed(processes=1)(train_exactly)(tmp_path / "whole", before=0, after=4)
+    distributed(processes=first, backend=backend)(train_exactly)(tmp_path / "half", before=0, after=2)
+    found = distributed(processes=then, backend=backend)(train_exactly).all_ranks(tmp_path / "half", before=2, after=2)
+    for each in found:
+        assert checksum_of(each) == checksum_of(expected)
+
+
+def test_weights_of_a_sharded_run_as_safetensors(tmp_path):
+    """Under fsdp, format="safetensors" gathers one file, which a single process and a sharded run load."""
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    @distributed(processes=2, backend="fsdp")
+    def run():
+        model = net()
+        with parallel_model(model):
+            rest = training_objects(model)
+            steps(model, *rest.values(), 2)
+            save(tmp_path / "last.safetensors", sharded=False, format="safetensors", model=model, **rest)
+            before = [each.to_local().clone() for each in model.parameters()]
+            steps(model, *rest.values(), 1)
+            load(tmp_path / "last.safetensors", model=model, **rest)
+            assert all(map(torch.equal, before, [each.to_local() for each in model.parameters()]))
+        return {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+    weights = run()
+    assert sorted(each.suffix for each in tmp_path.iterdir()) == [".pt", ".safetensors"]
+    model = net()
+    model.load_state_dict(safetensors.load_file(tmp_path / "last.safetensors"))
+    assert checksum_of(dict(model.state_dict())) == checksum_of(weights)
+    optimizer = torch.optim.AdamW(model.parameters())
+    load(tmp_path / "last.safetensors", model=model, optimizer=optimizer)
+    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (7, 4)
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_balanced_run_continues(tmp_path, monkeypatch):
+    """A run with backend="balanced" that is killed, and started again, ends bitwise as an uninterrupted one."""
+    backend, kills = BalancedBackend(devices=("cpu", "cpu"), microbatches=2), [(14, 0)]
+    context = torch.multiprocessing.get_context("spawn")
+    for folder, attempt in (("killed", 0), ("killed", 1), ("whole", 1)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        process = context.Process(target=train, args=(tmp_path / folder, kills, backend, 4, folder == "killed"))
+        process.start()
+        process.join()
+        assert process.exitcode == (-signal.SIGKILL if attempt == 0 else 0)
+    killed, whole = (load(tmp_path / folder / "step-000000036.pt", rng=False) for folder in ("killed", "whole"))
+    assert checksum_of(killed) == checksum_of(whole)
 
 
 def test_ranks_at_different_steps_raise(tmp_path):

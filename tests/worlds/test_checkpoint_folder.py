@@ -137,6 +137,15 @@ def test_a_folder_of_torch_is_loaded(tmp_path):
     assert restored.param_groups[0]["lr"] == 0.1
 
 
+def test_tensors_in_any_container(tmp_path):
+    """Tensors in tuples, lists and dictionaries are loaded from a folder as they were, and so are other values."""
+    values = {"pair": (torch.ones(2), 3), "rows": [torch.zeros(1), {"x": torch.eye(2)}], "none": {}, "mixed": [1, "a"]}
+    save(tmp_path / "last", sharded=True, **values)
+    found = load(tmp_path / "last")
+    assert checksum_of(found) == checksum_of(values)
+    assert type(found["pair"]) is tuple
+
+
 def test_copies_of_one_shard_are_written_once(tmp_path, saved):
     """Of replicated shards one rank writes, and saving again leaves only the new shards."""
 

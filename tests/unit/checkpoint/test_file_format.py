@@ -226,6 +226,11 @@ def hand_written(model, optimizer):
         "by hand": {"model": state, "optimizer": moments, "epoch": 3},
         "tutorial": {"model_state_dict": state, "optimizer_state_dict": moments, "epoch": 3},
         "lightning": {"state_dict": state, "optimizer": moments, "epoch": 3},
+        "lightning in full": {
+            "state_dict": {f"net.{name}": each for name, each in state.items()},
+            "optimizer_states": [moments],
+            "epoch": 3,
+        },
         "DDP": {"model": {f"module.{name}": each for name, each in state.items()}, "optimizer": moments, "epoch": 3},
         "compiled": {"model": {f"_orig_mod.{name}": each for name, each in state.items()}, "optimizer": moments},
         "bare": state,
@@ -247,12 +252,27 @@ def test_files_of_others_are_loaded(tmp_path, form, legacy):
     content = hand_written(**first)[form]
     torch.save(content, tmp_path / "theirs.pt", _use_new_zipfile_serialization=not legacy)
     second = objects()
-    if "optimizer" not in content and "optimizer_state_dict" not in content:
+    if not {"optimizer", "optimizer_state_dict", "optimizer_states"} & content.keys():
         del second["optimizer"]
     assert load(tmp_path / "theirs.pt", **second) == ({"epoch": 3} if "epoch" in content else {})
     for name, each in second.items():
         assert checksum_of(each.state_dict()) == checksum_of(first[name].state_dict())
     assert load(tmp_path / "theirs.pt").keys() == content.keys()
+
+
+@pytest.mark.parametrize(
+    ("names", "states"), [(["net.weight", "bias"], 1), (["net.weight", "net.bias"], 2), (["a.net.weight", "a.bias"], 1)]
+)
+def test_names_that_only_resemble_lightnings_are_refused(tmp_path, names, states):
+    """A prefix is ignored only if all names have it and the model's are left; so are states of other optimizers."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.clone()
+    content = dict(zip(names, (torch.ones(2, 2), torch.ones(2)), strict=True))
+    torch.save({"state_dict": content, "optimizer_states": [optimizer.state_dict()] * states}, tmp_path / "a.pt")
+    with pytest.raises(ConfigError, match=r"optimizer= is not in|in the checkpoint"):
+        load(tmp_path / "a.pt", model=model, optimizer=optimizer)
+    assert torch.equal(model.weight, before)
 
 
 def test_values_are_converted(tmp_path):

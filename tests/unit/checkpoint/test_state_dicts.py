@@ -11,7 +11,8 @@ import torch
 from ranks import as_rank
 from torch import nn
 
-from parallelize import ConfigError, load, parallel_model, save
+from parallelize import ConfigError, checkpoints, load, parallel_model, save
+from parallelize.checkpoint import background_save
 from parallelize.checkpoint.checksum import checksum_of
 
 
@@ -290,6 +291,72 @@ def test_an_object_that_cannot_be_restored_is_logged(tmp_path, caplog):
         load(tmp_path / "a.pt", hooked=hooked, first=Stubborn())
     assert_equal(copy_states(hooked), before)
     assert "first= could not be restored to its previous state: KeyError" in caplog.text
+
+
+class Scaled(torch.Tensor):
+    """A tensor of 8-bit codes and a scale, as torchao's optimizers hold their state."""
+
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes, scale) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, _context, _size, _stride):
+        return cls(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        del types, kwargs
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(func)
+
+
+class EightBit(torch.optim.Optimizer):
+    """An optimizer whose state is of tensor subclasses."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self):
+        for each in self.param_groups[0]["params"]:
+            codes = torch.randint(-9, 9, each.shape, dtype=torch.int8)
+            self.state[each]["moment"] = Scaled(codes, torch.rand(1))
+
+
+@pytest.mark.parametrize("in_background", [None, False, True])
+def test_tensor_subclasses_that_torch_may_load(tmp_path, in_background, monkeypatch):
+    """A registered tensor subclass is saved as it is, also by the writer process; another one is refused."""
+    monkeypatch.setattr(background_save, "MIN_BYTES", 0)
+    model, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    optimizer, fresh = EightBit(model.parameters()), EightBit(other.parameters())
+    optimizer.step()
+    with pytest.raises(ConfigError, match=r"optimizer\['state'\]\[0\]\['moment'\] is of type .*Scaled"):
+        save(tmp_path / "step-000000001.pt", optimizer=optimizer)
+    with torch.serialization.safe_globals([Scaled]):
+        if in_background is None:
+            save(tmp_path / "step-000000001.pt", model=model, optimizer=optimizer)
+        else:
+            with checkpoints(tmp_path, every=1, in_background=in_background, optimizer=optimizer) as saved:
+                saved.step()
+                saved.wait()
+                copied = (tmp_path / "step-000000001.pt").read_bytes()
+            (tmp_path / "step-000000001.pt").write_bytes(copied)
+        load(tmp_path / "step-000000001.pt", optimizer=fresh)
+        with pytest.raises(ConfigError, match="is of a tensor subclass"):
+            save(tmp_path / "folder", sharded=True, optimizer=optimizer)
+    pairs = zip(optimizer.state.values(), fresh.state.values(), strict=True)
+    for found in [(mine["moment"], theirs["moment"]) for mine, theirs in pairs]:
+        assert [type(each) for each in found] == [Scaled, Scaled]
+        assert torch.equal(found[0].codes, found[1].codes)
+        assert torch.equal(found[0].scale, found[1].scale)
+    with pytest.raises(ConfigError, match=r"holds .*Scaled, which is not a safe type"):
+        load(tmp_path / "step-000000001.pt", optimizer=fresh)
 
 
 class Renamed(nn.Linear):
