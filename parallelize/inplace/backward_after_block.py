@@ -1,4 +1,4 @@
-"""Backward passes after the block has ended: the gradients that they accumulate are not averaged."""
+"""Backward passes that are not averaged or weighted: after the block, or by a function imported before it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 
+from parallelize.errors import ConfigError
 from parallelize.inplace.gradient_origins import AFTER_BLOCK
 from parallelize.inplace.step_watch import leave_gradient
 from parallelize.runtime.gradients import at_end_of_backward, grad_fns_of, gradient_version
+from parallelize.runtime.weighted_backward import bypasses_weights
 
 __all__ = ["BackwardAfterBlock"]
 
 
 class BackwardAfterBlock:
-    """Hooks on the outputs of a model, which watch the gradients that accumulate after the model's block.
+    """Hooks on the outputs of a model, which watch the gradients that accumulate outside of its block's patches.
 
-        prehook of a grad_fn    a backward pass begins; if the block has ended, record the version of each gradient
-        end of that pass        watch the gradients whose versions have changed; torch.autograd.grad changes none
+        prehook of a grad_fn    a backward pass begins; if the block has ended, or the pass bypasses the weighting of
+                                losses, record the version of each gradient
+        end of that pass        watch the gradients whose versions have changed, or refuse them; torch.autograd.grad
+                                changes none
 
     Args:
         model: the model of the block.
@@ -47,14 +51,24 @@ class BackwardAfterBlock:
             in_block = self._in_block()
             if in_block is not None:
                 in_block()
-        else:
+        if self._is_block_over or bypasses_weights():
             before = {name: gradient_version(each.grad) for name, each in self._gradients()}
-            at_end_of_backward(lambda: self._leave_changed(before))
+            # An engine may queue its callback after this one; a callback that this one queues runs after both.
+            at_end_of_backward(lambda: at_end_of_backward(lambda: self._on_end(before)))
 
-    def _leave_changed(self, before: dict[str, tuple[int, int]]) -> None:
+    def _on_end(self, before: dict[str, tuple[int, int]]) -> None:
         for name, each in self._gradients():
-            if gradient_version(each.grad) != before.get(name):
-                leave_gradient(each, f"{name} of {type(self._model()).__name__}", AFTER_BLOCK)
+            if gradient_version(each.grad) == before.get(name):
+                continue
+            if not self._is_block_over:
+                raise ConfigError(
+                    f"a backward pass through {type(self._model()).__name__} did not start at loss.backward() or "
+                    "torch.autograd.backward()",
+                    why="its function was imported before the block, which weights losses, so the gradients are those "
+                    "of an unweighted loss",
+                    fix="call loss.backward(), or torch.autograd.backward(...) by this name",
+                )
+            leave_gradient(each, f"{name} of {type(self._model()).__name__}", AFTER_BLOCK)
 
     def _gradients(self) -> list[tuple[str, Any]]:
         model = self._model()

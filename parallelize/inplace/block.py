@@ -22,6 +22,7 @@ from parallelize.runtime.context import Runtime
 from parallelize.runtime.gradients import reaches_any
 from parallelize.runtime.rank_consistency import SyncPoints
 from parallelize.runtime.startup_summary import StartupSummary
+from parallelize.runtime.weighted_backward import bypasses_weights
 
 __all__ = ["Block"]
 
@@ -82,7 +83,8 @@ class Block:
             failed = False
         finally:
             route.uninstall()
-            self._backward_after_block.close()
+            if self._tracker is not None:
+                self._backward_after_block.close()
             self._checks.close()
             leave_gradients(self.model)
             self._engines.close(failed=failed)
@@ -111,10 +113,12 @@ class Block:
 
     def after_forward(self, module: nn.Module, output: Any, *, inputs: Any) -> None:
         """Begin to track gradients after a forward that `module` ran; no-op if that was the local module."""
-        if module is self._engines.active.module:
-            self._window.mark(output, inputs)
-        if self._tracker is not None and module is self._engines.active.module:
+        if module is not self._engines.active.module:
+            return
+        self._window.mark(output, inputs)
+        if self._tracker is not None:
             self._tracker.after_forward()
+        if self._tracker is not None or bypasses_weights():
             self._backward_after_block.register_hooks(output)
 
     def _on_backward(self) -> None:

@@ -156,6 +156,7 @@ class GradientAverage:
     def __init__(self, average: Average, *, run: Runtime) -> None:
         self._average = average
         self._world_size = run.world.world_size
+        self.is_uniform = average == "ranks" or (average == "sum" and run.world.world_size == 1)
         self._device = run.device
         self.windows: list[Window] = []
         self._last_mean: Weight = 1.0

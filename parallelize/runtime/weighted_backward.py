@@ -24,7 +24,16 @@ from torch.autograd.graph import GradientEdge
 from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime.gradients import is_in_backward, require_patchable_backward
 
-__all__ = ["BatchWeight", "LossWeight", "Roots", "Weight", "loss_weight", "weigh_batches", "weigh_losses"]
+__all__ = [
+    "BatchWeight",
+    "LossWeight",
+    "Roots",
+    "Weight",
+    "bypasses_weights",
+    "loss_weight",
+    "weigh_batches",
+    "weigh_losses",
+]
 
 Roots = tuple[Tensor | GradientEdge, ...]
 Weight = float | Tensor
@@ -79,7 +88,13 @@ def _batch_taken_ahead_error(what: str) -> SyncError:
 
 
 class LossWeight(Protocol):
-    """The weights of the losses of a parallel_model block."""
+    """The weights of the losses of a parallel_model block.
+
+    Attributes:
+        is_uniform: whether all weights are 1.
+    """
+
+    is_uniform: bool
 
     def during(self, roots: Roots, batch_weight: float) -> contextlib.AbstractContextManager[Weight | None]:
         """Return a context for a backward pass, which yields its weight; None: it is `batch_weight`.
@@ -147,6 +162,12 @@ def _weight(roots: Roots, stack: contextlib.ExitStack) -> Weight:
         )
     _WeightedBackward.loss_weight = weights[0] if weights else None
     return weights[0] if weights else of_batch
+
+
+def bypasses_weights() -> bool:
+    """Return whether the running backward pass should be weighted, but did not start at torch.autograd.backward."""
+    has_weights = any(each.value != 1.0 for each in _batches) or not all(each.is_uniform for each in _losses)
+    return has_weights and not _WeightedBackward.is_running
 
 
 def loss_weight() -> Weight:

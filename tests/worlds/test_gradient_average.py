@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import backward as imported_backward
+from torch.autograd import grad as imported_grad
 from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import (
@@ -325,6 +327,26 @@ def test_losses_without_a_count_are_refused():
 def test_two_models_have_windows_of_their_own():
     """A discriminator's step ends its own window, not that of the generator."""
     assert distributed(processes=2)(compare_adversarial)() < 1e-12
+
+
+@distributed(processes=2)
+def refused_backward(average):
+    model = nn.Linear(2, 1)
+    with parallel_model(model, average=average):
+        y = model(torch.ones(3, 2))
+        imported_grad(y.sum(), [y], retain_graph=True)
+        try:
+            imported_backward(y.sum())
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_a_backward_imported_before_the_block_is_refused_if_losses_have_weights():
+    """A function that bypasses the weighting would give the gradients of another loss, in silence."""
+    for refusal in refused_backward.all_ranks("sum"):
+        assert "did not start at loss.backward()" in refusal
+    assert refused_backward.all_ranks("ranks") == ["", ""]
 
 
 def test_unknown_averages_are_refused():
