@@ -28,7 +28,9 @@ def warn_if_unsynced(flags: set[str]) -> Iterator[None]:
     Args:
         flags: `Runtime.flags` of the run; ENTERED_PARALLEL_MODEL disables the warning.
     """
-    first: list[tuple[weakref.ref[torch.optim.Optimizer], int]] = []  # first optimizer, collectives before its step
+    first: list[
+        tuple[weakref.ref[torch.optim.Optimizer], int | None]
+    ] = []  # first optimizer, collectives before its step
     is_decided = False
 
     def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -41,7 +43,7 @@ def warn_if_unsynced(flags: set[str]) -> Iterator[None]:
         first_optimizer, begun = first[0]
         if first_optimizer() is optimizer:
             is_decided = True
-            if _collectives_begun() == begun:
+            if begun is not None and _collectives_begun() == begun:
                 _warn()
 
     handle = register_optimizer_step_pre_hook(before_step)
@@ -51,10 +53,13 @@ def warn_if_unsynced(flags: set[str]) -> Iterator[None]:
         handle.remove()
 
 
-def _collectives_begun() -> int:
-    """Return the number of collectives that this process has begun in all its groups."""
+def _collectives_begun() -> int | None:
+    """Return the number of collectives that this process has begun in all its groups; None: a group counts none."""
     groups: Any = dict(dist.distributed_c10d._world.pg_map)
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    try:
+        return sum(int(group._get_sequence_number_for_group()) for group in groups)
+    except RuntimeError:  # the backend of a group, such as one of a plug-in, has no sequence numbers
+        return None
 
 
 def _warn() -> None:

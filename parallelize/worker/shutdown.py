@@ -39,7 +39,7 @@ class WorkerShutdown:
     def __init__(self, world: World, path: Path, *, launcher_pid: int) -> None:
         self._world = world
         self._path = path
-        self._parent_pid = os.getppid()
+        self._launcher_pid = launcher_pid
         self._launcher_fd: int | None = None
         self._terminate_lock = threading.Lock()  # acquired by the first error, never released
         if hasattr(os, "pidfd_open"):
@@ -47,6 +47,8 @@ class WorkerShutdown:
                 self._launcher_fd = os.pidfd_open(launcher_pid)
             except ProcessLookupError:
                 os._exit(1)
+            except OSError:  # an old kernel, or a sandbox: the launcher's pid is polled
+                pass
 
     def follow_launcher(self) -> None:
         """Start a thread that ends this worker when the launcher ends; a fork server's child would outlive it."""
@@ -85,14 +87,24 @@ class WorkerShutdown:
     def _is_launcher_gone(self, *, wait_s: float | None) -> bool:
         """Wait up to `wait_s` seconds (None: no limit) for the launcher to end; return whether it has ended."""
         if self._launcher_fd is None:
-            threading.Event().wait(wait_s)
-            return os.getppid() != self._parent_pid
+            return not _is_running(self._launcher_pid) or threading.Event().wait(wait_s)
         poll = select.poll()
         poll.register(self._launcher_fd, select.POLLIN)
         return bool(poll.poll(None if wait_s is None else wait_s * 1000))
 
     def _remove_folder(self) -> None:
         shutil.rmtree(self._path.parent, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether a process exists that is no zombie; without /proc, whether it exists."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return not Path("/proc/self").exists() or Path(f"/proc/{pid}").exists()
 
 
 def report_leftover_threads(rank: int) -> None:

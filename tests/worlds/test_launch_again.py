@@ -37,6 +37,20 @@ def test_calls_with_different_numbers_of_processes() -> None:
     assert [total.options(processes=size)(1) for size in sizes] == [(size, size) for size in sizes]
 
 
+@distributed(processes=2)
+def imported_settings() -> str:
+    return str(torch._logging._internal.log_state.log_qname_to_level)
+
+
+def test_variables_that_torch_reads_at_import_apply_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TORCH_LOGS that is set after the first call: the fork server, which has imported torch, starts again."""
+    before = imported_settings()
+    monkeypatch.setenv("TORCH_LOGS", "+dynamo")
+    assert imported_settings() != before
+    monkeypatch.delenv("TORCH_LOGS")
+    assert imported_settings() == before
+
+
 def test_a_call_after_a_failed_one() -> None:
     """A call succeeds after one that failed."""
 

@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -477,3 +478,19 @@ assert train.all_ranks() == [0, 1]
 def test_a_forked_process_calls_and_a_daemonic_one_is_refused(run_script: Run) -> None:
     """A forked process starts its own fork server; in a Pool worker the error names ProcessPoolExecutor."""
     assert run_script(FORKED).stdout == "refused\n"
+
+
+def test_a_read_only_dev_shm_is_named(tmp_path: Path) -> None:
+    """The error names /dev/shm before a process is started; without it multiprocessing raises an OSError."""
+    script = tmp_path / "script.py"
+    script.write_text("from parallelize import distributed, rank\ndistributed(processes=2)(rank)()\n")
+    mount = 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"'
+    inside = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*inside, "true"], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("may not mount here")
+    ended = subprocess.run([*inside, sys.executable, str(script)], check=False, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "LaunchError: processes cannot be started: /dev/shm is not writable" in ended.stderr

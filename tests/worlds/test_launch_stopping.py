@@ -144,6 +144,16 @@ def test_a_killed_caller_leaves_no_orphan(start_method: str, start: Callable[...
     assert not script.has("finally")
 
 
+def test_a_killed_caller_leaves_no_orphan_without_pidfd_open(start: Callable[..., Script], tmp_path: Path) -> None:
+    """A kernel or a sandbox that refuses pidfd_open: workers look for their launcher once a second."""
+    stub = "import os\ndef refuse(*_): raise PermissionError(1, 'pidfd_open')\nos.pidfd_open = refuse\n"
+    (tmp_path / "sitecustomize.py").write_text(stub)
+    script = start("forkserver", "env", f"PYTHONPATH={os.pathsep.join([str(tmp_path), *sys.path])}")
+    script.process.kill()
+    script.assert_gone()
+    assert script.has("finally.0", "finally.1")
+
+
 def test_a_caller_that_dies_slowly_leaves_no_folder(start: Callable[..., Script]) -> None:
     """The kernel interrupts spawned workers when the caller's thread is dead; freeing its memory may take seconds."""
     script = start("spawn")

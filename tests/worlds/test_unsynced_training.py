@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallelize import all_reduce, distributed, parallel_model
@@ -35,6 +37,10 @@ def train(ways: tuple[str, ...]) -> None:
             _fit(nn.parallel.DistributedDataParallel(model))
         elif way == "by hand":
             _fit(model, _average_gradients)
+        elif way == "with a group that counts no collectives":
+            importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+            dist.new_group(backend="fake")
+            _fit(model)
         elif way == "in a block":
             with parallel_model(model):
                 _fit(model)
@@ -51,7 +57,7 @@ def test_unsynced_training_is_warned_of_once(capsys: pytest.CaptureFixture[str])
     assert "with parallel_model(model):" in err
 
 
-@pytest.mark.parametrize("way", ["ddp", "by hand", "in a block"])
+@pytest.mark.parametrize("way", ["ddp", "by hand", "in a block", "with a group that counts no collectives"])
 def test_averaged_training_is_not_warned_of(way: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor is unsynced training later in the same run, which is taken as intended."""
     train((way, "unsynced"))

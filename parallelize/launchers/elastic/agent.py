@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -64,6 +64,7 @@ class Agent(LocalElasticAgent):
     Args:
         spec: torch elastic's description of the workers: role, number, entry point, rendezvous.
         files: files for the workers' stdout and stderr.
+        environ: the caller's variables.
         start_method: "forkserver", or "spawn" on systems without it.
         after_start: called with the attempt number after the workers of that attempt were started.
         control_plane: exchange with the other nodes.
@@ -74,6 +75,7 @@ class Agent(LocalElasticAgent):
         spec: WorkerSpec,
         files: RankFiles,
         *,
+        environ: Mapping[str, str],
         start_method: str,
         after_start: Callable[[int], None],
         control_plane: SingleNode,
@@ -82,7 +84,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, files, start_method=start_method)
         self._uses_fork_server = start_method == "forkserver"
         self._after_start = after_start
-        self._files, self._control_plane = files, control_plane
+        self._environ, self._files, self._control_plane = environ, files, control_plane
         self._success: RunResult | None = None
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
@@ -108,7 +110,7 @@ class Agent(LocalElasticAgent):
         self._success = None
         self._close_files()  # of the previous attempt
         with _deferred_signals():
-            with starting_processes(by_fork_server=self._uses_fork_server):
+            with starting_processes(self._environ, by_fork_server=self._uses_fork_server):
                 started: dict[int, Any] = super()._start_workers(worker_group)
             self._after_start(self.attempt)
         return started

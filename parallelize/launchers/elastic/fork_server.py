@@ -6,38 +6,55 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 __all__ = ["starting_processes"]
 
 _PRELOADED_MODULES = ["parallelize.launchers.elastic.preload"]
+# Variables that libraries read when they are imported, which the fork server does once for all calls. Not the number of
+# threads, which workers set.
+_READ_AT_IMPORT = re.compile(r"(PY)?TORCH(?!ELASTIC_)|NCCL_|GLOO_|LD_|MKL_|OMP_(?!NUM_THREADS)|KMP_")
+_settings_of: dict[int, dict[str, str]] = {}  # by the pid of a fork server
+
 _start_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def starting_processes(*, by_fork_server: bool) -> Iterator[None]:
-    """Prepare this process to start workers inside the context; one thread at a time."""
+def starting_processes(environ: Mapping[str, str], *, by_fork_server: bool) -> Iterator[None]:
+    """Prepare this process, with these variables, to start workers inside the context; one thread at a time."""
     with _start_lock, _paused_garbage_collection(), _hidden_main_module(), _blocked_signals():
         if by_fork_server:
             multiprocessing.set_forkserver_preload(_PRELOADED_MODULES)
-            _ensure_own_fork_server()
+            _ensure_own_fork_server(environ)
         yield
 
 
-def _ensure_own_fork_server() -> None:
-    """Make this process start its own fork server if it was forked from a process that has one."""
+def _ensure_own_fork_server(environ: Mapping[str, str]) -> None:
+    """Start a fork server, or a new one if this process was forked since, or has changed what libraries read."""
     server: Any = forkserver._forkserver
+    settings = {name: value for name, value in environ.items() if _READ_AT_IMPORT.match(name)}
+    if server._forkserver_pid is not None and _settings_of.get(server._forkserver_pid, settings) != settings:
+        # It ends when its last child does.
+        threading.Thread(target=os.waitpid, args=(server._forkserver_pid, 0), daemon=True).start()
+        _forget(server)
     try:
         server.ensure_running()
     except ChildProcessError:
-        os.close(server._forkserver_alive_fd)
-        server.__init__()
-        server.set_forkserver_preload(_PRELOADED_MODULES)
+        _forget(server)
+        server.ensure_running()
+    _settings_of.setdefault(server._forkserver_pid, settings)
+
+
+def _forget(server: Any) -> None:
+    os.close(server._forkserver_alive_fd)
+    server.__init__()
+    server.set_forkserver_preload(_PRELOADED_MODULES)
 
 
 @contextlib.contextmanager

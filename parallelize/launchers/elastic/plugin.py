@@ -80,6 +80,7 @@ class ElasticLauncher(Launcher):
             LaunchError: a node did not join, or is lost.
         """
         _refuse_in_daemons(task)
+        _require_semaphores()
         open_standard_streams()
         # The folder is removed before a stop signal is delivered to the caller's handler, which may end this process.
         with StopSignals().handled() as signals, _run_folder() as folder:
@@ -158,6 +159,7 @@ class _NodeRun:
         self._agent = Agent(
             spec,
             self._files,
+            environ=environ,
             start_method=start_method,
             after_start=self._after_start,
             control_plane=control_plane,
@@ -203,6 +205,16 @@ def _refuse_in_daemons(task: Task) -> None:
             f"{task.name} needs {task.layout.world_size} processes in a daemonic process, such as a Pool worker",
             why="multiprocessing does not let daemonic processes start processes",
             fix="call from the process that created the Pool, or use a concurrent.futures.ProcessPoolExecutor",
+        )
+
+
+def _require_semaphores() -> None:
+    folder = Path("/dev/shm")  # noqa: S108 - where Linux keeps the semaphores of multiprocessing
+    if folder.is_dir() and not os.access(folder, os.W_OK):
+        raise LaunchError(
+            "processes cannot be started: /dev/shm is not writable",
+            why="they return values through queues, whose semaphores are files there",
+            fix="mount it writable, as by `docker run --tmpfs /dev/shm`, or start the script by torchrun",
         )
 
 
