@@ -22,6 +22,7 @@ from parallelize.data.epoch_order import (
 from parallelize.data.epoch_shards import IndexedShard, StreamShard
 from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import LoaderOptions, fraction_without_length_error
+from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.sampler_arithmetic import EpochSplit
 from parallelize.data.self_sharding import NUM_SHARDS_ATTRIBUTES
 from parallelize.data.source import EpochListeners, EpochShard, Position, Source
@@ -105,7 +106,7 @@ class MapStyleSource(Source[T]):
         self._samplers = EpochListeners([sampler, inner])
         self._listeners = EpochListeners([sampler, inner, loader.dataset])
         self._sampler = copy.replace_sampler()
-        self._data = _subset_text(loader.dataset)
+        self._data = _dataset_text(loader.dataset)
         self.loader = copy.loader
 
     def shard(self, position: Position) -> EpochShard[T]:
@@ -217,7 +218,7 @@ def find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | Non
     """Return the sampler that already shards a loader over the processes, or None.
 
     Raises:
-        ConfigError: the sampler's number of shards is not the world size.
+        ConfigError: the sampler's number of shards is not the world size, or it has the shard of another rank.
     """
     batches = loader.batch_sampler
     for sampler in (batches, loader.sampler, getattr(batches, "sampler", None)):
@@ -231,16 +232,26 @@ def find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | Non
                     why="some samples would be repeated, or left out",
                     fix="remove the sampler: shard_loader shards the loader itself",
                 )
+            rank = getattr(sampler, "rank", world.rank)
+            if isinstance(rank, int) and rank != world.rank:  # as the local rank of a process on another node
+                raise ConfigError(
+                    f"{type(sampler).__name__}(rank={rank}) on rank {world.rank}",
+                    why="it yields the samples of another process",
+                    fix="remove the sampler: shard_loader shards the loader itself",
+                )
             return sampler
     return None
 
 
-def _subset_text(dataset: Any) -> str:
-    """Return text with hashes of the indices of Subsets, for processes to compare; empty for other datasets."""
+def _dataset_text(dataset: Any) -> str:
+    """Return text for processes to compare: hashes of the indices of Subsets, and of the first rows of `datasets`."""
     text = ""
     while isinstance(dataset, Subset):
         text += f" of the subset {order_fingerprint(dataset.indices)}"
         dataset = dataset.dataset
+    if hasattr(dataset, "formatted_as"):  # without the user's transforms, which may draw random numbers
+        with dataset.formatted_as("arrow"):
+            text += f" of the dataset {sample_fingerprint(dataset[:4].to_pylist())}"
     return text
 
 

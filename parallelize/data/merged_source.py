@@ -70,12 +70,12 @@ def source_for(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
         world = run.world if run.world.world_size > 1 else _world_of(rank, merged.world_size)
         rank_run = dataclasses.replace(run, world=world)
         sources.append(select_source(each, options=options, run=rank_run, occurrence=occurrence))
-    if len(sources) > 1 and (options.divides == "processes" or isinstance(sources[0], PreShardedSource)):
-        raise ConfigError(
-            f"compare with a {type(loader).__name__} that is sharded outside of shard_loader",
-            why="one process cannot read the batches of all ranks from it",
-            fix="remove its own sharding, such as a DistributedSampler: shard_loader shards the loader itself",
-        )
+        if len(merged.ranks) > 1 and (options.divides == "processes" or isinstance(sources[0], PreShardedSource)):
+            raise ConfigError(
+                f"compare with a {type(loader).__name__} that is sharded outside of shard_loader",
+                why="one process cannot read the batches of all ranks from it",
+                fix="remove its own sharding, such as a DistributedSampler: shard_loader shards the loader itself",
+            )
     return _MergedSource(sources, merged.on_batch)
 
 

@@ -237,6 +237,22 @@ def test_the_indices_of_a_subset_are_compared() -> None:
     assert len({fingerprint(each) for each in (range(20), range(1, 21), torch.arange(20), np.arange(2, 22))}) == 4
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_the_first_rows_of_hugging_face_datasets_are_compared(contiguous: bool) -> None:
+    """Datasets that the user has sharded by rank have different fingerprints."""
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"x": list(range(24))}).with_format("torch")
+
+    def fingerprint(dataset: Any) -> str:
+        with as_rank(0, 2):
+            loader = shard_loader(DataLoader(dataset, batch_size=2))
+            assert isinstance(next(iter(loader))["x"], torch.Tensor)  # the format is left as it is
+            return loader._iterators.current.shard.fingerprint()  # type: ignore[union-attr]  # a batch was read
+
+    assert fingerprint(data) == fingerprint(data.with_format("torch"))
+    assert len({fingerprint(data.shard(2, rank, contiguous=contiguous)) for rank in range(2)}) == 2
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_loader_is_shuffled_alike_on_all_ranks(workers: int) -> None:
     """torchdata's RandomSampler draws another seed on each process, and yet each sample is read once."""

@@ -418,6 +418,12 @@ def test_a_sampler_for_another_world_is_refused():
         shard_loader(DataLoader(numbers(9), sampler=DistributedSampler(numbers(9), 3, 0)))
 
 
+def test_a_sampler_for_another_rank_is_refused():
+    """A sampler made with the local rank, or before the processes are started, has the samples of another rank."""
+    with as_rank(3, 4), pytest.raises(ConfigError, match=r"DistributedSampler\(rank=1\) on rank 3"):
+        shard_loader(DataLoader(numbers(9), sampler=DistributedSampler(numbers(9), 4, 1)))
+
+
 # Options
 
 
