@@ -33,11 +33,7 @@ class WorkerInit:
     has_global_info: bool = False
 
     def __call__(self, worker_id: int) -> None:
-        """Initialize a worker process.
-
-        Args:
-            worker_id: index of the worker within its process.
-        """
+        """Initialize a worker process."""
         # These patches are never undone: the worker process belongs to the loader and ends with it.
         fetchers: tuple[Any, ...] = (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher)
         for fetcher in fetchers:
@@ -102,12 +98,7 @@ class GlobalWorkerInfo:
 
 
 def add_data_location(error: BaseException, where: str) -> None:
-    """Add the rank, worker and index to an error of the user's dataset or collate_fn, as a note.
-
-    Args:
-        error: the caught error, with its traceback.
-        where: the rank, and the worker if any, as text.
-    """
+    """Add the rank, worker and index to an error of the user's dataset or collate_fn, as a note."""
     note = f"in the data of {where}{_index_text(error.__traceback__)}"
     if hasattr(error, "add_note"):
         error.add_note(note)

@@ -73,13 +73,7 @@ def draw_order(sampler: Any, *, seed: int, epoch: int, max_listed: int = MAX_LIS
     """Return all units that a sampler yields in an epoch; None: they are too many to list, or endless.
 
     For torch's RandomSampler, the order is that of DistributedSampler. Before any other sampler is iterated, every
-    generator that it may use is seeded, so that all processes get the same order.
-
-    Args:
-        sampler: the loader's sampler or batch sampler, which has a length.
-        seed: seed of epoch 0; epoch `e` uses `seed + e`.
-        epoch: number of the epoch, from 0.
-        max_listed: the maximum number of units to list.
+    generator that it may use is seeded with `seed + epoch`, so that all processes get the same order.
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
@@ -123,11 +117,7 @@ def _listed(units: Iterator[Any], *, at_most: int) -> Sequence[Any] | None:
 def stream_order(sampler: Any, *, seed: int, epoch: int, chunk_size: int) -> Iterator[Any]:
     """Yield the same units as `draw_order` returns, for a sampler or another iterable of unknown length.
 
-    Args:
-        sampler: the loader's sampler or batch sampler, or another iterable.
-        seed: see `draw_order`.
-        epoch: see `draw_order`.
-        chunk_size: number of units to draw at a time; between chunks, the global generators have the caller's state.
+    `chunk_size` units are drawn at a time; between chunks, the global generators have the caller's state.
     """
     rng = stream_rng(sampler, seed=seed, epoch=epoch)
     units: Iterator[Any] | None = None
@@ -141,13 +131,7 @@ def stream_order(sampler: Any, *, seed: int, epoch: int, chunk_size: int) -> Ite
 
 
 def stream_rng(sampler: Any, *, seed: int, epoch: int) -> IsolatedRNG:
-    """Return the RNG with which all processes draw the same units from a sampler or another iterable.
-
-    Args:
-        sampler: the sampler or iterable.
-        seed: see `draw_order`.
-        epoch: see `draw_order`.
-    """
+    """Return the RNG with which all processes draw the same units from a sampler or another iterable."""
     return IsolatedRNG(seed + epoch, list(_generators(sampler)))
 
 

@@ -161,13 +161,7 @@ class StreamShard(EpochShard[T]):
 
 
 class LocalBatchesShard(EpochShard[T]):
-    """A shard whose batches are already those of this process; `Position.start` counts them.
-
-    Args:
-        make_batches: function that returns the batches of this process from `start` on.
-        start: number of this process's batches in the epoch that are already consumed.
-        fingerprint: function that returns a hash of the order, which processes compare.
-    """
+    """A shard whose batches are already those of this process; `Position.start` counts them."""
 
     def __init__(
         self, make_batches: Callable[[], Iterator[T]], *, start: int, fingerprint: Callable[[], str] = str

@@ -21,13 +21,6 @@ __all__ = ["gather_in_dataset_order", "indices_of", "rows_in_dataset_order"]
 def gather_in_dataset_order(results: Any, *, split: EpochSplit, order: Sequence[Any], rank: int, steps: int) -> Any:
     """All-gather per-sample results: one row per sample, sorted by index, without repeats.
 
-    Args:
-        results: tensors, or containers of them, with one row per sample that this process was given, in the same order.
-        split: how the epoch is sharded.
-        order: the units of the epoch: indices, or batches of indices.
-        rank: rank of this process.
-        steps: number of batches that this process was given.
-
     Raises:
         ConfigError: a tensor has another number of rows, or a leaf is not a tensor.
     """

@@ -23,9 +23,6 @@ class ShardedSampler:
     """Replacement for a copied loader's sampler or batch sampler; yields this process's shard of its units.
 
     All other attributes are those of the replaced sampler.
-
-    Args:
-        replaced: the user's sampler or batch sampler.
     """
 
     def __init__(self, replaced: Any) -> None:
@@ -35,12 +32,7 @@ class ShardedSampler:
         self.is_iterated = False
 
     def set_units(self, units: Iterable[Any], length: int | None) -> None:
-        """Set the units that the next iterators yield.
-
-        Args:
-            units: the units; an iterable that can be iterated more than once.
-            length: number of units; None: unknown.
-        """
+        """Set the units that the next iterators yield, which can be iterated again, and their number if known."""
         self._units, self._length, self.is_iterated = units, length, False
 
     def __iter__(self) -> Iterator[Any]:
@@ -174,13 +166,7 @@ class LoaderCopy(Generic[T]):
 
 
 def with_rng(batches: Iterator[T], rng: IsolatedRNG, *, seeds: Iterable[int | None] = ()) -> Iterator[T]:
-    """Yield batches; while they are made, the global generators have the states of an isolated RNG.
-
-    Args:
-        batches: the batches.
-        rng: the isolated RNG.
-        seeds: seeds with which the RNG starts anew for each batch; as long as they last.
-    """
+    """Yield batches, made while the global generators have the states of an isolated RNG, which each seed restarts."""
     for seed in itertools.chain(seeds, itertools.repeat(None)):
         with rng.use(seed):
             try:

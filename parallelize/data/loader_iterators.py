@@ -15,13 +15,7 @@ T = TypeVar("T")
 
 
 class EpochProgress(Generic[T]):
-    """The progress of one iterator through its epoch.
-
-    Args:
-        shard: this process's shard of the rest of the epoch.
-        position: the position at which the shard starts.
-        steps_of_shard: number of batches of the shard; None: unknown.
-    """
+    """The progress of one iterator through its epoch."""
 
     def __init__(self, shard: EpochShard[T], position: Position, steps_of_shard: int | None) -> None:
         self.shard, self.position, self.steps_of_shard = shard, position, steps_of_shard

@@ -84,11 +84,6 @@ class LoaderOptions:
 def check_iterable_options(options: LoaderOptions, name: str, *, has_length: bool) -> None:
     """Check that data without indices supports the options.
 
-    Args:
-        options: the options of `shard_loader`.
-        name: the name of the iterable dataset, or of the iterable of batches, for messages.
-        has_length: whether the number of batches is known.
-
     Raises:
         ConfigError: an option needs the indices or the length.
     """
@@ -109,12 +104,7 @@ def check_iterable_options(options: LoaderOptions, name: str, *, has_length: boo
 
 
 def fraction_without_length_error(limit: float, name: str) -> ConfigError:
-    """Build the error for a limit that is a fraction of data without a length.
-
-    Args:
-        limit: the limit, a fraction.
-        name: the name of the loader, sampler or dataset, for the message.
-    """
+    """Build the error for a limit that is a fraction of data without a length."""
     return ConfigError(
         f"limit={limit!r} with {name}, which has no length",
         why="a fraction needs the total number of batches",

@@ -72,12 +72,6 @@ class SamplerUnits:
 class MapStyleSource(Source[T]):
     """Source for a DataLoader over a map-style dataset.
 
-    Args:
-        loader: the user's loader.
-        copy: the copy of that loader.
-        options: the options of `shard_loader`.
-        world: rank and world size of this process.
-
     Raises:
         ConfigError: the loader does not support the options.
     """
@@ -161,12 +155,6 @@ class MapStyleSource(Source[T]):
 
 class PreShardedSource(MapStyleSource[T]):
     """Source for a DataLoader whose sampler already shards it; `Position.start` counts this process's batches.
-
-    Args:
-        loader: the user's loader.
-        copy: the copy of that loader.
-        sampler: the sampler that shards the loader.
-        options: the options of `shard_loader`.
 
     Raises:
         ConfigError: an option is set that determines how to shard.

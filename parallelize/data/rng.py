@@ -18,13 +18,7 @@ __all__ = ["IsolatedRNG", "RNGState", "derive_seed", "get_state", "is_generator"
 
 @dataclass(frozen=True)
 class RNGState:
-    """RNG state of the global generators on the CPU.
-
-    Args:
-        torch_state: state of torch's global CPU generator.
-        python_state: state of `random`.
-        numpy_state: state of `numpy.random`; None: NumPy was not imported.
-    """
+    """RNG state of the global generators on the CPU."""
 
     torch_state: torch.Tensor
     python_state: Any

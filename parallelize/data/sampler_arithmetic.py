@@ -60,12 +60,6 @@ class EpochSplit:
     def limited(cls, total: int | None, *, limit: float | None, start: int, **shape: Any) -> EpochSplit:
         """Return the split of an epoch with a limit in steps; the length of the epoch may be unknown.
 
-        Args:
-            total: number of units of the full epoch; None: unknown.
-            limit: the maximum number of steps of the full epoch, or a fraction of them; None: all.
-            start: number of units of the epoch that are already consumed.
-            **shape: the other arguments of EpochSplit.
-
         Raises:
             ConfigError: the limit is a fraction that allows less than one step.
         """
@@ -126,12 +120,7 @@ class EpochSplit:
         return [order[position % self.total] for position in positions]
 
     def batches(self, order: Sequence[T], rank: int) -> Iterator[Sequence[T]]:
-        """Yield each batch of a process, as a sequence of units.
-
-        Args:
-            order: the `total` units of the epoch; a slice of it must be a sequence of units.
-            rank: the rank of the process.
-        """
+        """Yield each batch of a process, as a sequence of units."""
         steps = self.steps(rank)
         full = max(min((min(self.end, self.total) - self.start) // self.group, steps), 0)
         for first in range(self.start, self.start + full * self.group, self.group):

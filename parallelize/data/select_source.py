@@ -23,13 +23,7 @@ __all__ = ["select_source"]
 
 
 def select_source(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence: int) -> Source[Any]:
-    """Return the `Source` for a loader.
-
-    Args:
-        loader: the user's loader.
-        options: the options of `shard_loader`.
-        run: the run in which the loader is iterated.
-        occurrence: number of loaders that the same line of code has made before in this run.
+    """Return the `Source` for a loader; `occurrence` counts those that its line of code has made before in this run.
 
     Raises:
         ConfigError: the object is not a loader, cannot be sharded, or does not support the options.

@@ -47,10 +47,6 @@ def own_sharding(data: Any, world: World) -> tuple[Any, Divides | None]:
     shards, Mosaic's StreamingDataset, litdata's, torch's data pipes with a sharding filter, and FFCV's Loader with
     distributed=True shard themselves.
 
-    Args:
-        data: an iterable dataset, or an iterable of batches.
-        world: rank and world size of this process.
-
     Raises:
         ConfigError: the data may shard itself: its code uses the rank or the world size, or it holds the world size; or
             its library sees another world size.

@@ -30,12 +30,6 @@ class ShardedLoader(Generic[T]):
     """A loader, made by `shard_loader`, that yields this process's shard of each epoch on this process's device.
 
     All other attributes, and the class that `isinstance` checks, are those of the user's loader.
-
-    Args:
-        source: the source for the user's loader.
-        options: the options of `shard_loader`.
-        run: the run in which the loader is iterated.
-        name: file and line of the call that made it, the same on every process.
     """
 
     def __init__(self, source: Source[T], *, options: LoaderOptions, run: Runtime, name: str) -> None:

@@ -115,11 +115,7 @@ class Source(abc.ABC, Generic[T]):
 
 
 class EpochListeners:
-    """Samplers and datasets that have a `set_epoch` method.
-
-    Args:
-        candidates: objects; those without `set_epoch` are ignored.
-    """
+    """Calls `set_epoch` of those of the candidates, samplers and datasets, that have it."""
 
     def __init__(self, candidates: Iterable[Any]) -> None:
         unique = {id(each): each for each in candidates}
