@@ -18,7 +18,7 @@ from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import Divides, LoaderOptions, check_iterable_options
 from parallelize.data.rng import IsolatedRNG, derive_seed
 from parallelize.data.sample_fingerprint import sample_fingerprint
-from parallelize.data.sampler_arithmetic import Tail, limit_in_steps, shard_stream, stream_steps
+from parallelize.data.sampler_arithmetic import EpochSplit, Tail, limit_in_steps, shard_stream
 from parallelize.data.self_sharding import shuffle_fingerprint
 from parallelize.data.source import EpochListeners, EpochShard, Position, Source
 from parallelize.errors import ConfigError
@@ -87,18 +87,11 @@ class IterableStyleSource(Source[T]):
         loader: Any = self.loader
         if self._divides != "nothing" or not hasattr(loader.dataset, "__len__"):
             return None
-        workers = max(loader.num_workers, 1)
-        total = sum(
-            stream_steps(
-                len(loader.dataset),
-                num_shards=workers * self._world.world_size,
-                shard_index=worker * self._world.world_size + self._world.rank,
-                batch_size=loader.batch_size,
-                drop_last=loader.drop_last,
-                tail=self._options.tail,
-            )
-            for worker in range(workers)
-        )
+        workers, size = max(loader.num_workers, 1), loader.batch_size or 1
+        shards = workers * self._world.world_size
+        split = EpochSplit(total=len(loader.dataset), world_size=shards, group=shards, tail=self._options.tail)
+        samples = [split.steps(worker * self._world.world_size + self._world.rank) for worker in range(workers)]
+        total = sum(each // size if loader.drop_last else -(-each // size) for each in samples)
         limit = self._options.limit
         return max((total if limit is None else limit_in_steps(limit, total)) - position.start, 0)
 

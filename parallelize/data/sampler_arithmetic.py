@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 
 from parallelize.errors import ConfigError
 
-__all__ = ["TAILS", "EpochSplit", "Tail", "limit_in_steps", "shard_stream", "stream_steps"]
+__all__ = ["TAILS", "EpochSplit", "Tail", "limit_in_steps", "shard_stream"]
 
 Tail = Literal["pad", "drop", "exact", "weighted"]
 TAILS: tuple[Tail, ...] = ("pad", "drop", "exact", "weighted")
@@ -185,21 +185,3 @@ def shard_stream(
     missing = (start - total) % num_shards if total > start else 0
     if tail == "pad" and missing and shard_index >= num_shards - missing:
         yield first[(shard_index - (num_shards - missing)) % len(first)]
-
-
-def stream_steps(
-    total: int, *, num_shards: int, shard_index: int, batch_size: int | None, drop_last: bool, tail: Tail
-) -> int:
-    """Count the batches of one shard of a stream.
-
-    Args:
-        total: number of units of the stream.
-        num_shards: number of shards of the stream.
-        shard_index: index of this shard, from 0.
-        batch_size: number of units in a batch; None: each unit is a batch.
-        drop_last: whether to leave out a smaller last batch.
-        tail: see `shard_stream`.
-    """
-    units = EpochSplit(total=total, world_size=num_shards, group=num_shards, tail=tail).steps(shard_index)
-    size = batch_size or 1
-    return units // size if drop_last else -(-units // size)

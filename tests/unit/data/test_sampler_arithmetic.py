@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from parallelize import ConfigError
 from parallelize.data.epoch_order import Permutation
-from parallelize.data.sampler_arithmetic import TAILS, EpochSplit, limit_in_steps, shard_stream, stream_steps
+from parallelize.data.sampler_arithmetic import TAILS, EpochSplit, limit_in_steps, shard_stream
 
 splits = st.builds(
     lambda total, world_size, batch, tail, drop_last: EpochSplit(
@@ -172,28 +172,3 @@ def test_a_stream_is_sharded_as_if_its_length_were_known(total, num_shards, tail
             assert units == flat([list(batch) for batch in split.batches(range(total), shard_index)])
         else:  # padding repeats the first units below the limit, not those of the epoch
             assert len(units) == split.steps(shard_index)
-
-
-@given(
-    st.integers(0, 40),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.none() | st.integers(1, 4),
-    st.booleans(),
-    st.sampled_from(["pad", "drop", "exact"]),
-)
-def test_batches_of_a_stream_are_counted_in_advance(total, world, workers, batch_size, drop_last, tail):
-    """`stream_steps` counts the batches of a shard's units; padded or dropped, all shards have equally many."""
-    num_shards = world * workers
-    drop_last = drop_last and batch_size is not None
-    counts = []
-    for shard_index in range(num_shards):
-        units = len(list(shard_stream(range(total), shard_index=shard_index, num_shards=num_shards, tail=tail)))
-        size = batch_size or 1
-        expected = units // size if drop_last else -(-units // size)
-        steps = stream_steps(
-            total, num_shards=num_shards, shard_index=shard_index, batch_size=batch_size, drop_last=drop_last, tail=tail
-        )
-        assert steps == expected
-        counts.append(steps)
-    assert tail == "exact" or len(set(counts)) == 1
