@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -21,39 +22,47 @@ Fetch = Callable[[Iterable[Any], int | None], Iterator[T]]
 
 
 @dataclass(eq=False)
-class IndexedShard(EpochShard[T]):
-    """A shard of an epoch whose order of units is known in advance.
+class _UnitsShard(EpochShard[T]):
+    """A shard of an epoch's units, from which the user's loader makes batches.
 
     Args:
         fetch: function that makes batches from units.
         split: how the units are sharded.
-        order: all units of the epoch, in order.
         rank: rank of this process.
         is_grouped: whether a step takes a list of units; if false, it takes a single unit.
-        data: text that identifies the data of the order, for `fingerprint`.
+        data: text that identifies the data, for `fingerprint`.
     """
 
     fetch: Fetch[T]
     _: KW_ONLY
     split: EpochSplit
-    order: Sequence[Any]
     rank: int
     is_grouped: bool
     data: str = ""
 
-    def __post_init__(self) -> None:
-        self.units = len(self.order)
-
     def batches(self) -> Iterator[T]:
         """Return an iterator over the batches that the user's loader makes from this shard."""
         return self.fetch(self, self.steps())
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the unit or the list of units of each step."""
+
+
+@dataclass(eq=False, kw_only=True)
+class IndexedShard(_UnitsShard[T]):
+    """A shard of an epoch whose `order`, all of its units, is known in advance."""
+
+    order: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        self.units = len(self.order)
 
     def steps(self) -> int:
         """Count this process's batches."""
         return self.split.steps(self.rank)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the unit or the list of units of each step."""
         for batch in self.split.batches(self.order, self.rank):
             yield list(batch) if self.is_grouped else batch[0]
 
@@ -96,39 +105,19 @@ class IndexedShard(EpochShard[T]):
         return sum(len(indices_of(self.order[position])) for position in positions)
 
 
-@dataclass(eq=False)
-class StreamShard(EpochShard[T]):
-    """A shard of a stream of units of unknown length.
+@dataclass(eq=False, kw_only=True)
+class StreamShard(_UnitsShard[T]):
+    """A shard of a stream of units of unknown length, from its beginning; the `total` of its split is not used."""
 
-    Args:
-        fetch: function that makes batches from units.
-        split: how the units are sharded; its `total` is not used.
-        stream: all units of the epoch, from its beginning.
-        rank: rank of this process.
-        is_grouped: whether a step takes a list of units; if false, it takes a single unit.
-        data: text that identifies the data of the stream, for `fingerprint`.
-    """
-
-    fetch: Fetch[T]
-    _: KW_ONLY
-    split: EpochSplit
     stream: Iterable[Any]
-    rank: int
-    is_grouped: bool
-    data: str = ""
 
     _fingerprint = ""
-
-    def batches(self) -> Iterator[T]:
-        """Return an iterator over the batches that the user's loader makes from this shard."""
-        return self.fetch(self, None)
 
     def fingerprint(self) -> str:
         """Return a hash of the first units of the stream; empty until they are drawn."""
         return self._fingerprint
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the unit or the list of units of each step."""
         split = self.split
         units = shard_stream(
             self._fingerprinted_stream(),

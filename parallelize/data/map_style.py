@@ -189,9 +189,6 @@ class PreShardedSource(MapStyleSource[T]):
 
 
 class _PreShardedShard(StreamShard[T]):
-    def batches(self) -> Iterator[T]:
-        return self.fetch(self, self.steps())
-
     def steps(self) -> int | None:
         return self.split.steps(0) if self.split.total else None
 
