@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from parallelize.cluster.world import World
 from parallelize.data.epoch_order import stream_rng
-from parallelize.data.epoch_shards import Fetch, IndexedShard, LocalBatchesShard, StreamShard
+from parallelize.data.epoch_shards import IndexedShard, LocalBatchesShard, StreamShard
 from parallelize.data.loader_copy import with_rng
 from parallelize.data.loader_options import Divides, LoaderOptions, check_iterable_options
 from parallelize.data.sample_fingerprint import sample_fingerprint
@@ -75,7 +76,7 @@ class BatchIterableSource(Source[T]):
                 is_grouped=False,
             )
         order = range(len(self.loader))
-        return _SequenceShard(self._fetch, split=split, order=order, rank=rank, batches=self.loader)
+        return _SequenceShard(self._fetch, split=split, order=order, rank=rank, is_grouped=False, sequence=self.loader)
 
     def steps(self, position: Position) -> int | None:
         """Count this process's batches from a position on; None if the iterable has no length."""
@@ -110,12 +111,11 @@ class BatchIterableSource(Source[T]):
         return itertools.islice(self.loader, position.start, None if end is None else int(end))
 
 
+@dataclass(eq=False, kw_only=True)
 class _SequenceShard(IndexedShard[T]):
-    def __init__(self, fetch: Fetch[T], *, split: EpochSplit, order: range, rank: int, batches: Sequence[T]) -> None:
-        super().__init__(fetch, split=split, order=order, rank=rank, is_grouped=False)
-        self._batches = batches
+    sequence: Sequence[T]
 
     def fingerprint(self) -> str:
         # Lists are compared, as each rank may shuffle its own. Other sequences may make a new batch at each access.
-        first = self._batches[:_MAX_COMPARED_BATCHES] if isinstance(self._batches, (list, tuple)) else ()
+        first = self.sequence[:_MAX_COMPARED_BATCHES] if isinstance(self.sequence, (list, tuple)) else ()
         return sample_fingerprint([super().fingerprint(), sample_fingerprint(first)])

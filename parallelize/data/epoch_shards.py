@@ -14,10 +14,10 @@ from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.sampler_arithmetic import EpochSplit, shard_stream
 from parallelize.data.source import EpochShard
 
-__all__ = ["Fetch", "IndexedShard", "LocalBatchesShard", "StreamShard"]
+__all__ = ["IndexedShard", "LocalBatchesShard", "StreamShard"]
 
 T = TypeVar("T")
-Fetch = Callable[[Iterable[Any], int | None], Iterator[T]]
+_Fetch = Callable[[Iterable[Any], int | None], Iterator[T]]
 """Function that makes batches. Arguments: the units of each step, which may be iterated again; their number or None."""
 
 
@@ -33,7 +33,7 @@ class _UnitsShard(EpochShard[T]):
         data: text that identifies the data, for `fingerprint`.
     """
 
-    fetch: Fetch[T]
+    fetch: _Fetch[T]
     _: KW_ONLY
     split: EpochSplit
     rank: int
