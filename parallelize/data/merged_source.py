@@ -100,7 +100,6 @@ class _MergedSource(Source[T]):
                 source._copy.set_attributes(collate_fn=list)
 
     def shard(self, position: Position) -> EpochShard[T]:
-        """Return the merged shards of an epoch, from a position on."""
         return _MergedShard([each.shard(position) for each in self._sources], join=self._join, on_batch=self._on_batch)
 
     def _join(self, batches: Sequence[Any]) -> Any:
@@ -109,27 +108,21 @@ class _MergedSource(Source[T]):
         return batches[0] if len(batches) == 1 else _concatenate(batches)
 
     def steps(self, position: Position) -> int | None:
-        """Count the batches from a position on; None if unknown."""
         return self._sources[0].steps(position)
 
     def epoch_set_by_user(self) -> int | None:
-        """Return the epoch that the user has set on a sampler or dataset since the last `shard`, or None."""
         return self._sources[-1].epoch_set_by_user()
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that a saved state must match to be loaded, as plain data."""
         return self._sources[0].identity()
 
     def batch_identity(self) -> dict[str, Any]:
-        """Return further values that a state saved within an epoch must match, as plain data."""
         return self._sources[0].batch_identity()
 
     def batch_summary(self) -> str:
-        """Return a description of the batch size per process and the global one, for logs; may be empty."""
         return self._sources[0].batch_summary()
 
     def close(self) -> None:
-        """Shut down the loaders' persistent workers."""
         for each in self._sources:
             each.close()
 
