@@ -51,8 +51,10 @@ def own_sharding(data: Any, world: World) -> tuple[Any, Divides | None]:
         ConfigError: the data may shard itself: its code uses the rank or the world size, or it holds the world size; or
             its library sees another world size.
     """
-    if _is_named(data, "datasets", "IterableDataset"):
-        return _split_by_node(data, world)
+    if _is_named(data, "datasets", "IterableDataset") and getattr(data, "_distributed", None) is None:
+        from datasets.distributed import split_dataset_by_node
+
+        return split_dataset_by_node(data, rank=world.rank, world_size=world.world_size), "processes"
     if _shards_itself(data):
         _check_seen_world_size(data, world)
         return data, "processes"
@@ -94,15 +96,6 @@ def _shards_itself(data: Any) -> bool:
         names = {getattr(stage, "__name__", type(stage).__name__) for stage in stages}
         return not names.isdisjoint({"split_by_node", "ResampledShards", "ResampledShardList"})
     return _is_named(data, "datasets", "IterableDataset") and getattr(data, "_distributed", None) is not None
-
-
-def _split_by_node(data: Any, world: World) -> tuple[Any, Divides]:
-    from datasets.distributed import split_dataset_by_node
-
-    if getattr(data, "_distributed", None) is None:
-        return split_dataset_by_node(data, rank=world.rank, world_size=world.world_size), "processes"
-    _check_seen_world_size(data, world)
-    return data, "processes"
 
 
 def _check_seen_world_size(data: Any, world: World) -> None:
