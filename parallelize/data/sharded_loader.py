@@ -192,8 +192,10 @@ class ShardedLoader(Generic[T]):
 
     def _iterate(self, progress: EpochProgress[T]) -> Iterator[T]:
         is_weighted = self._options.tail == "weighted"
-        backward = weigh_batches(progress.weight) if is_weighted else contextlib.nullcontext()
-        with backward, self._closing(progress):
+        with contextlib.ExitStack() as stack:
+            if is_weighted:
+                stack.enter_context(weigh_batches(progress.weight))
+            stack.callback(lambda: self._iterators.close(progress))  # those of now, if a state was loaded since
             for batch in self._with_data_location(self._batches(progress)):
                 if progress.steps == 0:
                     progress.check = self._register_check(progress)
@@ -206,13 +208,6 @@ class ShardedLoader(Generic[T]):
                 set_loss_over(is_over=True)
             progress.is_exhausted = True
             progress.weight.end_epoch()
-
-    @contextlib.contextmanager
-    def _closing(self, progress: EpochProgress[T]) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._iterators.close(progress)
 
     def _batches(self, progress: EpochProgress[T]) -> Iterator[T]:
         batches = progress.shard.batches()
