@@ -28,12 +28,8 @@ _MAX_COMPARED_BATCHES = 16
 class BatchIterableSource(Source[T]):
     """Source for an iterable of batches; if it is a sequence, only this process's batches are accessed.
 
-    Args:
-        batches: the user's iterable.
-        divides: how the iterable shards itself; with "processes" all of its batches are for this process.
-        options: the options of `shard_loader`.
-        world: rank and world size of this process.
-        occurrence: number of loaders that the same line of code has made before in this run; added to the seed.
+    With divides="processes" all of its batches are for this process. `occurrence`, the number of loaders that the same
+    line of code has made before in this run, is added to the seed.
 
     Raises:
         ConfigError: an option is set that only a DataLoader supports.

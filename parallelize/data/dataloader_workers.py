@@ -52,14 +52,9 @@ class WorkerInit:
 class GlobalWorkerInfo:
     """Replacement for torch's worker info that counts the workers of all processes as if one process had them all.
 
-    With it, a dataset that shards itself by get_worker_info() shards over all processes. It records what the dataset
-    reads, because that tells how the dataset shards itself: without it, each process would have to iterate the data of
-    all processes, and discard the part of the others.
-
-    Args:
-        info: torch's worker info; None in a process without workers, which counts as one worker.
-        rank: rank of the process.
-        world_size: number of processes.
+    With it, a dataset that shards itself by get_worker_info() shards over all processes; one without workers
+    counts as one. It records what the dataset reads, because that tells how the dataset shards itself: without it,
+    each process would have to iterate the data of all processes, and discard the part of the others.
     """
 
     def __init__(self, info: Any, *, rank: int, world_size: int) -> None:

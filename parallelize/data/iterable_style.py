@@ -35,13 +35,7 @@ _MAX_COMPARED_SAMPLES = 16
 class IterableStyleSource(Source[T]):
     """Source for a DataLoader over an iterable dataset; `Position.start` counts this process's batches.
 
-    Args:
-        copy: a copy of the user's loader; its dataset is replaced.
-        shown: another copy, with the user's dataset, for attribute lookups.
-        dataset: the user's dataset, or this process's shard of it.
-        divides: how `dataset` shards itself; None: infer it while the dataset is iterated.
-        options: the options of `shard_loader`.
-        run: the run in which the loader is iterated.
+    The dataset of `copy` is replaced; attributes are looked up on `shown`, a copy with the user's dataset.
 
     Raises:
         ConfigError: an option is set that iterable datasets do not support.

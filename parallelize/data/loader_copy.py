@@ -96,11 +96,8 @@ class LoaderCopy(Generic[T]):
     def iterate(self, position: Position, *, units_per_step: int = 1) -> Iterator[T]:
         """Yield the loader's batches, with different random numbers for every process, worker and position.
 
-        With a seed and without workers, those of a batch follow from its position: they are the same after resuming.
-
-        Args:
-            position: the position of the first batch.
-            units_per_step: number of units between the positions of two batches.
+        With a seed and without workers, those of a batch follow from its position, `units_per_step` after
+        that of the batch before: they are the same after resuming.
         """
         # torch draws the base seed of its workers here. Draw one even if unused: the program's RNG must advance alike.
         generator = torch.default_generator if self._generator is None else self._generator

@@ -33,10 +33,7 @@ _merged_ranks: ContextVar[MergedRanks | None] = ContextVar("parallelize_merged_r
 class MergedRanks:
     """The ranks whose batches this process reads: all of them in a run with one process, else its own.
 
-    Args:
-        ranks: the ranks.
-        world_size: number of processes over which the data is sharded.
-        on_batch: called for each batch of any loader, with the hash of each rank's samples.
+    `on_batch` is called for each batch of any loader, with the hash of each rank's samples.
     """
 
     ranks: Sequence[int]

@@ -21,10 +21,6 @@ def sample_fingerprint(data: Iterable[Any], *, has_floats: bool = True) -> str:
 
     If the data contains integer arrays or text, only these are hashed. Floats may differ because of augmentation or
     the device, and a single number beside a batch is often a counter.
-
-    Args:
-        data: batches or indices; they are not modified.
-        has_floats: whether data without integer arrays and text is hashed, too.
     """
     identifying: list[str] = []
     others: list[str] = []

@@ -130,11 +130,7 @@ class EpochSplit:
 
 
 def limit_in_steps(limit: float, steps: int) -> int:
-    """Convert a limit to a number of steps.
-
-    Args:
-        limit: a number of steps (an int), or a fraction of `steps` (a float), rounded down to a number of steps.
-        steps: number of steps of the full epoch.
+    """Convert a limit to a number of steps: a fraction of `steps`, a float, is rounded down.
 
     Raises:
         ConfigError: the limit is a fraction that allows less than one step.

@@ -115,7 +115,7 @@ class Source(abc.ABC, Generic[T]):
 
 
 class EpochListeners:
-    """Calls `set_epoch` of those of the candidates, samplers and datasets, that have it."""
+    """The samplers and datasets among the candidates that have a `set_epoch` method."""
 
     def __init__(self, candidates: Iterable[Any]) -> None:
         unique = {id(each): each for each in candidates}
