@@ -186,13 +186,11 @@ class GradientAverage:
     @contextlib.contextmanager
     def during(self, roots: Roots, batch_weight: float) -> Iterator[Weight | None]:
         """Weight a backward pass, and let the trackers record its gradients; implements `LossWeight`."""
-        trackers = [each.tracker for each in self.windows if each.tracker is not None]
-        for tracker in trackers:
-            tracker.before_backward()
-        with _ddp_errors_explained(), self._weighted(roots, batch_weight) as weight:
-            yield weight
-        for tracker in trackers:
-            tracker.after_backward()
+        with contextlib.ExitStack() as stack:
+            for tracker in [each.tracker for each in self.windows if each.tracker is not None]:
+                stack.enter_context(tracker.during_backward())
+            stack.enter_context(_ddp_errors_explained())
+            yield stack.enter_context(self._weighted(roots, batch_weight))
 
     @contextlib.contextmanager
     def _weighted(self, roots: Roots, batch_weight: float) -> Iterator[Weight | None]:

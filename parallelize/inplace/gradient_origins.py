@@ -155,6 +155,7 @@ class GradientTracker:
         # averaged all of them; these are not in `origins`. Empty: `origins` has all that is known.
         self._averaged: list[Any] = []
         self._accumulated: set[int] = set()  # ids of parameters, since averaging began
+        self._raised = ""  # the class of the exception that has ended the last pass of this averaging
         self._reached: set[int] = set()  # ids of parameters that a backward has reached since the last averaging
         self._is_no_sync = False
         # With find_unused_parameters the reducer also averages gradients from earlier backward passes under no_sync:
@@ -197,15 +198,26 @@ class GradientTracker:
         """Check that no averaging is half done, whose gradients may still be in flight.
 
         Raises:
-            SyncError: the last backward pass gave some parameters no gradient.
+            SyncError: the last backward pass raised, or gave some parameters no gradient.
         """
         self.after_backward()
         if self._is_averaging and self._accumulated:
-            raise self._unused_parameters_error()
+            raise self._incomplete_error()
+
+    @contextlib.contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """Record the origins of the gradients that a backward pass inside the context changes, also if it raises."""
+        self.before_backward()
+        try:
+            yield
+        except BaseException as exc:
+            self.after_backward(raised=type(exc).__name__)
+            raise
+        self.after_backward()
 
     def before_backward(self) -> None:
         """Note the gradients before a backward pass."""
-        self.after_backward()  # of a pass that has raised
+        self.after_backward()  # of a pass that has raised, and that this package's patch of backward has not seen
         gradients = list(map(_gradient_of, self.parameters))
         self._before = gradients, [0 if each is None else each._version for each in gradients]
 
@@ -216,8 +228,11 @@ class GradientTracker:
             # The reducer may queue its callback after this one; a callback that this one queues runs after both.
             at_end_of_backward(lambda: at_end_of_backward(self.after_backward))
 
-    def after_backward(self) -> None:
+    def after_backward(self, *, raised: str = "") -> None:
         """Record the origins of the gradients that the backward pass has changed.
+
+        Args:
+            raised: the class of the exception that has ended the pass.
 
         Raises:
             SyncError: the pass ran inside no_sync, after a forward outside of it.
@@ -244,6 +259,7 @@ class GradientTracker:
                 fix="put forward and backward of the micro-batch inside the same no_sync, and evaluate under no_grad",
             )
         self._accumulated.update(reached)
+        self._raised = raised
         if self._engine.is_reduction_complete(in_backward=True):
             self._end_averaging(after)
 
@@ -279,7 +295,13 @@ class GradientTracker:
                 origins[key] = gradient, None
         self._averaged = []
 
-    def _unused_parameters_error(self) -> SyncError:
+    def _incomplete_error(self) -> SyncError:
+        if self._raised:
+            return SyncError(
+                f"the gradients of {self._model_name} are not averaged over the ranks",
+                why=f"backward raised {self._raised}, and gradients are all-reduced while it runs",
+                fix="let the exception end the parallel_model block; the model can enter another one, on all ranks",
+            )
         missing = [name for name, each in self._structure.trained.items() if id(each) not in self._accumulated]
         if not missing:
             return SyncError(

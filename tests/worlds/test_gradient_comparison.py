@@ -275,3 +275,37 @@ def test_a_backward_that_was_imported_before_the_block_is_seen(forwards: int, wh
                 optimizer.step()
 
     train()
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(_: Any, *__: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_a_backward_that_raised_is_named_before_the_next_forward_or_step(is_cleared: bool) -> None:
+    """The averaging is half done, even if the gradients that show it are cleared."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model):
+            output = model(Raising.apply(batch(0).requires_grad_()))  # after all gradients of the model
+            with pytest.raises(ZeroDivisionError):
+                output.square().mean().backward()
+            if is_cleared:
+                optimizer.zero_grad()
+            with pytest.raises(SyncError, match="backward raised ZeroDivisionError"):
+                model(batch(1)) if is_cleared else optimizer.step()
+        with parallel_model(model):
+            optimizer.zero_grad()
+            loss_of(model, 1).backward()
+            optimizer.step()
+
+    train()
