@@ -93,10 +93,14 @@ class BackgroundWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the current job, or raise its exception."""
+        """Wait for the current job, or end the writer process and raise the job's exception."""
         job, self._job = self._job, None
-        if job is not None:
-            job.result()
+        try:
+            if job is not None:
+                job.result()
+        except Exception:  # the other ranks fail once they are told; then this one has little time for `close`
+            self._end_process()
+            raise
 
     def close(self) -> None:
         """Wait for the current job, and end the writer process."""
@@ -104,11 +108,14 @@ class BackgroundWriter:
             self.wait()
         finally:
             self._thread.shutdown()
-            if self._process is not None:
-                self._connection.close()
-                self._process.wait()
-                os.close(self._memory)
-                self._process, self._buffer = None, b""
+            self._end_process()
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._connection.close()
+            self._process.wait()
+            os.close(self._memory)
+            self._process, self._buffer = None, b""
 
     def _start(self) -> None:
         with tempfile.TemporaryFile() as file:  # if there is no file in memory

@@ -554,3 +554,19 @@ def test_ranks_at_different_steps_raise(tmp_path):
     with pytest.raises(LookupError):
         run.all_ranks()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_in_the_background_reaches_the_caller_as_it_is(tmp_path):
+    """The caller gets the error of rank 0, and not the SyncError that it causes on the other ranks."""
+    (tmp_path / "file").touch()
+
+    @distributed(processes=2)
+    def run():
+        background_save.MIN_BYTES = 0  # only in this worker process
+        with checkpoints(tmp_path / "file", every=1000, model=net()) as saved:
+            saved.save()
+            saved.save()
+
+    with pytest.raises(ParallelizeError, match="cannot write") as caught:
+        run()
+    assert not isinstance(caught.value, SyncError)
