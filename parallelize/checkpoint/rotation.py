@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ __all__ = ["Checkpoints", "checkpoints"]
 _NAME = re.compile(r"step-(\d{9,})(\.pt)?")
 _PROGRESS = "_checkpoints"
 """Name of the entry with the number of steps and the values passed to `step`."""
+
+_open_blocks: Counter[str] = Counter()
+"""Number of blocks that are open, by call site."""
 
 _log = logging.getLogger("parallelize")
 
@@ -228,17 +232,21 @@ def checkpoints(
             )
     states_of({name: obj for name, obj in objects.items() if not needs_all_ranks(obj)})  # refuses unsafe types now
     call_site = call_site_of(sys._getframe(2))  # two frames up: one of them is contextlib's
-    saved = Checkpoints(Path(folder), objects, call_site, every, keep)
+    open_blocks = _open_blocks[call_site]
+    _open_blocks[call_site] += 1
+    # Two blocks on one line, as for two folders, save at the same time.
+    saved = Checkpoints(Path(folder), objects, f"{call_site}{f' ({open_blocks})' * bool(open_blocks)}", every, keep)
     saved._is_sharded = saved._is_sharded if sharded is None else sharded
     saved._in_background = in_background
-    if context.rank() == 0:
-        _remove_leftovers(Path(folder))
-    saved.resume()
     try:
+        if context.rank() == 0:
+            _remove_leftovers(Path(folder))
+        saved.resume()
         yield saved
         saved._in_background = False
         saved.save()
     finally:
+        _open_blocks[call_site] -= 1
         saved._writer.close()
 
 

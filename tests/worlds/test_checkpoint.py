@@ -570,3 +570,20 @@ def test_a_failure_in_the_background_reaches_the_caller_as_it_is(tmp_path):
     with pytest.raises(ParallelizeError, match="cannot write") as caught:
         run()
     assert not isinstance(caught.value, SyncError)
+
+
+def test_two_blocks_on_one_line_save_at_the_same_time(tmp_path):
+    """A save in one block does not delete what the ranks post in the other one's, which is still in the background."""
+
+    @distributed(processes=2, backend="fsdp", timeout=20)
+    def run():
+        background_save.MIN_BYTES = 0  # only in this worker process
+        model = net()
+        with parallel_model(model), contextlib.ExitStack() as stack:
+            blocks = [stack.enter_context(checkpoints(tmp_path / each, every=1, model=model)) for each in "ab"]
+            for _ in range(3):
+                for saved in blocks:
+                    saved.step()
+
+    run()
+    assert [len(list((tmp_path / each).iterdir())) for each in "ab"] == [3, 3]
