@@ -282,6 +282,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "discard the fork server that a forked process inherited",
             "calls in a forked process fail",
         ),
+        "_forkserver_pid": ("find out whether a fork server runs", "changed variables have no effect in workers"),
     },
     "subprocess": {
         "_args_from_interpreter_flags": ("pass Python's own options to a script", "`parallelize run` fails"),

@@ -31,8 +31,7 @@ from parallelize.errors import ParallelizeError
 
 __all__ = ["MIN_BYTES", "BackgroundWriter", "serve"]
 
-MIN_BYTES = 8_000_000
-"""A state with fewer bytes of tensors is written at once: it takes less time than to start the writer process."""
+MIN_BYTES = 8_000_000  # a smaller state is written at once, in less time than the writer process takes to start
 
 _ALIGNMENT = 64
 _PARENT_CHECK_S = 0.2

@@ -1,7 +1,4 @@
-"""Checksum of a checkpoint's content, to detect damaged files.
-
-The checksum is fast and not cryptographic: it detects accidental damage, not tampering.
-"""
+"""Checksum of a checkpoint's content, to detect accidental damage; it is fast and not cryptographic."""
 
 from __future__ import annotations
 

@@ -38,12 +38,8 @@ __all__ = [
     "write_file",
 ]
 
-MAIN_FILE = "checkpoint.pt"
-"""Name of the main file in the folder of a sharded checkpoint; it holds everything but the tensors."""
-
-SHARD_PREFIX = "parts-"
-"""Begin of the name of the folder beside it with the shards, which is another one for each save."""
-
+MAIN_FILE = "checkpoint.pt"  # name of the main file in the folder of a sharded checkpoint: everything but the tensors
+SHARD_PREFIX = "parts-"  # begin of the name of the folder beside it with the shards, another one for each save
 _RECORD = "_parallelize"
 _FORMAT = 2
 _MAGIC = b"PK\x03\x04"

@@ -27,8 +27,7 @@ __all__ = ["load", "load_into"]
 
 _log = logging.getLogger("parallelize")
 
-_OPTIMIZERS = "optimizer_states"
-"""Name under which Lightning saves the list of the states of all optimizers."""
+_OPTIMIZERS = "optimizer_states"  # name under which Lightning saves the list of the states of all optimizers
 _STATE_SUFFIX = "_state_dict"
 _MODEL_NAMES, _OPTIMIZER_NAMES = ("state_dict", "model_state_dict"), ("optimizer_state_dict",)
 """Names under which tutorials and Lightning save the states of a model and of an optimizer."""

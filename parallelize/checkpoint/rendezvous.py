@@ -27,18 +27,16 @@ from parallelize.runtime.process_group import default_store
 
 __all__ = ["ARRIVAL_TIMEOUT_S", "GRACE_S", "Rendezvous", "poll", "store_of_ranks"]
 
-GRACE_S = 5.0
-"""Seconds that rank 0 waits for ranks that may not make the call. A rank that waits longer then logs a warning."""
-ARRIVAL_TIMEOUT_S = 60.0
-"""Seconds that a rank waits for the other ranks in a call that every rank must make."""
+GRACE_S = 5.0  # rank 0 waits so long for ranks that may not make the call; a rank that waits longer logs a warning
+ARRIVAL_TIMEOUT_S = 60.0  # a rank waits so long for the other ranks in a call that every rank must make
 
 _DONE = "done"
 _FIRST_POLL_S, _MAX_POLL_S = 0.001, 0.05
 
 _log = logging.getLogger("parallelize")
 
+# Call counters by process group and call name; earlier groups may have other counts.
 _counters: WeakKeyDictionary[Any, dict[str, Iterator[int]]] = WeakKeyDictionary()
-"""Call counters by process group and call name; earlier groups may have other counts."""
 
 
 class Rendezvous:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import re
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,8 @@ from parallelize.runtime import context
 __all__ = ["Checkpoints", "checkpoints"]
 
 _NAME = re.compile(r"step-(\d{9,})(\.pt)?")
-_PROGRESS = "_checkpoints"
-"""Name of the entry with the number of steps and the values passed to `step`."""
-
-_open_blocks: Counter[str] = Counter()
-"""Number of blocks that are open, by call site."""
-
+_PROGRESS = "_checkpoints"  # name of the entry with the number of steps and the values passed to `step`
+_open_blocks: defaultdict[str, set[int]] = defaultdict(set)  # numbers of the open blocks, by call site
 _log = logging.getLogger("parallelize")
 
 
@@ -232,10 +229,10 @@ def checkpoints(
             )
     states_of({name: obj for name, obj in objects.items() if not needs_all_ranks(obj)})  # refuses unsafe types now
     call_site = call_site_of(sys._getframe(2))  # two frames up: one of them is contextlib's
-    open_blocks = _open_blocks[call_site]
-    _open_blocks[call_site] += 1
     # Two blocks on one line, as for two folders, save at the same time.
-    saved = Checkpoints(Path(folder), objects, f"{call_site}{f' ({open_blocks})' * bool(open_blocks)}", every, keep)
+    number = next(each for each in itertools.count() if each not in _open_blocks[call_site])
+    _open_blocks[call_site].add(number)
+    saved = Checkpoints(Path(folder), objects, f"{call_site}{f' ({number})' * bool(number)}", every, keep)
     saved._is_sharded = saved._is_sharded if sharded is None else sharded
     saved._in_background = in_background
     try:
@@ -246,7 +243,7 @@ def checkpoints(
         saved._in_background = False
         saved.save()
     finally:
-        _open_blocks[call_site] -= 1
+        _open_blocks[call_site].remove(number)
         saved._writer.close()
 
 

@@ -21,9 +21,7 @@ from parallelize.runtime.gradients import parameters_of
 
 __all__ = ["VALUE", "StateHandler", "clone_tensor", "handler_for", "needs_all_ranks"]
 
-VALUE = "value"
-"""Kind of the entries that are plain values: numbers, strings, tensors and containers of these."""
-
+VALUE = "value"  # kind of the entries that are plain values: numbers, strings, tensors and containers of these
 _log = logging.getLogger("parallelize")
 _WRAPPERS = re.compile(r"(?<![^.])_orig_mod\.")  # torch.compile(model), also of a submodule
 

@@ -579,11 +579,14 @@ def test_two_blocks_on_one_line_save_at_the_same_time(tmp_path):
     def run():
         background_save.MIN_BYTES = 0  # only in this worker process
         model = net()
-        with parallel_model(model), contextlib.ExitStack() as stack:
-            blocks = [stack.enter_context(checkpoints(tmp_path / each, every=1, model=model)) for each in "ab"]
+        with parallel_model(model), contextlib.ExitStack() as last, contextlib.ExitStack() as first:
+            first.enter_context(checkpoints(tmp_path / "a", every=1, model=model))
+            blocks = [last.enter_context(checkpoints(tmp_path / "b", every=1, model=model))]
+            first.close()
+            blocks.append(last.enter_context(checkpoints(tmp_path / "c", every=1, model=model)))
             for _ in range(3):
                 for saved in blocks:
                     saved.step()
 
     run()
-    assert [len(list((tmp_path / each).iterdir())) for each in "ab"] == [3, 3]
+    assert [len(list((tmp_path / each).iterdir())) for each in "abc"] == [1, 3, 3]
