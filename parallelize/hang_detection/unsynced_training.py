@@ -28,9 +28,8 @@ def warn_if_unsynced(flags: set[str]) -> Iterator[None]:
     Args:
         flags: `Runtime.flags` of the run; ENTERED_PARALLEL_MODEL disables the warning.
     """
-    first: list[
-        tuple[weakref.ref[torch.optim.Optimizer], int | None]
-    ] = []  # first optimizer, collectives before its step
+    # The first optimizer, and the collectives before its step.
+    first: list[tuple[weakref.ref[torch.optim.Optimizer], int | None]] = []
     is_decided = False
 
     def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

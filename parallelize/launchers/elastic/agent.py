@@ -140,12 +140,18 @@ class Agent(LocalElasticAgent):
     def _find_early_exits(self, worker_group: WorkerGroup) -> list[WorkerExit]:
         """Return the workers that exited without a return value, for which torch elastic would wait forever."""
         ended = [(local, each) for local, each in enumerate(self._processes()) if each.exitcode is not None]
-        early = [(local, each) for local, each in ended if each.exitcode != 0 or not self._has_returned(local)]
-        host, now = socket.gethostname(), time.time()
-        ranks = [worker_group.workers[local].global_rank for local, _ in early]
+        host, now, ranks = socket.gethostname(), time.time(), [each.global_rank for each in worker_group.workers]
         return [
-            WorkerExit(rank, host, each.pid or 0, each.exitcode or 0, now, self._files.read_output(rank, self.attempt))
-            for rank, (_, each) in zip(ranks, early, strict=True)
+            WorkerExit(
+                rank := ranks[local],
+                host,
+                each.pid or 0,
+                each.exitcode or 0,
+                now,
+                self._files.read_output(rank, self.attempt),
+            )
+            for local, each in ended
+            if each.exitcode != 0 or not self._has_returned(local)
         ]
 
     def _has_returned(self, local_rank: int) -> bool:

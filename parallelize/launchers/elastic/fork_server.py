@@ -40,8 +40,7 @@ def _ensure_own_fork_server(environ: Mapping[str, str]) -> None:
     server: Any = forkserver._forkserver
     settings = {name: value for name, value in environ.items() if _READ_AT_IMPORT.match(name)}
     if server._forkserver_pid is not None and _settings_of.get(server._forkserver_pid, settings) != settings:
-        # It ends when its last child does.
-        threading.Thread(target=os.waitpid, args=(server._forkserver_pid, 0), daemon=True).start()
+        threading.Thread(target=_wait_for, args=[server._forkserver_pid], daemon=True).start()
         _forget(server)
     try:
         server.ensure_running()
@@ -51,7 +50,14 @@ def _ensure_own_fork_server(environ: Mapping[str, str]) -> None:
     _settings_of.setdefault(server._forkserver_pid, settings)
 
 
+def _wait_for(pid: int) -> None:
+    """Wait for a fork server, which ends when its last child does; it is none of ours if this process was forked."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
 def _forget(server: Any) -> None:
+    _settings_of.clear()  # a later fork server may get the same pid
     os.close(server._forkserver_alive_fd)
     server.__init__()
     server.set_forkserver_preload(_PRELOADED_MODULES)

@@ -59,7 +59,7 @@ class StoreClient:
         threading.Thread(target=self._serve_requests, name="parallelize-store-client", daemon=True).start()
 
     def start_call(self, timeout_s: float) -> None:
-        """Start the next call, in the same order on every node; its requests have a timeout, of which all fail."""
+        """Start a call, whose requests have this timeout; every node makes its calls in the same order."""
         self.store, self._timeout_s = dist.PrefixStore(f"call/{next(self._calls)}", self._whole_store), timeout_s
 
     def call(self, request: Callable[..., T], *args: Any) -> T:
