@@ -64,7 +64,6 @@ def unsupported(feature: str, *, instead: str) -> ConfigError:
 
 SINCE: Mapping[str, str] = {
     "torch.distributed.fsdp._fully_shard._fsdp_param._orig_param_uid": "2.13",
-    "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl": "2.15",
 }
 """Path -> first torch release that has the name; only for names newer than 2.11, the oldest supported release."""
 
@@ -73,7 +72,6 @@ NCCL_ONLY = frozenset({"torch._C._distributed_c10d._dump_nccl_trace"})
 
 PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.Tensor": {
-        "_base": ("distinguish views of a parameter from other tensors", 'backend="balanced" fails'),
         "_values": ("values of an uncoalesced sparse gradient", "sparse gradients fail under amp"),
         "_version": ("detect in-place writes to gradients and buffers", "local gradients are not detected"),
         "_backward_hooks": ("hide scaled gradients from the user's hooks, call them under fsdp", "hooks are bypassed"),
@@ -97,9 +95,6 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.amp.grad_scaler.GradScaler": {
         "_growth_tracker": ("key of GradScaler's state dict", "nothing: it is only a key"),
     },
-    "torch._ops.OpOverload": {
-        "_schema": ("detect operators that take a generator", 'backend="balanced" with dropout fails'),
-    },
     "torch.autograd.Variable": {
         "_execution_engine": ("queue a callback for the end of backward", "every backend with gradients fails"),
     },
@@ -117,9 +112,6 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "torch._C": {
         "_current_graph_task_id": ("identify the running backward, if any", "every backend with gradients fails"),
-        "_stash_obj_in_tls": ("mark the threads of a segment's backward", 'backend="balanced" fails'),
-        "_get_obj_in_tls": ("read the mark of a segment's backward", 'backend="balanced" fails'),
-        "_is_key_in_tls": ("check that a segment's backward has set a mark", 'backend="balanced" fails'),
     },
     "torch._C._autograd": {
         "_top_saved_tensors_default_hooks": ("copy saved-tensor hooks to a stage's thread", 'backend="balanced" fails'),
@@ -137,24 +129,12 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.utils._pytree": {
         "tree_leaves": ("find the tensors in a model's output", "ddp with static_graph fails"),
     },
-    "torch.utils._python_dispatch": {
-        "TorchDispatchMode": ("intercept operators that draw random numbers", 'backend="balanced" fails'),
-    },
-    "torch.utils.checkpoint": {
-        "_checkpoint_without_reentrant_generator": (
-            "replaced: recompute a checkpoint inside a micro-batch",
-            'backend="balanced" refuses this torch',
-        ),
-        "_checkpoint_without_reentrant_generator_impl": ("the same, since 2.15", "the name above is replaced"),
-    },
     "torch.nn.Module": {
         "_state_dict_hooks": ("remove the hooks that Apex leaves", 'amp_engine="apex" fails'),
         "_parameters": ("replace a Parameter where it is registered", 'backend="fsdp" and amp="O2" fail'),
-        "_buffers": ("move buffers to the device of a stage", 'backend="balanced" fails'),
+        "_buffers": ("replace a buffer where it is registered", 'backend="ddp" fails'),
+        "_forward_pre_hooks": ("detect modules that checkpoint themselves", 'backend="balanced" fails'),
         "_modules": ("reach a child without __getattr__", "calls of a model fail"),
-        "_forward_hooks": ("detect hooks of the user that receive an output", 'backend="balanced" fails'),
-        "_forward_pre_hooks": ("detect hooks of the user that receive an input", 'backend="balanced" fails'),
-        "_is_full_backward_hook": ("distinguish hooks from state on the model", 'backend="balanced" refuses models'),
         "_compiled_call_impl": ("detect Module.compile()", 'backend="balanced" splits compiled modules'),
         "_load_from_state_dict": ("detect modules that customize state-dict loading", "load checks less"),
         "_load_state_dict_pre_hooks": ("detect modules that customize state-dict loading", "load fails"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import importlib.util
 import itertools
@@ -311,39 +310,22 @@ def unit_call(name: str, forward: float, backward: float) -> UnitCall:
     )
 
 
-class PlainForward:
-    """Calls a model without mixed precision, as the profiler expects it."""
-
-    half_parameters = None
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model(*args, **kwargs)
-
-
 def per_call(found: Plan, model: nn.Module, x: Tensor) -> tuple[list[float], list[float], list[float]]:
     """Return seconds per sample of each unit call of a plan, and its parameter bytes."""
     from parallelize.backends.balanced.profiling import Profiler, profile_model
-    from parallelize.backends.balanced.stage_threads import StageThreads, stages_on
-    from parallelize.backends.balanced.stage_transfer import intercept_operations
+    from parallelize.backends.balanced.stage_threads import stages_on
+    from parallelize.plugins.base import Inner, Session
 
     modules = dict(model.named_modules())
-    stages = stages_on([torch.device("cpu")])
-    with intercept_operations(), contextlib.closing(StageThreads(stages, microbatches=1)) as threads:
-        routes = {id(modules[name]): [0] for name in found.events}
-        profiler = Profiler(
-            module=PlainForward(model),
-            model=model,
-            stages=stages,
-            routes=routes,
-            threads=threads,
-            batch_dim=0,
-            draws=False,
-        )
-        measured, *_ = profile_model(profiler, ((x,), {}), samples=len(x))
-    calls = measured.calls
+    device = torch.device("cpu")
+    profiler = Profiler(
+        inner=Inner(model, original_methods={"forward": model.forward}, session=Session()),
+        stages=stages_on([device]),
+        routes={id(modules[name]): [0] for name in found.events},
+        output_device=device,
+        batch_dim=0,
+    )
+    calls = profile_model(profiler, ((x,), {}), samples=len(x)).calls
     return (
         [call.forward_s(1) for call in calls],
         [call.backward_s(1) for call in calls],

@@ -133,7 +133,7 @@ def _collective(entry: Mapping[str, Any], now_ns: int) -> Collective:
 
 
 def _signature(library: str, operation: str, entry: Mapping[str, Any]) -> str:
-    name = operation.strip("_").removesuffix("_base")
+    name = operation.strip("_").removesuffix("base").removesuffix("_")
     if name not in _SAME_SHAPES and not (library == "gloo" and name in _SAME_SHAPES_IN_GLOO):
         return name
     tensors = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)

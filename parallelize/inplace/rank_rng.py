@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize.backends.balanced.microbatch_rng import default_generator
+from parallelize.backends.balanced.side_effects import default_generator
 from parallelize.runtime.context import Runtime
 
 __all__ = ["random_numbers_per_rank"]

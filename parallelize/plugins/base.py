@@ -101,10 +101,6 @@ class Session:
         """
         return call(*args, **kwargs)
 
-    def forward_with_cast_weights(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run `call` like `forward`, for a backend that casts weights to `weights_dtype` itself."""
-        return self.forward(call, *args, **kwargs)
-
     def masters(self) -> Mapping[int, torch.Tensor]:
         """Return id of a master parameter in an optimizer -> the model's parameter; {} by default."""
         return {}
@@ -143,11 +139,6 @@ class Inner(nn.Module):
         """Call the method named by `method`."""
         # Not self.model: nn.Module.__getattr__ is slow.
         return self.session.forward(self.bind_method(self.method, self._modules["model"]), *args, **kwargs)
-
-    def call_with_cast_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method named by `method`, for a backend that casts weights to `session.weights_dtype` itself."""
-        call = self.bind_method(self.method, self._modules["model"])
-        return self.session.forward_with_cast_weights(call, *args, **kwargs)
 
     def bind_method(self, method: str, model: Any) -> Callable[..., Any]:
         """Return the original method, as before the block, bound to the user's model or to a replica or copy of it."""

@@ -134,13 +134,9 @@ class NativeSession(Session):
     def forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the user's forward under autocast, on any thread."""
         if self._weights is None:
-            return self.forward_with_cast_weights(call, *args, **kwargs)
+            with self._autocast.ensure_enabled():
+                return call(*args, **kwargs)
         with self._autocast.ensure_enabled(), self._weights.cast_for_forward(getattr(call, "__self__", None)):
-            return call(*args, **kwargs)
-
-    def forward_with_cast_weights(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's forward under autocast, without casting weights."""
-        with self._autocast.ensure_enabled():
             return call(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

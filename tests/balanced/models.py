@@ -360,7 +360,6 @@ def plan_for(
         "bounds": bounds,
         "devices": (device,) * stages,
         "microbatches": microbatches,
-        "draws": False,
     }
     return Plan(**{**values, **more})
 
@@ -370,7 +369,7 @@ def pipelined(
     model: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], *, batch_dim: int = 0, **options: Any
 ) -> Iterator[Any]:
     """Run the block with the plan of `plan_for`."""
-    plan = plan_for(model, inputs, output_dims=((0, batch_dim),), **options)
+    plan = plan_for(model, inputs, **options)
     with parallel_model(model, backend=BalancedBackend(devices=plan.devices, plan=plan, batch_dim=batch_dim)) as same:
         yield same
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ X = INPUTS[0][0]
 class Sleeping(torch.autograd.Function):
     """Takes time in proportion to the samples, and lets other threads run meanwhile, as a GPU does."""
 
+    backwards: ClassVar[list[Any]] = []
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
         ctx.seconds = seconds * len(x)
@@ -31,25 +34,23 @@ class Sleeping(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        began = time.perf_counter()
         time.sleep(2 * ctx.seconds)
+        Sleeping.backwards.append((began, time.perf_counter()))
         return gradient, None
 
 
 class Slow(nn.Module):
-    def __init__(self, seconds: float, log: list[tuple[str, float, float]] | None = None) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.seconds, self.log = seconds, log
+        self.seconds = seconds
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        began = time.perf_counter()
-        y = Sleeping.apply(self.layer(x), self.seconds)
-        if self.log is not None:
-            self.log.append(("forward", began, time.perf_counter()))
-        return y
+        return Sleeping.apply(self.layer(x), self.seconds)
 
 
-def overlaps(intervals: list[tuple[float, float]]) -> bool:
+def overlaps(intervals: list[Any]) -> bool:
     return any(a is not b and a[0] < b[1] and b[0] < a[1] for a in intervals for b in intervals)
 
 
@@ -64,42 +65,32 @@ def test_the_slowest_submodule_gets_its_own_device() -> None:
 
 
 def test_stages_work_at_the_same_time() -> None:
-    """Forwards of different stages overlap, and the step is faster than without a pipeline."""
+    """Forwards of different stages overlap, those of one stage do not; so do backwards of micro-batches."""
     log: list[tuple[str, float, float]] = []
-    model = nn.Sequential(*(Slow(0.002, log) for _ in range(4)))
+    began: dict[int, float] = {}
+    model = nn.Sequential(*(Slow(0.002) for _ in range(4)))
+    for index, module in enumerate(model):
+        module.register_forward_pre_hook(lambda *_: began.update({threading.get_ident(): time.perf_counter()}))
+        module.register_forward_hook(
+            lambda *_, name=str(index): log.append((name, began[threading.get_ident()], time.perf_counter()))
+        )
     x = torch.randn(8, 4)
-    began = time.perf_counter()
     loss_of(model(x)).backward()
-    unsplit_s = time.perf_counter() - began
     assert not overlaps([interval for _, *interval in log])
-    with pipelined(
-        model, rows_of_four(8), events=("0", "1", "2", "3"), bounds=(0, 1, 2, 3, 4), stages=4, microbatches=8
-    ):
+    options: dict[str, Any] = {"events": ("0", "1", "2", "3"), "bounds": (0, 1, 2, 3, 4), "stages": 4}
+    with pipelined(model, rows_of_four(8), microbatches=8, **options):
         model(x)
         log.clear()
-        began = time.perf_counter()
+        Sleeping.backwards.clear()
         loss_of(model(x)).backward()
-        split_s = time.perf_counter() - began
     assert overlaps([interval for _, *interval in log])
-    # The ideal speedup is 2.9; a busy machine still reaches this.
-    assert split_s < unsplit_s / 1.3
+    for stage in "0123":
+        assert not overlaps([interval for name, *interval in log if name == stage])
+    assert overlaps(Sleeping.backwards)
 
 
 def rows_of_four(samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (torch.randn(samples, 4),), {}
-
-
-def test_auto_splits_if_it_is_faster() -> None:
-    """If stages can overlap, the number of micro-batches and devices is chosen, and the speedup was measured."""
-    model = nn.Sequential(*(Slow(0.003) for _ in range(4)))
-    x = torch.randn(16, 4)
-    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"))):
-        loss_of(model(x)).backward()
-    found = plan(model)
-    assert found.is_split
-    assert found.microbatches > 1
-    assert found.speedup is not None
-    assert found.speedup > 1.03
 
 
 def test_no_speedup_warns_and_leaves_the_model_unsplit(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,11 +131,7 @@ def test_planning_leaves_no_trace() -> None:
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=2)), torch.no_grad():
         torch.manual_seed(0)
         before = torch.get_rng_state()
-        model(x)
-        # One number of the generator seeds the masks of a step.
-        torch.manual_seed(0)
-        torch.randint(2**62, ())
-        assert not torch.equal(torch.get_rng_state(), before)
+        model(x)  # is planned and validated
         after = torch.get_rng_state()
         torch.set_rng_state(before)
         model(x)
@@ -248,25 +235,22 @@ def assert_masks_of_backward_are_those_of_forward(model: Any) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_validation_pass_may_come_first(recompute: bool) -> None:
-    """After a first batch in evaluation mode, dropout is detected in training: seeds and recomputation are right."""
+    """After a first batch in evaluation mode, seeds and recomputation are right in training with dropout."""
     model = seeded(Droppy).eval()
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4, recompute=recompute)):
         with torch.no_grad():
             model(torch.randn(8, 8))
-        assert not plan(model).draws
         model.train()
         assert_masks_of_backward_are_those_of_forward(model)
-        assert plan(model).draws
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_plan_made_without_dropout_works_for_a_model_with_it(recompute: bool) -> None:
-    """The first batch with a given plan shows whether numbers are drawn, and is run again if so."""
+    """A plan fits a model with other dropout: masks depend on the seed, and recomputation draws them again."""
     backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=4, recompute=recompute)
     with parallel_model(seeded(lambda: Droppy(0.0)), backend=backend) as before:
         before(torch.randn(8, 8))
         made = plan(before)
-    assert not made.draws
     model = seeded(Droppy)
     with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), plan=made)):
         with torch.no_grad():

@@ -46,7 +46,7 @@ def test_outputs_and_gradients_are_those_of_one_stage(name: str, devices: tuple[
     alone = copy.deepcopy(model)
     found = []
     for each, places in ((model, devices), (alone, ("cuda:0",))):
-        options: dict[str, Any] = {"stages": len(places), "devices": places, "output_dims": ((0, 0),)}
+        options: dict[str, Any] = {"stages": len(places), "devices": places}
         made = plan_for(each, inputs, **options)
         with parallel_model(each, backend=BalancedBackend(devices=places, plan=made)):
             output = each(*inputs[0], **inputs[1])
@@ -85,7 +85,7 @@ def test_dropout_on_a_gpu_depends_on_the_seed_only() -> None:
     found = []
     for recompute in (False, True, True):
         model = seeded(lambda: Gpt(dropout=0.5)).cuda()
-        with pipelined(model, inputs, device="cuda:0", draws=True, recompute=recompute):
+        with pipelined(model, inputs, device="cuda:0", recompute=recompute):
             torch.manual_seed(0)
             output = model(*inputs[0])
             loss_of(output).backward()

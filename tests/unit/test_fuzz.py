@@ -99,7 +99,7 @@ PLAN = Plan(
     bounds=(0, 1, 2),
     devices=("cpu", "cpu"),
     microbatches=2,
-    output_dims=((0, 1),),
+    whole_inputs=("mask (2-D)",),
 )
 
 

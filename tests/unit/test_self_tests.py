@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint as torch_checkpoint
 
-from parallelize import ConfigError, parallel_model
+from parallelize import ConfigError
 from parallelize.backends import ddp_engine, ddp_static_graph, sharded_parameter_guard
-from parallelize.backends.balanced import stage_transfer
-from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.backends.ddp_engine import _DistributedDataParallel
 from parallelize.backends.fsdp_engine import _require_known_traces
 from parallelize.cluster.world import World
@@ -29,7 +25,6 @@ from parallelize.runtime import gradients, loss_counts, torch_compile
 from parallelize.torch_private import self_test
 
 SELF_TESTS: dict[str, Any] = {
-    "interception": stage_transfer._require_interception,
     "backward": gradients.require_patchable_backward,
     "autocast": autocast._require_held_autocast,
     "exclusion": torch_compile._require_exclusion,
@@ -87,52 +82,10 @@ def test_modes_of_the_caller_do_not_disturb() -> None:
     """Self-tests succeed under the caller's grad mode, autocast, default device, dtype and hooks."""
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"), hooks:
-        for name in SELF_TESTS.keys() - {"interception"}:
-            if name != "exclusion":
-                SELF_TESTS[name]()
-        with stage_transfer.intercept_operations():
-            torch_compile.exclude_package.cache_clear()
-            torch_compile.exclude_package()
-
-
-def altered_checkpoint() -> Any:
-    """Return another instance of the module torch.utils.checkpoint, whose functions call no function of the first."""
-    spec: Any = importlib.util.find_spec("torch.utils.checkpoint")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_bypassed_checkpoints(recompute: bool, monkeypatch: Patch) -> None:
-    """If torch's checkpoint bypasses the patch, balanced raises before any gradient; nothing stays patched."""
-    monkeypatch.setattr(torch_checkpoint, "checkpoint", altered_checkpoint().checkpoint)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
-    apply = torch.autograd.Function.__dict__["apply"]
-    backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=2, recompute=recompute)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match='backend="balanced" with torch'), parallel_model(model, backend=backend):
-            model(torch.randn(4, 4)).sum().backward()
-    assert all(each.grad is None for each in model.parameters())
-    assert torch.autograd.Function.__dict__["apply"] is apply
-
-
-@pytest.mark.skipif(not hasattr(torch_checkpoint, "_CheckpointedFunction"), reason="torch 2.15 has decorated regions")
-def test_bypassed_decorators(monkeypatch: Patch) -> None:
-    """It is enough that one form of checkpoint bypasses the patch."""
-    monkeypatch.setattr(torch_checkpoint, "_CheckpointedFunction", altered_checkpoint()._CheckpointedFunction)
-    with pytest.raises(ConfigError, match="balanced"), stage_transfer.intercept_operations():
-        pass
-
-
-def test_missing_checkpoint_functions(monkeypatch: Patch) -> None:
-    """A torch without the patched functions is refused by the same error."""
-    module = altered_checkpoint()
-    monkeypatch.setattr(torch_checkpoint, "checkpoint", module.checkpoint)
-    for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"):
-        monkeypatch.delattr(torch_checkpoint, name, raising=False)
-    with pytest.raises(ConfigError, match="balanced"), stage_transfer.intercept_operations():
-        pass
+        for name in SELF_TESTS.keys() - {"exclusion"}:
+            SELF_TESTS[name]()
+        torch_compile.exclude_package.cache_clear()
+        torch_compile.exclude_package()
 
 
 def bypass_backward(monkeypatch: Patch) -> None:

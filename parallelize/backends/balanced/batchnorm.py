@@ -1,9 +1,9 @@
 """Batch norm of micro-batches, with running statistics of the full batch.
 
-Each micro-batch is normalized by its own moments (mean, variance), since later micro-batches have not run yet. The call
-of `batch_norm` stores these moments in scratch buffers instead of the running statistics. After the forward they are
-merged into those of the full batch, which update the running statistics once. Micro-batch i has n_i of
-the N values per channel:
+Each micro-batch is normalized by its own moments (mean, variance), since later micro-batches have not run yet. During a
+call, the module has scratch buffers and a momentum of 1, and so stores these moments in place of running statistics.
+After the forward they are merged into those of the full batch, which update the running statistics once. Micro-batch i
+has n_i of the N values per channel:
 
     mean = sum(n_i mean_i) / N         variance = (sum((n_i - 1) var_i) + sum(n_i (mean_i - mean)^2)) / (N - 1)
 
@@ -15,22 +15,18 @@ Source: Chan, Golub & LeVeque, Updating formulae and a pairwise algorithm for co
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallelize.backends.balanced import refusals
 
-__all__ = ["Moments", "deferred_running_stats"]
-
-_SIGNATURE = inspect.signature(F.batch_norm)
+__all__ = ["BatchNorms", "Moments"]
 
 
 @dataclass(frozen=True)
@@ -40,78 +36,100 @@ class _CallMoments:
     variance: torch.Tensor  # shape (C,), unbiased
 
 
-@dataclass
-class _RunningStats:
+class Moments(dict[int, list[_CallMoments]]):
+    """Moments that one micro-batch's calls of batch norm have computed, by the id of the module."""
+
+
+@dataclass(frozen=True)
+class _Tracked:
+    """A batch norm during a call: its values before, and the number of values per channel."""
+
     mean: torch.Tensor
     variance: torch.Tensor
-    momentum: float
-    calls: list[_CallMoments] = field(default_factory=list)
+    calls: torch.Tensor | None
+    momentum: float | None
+    count: int
+
+    def restore(self, module: _BatchNorm) -> None:
+        module.running_mean, module.running_var = self.mean, self.variance
+        module.num_batches_tracked, module.momentum = self.calls, self.momentum
 
 
-class Moments:
-    """Moments computed by one micro-batch's calls of `batch_norm`, by the id of the module's `running_mean`."""
+class BatchNorms:
+    """The batch norms of a model that track running statistics."""
 
-    def __init__(self) -> None:
-        self.buffers: dict[int, _RunningStats] = {}
-        self.is_recording = True
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {id(each): each for each in model.modules() if isinstance(each, _BatchNorm)}
+        # A module that several stages call may run in several threads.
+        self._locks = {key: threading.RLock() for key in self._modules}
+        self._before: dict[int, _Tracked] = {}
 
-    def batch_norm(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, localize: Callable[[Any], Any]) -> Any:
-        """Compute `F.batch_norm`; in training, record the moments and leave the running statistics unchanged.
+    def __contains__(self, module: object) -> bool:
+        return id(module) in self._modules
 
-        `localize` returns an argument with its tensors replaced by the current stage's versions.
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether any of the modules normalizes by the moments of a batch and updates its statistics."""
+        return any(each.training for each in self._modules.values())
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Give a batch norm that is about to run scratch buffers, if it is in training.
+
+        Raises:
+            ConfigError: the micro-batch has one value per channel.
         """
-        given = _SIGNATURE.bind(*args, **kwargs)
-        given.apply_defaults()
-        call = given.arguments
-        mean, variance = call["running_mean"], call["running_var"]
-        if not call["training"] or mean is None or variance is None:
-            return F.batch_norm(**localize(dict(call)))
-        x = localize(call["input"])
-        scratch = torch.zeros_like(mean, device=x.device), torch.zeros_like(variance, device=x.device)
+        norm = self._modules.get(id(module))
+        if norm is None or not norm.training or norm.running_mean is None or norm.running_var is None:
+            return
+        x = args[0]
         if x.numel() == x.shape[1]:
             raise refusals.one_value_per_channel(x.shape[1])
-        momentum = call["momentum"]
-        weight, bias = localize(call["weight"]), localize(call["bias"])
-        output = F.batch_norm(x, scratch[0], scratch[1], weight, bias, training=True, momentum=1.0, eps=call["eps"])
-        if self.is_recording:
-            kept = self.buffers.setdefault(id(mean), _RunningStats(mean, variance, momentum))
-            kept.calls.append(_CallMoments(x.numel() // x.shape[1], *scratch))
-        return output
+        self._locks[id(module)].acquire()
+        calls = norm.num_batches_tracked
+        self._before[id(module)] = _Tracked(
+            norm.running_mean, norm.running_var, calls, norm.momentum, x.numel() // x.shape[1]
+        )
+        norm.running_mean, norm.running_var = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
+        norm.num_batches_tracked = None if calls is None else calls.clone()
+        norm.momentum = 1.0
+
+    def after(self, module: nn.Module, moments: Moments | None) -> None:
+        """Restore a batch norm that has run; add its moments to those of the micro-batch, if there is one."""
+        tracked = self._before.pop(id(module), None)
+        if tracked is None:
+            return
+        norm = self._modules[id(module)]
+        if moments is not None and norm.running_mean is not None and norm.running_var is not None:
+            call = _CallMoments(tracked.count, norm.running_mean, norm.running_var)
+            moments.setdefault(id(module), []).append(call)
+        tracked.restore(norm)
+        self._locks[id(module)].release()
+
+    def update(self, of_each: Sequence[Moments]) -> None:
+        """Update the running statistics from the moments of all micro-batches."""
+        with torch.no_grad():
+            for key in dict.fromkeys(key for each in of_each for key in each):
+                _update(self._modules[key], [each[key] for each in of_each if key in each])
 
 
-@contextlib.contextmanager
-def deferred_running_stats(model: nn.Module, moments: Sequence[Moments]) -> Iterator[None]:
-    """Update batch norm's counters and running statistics once, on exit, from the micro-batches' `moments`."""
-    tracking = [
-        module
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and module.training and module.num_batches_tracked is not None
-    ]
-    # Restored on exit, since the forward of every micro-batch increments the counter.
-    before = [module.num_batches_tracked.clone() for module in tracking]  # type: ignore[union-attr]  # filtered above
-    try:
-        yield
-    finally:
-        for module, counted in zip(tracking, before, strict=True):
-            module.num_batches_tracked.copy_(counted)  # type: ignore[union-attr]  # filtered above
-    by_mean = {id(module.running_mean): module for module in tracking}
-    with torch.no_grad():
-        for key in dict.fromkeys(key for each in moments for key in each.buffers):
-            _apply([each.buffers[key] for each in moments if key in each.buffers], by_mean.get(key))
-
-
-def _apply(per_microbatch: list[_RunningStats], module: _BatchNorm | None) -> None:
-    first = per_microbatch[0]
+def _update(norm: _BatchNorm, of_each: list[list[_CallMoments]]) -> None:
+    assert norm.running_mean is not None  # only those that track statistics have moments
+    assert norm.running_var is not None
     # One update per call, since a model may call a module several times in one forward.
-    for call in range(max(len(each.calls) for each in per_microbatch)):
-        merged = _merge([each.calls[call] for each in per_microbatch if call < len(each.calls)])
-        factor = first.momentum
-        if module is not None and module.num_batches_tracked is not None:
-            module.num_batches_tracked.add_(1)
-            if module.momentum is None:
-                factor = 1.0 / float(module.num_batches_tracked)
-        first.mean.mul_(1 - factor).add_(merged.mean.to(first.mean.device), alpha=factor)
-        first.variance.mul_(1 - factor).add_(merged.variance.to(first.variance.device), alpha=factor)
+    for call in range(max(map(len, of_each))):
+        merged = _merge([each[call] for each in of_each if call < len(each)])
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+        if norm.momentum is None:
+            assert norm.num_batches_tracked is not None
+            factor = 1.0 / float(norm.num_batches_tracked)
+        else:
+            factor = norm.momentum
+        norm.running_mean.mul_(1 - factor).add_(merged.mean, alpha=factor)
+        norm.running_var.mul_(1 - factor).add_(merged.variance, alpha=factor)
 
 
 def _merge(parts: Sequence[_CallMoments]) -> _CallMoments:

@@ -13,17 +13,14 @@ from torch import nn
 from typing_extensions import override
 
 from parallelize.backends.balanced import refusals, units
-from parallelize.backends.balanced.executor import ModelForward
 from parallelize.backends.balanced.hardware import device_specs
 from parallelize.backends.balanced.microbatch_run import active_run
 from parallelize.backends.balanced.opaque_inputs import opaque_inputs
 from parallelize.backends.balanced.pipeline import Pipeline
 from parallelize.backends.balanced.plan import Plan, remember, signature
-from parallelize.backends.balanced.plan_validation import pipeline_config
 from parallelize.backends.balanced.planner import Planner, PlannerOptions
 from parallelize.backends.balanced.stage_placement import ModelPlacement
-from parallelize.backends.balanced.stage_threads import StageThreads, stages_on
-from parallelize.backends.balanced.stage_transfer import intercept_operations
+from parallelize.backends.balanced.stage_threads import stages_on
 from parallelize.backends.ddp_engine import DDPOptions, build_ddp_engine
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.containers import map_leaves
@@ -62,14 +59,12 @@ class BalancedEngine(Engine):
         self.averages_gradients = options.ddp_options is not None
         self.input_device = options.output_device
         self._inner = inner
-        self._forward = ModelForward(inner)
         self._options = options
         self._ddp_engine: Engine | None = None
         self._runner: nn.Module | None = None
         self._is_no_sync = False
         self._cleanup = contextlib.ExitStack()
         self._placement = ModelPlacement(inner.model)
-        self._cleanup.enter_context(intercept_operations())
         self._cleanup.enter_context(self._placement.restoring())
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_local: bool) -> Any:
@@ -115,7 +110,7 @@ class BalancedEngine(Engine):
         plan = self._shared_plan(args, kwargs)
         remember(model, plan)
         if plan.is_split:
-            runner: nn.Module = self._build_pipeline(plan)
+            runner: nn.Module = self._cleanup.enter_context(self._pipeline(plan))
         else:
             self._placement.move(units.module_stages(model, {}), stages_on([options.output_device]))
             runner = _UnsplitModel(self._inner, options.output_device, options.output_device)
@@ -125,14 +120,15 @@ class BalancedEngine(Engine):
             self._apply_sync_setting()
         self._runner = runner
 
-    def _build_pipeline(self, plan: Plan) -> Pipeline:
+    @contextlib.contextmanager
+    def _pipeline(self, plan: Plan) -> Iterator[Pipeline]:
+        """Move the model to the devices of a plan's stages, and run it there inside the context."""
         model, options = self._inner.model, self._options
-        config = pipeline_config(plan, model, batch_dim=options.planner.batch_dim, output_device=options.output_device)
-        self._placement.move(units.module_stages(model, config.routes), config.stages)
-        threads = StageThreads(config.stages, microbatches=plan.microbatches)
-        self._cleanup.callback(threads.close)
-        is_given = options.plan is not None
-        return Pipeline(self._inner, self._forward, plan=plan, config=config, threads=threads, is_plan_given=is_given)
+        routes = units.unit_routes(model, plan.events, plan.bounds)
+        self._placement.move(units.module_stages(model, routes), stages_on([*map(torch.device, plan.devices)]))
+        pipeline = Pipeline(self._inner, plan, batch_dim=options.planner.batch_dim, output_device=options.output_device)
+        with contextlib.closing(pipeline):
+            yield pipeline
 
     def _shared_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Return the plan, equal on every rank: the user's plan, or one that rank 0 makes and broadcasts."""
@@ -157,8 +153,8 @@ class BalancedEngine(Engine):
     def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         options = self._options
         planner = Planner(
-            module=self._forward,
-            model=self._inner.model,
+            inner=self._inner,
+            pipeline=self._pipeline,
             device_specs=device_specs(options.devices, memory=options.memory, model=self._inner.model),
             output_device=options.output_device,
             placement=self._placement,
@@ -195,7 +191,7 @@ class _PipelineEntry(nn.Module):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if active_run() is not None:  # inside a micro-batch: the model has called itself
-            return self._inner.call_with_cast_weights(*args, **kwargs)
+            return self._inner.bind_method(self._inner.method, self._inner.model)(*args, **kwargs)
         args, kwargs = _to_device((args, kwargs), self._engine.input_device)
         return self._engine.run(args, kwargs, is_local=self._is_local)
 

@@ -3,28 +3,29 @@
 Inputs: a tensor anywhere in the arguments is split along `batch_dim` (a 1-D tensor along its only dimension) if that
 dimension is as long as the batch, in this and in every earlier batch. All other values are passed to every micro-batch.
 
-Outputs: tensors are concatenated along the dimension whose length is the micro-batch's size. Scalar losses add up to
-that of the batch: means are weighted by the number of their targets, sums are added, other scalars are averaged by
-samples. A value that is equal in all micro-batches is returned once. Other outputs are refused.
+Outputs: tensors are concatenated along the dimension in which the full batch is as long as all micro-batches. Scalar
+losses add up to that of the batch: means are weighted by the number of their targets, sums are added, other scalars are
+averaged by samples. A value that is equal in all micro-batches is returned once. In place of another output, the caller
+gets a placeholder that raises when it is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from parallelize.backends.balanced import refusals
+from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves, map_leaves
-from parallelize.runtime.loss_counts import LossCount, join_weights
+from parallelize.runtime.loss_counts import LossCount, attach_count, join_weights
 
 __all__ = [
-    "JoinedOutput",
     "SplitBatch",
+    "UnjoinedOutput",
     "batch_size",
     "first_samples",
     "infer_batch_dims",
@@ -32,10 +33,15 @@ __all__ = [
     "named_leaves",
     "names_not_per_sample",
     "output_form",
-    "output_shapes",
     "rebuild",
+    "scalar_weights",
     "split_dims",
 ]
+
+Dims = Mapping[int, int | None]
+"""Position of an output -> its batch dimension, None if it has none; absent if it cannot be joined."""
+Weights = Mapping[int, tuple[Sequence[float | torch.Tensor], LossCount]]
+"""Position of a scalar output -> the weight of each micro-batch's value, and what the scalar averages over."""
 
 
 def batch_size(inputs: Any, *, dim: int) -> int:
@@ -95,47 +101,78 @@ class SplitBatch:
     Args:
         microbatches: maximum number of micro-batches.
         whole_inputs: names of tensors that are not split, even if they are as long as this batch.
+        is_bounded: whether inputs that require grad are replaced by views, where a backward of the micro-batches ends.
 
     Attributes:
         sizes: number of samples of each micro-batch.
-        parts: flat list of inputs of each micro-batch; tensors that require grad are detached to separate leaves.
-        grad_inputs: (position, tensor) of each input that requires grad.
+        bounds: these views.
     """
 
-    def __init__(self, inputs: Any, *, microbatches: int, dim: int, whole_inputs: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        inputs: Any,
+        *,
+        microbatches: int,
+        dim: int,
+        whole_inputs: Collection[str] = (),
+        is_bounded: bool = False,
+    ) -> None:
         self._inputs = inputs
+        self.bounds: list[torch.Tensor] = []
         flat = list(leaves(inputs))
         size = batch_size(inputs, dim=dim)
         count = max(1, min(microbatches, size))
         self.sizes = tuple(size // count + (index < size % count) for index in range(count))
-        self._axes = _axes(inputs, size, dim=dim, whole_inputs=whole_inputs)
-        pieces = [self._split(leaf, axis) for leaf, axis in zip(flat, self._axes, strict=True)]
-        self.parts = [list(part) for part in zip(*pieces, strict=True)]
-        self.grad_inputs = [(i, x) for i, x in enumerate(flat) if isinstance(x, torch.Tensor) and x.requires_grad]
+        axes = _axes(inputs, size, dim=dim, whole_inputs=whole_inputs)
+        if is_bounded:
+            flat = [self._bounded(leaf) for leaf in flat]
+        pieces = [self._split(leaf, axis) for leaf, axis in zip(flat, axes, strict=True)]
+        self._parts = [list(part) for part in zip(*pieces, strict=True)]
 
     def inputs(self, index: int) -> Any:
         """Return the arguments and keyword arguments of one micro-batch."""
-        return rebuild(self._inputs, self.parts[index])
+        return rebuild(self._inputs, self._parts[index])
 
-    def gradient(self, position: int, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Join the gradients of an input's parts, one per micro-batch; return None if all of them are None."""
-        found = [part for part in parts if part is not None]
-        if not found:
-            return None
-        axis = self._axes[position]
-        if axis is None:
-            return torch.stack(found).sum(0) if len(found) > 1 else found[0]
-        pieces = [torch.zeros_like(self.parts[i][position]) if p is None else p for i, p in enumerate(parts)]
-        return torch.cat(pieces, axis)
+    def _bounded(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+            return leaf
+        self.bounds.append(leaf.view_as(leaf))
+        return self.bounds[-1]
 
     def _split(self, leaf: Any, axis: int | None) -> Sequence[Any]:
-        if not isinstance(leaf, torch.Tensor) or (axis is None and not leaf.requires_grad):
+        if axis is None or len(self.sizes) == 1:
             return [leaf] * len(self.sizes)
-        plain = leaf.detach()
-        pieces = (
-            [plain.view_as(plain) for _ in self.sizes] if axis is None else torch.split(plain, list(self.sizes), axis)
-        )
-        return [piece.detach().requires_grad_(leaf.requires_grad) for piece in pieces]
+        # Slices, unlike the outputs of torch.split, may be changed in place.
+        starts = [sum(self.sizes[:index]) for index in range(len(self.sizes))]
+        return [leaf.narrow(axis, start, size) for start, size in zip(starts, self.sizes, strict=True)]
+
+
+class UnjoinedOutput:
+    """Placeholder for an output that cannot be joined; raises ConfigError when it is used."""
+
+    def __init__(self, error: ConfigError) -> None:
+        self.__dict__["error"] = error
+
+    def __repr__(self) -> str:
+        return f"<{str(self.__dict__['error']).splitlines()[0]}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):  # copy, pickle and isinstance look for optional methods
+            raise AttributeError(name)
+        self._raise()
+
+    def _raise(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise self.__dict__["error"]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse an operation on the output."""
+        del func, types
+        next(leaf for leaf in leaves((args, kwargs or {})) if isinstance(leaf, cls))._raise()
+
+    __getitem__ = __setitem__ = __setattr__ = __iter__ = __len__ = __bool__ = __call__ = __contains__ = _raise
+    __float__ = __int__ = __index__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _raise
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _raise
 
 
 def _axis(leaf: Any, dim: int) -> int | None:
@@ -170,88 +207,69 @@ def _paths(at: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _paths(f"{at}.{key}", each)
 
 
-@dataclass(frozen=True)
-class JoinedOutput:
-    """One output, joined over all micro-batches.
-
-    Args:
-        value: output of the full batch.
-        dim: dimension of the concatenation; None if the output is not concatenated.
-        weights: weight of each micro-batch's scalar; None if the output is no scalar.
-        count: number of targets that a scalar loss averages over; None if the output is no scalar.
-    """
-
-    value: Any
-    dim: int | None = None
-    weights: tuple[float | torch.Tensor, ...] | None = None
-    count: LossCount | None = None
-
-    def split_gradient(self, gradient: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
-        """Split the joined output's gradient into the gradients of the micro-batches' outputs."""
-        if self.weights is not None:
-            return [gradient * torch.as_tensor(weight).to(gradient) for weight in self.weights]
-        if self.dim is not None:
-            return torch.split(gradient, list(sizes), self.dim)
-        return [gradient, *[None] * (len(sizes) - 1)]
+def output_form(values: Sequence[Any]) -> tuple[int | None, ...]:
+    """Return the number of dimensions of each leaf of an output, None for leaves that are not tensors."""
+    return tuple(each.dim() if isinstance(each, torch.Tensor) else None for each in values)
 
 
-def output_shapes(output: Any) -> tuple[tuple[int, ...] | None, ...]:
-    """Return the shape of each leaf of an output, None for leaves that are not tensors."""
-    return tuple(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves(output))
-
-
-def infer_batch_dims(
-    few: Sequence[tuple[int, ...] | None], many: Sequence[tuple[int, ...] | None]
-) -> dict[int, int | None]:
-    """Infer each output's batch dimension, None if it has none, from the output shapes for two batch sizes."""
-    if few is many or len(few) != len(many):
-        return {}
+def infer_batch_dims(whole: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Dims:
+    """Infer each output's batch dimension from the shapes for the full batch and for the micro-batches."""
     found: dict[int, int | None] = {}
-    for position, (one, other) in enumerate(zip(few, many, strict=True)):
-        if one is not None and other is not None and len(one) == len(other):
-            differing = [dim for dim, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
-            if len(differing) <= 1:
-                found[position] = differing[0] if differing else None
+    for position, (value, *parts) in enumerate(zip(whole, *rows, strict=True)):
+        if not all(isinstance(each, torch.Tensor) and each.dim() == value.dim() for each in (value, *parts)):
+            continue
+        joined = [dim for dim in range(value.dim()) if _joined_shape(parts, dim) == value.shape]
+        if joined:
+            found[position] = joined[0]
+        elif all(part.shape == value.shape for part in parts):
+            found[position] = None
     return found
 
 
-def output_form(shapes_: Sequence[tuple[int, ...] | None]) -> tuple[int | None, ...]:
-    """Return the number of dimensions of each leaf of an output, None for leaves that are not tensors."""
-    return tuple(None if each is None else len(each) for each in shapes_)
-
-
-def join_outputs(
-    rows: Sequence[Sequence[Any]],
-    sizes: Sequence[int],
-    *,
-    device: torch.device,
-    dims: Mapping[int, int | None],
-    known_form: tuple[int | None, ...] | None = None,
-    inputs: Any = (),
-) -> list[JoinedOutput]:
-    """Join the outputs of micro-batches.
+def scalar_weights(rows: Sequence[Sequence[Any]], sizes: Sequence[int], *, inputs: Any) -> Weights:
+    """Return the weights of scalar outputs, read from the graphs that forward has recorded.
 
     Args:
         rows: flat list of outputs of each micro-batch.
         sizes: number of samples of each micro-batch.
-        device: device of the joined tensors.
-        dims: position of an output -> its batch dimension, None if it has none; absent if not known.
-        known_form: number of dimensions of each output; `dims` applies to this form only. None: to any form.
         inputs: the inputs of the model.
 
     Raises:
-        ConfigError: an output differs between micro-batches, and can be neither concatenated nor averaged.
+        ConfigError: micro-batches have returned different numbers of values.
     """
     if len({len(row) for row in rows}) > 1:
         raise refusals.uneven_outputs([len(row) for row in rows])
-    if known_form is not None and known_form != output_form(output_shapes(rows[0])):
-        dims = {}  # not the planned outputs: without labels, for example, a model may return others
-    return [
-        _join_scalars(values, sizes, device=device, inputs=inputs)
+    return {
+        position: join_weights(values, samples=sizes, inputs=inputs)
+        for position, values in enumerate(zip(*rows, strict=True))
         if all(_is_scalar(each) for each in values)
-        else _join_output(values, tuple(sizes), position=position, device=device, dims=dims)
+    }
+
+
+def join_outputs(rows: Sequence[Sequence[Any]], *, device: torch.device, dims: Dims, weights: Weights) -> list[Any]:
+    """Join the outputs of micro-batches.
+
+    Args:
+        rows: flat list of outputs of each micro-batch.
+        device: device of the joined tensors.
+        dims: see `Dims`.
+        weights: see `scalar_weights`.
+    """
+    return [
+        _join_scalars(values, *weights[position], device=device)
+        if position in weights
+        else _join_output(values, position=position, device=device, dims=dims)
         for position, values in enumerate(zip(*rows, strict=True))
     ]
+
+
+def _joined_shape(parts: Sequence[torch.Tensor], dim: int) -> tuple[int, ...] | None:
+    """Return the shape of parts after concatenation along `dim`; None if they cannot be concatenated."""
+    shapes = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+    if len(shapes) > 1:
+        return None
+    length = sum(part.shape[dim] for part in parts)
+    return (*parts[0].shape[:dim], length, *parts[0].shape[dim + 1 :])
 
 
 def _is_scalar(value: Any) -> bool:
@@ -261,50 +279,34 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _join_scalars(
-    values: tuple[torch.Tensor, ...], sizes: Sequence[int], *, device: torch.device, inputs: Any
-) -> JoinedOutput:
-    weights, count = join_weights(values, samples=sizes, inputs=inputs)
-    joined: Any = sum(
-        value.detach().to(device) * torch.as_tensor(weight).to(device, value.dtype)
-        for value, weight in zip(values, weights, strict=True)
-    )
-    return JoinedOutput(joined, weights=tuple(weights), count=count)
+    values: tuple[torch.Tensor, ...], weights: Sequence[float | torch.Tensor], count: LossCount, *, device: torch.device
+) -> torch.Tensor:
+    parts = [value.to(device) * _weight(weight, value, device) for value, weight in zip(values, weights, strict=True)]
+    joined: torch.Tensor = sum(parts[1:], parts[0])
+    if joined.requires_grad:
+        attach_count(joined, count)
+    return joined
 
 
-def _join_output(
-    values: tuple[Any, ...],
-    sizes: tuple[int, ...],
-    *,
-    position: int,
-    device: torch.device,
-    dims: Mapping[int, int | None],
-) -> JoinedOutput:
+def _weight(weight: float | torch.Tensor, value: torch.Tensor, device: torch.device) -> float | torch.Tensor:
+    return weight.to(device, value.dtype) if isinstance(weight, torch.Tensor) else weight
+
+
+def _join_output(values: tuple[Any, ...], *, position: int, device: torch.device, dims: Dims) -> Any:
     first = values[0]
-    if len(values) == 1 or all(value is first for value in values):
-        is_ours = isinstance(first, torch.Tensor) and not (first.requires_grad and first.is_leaf)
-        # A copy, since the user may change the output in place, and backward needs the original.
-        return JoinedOutput(first.detach().to(device, copy=True) if is_ours else first)
+    if all(value is first for value in values):
+        return first
     if not isinstance(first, torch.Tensor):
-        if any(value != first for value in values):
-            if hasattr(first, "__dict__"):
-                raise refusals.not_a_tensor(position, type(first).__name__)
-            raise refusals.unjoinable(position, f"{first!r} in the first micro-batch, another value in a later one")
-        return JoinedOutput(first)
-    dim = _batch_dim(values, sizes, known_dim=dims.get(position, -1))
-    if dim is not None:
-        shapes_ = [tuple(value.shape) for value in values]
-        if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes_}) > 1:
-            raise refusals.uneven_shapes(position, shapes_)
-        return JoinedOutput(torch.cat([value.detach().to(device) for value in values], dim), dim=dim)
-    if first.requires_grad or any(not torch.equal(value, first) for value in values):
-        raise refusals.unjoinable(position, f"tensors of {tuple(first.shape)} for {sizes[0]} samples")
-    return JoinedOutput(first.detach().to(device))
-
-
-def _batch_dim(values: tuple[torch.Tensor, ...], sizes: tuple[int, ...], *, known_dim: int | None) -> int | None:
-    """Return `known_dim` if its length is each micro-batch's size, else None; for -1, the first such dimension."""
-    shapes_ = [value.shape for value in values]
-    fitting = [dim for dim in range(values[0].dim()) if all(s[dim] == n for s, n in zip(shapes_, sizes, strict=True))]
-    if known_dim == -1:
-        return fitting[0] if fitting else None
-    return known_dim if known_dim in fitting else None
+        is_equal = not hasattr(first, "__dict__") and all(value == first for value in values)
+        return first if is_equal else UnjoinedOutput(refusals.not_a_tensor(position, first))
+    dim = dims.get(position, -1)
+    if dim is not None and 0 <= dim < first.dim():
+        if _joined_shape(values, dim) is not None:
+            return torch.cat([value.to(device) for value in values], dim)
+        return UnjoinedOutput(refusals.uneven_shapes(position, [tuple(value.shape) for value in values]))
+    is_constant = not first.requires_grad and all(
+        value.shape == first.shape and torch.equal(value, first.to(value.device)) for value in values
+    )
+    if is_constant:
+        return first.to(device)
+    return UnjoinedOutput(refusals.unjoinable(position, f"tensors of {tuple(first.shape)}"))

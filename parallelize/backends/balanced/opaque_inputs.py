@@ -19,7 +19,6 @@ from torch import nn
 
 from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.microbatch_split_join import named_leaves, rebuild
-from parallelize.backends.balanced.segment import version
 from parallelize.errors import ConfigError
 
 __all__ = [
@@ -122,7 +121,7 @@ def _contents(value: Any) -> _Contents:
 
 def _walk(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, torch.Tensor):
-        yield value, version(value)
+        yield value, 0 if value.is_inference() else value._version
     elif isinstance(value, _PLAIN_TYPES):
         yield None, (type(value), repr(value) if isinstance(value, (int, float, complex, str, bytes)) else id(value))
     elif id(value) not in seen:

@@ -2,168 +2,193 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import types
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from parallelize.backends.balanced import side_effects
-from parallelize.backends.balanced.executor import Executor, ModelForward, PipelineConfig
-from parallelize.backends.balanced.microbatch_split_join import batch_size, first_samples, names_not_per_sample
+from parallelize.backends.balanced import refusals
+from parallelize.backends.balanced.batch_validation import BatchKind, BatchValidation, SplitRows
+from parallelize.backends.balanced.batchnorm import BatchNorms
+from parallelize.backends.balanced.executor import Executor
+from parallelize.backends.balanced.microbatch_run import module_hooks
+from parallelize.backends.balanced.microbatch_split_join import (
+    SplitBatch,
+    batch_size,
+    join_outputs,
+    named_leaves,
+    names_not_per_sample,
+    output_form,
+    rebuild,
+    scalar_weights,
+    split_dims,
+)
 from parallelize.backends.balanced.opaque_inputs import check_shareable, forbid_changes, opaque_inputs
 from parallelize.backends.balanced.plan import Plan, remember
-from parallelize.backends.balanced.profiling import Profiler
-from parallelize.backends.balanced.stage_threads import StageThreads
+from parallelize.backends.balanced.side_effects import RNGState
+from parallelize.backends.balanced.stage_threads import StageThreads, stages_on
+from parallelize.backends.balanced.units import unit_routes
+from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
+from parallelize.runtime.containers import leaves, map_leaves
 
 __all__ = ["Pipeline"]
 
 
-class _SeenModes:
-    """Remembers in which modes, training or evaluation, each module has run.
-
-    Forward can have side effects in training only: dropout draws random numbers, and the model may store state on
-    itself. A plan made in evaluation mode has seen neither.
-
-    Args:
-        model: the model whose modules are tracked.
-        evaluated: names of modules that ran in evaluation mode during planning; all other modules ran in training
-            mode. None: no module has run yet.
-    """
-
-    def __init__(self, model: nn.Module, *, evaluated: Collection[str] | None) -> None:
-        names, self._modules = zip(*model.named_modules(), strict=True)
-        self._latest: list[bool] = []
-        self._seen: set[tuple[int, bool]] = set()
-        if evaluated is not None:
-            self._seen.update((index, name not in evaluated) for index, name in enumerate(names))
-
-    def has_new(self) -> bool:
-        """Return whether any module is in a mode in which it has not run yet."""
-        modes = [module.training for module in self._modules]
-        if modes != self._latest and not self._seen.issuperset(enumerate(modes)):
-            return True
-        self._latest = modes
-        return False
-
-    def add(self) -> None:
-        """Record that each module has run in its current mode."""
-        self._latest = [module.training for module in self._modules]
-        self._seen.update(enumerate(self._latest))
-
-
 class Pipeline(nn.Module):
-    """Runs each batch of a model through the stages of a plan.
+    """Runs each batch of a model through the stages of a plan; its hooks and threads end with `close`.
 
     Args:
-        config: configuration built from the plan, see `pipeline_config`.
-        is_plan_given: whether the user passed the plan; the model's dropout may have changed since it was made.
+        inner: holds the model, which is on the devices of its stages.
+        plan: the plan.
+        batch_dim: batch dimension of the inputs.
+        output_device: device of the inputs and of the outputs.
     """
 
-    def __init__(
-        self,
-        inner: Inner,
-        forward: ModelForward,
-        *,
-        plan: Plan,
-        config: PipelineConfig,
-        threads: StageThreads,
-        is_plan_given: bool,
-    ) -> None:
+    def __init__(self, inner: Inner, plan: Plan, *, batch_dim: int, output_device: torch.device) -> None:
         super().__init__()
         self.inner = inner
-        self._forward = forward
         self._plan = plan
-        self._threads = threads
-        self._modes = _SeenModes(inner.model, evaluated=frozenset(plan.evaluated))
-        self._rng_modes = _SeenModes(inner.model, evaluated=None) if is_plan_given else None
-        self._batch_norms = [module for module in inner.model.modules() if isinstance(module, _BatchNorm)]
-        self._config = config
-        self._devices = frozenset(stage.device for stage in config.stages)
+        self._batch_dim = batch_dim
+        self._kinds: dict[Any, BatchKind | None] = {}
+        self._moded = list(inner.model.modules())
+        stages = stages_on([torch.device(device) for device in plan.devices])
+        modules = dict(inner.model.named_modules())
+        units = [modules[name] for name in dict.fromkeys(plan.events)]
+        self._norms = BatchNorms(inner.model)
+        self._cleanup = contextlib.ExitStack()
+        is_on_cpu = {stage.device.type for stage in stages} == {"cpu"} and plan.microbatches > 1
+        self._executor = Executor(
+            stages=stages,
+            routes=unit_routes(inner.model, plan.events, plan.bounds),
+            norms=self._norms,
+            recomputed=tuple(each for each in units if each not in self._norms) if plan.recompute else (),
+            output_device=output_device,
+            model=inner.model,
+            threads=StageThreads(stages, microbatches=plan.microbatches) if is_on_cpu else None,
+        )
+        if self._executor.threads is not None:
+            self._cleanup.callback(self._executor.threads.close)
+        self._cleanup.enter_context(
+            module_hooks(stages, self._executor.routes, self._norms, output_device=output_device)
+        )
+
+    def close(self) -> None:
+        """Remove the hooks, and end the threads."""
+        self._cleanup.close()
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for a batch."""
-        if self._config.microbatches == 1 or not opaque_inputs((args, kwargs)):
-            return self._run_split(args, kwargs)
-        if not torch.is_grad_enabled():
-            # A single micro-batch may modify these objects: text generation passes a key-value cache.
-            return self._run(args, kwargs, config=replace(self._config, microbatches=1))
-        dim = self._config.batch_dim
-        check_shareable((args, kwargs), samples=batch_size((args, kwargs), dim=dim), dim=dim)
-        with forbid_changes((args, kwargs)):
-            return self._run_split(args, kwargs)
+        # Mixed precision casts the weights once for all micro-batches: to the session, they are one forward.
+        whole = types.MethodType(lambda _model, *args, **kwargs: self._run(args, kwargs), self.inner.model)
+        return self.inner.session.forward(whole, *args, **kwargs)
 
-    def _run_split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a batch in micro-batches; if a module is in a new mode, first check forward for side effects."""
-        self._learn_whole_inputs((args, kwargs))
-        if self._modes.has_new():
-            self._check_side_effects((args, kwargs))
-        if self._rng_modes is not None and not self._config.draws and self._rng_modes.has_new():
-            return self._run_checking_rng(self._rng_modes, args, kwargs)
-        return self._run(args, kwargs, config=self._config_for((args, kwargs)))
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = args, kwargs
+        objects = self._plan.microbatches > 1 and opaque_inputs(inputs)
+        if self._plan.microbatches == 1 or (objects and not torch.is_grad_enabled()):
+            # A forward that is not split may modify objects: text generation passes a key-value cache.
+            return self._run_whole(inputs)
+        if not objects:
+            return self._run_split(inputs)
+        dim = self._batch_dim
+        check_shareable(inputs, samples=batch_size(inputs, dim=dim), dim=dim)
+        with forbid_changes(inputs):
+            return self._run_split(inputs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.bind_method(self.inner.method, self.inner.model)(*args, **kwargs)
+
+    def _run_whole(self, inputs: Any) -> Any:
+        output = self._executor.run_whole(self._call, *inputs)
+        device = self._executor.output_device
+        if all(each.device == device for each in leaves(output) if isinstance(each, torch.Tensor)):
+            return output
+        return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, output)
+
+    def _run_split(self, inputs: Any) -> Any:
+        self._learn_whole_inputs(inputs)
+        count = self._microbatches(inputs)
+        if count == 1:
+            return self._run_whole(inputs)
+        names = tuple(name for name, _ in named_leaves(inputs))
+        key = (tuple(each.training for each in self._moded), names, torch.is_grad_enabled(), self.inner.method)
+        if key not in self._kinds:
+            self._kinds[key] = self._validate(inputs, count)
+        kind = self._kinds[key]
+        if kind is None:
+            return self._run_whole(inputs)
+        is_threaded = self._executor.threads is not None and not kind.draws and not kind.buffers
+        is_bounded = is_threaded and torch.is_grad_enabled()
+        before = RNGState([stage.device for stage in self._executor.stages]) if is_threaded else None
+        batch = self._split(inputs, count, is_bounded=is_bounded)
+        outputs = self._executor.run(self._call, batch, is_threaded=is_threaded, buffers=kind.buffers)
+        kind.draws = kind.draws or (before is not None and before.has_changed())
+        rows = [list(leaves(output)) for output in outputs]
+        form = output_form(rows[0])
+        if form not in kind.dims:
+            found = self._validate(inputs, count)
+            kind.dims[form] = {} if found is None else found.dims.get(form, {})
+        weights = scalar_weights(rows, batch.sizes, inputs=inputs)
+        rows = self._executor.connect(rows, batch) if is_bounded else rows
+        values = join_outputs(rows, device=self._executor.output_device, dims=kind.dims[form], weights=weights)
+        return rebuild(outputs[0], values)
+
+    def _split(self, inputs: Any, count: int, *, is_bounded: bool = False) -> SplitBatch:
+        whole = self._plan.whole_inputs
+        return SplitBatch(inputs, microbatches=count, dim=self._batch_dim, whole_inputs=whole, is_bounded=is_bounded)
+
+    def _validate(self, inputs: Any, count: int) -> BatchKind | None:
+        """Compare micro-batches with the full batch; return None if, without gradients, the batch is better not split.
+
+        Raises:
+            ConfigError: micro-batches do not compute what the full batch does.
+        """
+
+        def split(inputs: Any, buffers: Sequence[str]) -> SplitRows:
+            batch = self._split(inputs, count)
+            try:
+                outputs = self._executor.run(self._call, batch, is_threaded=False, buffers=buffers)
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise refusals.split_failure(split_dims(inputs, dim=self._batch_dim), error) from error
+            return SplitRows([list(leaves(output)) for output in outputs], batch.sizes)
+
+        devices = dict.fromkeys([self._executor.output_device, *(stage.device for stage in self._executor.stages)])
+        try:
+            kind = BatchValidation(
+                model=self.inner.model,
+                whole=self._run_whole,
+                split=split,
+                devices=list(devices),
+                normalizes=self._norms.is_training,
+            ).run(inputs)
+        except ConfigError:
+            if torch.is_grad_enabled():
+                raise
+            return None
+        # Without a graph, the number of targets of a loss is not known.
+        has_loss = any(0 in form for form in kind.dims)
+        return None if has_loss and not torch.is_grad_enabled() else kind
 
     def _learn_whole_inputs(self, inputs: Any) -> None:
         """Remember the names of inputs with another length than the batch; later batches do not split them either."""
-        known = self._config.whole_inputs
-        new = names_not_per_sample(inputs, dim=self._config.batch_dim).difference(known)
+        known = self._plan.whole_inputs
+        new = names_not_per_sample(inputs, dim=self._batch_dim).difference(known)
         if new:
-            self._update(whole_inputs=tuple(sorted(new.union(known))))
+            self._plan = replace(self._plan, whole_inputs=tuple(sorted(new.union(known))))
+            remember(self.inner.model, self._plan)
 
-    def _config_for(self, inputs: Any) -> PipelineConfig:
-        """Return the configuration, with fewer micro-batches if batch norm would train on one sample at a time."""
-        config = self._config
-        if any(norm.training for norm in self._batch_norms):
-            samples = batch_size(inputs, dim=config.batch_dim)
-            if samples < min(self._plan.samples, 2 * config.microbatches):
-                return replace(config, microbatches=max(1, samples // 2))
-        return config
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, config: PipelineConfig) -> Any:
-        executor = Executor(module=self._forward, model=self.inner.model, config=config, threads=self._threads)
-        return executor.run(args, kwargs)
-
-    def _run_checking_rng(self, modes: _SeenModes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a batch; if it draws random numbers, undo this and run it again with a seeded generator per segment."""
-        before = side_effects.StateSnapshot(self.inner.model, self._devices)
-        output = self._run(args, kwargs, config=self._config_for((args, kwargs)))
-        modes.add()
-        if not before.has_drawn():
-            return output
-        before.restore()
-        self._update(draws=True)
-        return self._run(args, kwargs, config=self._config_for((args, kwargs)))
-
-    def _check_side_effects(self, inputs: Any) -> None:
-        """Run one micro-batch in the current modes of the modules to detect side effects of forward."""
-        model, config = self.inner.model, self._config_for(inputs)
-        profiler = Profiler(
-            module=self._forward,
-            model=model,
-            stages=config.stages,
-            routes=config.routes,
-            threads=self._threads,
-            batch_dim=config.batch_dim,
-        )
-        is_grad = torch.is_grad_enabled()
-        with (
-            torch.inference_mode(mode=False),
-            torch.set_grad_enabled(is_grad),
-            side_effects.preserving_state(model, self._devices),
-        ):
-            part = side_effects.clone_inference_tensors(inputs)
-            samples = -(-batch_size(part, dim=config.batch_dim) // config.microbatches)
-            part = first_samples(part, samples, dim=config.batch_dim, whole_inputs=config.whole_inputs)
-            profiler = side_effects.check_side_effects(profiler, part, microbatches=config.microbatches)
-        self._modes.add()
-        if profiler.draws and not config.draws:
-            self._update(draws=True)
-
-    def _update(self, **more: Any) -> None:
-        self._config = replace(self._config, **more)
-        self._plan = replace(self._plan, **more)
-        remember(self.inner.model, self._plan)
+    def _microbatches(self, inputs: Any) -> int:
+        """Return the number of micro-batches: fewer if batch norm would train on one sample at a time."""
+        samples, count = batch_size(inputs, dim=self._batch_dim), self._plan.microbatches
+        if self._norms.is_training and samples < min(self._plan.samples, 2 * count):
+            return max(1, samples // 2)
+        return min(count, samples)

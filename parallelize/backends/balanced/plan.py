@@ -19,7 +19,7 @@ from parallelize.errors import ConfigError
 
 __all__ = ["Plan", "plan", "remember", "signature"]
 
-_FORMAT = 1
+_FORMAT = 2
 _BAR = 24
 
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
@@ -49,11 +49,7 @@ class Plan:
         measured_s: measured seconds of a step by this plan; None: not measured.
         is_split: whether the model is split; otherwise it runs unchanged on the one device in `devices`.
         why: why the model is split this way, or not split.
-        draws: whether forward draws random numbers.
-        evaluated: names of modules that were in evaluation mode, not in training mode, when the plan was made.
         whole_inputs: names of input tensors that are not per sample, and are therefore not split.
-        output_dims: pairs (position of an output, its batch dimension); None: the output has no batch dimension.
-        output_form: number of dimensions of each output, None for an output that is no tensor; None: not known.
     """
 
     model: str
@@ -72,11 +68,7 @@ class Plan:
     measured_s: float | None = None
     is_split: bool = True
     why: str = ""
-    draws: bool = True
-    evaluated: tuple[str, ...] = ()
     whole_inputs: tuple[str, ...] = ()
-    output_dims: tuple[tuple[int, int | None], ...] = ()
-    output_form: tuple[int | None, ...] | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -170,8 +162,7 @@ def signature(model: nn.Module) -> str:
 def _values(written: dict[str, Any]) -> dict[str, Any]:
     if written.pop("format", None) != _FORMAT:
         raise TypeError(f"its format is not {_FORMAT}")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
-    return {**values, "output_dims": tuple((position, dim) for position, dim in values["output_dims"])}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
 
 
 def _validate(found: Plan) -> Plan:
@@ -179,11 +170,11 @@ def _validate(found: Plan) -> Plan:
     kinds: dict[type | tuple[type, ...], tuple[str, ...]] = {
         str: ("model", "signature", "why"),
         int: ("samples", "microbatches"),
-        bool: ("recompute", "is_split", "draws"),
+        bool: ("recompute", "is_split"),
         (int, float, type(None)): ("unsplit_s", "predicted_s", "measured_s"),
     }
     of_each: dict[type | tuple[type, ...], tuple[str, ...]] = {
-        str: ("events", "devices", "evaluated", "whole_inputs"),
+        str: ("events", "devices", "whole_inputs"),
         int: ("bounds",),
         (int, float): ("forward_s", "backward_s", "memory_bytes"),
     }

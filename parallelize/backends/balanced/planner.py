@@ -1,11 +1,9 @@
 """Planner: makes the plan from a model and its first batch.
 
 1  place      put the model on the output device; if it does not fit there, split it by the bytes of its parameters
-2  check      run a micro-batch to detect side effects of forward: random numbers, state stored on modules
-3  profile    time every submodule to choose units, which are not split further; time the units at two batch sizes
-4  schedule   choose the stages with the shortest predicted step under every device's memory limit
-5  validate   time the best plans and the unsplit model; if no plan is faster, do not split
-6  compare    check that outputs of micro-batches equal those of the full batch
+2  profile    time every submodule to choose units, which are not split further; time the units at two batch sizes
+3  schedule   choose the stages with the shortest predicted step under every device's memory limit
+4  time       run the best plans, which are validated, and the unsplit model; if no plan is faster, do not split
 
 The model's forward hooks run during planning. Buffers and RNG states are restored at the end; gradients do not change.
 """
@@ -15,21 +13,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from parallelize.backends.balanced import refusals, side_effects, units
-from parallelize.backends.balanced.executor import ModelForward
-from parallelize.backends.balanced.hardware import DeviceSpec
-from parallelize.backends.balanced.microbatch_split_join import batch_size, first_samples, names_not_per_sample
-from parallelize.backends.balanced.opaque_inputs import check_shareable
+from parallelize.backends.balanced import refusals, units
+from parallelize.backends.balanced.hardware import DeviceSpec, synchronized_time
+from parallelize.backends.balanced.microbatch_split_join import (
+    batch_size,
+    first_samples,
+    names_not_per_sample,
+    split_dims,
+)
+from parallelize.backends.balanced.opaque_inputs import check_shareable, copy_opaque_inputs
 from parallelize.backends.balanced.plan import Plan, signature
-from parallelize.backends.balanced.plan_validation import PlanValidation
-from parallelize.backends.balanced.profiling import Profiler, module_bytes, module_seconds, profile_model
+from parallelize.backends.balanced.profiling import Profiler, module_bytes, module_seconds, profile_model, run_backward
 from parallelize.backends.balanced.schedule import (
     Memory,
     Profile,
@@ -40,8 +42,11 @@ from parallelize.backends.balanced.schedule import (
     ideal_speedup,
     needed_cap,
 )
+from parallelize.backends.balanced.side_effects import ModelState, clone_inference_tensors
 from parallelize.backends.balanced.stage_placement import ModelPlacement, initial_stages, spec_of
-from parallelize.backends.balanced.stage_threads import StageThreads, stages_on
+from parallelize.backends.balanced.stage_threads import stages_on
+from parallelize.errors import ConfigError
+from parallelize.plugins.base import Inner
 
 __all__ = ["Planner", "PlannerOptions"]
 
@@ -89,16 +94,14 @@ class _Fit:
     schedule: Schedule
     profile: Profile
     memory: Memory
-    dims: Mapping[int, int | None]
-    output_form: tuple[int | None, ...]
 
 
 @dataclass(kw_only=True)
 class Planner:
-    """Makes the plan of one model for the devices in `device_specs`."""
+    """Makes the plan of one model for the devices in `device_specs`; `pipeline(plan)` runs the model by a plan."""
 
-    module: ModelForward
-    model: nn.Module
+    inner: Inner
+    pipeline: Callable[[Plan], contextlib.AbstractContextManager[nn.Module]]
     device_specs: Sequence[DeviceSpec]
     output_device: torch.device
     placement: ModelPlacement
@@ -110,56 +113,71 @@ class Planner:
         Raises:
             ConfigError: the model cannot be split, or does not fit on the devices.
         """
-        devices = frozenset(torch.device(spec.device) for spec in self.device_specs)
-        with torch.inference_mode(mode=False), torch.enable_grad(), side_effects.preserving_state(self.model, devices):
-            inputs = side_effects.clone_inference_tensors((args, kwargs))
-            self._samples = batch_size(inputs, dim=self.options.batch_dim)
+        self._devices = {self.output_device, *(torch.device(spec.device) for spec in self.device_specs)}
+        model, dim = self.inner.model, self.options.batch_dim
+        state = ModelState(model, self._devices).restored()
+        with torch.inference_mode(mode=False), torch.enable_grad(), state, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the step itself gives forward's warnings
+            inputs = clone_inference_tensors((args, kwargs))
+            self._samples = batch_size(inputs, dim=dim)
             if self.options.microbatches != 1:
-                check_shareable(inputs, samples=self._samples, dim=self.options.batch_dim)
-            self._whole_inputs = tuple(sorted(names_not_per_sample(inputs, dim=self.options.batch_dim)))
+                check_shareable(inputs, samples=self._samples, dim=dim)
+            self._whole_inputs = tuple(sorted(names_not_per_sample(inputs, dim=dim)))
             return self._plan_units(inputs)
 
     def _plan_units(self, inputs: Any) -> Plan:
-        ratio = 1 + _trained_share(self.model) * (1 + self.options.optimizer_state)
-        output = self.output_device
-        stages, routes = initial_stages(self.model, self.device_specs, output_device=output, memory_ratio=ratio)
-        self.placement.move(units.module_stages(self.model, routes), stages)
-        with contextlib.closing(StageThreads(stages, microbatches=1)) as threads:
-            profiler = Profiler(
-                module=self.module,
-                model=self.model,
-                stages=stages,
-                routes=routes,
-                threads=threads,
-                batch_dim=self.options.batch_dim,
-            )
-            if not routes:
-                return self._leave_unsplit("the model calls no submodules, so there is nowhere to split it")
-            microbatches = self.options.microbatches
-            with side_effects.explain_split_failure(profiler, inputs, microbatches=microbatches):
-                microbatch = self._microbatch(inputs)
-                profiler = side_effects.check_side_effects(profiler, microbatch, microbatches=microbatches)
-                if not profiler.run(microbatch).calls:
-                    return self._leave_unsplit("all submodules are called in one checkpoint, which cannot be split")
-                fit = self._first_fit(profiler, inputs)
-        validation = PlanValidation(
-            module=self.module,
-            model=self.model,
-            inputs=inputs,
-            placement=self.placement,
-            output_device=self.output_device,
-            devices=[torch.device(each.device) for each in self.device_specs],
-            batch_dim=self.options.batch_dim,
+        model, output = self.inner.model, self.output_device
+        ratio = 1 + _trained_share(model) * (1 + self.options.optimizer_state)
+        stages, routes = initial_stages(model, self.device_specs, output_device=output, memory_ratio=ratio)
+        self.placement.move(units.module_stages(model, routes), stages)
+        if not routes:
+            return self._leave_unsplit("the model calls no submodules, so there is nowhere to split it")
+        spec = spec_of(output, self.device_specs)
+        is_alone = len(stages) == 1
+        if self.options.microbatches == 1 and is_alone and math.isinf(spec.cap_bytes):
+            return self._leave_unsplit("microbatches=1 runs the model as it is")
+        profiler = Profiler(
+            inner=self.inner, stages=stages, routes=routes, output_device=output, batch_dim=self.options.batch_dim
         )
-        spec = spec_of(self.output_device, self.device_specs)
-        if len(stages) == 1 and fits_device(fit.profile, spec, memory=fit.memory):
-            self.placement.move(units.module_stages(self.model, routes), stages)
-            fit = replace(fit, profile=replace(fit.profile, unsplit_s=validation.unsplit_s()))
-        plan = self._choose(fit, validation, draws=profiler.draws)
+        with self._explained_split_failure(profiler, inputs):
+            fit = self._first_fit(profiler, inputs)
+        if is_alone and fits_device(fit.profile, spec, memory=fit.memory):
+            self.placement.move(units.module_stages(model, routes), stages)
+            if self.options.microbatches == 1:
+                return self._leave_unsplit("microbatches=1 runs the model as it is")
+            fit = replace(fit, profile=replace(fit.profile, unsplit_s=self._seconds(self.inner, inputs)))
+        plan = self._choose(fit, inputs)
         if plan.is_split:
-            validation.check_outputs(plan)
             _log.info("%s", plan)
         return plan
+
+    @contextlib.contextmanager
+    def _explained_split_failure(self, profiler: Profiler, inputs: Any) -> Iterator[None]:
+        """Replace an exception that occurs only on a part of a batch by an explanation; `inputs` are the full batch.
+
+        Raises:
+            ConfigError: forward fails on a part of the batch, but not on the full batch.
+        """
+        try:
+            yield
+        except ConfigError:
+            raise
+        except Exception as error:
+            try:
+                profiler.run(inputs)
+            except Exception:  # noqa: BLE001  # any error of the user's forward
+                raise error from None
+            raise refusals.split_failure(split_dims(inputs, dim=self.options.batch_dim), error) from error
+
+    def _seconds(self, call: Callable[..., Any], inputs: Any) -> float:
+        """Return the seconds of forward and backward, the best of three runs after a warm-up; store no gradients."""
+        found = []
+        for _ in range(4):
+            args, kwargs = copy_opaque_inputs(inputs)
+            began = synchronized_time(*self._devices)
+            run_backward(self.inner.model, call(*args, **kwargs))
+            found.append(synchronized_time(*self._devices) - began)
+        return min(found[1:])
 
     def _first_fit(self, profiler: Profiler, inputs: Any) -> _Fit:
         """Return the best schedule of the first granularity with which the model fits.
@@ -174,29 +192,29 @@ class Planner:
         microbatch = self._microbatch(inputs)
         seconds = module_seconds(profiler, microbatch)
         bytes_kept = module_bytes(profiler, microbatch, called=seconds)
-        outermost = units.choose_units(self.model, bytes_kept, at_most=math.inf)
+        outermost = units.choose_units(self.inner.model, bytes_kept, at_most=math.inf)
         totals: dict[str, tuple[Mapping[int, float], float]] = {
             "time": (seconds, sum(profiler.run(microbatch).forward_s)),
             "bytes": (bytes_kept, sum(bytes_kept.get(id(each), 0.0) for each in outermost)),
         }
-        stage_of = {id(module): stage for module, stage in units.module_stages(self.model, profiler.routes)}
+        stage_of = {id(module): stage for module, stage in units.module_stages(self.inner.model, profiler.routes)}
         needed = math.inf
         for granularity in _GRANULARITIES[self.options.recompute]:
             costs, total = totals[granularity.cost]
             parts = granularity.units_per_device
             at_most = total / (parts * len(self.device_specs)) if parts else -1.0
-            chosen = units.choose_units(self.model, costs, at_most=at_most)
+            chosen = units.choose_units(self.inner.model, costs, at_most=at_most)
             split_profiler = replace(profiler, routes={id(module): [stage_of[id(module)]] for module in chosen})
-            self.placement.move(units.module_stages(self.model, split_profiler.routes), profiler.stages)
-            measured, dims, output_form = profile_model(
+            self.placement.move(units.module_stages(self.inner.model, split_profiler.routes), profiler.stages)
+            measured = profile_model(
                 split_profiler, inputs, samples=self._samples, is_never_split=self.options.microbatches == 1
             )
-            measured = replace(measured, trained_share=_trained_share(self.model))
+            measured = replace(measured, trained_share=_trained_share(self.inner.model))
             memory = Memory(optimizer_state=self.options.optimizer_state, recompute=granularity.recompute)
             constraints: dict[str, Any] = {"microbatches": self.options.microbatches, "memory": memory}
             schedule = best_schedule(measured, self.device_specs, **constraints)
             if schedule is not None:
-                return _Fit(schedule, measured, memory, dims, output_form)
+                return _Fit(schedule, measured, memory)
             if granularity.cost == "bytes":
                 needed = min(needed, needed_cap(measured, self.device_specs, **constraints))
         raise refusals.too_large(needed, [spec.device for spec in self.device_specs], is_measured=True)
@@ -206,8 +224,8 @@ class Planner:
         count = 1 if self.options.microbatches == 1 else 2
         return first_samples(inputs, max(1, self._samples // count), dim=self.options.batch_dim)
 
-    def _choose(self, fit: _Fit, validation: PlanValidation, *, draws: bool) -> Plan:
-        plan = self._make_plan(fit, fit.schedule, draws=draws)
+    def _choose(self, fit: _Fit, inputs: Any) -> Plan:
+        plan = self._make_plan(fit, fit.schedule)
         unsplit_s = fit.profile.unsplit_s
         if self.options.microbatches is not None or unsplit_s is None:
             return plan
@@ -216,16 +234,20 @@ class Planner:
             why = "only one device" if count == 1 else f"no split over {count} devices is predicted to be faster"
             return self._leave_unsplit(why, plan)
         why = f"a step takes {_ms(unsplit_s)} on one device, and "
-        plans = [plan, *(self._make_plan(fit, each, draws=draws) for each in self._alternatives(fit))]
+        plans = [plan, *(self._make_plan(fit, each) for each in self._alternatives(fit))]
         faster = [each for each in plans if unsplit_s >= _MIN_SPEEDUP * (each.predicted_s or math.inf)]
         if not faster:
             predicted_s = min(each.predicted_s or math.inf for each in plans)
             return self._leave_unsplit(f"{why}is predicted to take {_ms(predicted_s)} if split", plan)
-        timed = [replace(each, measured_s=validation.split_s(each)) for each in faster[:_MAX_TIMED_PLANS]]
+        timed = [replace(each, measured_s=self._split_s(each, inputs)) for each in faster[:_MAX_TIMED_PLANS]]
         plan = min(timed, key=lambda each: each.measured_s or math.inf)
         if unsplit_s < _MIN_SPEEDUP * (plan.measured_s or math.inf):
             return self._leave_unsplit(f"{why}{_ms(plan.measured_s or math.inf)} if split", plan)
         return plan
+
+    def _split_s(self, plan: Plan, inputs: Any) -> float:
+        with self.pipeline(plan) as pipeline:
+            return self._seconds(pipeline, inputs)
 
     def _alternatives(self, fit: _Fit) -> list[Schedule]:
         """Return the best split for each other number of micro-batches, the shortest predicted step first."""
@@ -236,13 +258,13 @@ class Planner:
                 best_of.setdefault(each.microbatches, each)
         return list(best_of.values())[1:]
 
-    def _make_plan(self, fit: _Fit, schedule: Schedule, *, draws: bool) -> Plan:
+    def _make_plan(self, fit: _Fit, schedule: Schedule) -> Plan:
         measured = fit.profile
         fits = measured.unsplit_s is not None
         least_s = (measured.unsplit_s or 0.0) / self._largest_speedup(schedule)  # a shorter prediction is noise
         return Plan(
-            model=type(self.model).__name__,
-            signature=signature(self.model),
+            model=type(self.inner.model).__name__,
+            signature=signature(self.inner.model),
             samples=measured.samples,
             events=tuple(call.unit for call in measured.calls),
             bounds=schedule.split_points,
@@ -257,11 +279,7 @@ class Planner:
             why="shortest predicted step of all splits"
             + ("; the model fits on one device, where backend='ddp' is normally faster" if fits else "")
             + ("; without recomputing, no split fits" if schedule.recompute else ""),
-            draws=draws,
-            evaluated=tuple(name for name, module in self.model.named_modules() if not module.training),
             whole_inputs=self._whole_inputs,
-            output_dims=tuple(fit.dims.items()),
-            output_form=fit.output_form,
         )
 
     def _largest_speedup(self, schedule: Schedule) -> float:
@@ -271,11 +289,11 @@ class Planner:
         return ideal * fastest / spec_of(self.output_device, self.device_specs).speed
 
     def _leave_unsplit(self, why: str, plan: Plan | None = None) -> Plan:
-        self.placement.move(units.module_stages(self.model, {}), stages_on([self.output_device]))
+        self.placement.move(units.module_stages(self.inner.model, {}), stages_on([self.output_device]))
         devices = (str(self.output_device),)
         unsplit = plan or Plan(
-            model=type(self.model).__name__,
-            signature=signature(self.model),
+            model=type(self.inner.model).__name__,
+            signature=signature(self.inner.model),
             samples=self._samples,
             events=(),
             bounds=(0,),

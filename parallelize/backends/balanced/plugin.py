@@ -30,7 +30,10 @@ class BalancedBackend(DDPOptions):
     does not make the model faster, the model stays on the first device and a warning gives the reason. With several
     nodes, each node runs such a pipeline, and gradients are averaged over the nodes with the options of "ddp".
 
-    Batch norm normalizes each micro-batch separately; its running statistics are updated for the full batch.
+    Micro-batches run through the unmodified model: on accelerators one after another, in one autograd graph; on the CPU
+    in threads, where torch.autograd.grad by a tensor from inside the model finds no gradient. Every new kind of batch
+    (mode, arguments, outputs) is compared with the full batch. Batch norm normalizes each micro-batch separately; its
+    running statistics are updated for the full batch. Hooks of submodules run once per micro-batch, on its samples.
 
     Args:
         devices: used instead of the GPUs of `gpus=`; may list a device twice. Outputs are on the run's first device,
@@ -119,7 +122,7 @@ def _faults(options: BalancedBackend) -> Iterator[Fault]:
     if options.sync_batchnorm:
         yield Fault(
             "sync_batchnorm=True under backend='balanced'",
-            "micro-batches run in threads, so ranks would all-reduce statistics in different orders",
+            "each micro-batch is normalized separately, and its statistics are merged afterwards",
             "drop it; batch_norm='full' normalizes over the full batch of each rank",
         )
     for name in options.devices or ():

@@ -1,6 +1,7 @@
 """Profiling on the first batch: seconds of each unit's forward and backward, and bytes that autograd saves.
 
-Units run as they will in the pipeline, each in its own segment, but in one thread, on micro-batches of two sizes:
+Units run in one thread, on micro-batches of two sizes. A unit's forward lasts until the next unit begins. Its backward
+begins when the gradient of the next unit's input is computed, and ends when that of its own input is.
 
     seconds   │            x        A line through both gives the time for a micro-batch of b samples:
               │     x      ╎            fixed + per_sample * b
@@ -12,7 +13,6 @@ Units run as they will in the pipeline, each in its own segment, but in one thre
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,141 +22,133 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from parallelize.backends.balanced.executor import ModelForward
+from parallelize.backends.balanced.batchnorm import BatchNorms
+from parallelize.backends.balanced.device_transfer import DeviceTransfer
 from parallelize.backends.balanced.hardware import synchronized_time
-from parallelize.backends.balanced.microbatch_run import MicrobatchRun
-from parallelize.backends.balanced.microbatch_split_join import (
-    SplitBatch,
-    first_samples,
-    infer_batch_dims,
-    output_form,
-    output_shapes,
-)
-from parallelize.backends.balanced.opaque_inputs import changed_inputs, copy_opaque_inputs, snapshot
+from parallelize.backends.balanced.microbatch_run import MicrobatchRun, module_hooks
+from parallelize.backends.balanced.microbatch_split_join import first_samples
+from parallelize.backends.balanced.opaque_inputs import copy_opaque_inputs
 from parallelize.backends.balanced.schedule import Profile, UnitCall
-from parallelize.backends.balanced.segment import Stage
-from parallelize.backends.balanced.stage_parameters import StageParameters
-from parallelize.backends.balanced.stage_threads import StageThreads, ThreadLocalState
-from parallelize.backends.balanced.stage_transfer import StageTransfer
+from parallelize.backends.balanced.stage_threads import Stage
+from parallelize.backends.balanced.threaded_backward import compute_gradients, has_reentrant_checkpoint
 from parallelize.backends.balanced.units import module_names, parameter_bytes
+from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves
 
-__all__ = ["Profiler", "Timings", "module_bytes", "module_seconds", "profile_model"]
+__all__ = ["Profiler", "Timings", "module_bytes", "module_seconds", "profile_model", "run_backward"]
 
 _REPEATS = 3
 
 
 @dataclass
 class Timings:
-    """Measurements of one run: seconds and bytes of each unit call, and names of input objects that forward changed."""
+    """Measurements of one run: seconds and bytes of each unit call."""
 
     calls: list[str] = field(default_factory=list)
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     saved_bytes: list[int] = field(default_factory=list)
     input_bytes: list[int] = field(default_factory=list)
-    output_shapes: tuple[tuple[int, ...] | None, ...] = ()
-    changed_inputs: list[str] = field(default_factory=list)
 
 
-class _ProfiledRun(MicrobatchRun):
-    """Run of a micro-batch that begins a segment at each unit call, and measures the time of each segment."""
+class _Clock:
+    """Records when units begin in forward, and when their inputs' gradients are computed in backward."""
 
-    def __init__(self, profiler: Profiler) -> None:
-        devices = [stage.device for stage in profiler.stages]
-        super().__init__(
-            0,
-            stages=profiler.stages,
-            routes=profiler.routes,
-            stage_parameters=StageParameters(devices, half_parameters=profiler.module.half_parameters),
-            seed=0 if profiler.draws else None,
-        )
-        names = module_names(profiler.model)
-        self._unit_names = {key: names[key] for key in profiler.routes}
-        self._began = 0.0
+    def __init__(self, names: Mapping[int, str], devices: Collection[torch.device]) -> None:
         self.timings = Timings()
+        self._names = names
+        self._devices = devices
+        self._began = self.now()
+        self._is_forward, self._running = True, -1
 
-    def enter_module(self, module: nn.Module) -> None:
-        name = self._unit_names.get(id(module))
-        if name is None or self.is_recomputing:
+    def now(self) -> float:
+        return synchronized_time(*self._devices)
+
+    def on_unit(self, module: nn.Module, args: Any) -> None:
+        """Begin a unit call: the operations before the first one count as a part of it."""
+        if not self._is_forward:
             return
-        if self.timings.calls:
-            self.move_to(self._routes[id(module)][0])
-        elif self.segment.stage != self._routes[id(module)][0]:
-            # Operations before the first unit ran on another stage: each segment must be one unit call, so drop theirs.
-            self.move_to(self._routes[id(module)][0])
-            self.segments.pop(0)
-            self.timings.forward_s.pop()
-            self.timings.input_bytes.pop()
-        self.timings.calls.append(name)
+        timings, index = self.timings, len(self.timings.calls)
+        if index:
+            self._end_forward()
+        timings.calls.append(self._names[id(module)])
+        timings.saved_bytes.append(0)
+        tensors = [each for each in leaves(args) if isinstance(each, torch.Tensor)]
+        timings.input_bytes.append(sum(each.numel() * each.element_size() for each in tensors))
+        for each in tensors:
+            if each.requires_grad and not each.is_leaf:
+                each.register_hook(lambda _, index=index: self._end_backward(index))  # type: ignore[no-untyped-call]  # torch's
 
-    def move_to(self, stage: int) -> None:
-        super().move_to(stage)
-        self._began = synchronized_time(*self._devices)
+    def end_forward(self) -> None:
+        """End the last unit call, and begin backward."""
+        self._end_forward()
+        self._is_forward = False
+        self.timings.backward_s = [0.0] * len(self.timings.calls)
+        self._running = len(self.timings.calls) - 1
 
-    def _leave_stage(self) -> None:
-        if self.segment is not self.user_segment:
-            self.timings.forward_s.append(synchronized_time(*self._devices) - self._began)
-            copies = [each.copy for each in self.segment.imports.values()]
-            self.timings.input_bytes.append(sum(copy.numel() * copy.element_size() for copy in copies))
-        super()._leave_stage()
+    def end_backward(self) -> None:
+        self._end_backward(0)
+
+    def _end_forward(self) -> None:
+        now = self.now()
+        self.timings.forward_s.append(now - self._began)
+        self._began = now
+
+    def _end_backward(self, index: int) -> None:
+        """End the backward of unit call `index`; those of later calls that no gradient has ended are a part of it."""
+        if index <= self._running:
+            now = self.now()
+            self.timings.backward_s[index] += now - self._began
+            self._began, self._running = now, index - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profiler:
     """Runs and measures micro-batches of a model; `routes` maps the id of a unit to the stages of its calls."""
 
-    module: ModelForward
-    model: nn.Module
+    inner: Inner
     stages: tuple[Stage, ...]
     routes: Mapping[int, Sequence[int]]
-    threads: StageThreads
+    output_device: torch.device
     batch_dim: int
-    draws: bool = True
 
     def run(self, inputs: Any, *, counts_saved: bool = False) -> Timings:
         """Measure forward and backward of one micro-batch; with `counts_saved`, also the bytes that autograd saves."""
-        inputs = copy_opaque_inputs(inputs)
-        run = _ProfiledRun(self)
-        thread_state = ThreadLocalState(frozenset(stage.device for stage in self.stages))
-        measure = functools.partial(self._measure, run, inputs, counts_saved=counts_saved)
-        timings: Timings = self.threads.forward(thread_state.run, measure).result()
-        return timings
-
-    def _measure(self, run: _ProfiledRun, inputs: Any, *, counts_saved: bool) -> Timings:
-        batch = SplitBatch(inputs, microbatches=1, dim=self.batch_dim)
-        run.mark_inputs(batch.parts[0])
-        args, kwargs = batch.inputs(0)
-        before = snapshot(inputs)
+        args, kwargs = copy_opaque_inputs(inputs)
+        model, devices = self.inner.model, {self.output_device, *(stage.device for stage in self.stages)}
+        clock = _Clock(module_names(model), devices)
+        transfer = DeviceTransfer(devices) if len(devices) > 1 else None
+        run = MicrobatchRun(self.stages, self.routes, transfer=transfer, on_unit=clock.on_unit)
         with contextlib.ExitStack() as stack:
-            saved = stack.enter_context(_count_saved_bytes(run, self.model)) if counts_saved else {}
-            output = run.call_forward(lambda: self.module(*args, **kwargs), transfer=StageTransfer(run))
-        for leaf in leaves(output):
-            output_leaf = run.export_output(leaf)[1] if isinstance(leaf, torch.Tensor) else None
-            if output_leaf is not None:
-                output_leaf.grad = torch.ones_like(output_leaf)
-        timings = run.timings
-        timings.output_shapes = output_shapes(output)
-        timings.changed_inputs = changed_inputs(inputs, before)
-        timings.saved_bytes = [saved.get(segment.key, 0) for segment in run.segments]
-        devices = [stage.device for stage in self.stages]
-        for segment in reversed(run.segments):
-            began = synchronized_time(*devices)
-            segment.backward()
-            timings.backward_s.insert(0, synchronized_time(*devices) - began)
-        return timings
+            stack.enter_context(
+                module_hooks(self.stages, self.routes, BatchNorms(model), output_device=self.output_device)
+            )
+            if counts_saved:
+                stack.enter_context(_count_saved_bytes(clock.timings, model))
+            stack.enter_context(run.active())
+            output = self.inner(*args, **kwargs)
+            clock.end_forward()
+        if run_backward(model, output):
+            clock.end_backward()
+        else:
+            clock.timings.backward_s = [2 * each for each in clock.timings.forward_s]
+        return clock.timings
 
 
-def profile_model(
-    profiler: Profiler, inputs: Any, *, samples: int, is_never_split: bool = False
-) -> tuple[Profile, dict[int, int | None], tuple[int | None, ...]]:
-    """Profile a model at two micro-batch sizes; with `is_never_split`, on the full batch only, as forward may need it.
+def run_backward(model: nn.Module, output: Any) -> bool:
+    """Compute and discard the gradients of a model's parameters; return False if this cannot be done."""
+    wanted = [each for each in model.parameters() if each.requires_grad]
+    outputs = [each for each in leaves(output) if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+    if not outputs or not wanted or has_reentrant_checkpoint(outputs):
+        return False
+    compute_gradients(outputs, [torch.ones_like(each) for each in outputs], inputs=wanted)
+    return True
 
-    Returns:
-        The profile; position of each output tensor -> its batch dimension, None if it has none; and the number of
-        dimensions of each output, None for an output that is no tensor.
-    """
-    has_batchnorm = any(isinstance(module, _BatchNorm) for module in profiler.model.modules())
+
+def profile_model(profiler: Profiler, inputs: Any, *, samples: int, is_never_split: bool = False) -> Profile:
+    """Profile a model at two micro-batch sizes; with `is_never_split`, on the full batch only."""
+    modules = dict(profiler.inner.model.named_modules())
+    has_batchnorm = any(isinstance(module, _BatchNorm) for module in modules.values())
     least = 2 if samples >= 4 and has_batchnorm else 1
     small, large = (samples, samples) if is_never_split else (max(least, samples // 16), max(least, samples // 2))
     sizes = [small, large] if small < large else [large]
@@ -167,7 +159,6 @@ def profile_model(
         few = many  # the calls depend on the data: use one size only
     seen: dict[int, int] = {}
     calls = []
-    modules = dict(profiler.model.named_modules())
     for i, name in enumerate(many.calls):
         new = parameter_bytes(modules[name], seen)
         seen |= new
@@ -186,24 +177,22 @@ def profile_model(
                 input_bytes=many.input_bytes[i] / large,
             )
         )
-    dims = infer_batch_dims(rows[0].output_shapes, rows[-1].output_shapes)
-    found = Profile(calls=tuple(calls), samples=samples, least_samples=small)
-    return found, dims, output_form(many.output_shapes)
+    return Profile(calls=tuple(calls), samples=samples, least_samples=small)
 
 
 def module_seconds(profiler: Profiler, inputs: Any) -> dict[int, float]:
     """Return the seconds that all forward calls of a submodule take, by id of each called submodule."""
     began: list[tuple[nn.Module, float]] = []
     found: dict[int, float] = {}
-    known = module_names(profiler.model)
+    known = module_names(profiler.inner.model)
     devices = [stage.device for stage in profiler.stages]
 
     def before(module: nn.Module, _args: Any) -> None:
-        if id(module) in known:
+        if id(module) in known and not torch.compiler.is_compiling():
             began.append((module, synchronized_time(*devices)))
 
     def after(module: nn.Module, _args: Any, _output: Any) -> None:
-        if id(module) in known and began and began[-1][0] is module:
+        if not torch.compiler.is_compiling() and began and began[-1][0] is module:
             found[id(module)] = found.get(id(module), 0.0) + synchronized_time(*devices) - began.pop()[1]
 
     with contextlib.ExitStack() as stack, torch.no_grad():
@@ -220,7 +209,7 @@ def module_bytes(profiler: Profiler, inputs: Any, *, called: Collection[int]) ->
     The profiler's units must be the submodules without submodules.
     """
     timings = profiler.run(inputs, counts_saved=True)
-    modules = dict(profiler.model.named_modules())
+    modules = dict(profiler.inner.model.named_modules())
     kept: dict[int, int] = {}
     for name, saved in zip(timings.calls, timings.saved_bytes, strict=True):
         kept[id(modules[name])] = kept.get(id(modules[name]), 0) + saved
@@ -253,17 +242,16 @@ def _fit_line(at_small: float, at_large: float, small: int, large: int) -> tuple
 
 
 @contextlib.contextmanager
-def _count_saved_bytes(run: MicrobatchRun, model: nn.Module) -> Iterator[dict[int, int]]:
-    """Yield the bytes that autograd saves, by segment key; each storage is counted once, parameters are not counted."""
+def _count_saved_bytes(timings: Timings, model: nn.Module) -> Iterator[None]:
+    """Count the bytes that autograd saves in each unit call; each storage is counted once, parameters are not."""
     seen = {each.untyped_storage().data_ptr() for each in model.parameters()}
-    found: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
+        if storage.data_ptr() not in seen and timings.saved_bytes:
             seen.add(storage.data_ptr())
-            found[run.segment.key] = found.get(run.segment.key, 0) + storage.nbytes()
+            timings.saved_bytes[-1] += storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +15,8 @@ from parallelize.plugins.base import Inner
 
 __all__ = [
     "another_model",
-    "captured_tensor",
-    "changed_view",
     "check_supported",
-    "double_backward",
-    "inner_gradient",
+    "inner_backward",
     "no_batch",
     "not_a_tensor",
     "not_sample_by_sample",
@@ -26,7 +24,6 @@ __all__ = [
     "opaque_input",
     "other_parameters",
     "packed_sequence",
-    "second_backward",
     "split_failure",
     "stateful",
     "too_large",
@@ -50,13 +47,18 @@ _UNSUPPORTED = (
 
 
 def check_supported(inner: Inner) -> None:
-    """Check that operations of the model can be intercepted.
+    """Check that the calls of the model's submodules can be followed.
 
     Raises:
-        ConfigError: the model is compiled or scripted, or one of its modules is already parallel or checkpoints itself.
+        ConfigError: the model is compiled as a whole, or one of its modules is scripted or already parallel.
     """
-    if not inner.is_replicable:
-        raise _compiled("")
+    is_optimized = type(inner.model).__name__ == "OptimizedModule" or inner.model._compiled_call_impl is not None
+    if is_optimized or not inner.is_replicable:
+        raise ConfigError(
+            "the model is compiled",
+            why="calls of submodules inside a compiled graph cannot be followed, so it cannot be split into stages",
+            fix="compile its blocks instead: for block in model.blocks: block.compile(); or use backend='ddp'",
+        )
     for name, module in inner.model.named_modules():
         if isinstance(module, _UNSUPPORTED):
             raise ConfigError(
@@ -64,12 +66,8 @@ def check_supported(inner: Inner) -> None:
                 why="it has its own threads, processes or graph, which cannot be split into stages",
                 fix="use the plain module in its place, or backend='ddp'",
             )
-        is_optimized = type(module).__name__ == "OptimizedModule"
-        if is_optimized or module._compiled_call_impl is not None:
-            raise _compiled(name)
-        if any(
-            getattr(hook, "__module__", "") == _COMPOSABLE_CHECKPOINT for hook in module._forward_pre_hooks.values()
-        ):
+        hooks = module._forward_pre_hooks.values()
+        if any(getattr(hook, "__module__", "") == _COMPOSABLE_CHECKPOINT for hook in hooks):
             raise ConfigError(
                 f"torch.distributed._composable.checkpoint of {name or 'the model'}",
                 why="it stores the state of one forward on the module, and micro-batches run at the same time",
@@ -115,10 +113,10 @@ def opaque_input(name: str, kind: str, what: str) -> ConfigError:
     )
 
 
-def not_a_tensor(position: int, kind: str) -> ConfigError:
-    """Build the error for an output object that differs between micro-batches."""
+def not_a_tensor(position: int, value: Any) -> ConfigError:
+    """Build the error for using an output object that differs between micro-batches."""
     return ConfigError(
-        f"output {position} of the model is a {kind}",
+        f"output {position} of the model is a {type(value).__name__}",
         why="the objects that micro-batches return cannot be joined into one object",
         fix=f"return tensors, alone or in containers; {_NO_CACHE}; or {_NO_SPLIT}",
     )
@@ -165,50 +163,12 @@ def unjoinable(position: int, what: str) -> ConfigError:
     )
 
 
-def changed_view(shape: tuple[int, ...]) -> ConfigError:
-    """Build the error for a tensor whose view was changed in place on another stage."""
+def inner_backward(names: Sequence[str]) -> ConfigError:
+    """Build the error for a backward inside forward that accumulates gradients."""
     return ConfigError(
-        f"a tensor of {shape} shares memory with one that another stage has changed in place",
-        why="that stage changed its own copy of the memory, so this tensor still has its old values",
-        fix="write y = f(x) instead of changing a view in place; use BalancedBackend(plan=...) with other split "
-        "points; or use backend='ddp'",
-    )
-
-
-def double_backward() -> ConfigError:
-    """Build the error for create_graph=True."""
-    return ConfigError(
-        "backward(create_graph=True), or grad(create_graph=True), through a model under backend='balanced'",
-        why="backward runs separately in each stage's thread, and records no graph",
-        fix="compute a loss that needs second derivatives (a gradient penalty) outside the block, or use backend='ddp'",
-    )
-
-
-def second_backward() -> ConfigError:
-    """Build the error for a second backward through the same forward."""
-    return ConfigError(
-        "a second backward through one forward of a model under backend='balanced'",
-        why="the first backward has freed the saved tensors of all stages, even with retain_graph=True",
-        fix="add the losses and call backward once on the sum, or call the model again",
-    )
-
-
-def captured_tensor() -> ConfigError:
-    """Build the error for a loss on a tensor that a hook has captured inside a micro-batch."""
-    return ConfigError(
-        "a loss on a tensor from inside a model under backend='balanced', stored by a hook or by forward",
-        why="the tensor belongs to one micro-batch on one stage, so other stages would miss this loss's gradients",
-        fix="return the tensor from forward and compute the loss on the output; detach it; or use backend='ddp'",
-    )
-
-
-def inner_gradient() -> ConfigError:
-    """Build the error for torch.autograd.grad, or backward, inside forward."""
-    return ConfigError(
-        "forward differentiates (torch.autograd.grad, or backward) by an argument, a parameter, or a tensor from "
-        "another submodule",
-        why="each stage has its own autograd graph, so the gradient would cover only the last stage",
-        fix="return the tensor from forward, and call torch.autograd.grad on the model's output; or use backend='ddp'",
+        f"forward accumulates gradients of {', '.join(names[:5])}",
+        why="a backward of each micro-batch would add to them, also while the pipeline is planned",
+        fix="call torch.autograd.grad in forward instead of backward; or use backend='ddp'",
     )
 
 
@@ -217,8 +177,7 @@ def other_parameters(shape: tuple[int, ...]) -> ConfigError:
     return ConfigError(
         f"recomputation in backward uses a parameter of {shape} that forward has not used",
         why="torch.func.functional_call replaces parameters for one call, but backward runs after that call",
-        fix="use BalancedBackend(recompute=False) and no checkpoints in the model, or call backward before the "
-        "parameters are restored",
+        fix="use BalancedBackend(recompute=False), or call backward before the parameters are restored",
     )
 
 
@@ -260,12 +219,4 @@ def another_model(expected: str, given: str) -> ConfigError:
         f"plan= is for {expected}, and this is {given}",
         why="a plan refers to submodules and devices by name",
         fix="drop plan= to profile again, then save the new plan: parallelize.plan(model).save(path)",
-    )
-
-
-def _compiled(name: str) -> ConfigError:
-    return ConfigError(
-        f"{name or 'the model'} is compiled",
-        why="operations of a compiled graph cannot be intercepted to transfer tensors between stages",
-        fix="pass the uncompiled model, or use backend='ddp', which runs compiled models",
     )

@@ -5,118 +5,92 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from parallelize.backends.balanced import refusals
-from parallelize.backends.balanced.microbatch_rng import default_generator
-from parallelize.backends.balanced.microbatch_split_join import split_dims
-from parallelize.backends.balanced.opaque_inputs import changed_input_error
-from parallelize.backends.balanced.profiling import Profiler, Timings
-from parallelize.errors import ConfigError
 from parallelize.runtime.containers import map_leaves
+from parallelize.runtime.gradients import gradient_version
 
 __all__ = [
-    "StateSnapshot",
-    "check_side_effects",
+    "ModelState",
+    "RNGState",
+    "changed_attributes",
+    "changed_gradients",
     "clone_inference_tensors",
-    "explain_split_failure",
-    "preserving_state",
+    "default_generator",
+    "python_rng_state",
 ]
 
 
-class StateSnapshot:
-    """Copy of a model's current buffers, and of the RNG states of the CPU and of `devices`."""
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the global generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module: Any = torch.get_device_module(device)
+    generator: torch.Generator = module.default_generators[device.index or 0]
+    return generator
 
-    def __init__(self, model: nn.Module, devices: frozenset[torch.device]) -> None:
+
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
+"""Attributes that torch sets on every module, such as its hooks, and the forward that a block replaces."""
+
+
+class RNGState:
+    """States of the global generators of the CPU and of `devices`."""
+
+    def __init__(self, devices: Collection[torch.device]) -> None:
         self._generators = [default_generator(device) for device in {torch.device("cpu"), *devices}]
         self._states = [generator.get_state() for generator in self._generators]
-        self._buffers = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
 
-    def has_drawn(self) -> bool:
-        """Return whether random numbers were drawn after the snapshot."""
+    def has_changed(self) -> bool:
+        """Return whether random numbers were drawn since then."""
         pairs = zip(self._generators, self._states, strict=True)
         return any(not torch.equal(generator.get_state(), state) for generator, state in pairs)
 
     def restore(self) -> None:
-        """Restore the buffers and RNG states of the snapshot."""
-        with torch.no_grad():
-            for module, name, buffer, value in self._buffers:
-                module._buffers[name] = buffer
-                buffer.copy_(value)
+        """Restore the states."""
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
 
 
-@contextlib.contextmanager
-def preserving_state(model: nn.Module, devices: frozenset[torch.device]) -> Iterator[None]:
-    """On exit, restore the model's buffers and the RNG states of the CPU and of `devices`."""
-    before = StateSnapshot(model, devices)
-    try:
-        yield
-    finally:
-        before.restore()
+class ModelState:
+    """Copy of a model's current buffers and modes, its gradients, and the RNG states of `devices`."""
 
+    def __init__(self, model: nn.Module, devices: Collection[torch.device]) -> None:
+        self.rng = RNGState(devices)
+        self._gradients = [(each, each.grad) for each in model.parameters() if each.is_leaf]
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
 
-@contextlib.contextmanager
-def explain_split_failure(profiler: Profiler, inputs: Any, *, microbatches: int | None) -> Iterator[None]:
-    """Replace an exception that occurs only on a part of a batch by an explanation; `inputs` are the full batch.
+    def restore(self) -> None:
+        """Restore buffers, modes, gradients that were replaced, and RNG states."""
+        with torch.no_grad():
+            for module, name, buffer, value in self._buffers:
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
+                buffer.copy_(value)
+        for parameter, gradient in self._gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        for module, mode in self._modes:
+            module.training = mode
+        self.rng.restore()
 
-    Raises:
-        ConfigError: forward fails on a part of the batch, but not on the full batch.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        if microbatches == 1 or not _runs(profiler, inputs):
-            raise
-        raise refusals.split_failure(split_dims(inputs, dim=profiler.batch_dim), error) from error
-
-
-def check_side_effects(profiler: Profiler, inputs: Any, *, microbatches: int | None) -> Profiler:
-    """Run a micro-batch to detect side effects; return the profiler, with `draws` set if forward draws numbers.
-
-    Raises:
-        ConfigError: forward leaves state on the model, or in an input object, that other micro-batches would see.
-    """
-    if _uses_python_rng(lambda: profiler.run(inputs)):
-        warnings.warn(
-            f"forward of {type(profiler.model).__name__} draws from random or numpy.random: under backend='balanced' "
-            "micro-batches draw in varying order. Draw with torch, or before the model is called.",
-            stacklevel=2,
-        )
-    before = StateSnapshot(profiler.model, frozenset(stage.device for stage in profiler.stages))
-    replace(profiler, draws=False).run(inputs)
-    profiler = replace(profiler, draws=before.has_drawn())
-    if microbatches != 1:
-        runs: list[Timings] = []
-        changed = _changed_state(profiler.model, lambda: runs.append(profiler.run(inputs)))
-        if changed:
-            raise refusals.stateful(changed)
-        for name in runs[0].changed_inputs:
-            raise changed_input_error(inputs, name)
-    return profiler
-
-
-def _runs(profiler: Profiler, inputs: Any) -> bool:
-    try:
-        profiler.run(inputs)
-    except Exception:  # noqa: BLE001  # any error of the user's forward
-        return False
-    return True
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the state on exit."""
+        try:
+            yield
+        finally:
+            self.restore()
 
 
 def clone_inference_tensors(inputs: Any) -> Any:
@@ -124,20 +98,34 @@ def clone_inference_tensors(inputs: Any) -> Any:
     return map_leaves(lambda x: x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x, inputs)
 
 
-def _uses_python_rng(call: Callable[[], object]) -> bool:
-    """Return whether a call draws from the global generator of Python's `random` or of NumPy."""
+def python_rng_state() -> Any:
+    """Return the states of the global generators of Python's `random` and of NumPy."""
     numpy: Any = sys.modules.get("numpy")
-    before = random.getstate(), numpy and str(numpy.random.get_state())
-    call()
-    return before != (random.getstate(), numpy and str(numpy.random.get_state()))
+    return random.getstate(), numpy and str(numpy.random.get_state())
 
 
-def _changed_state(model: nn.Module, call: Callable[[], object]) -> list[str]:
-    """Return names of the modules' attributes and buffers that a call changes, except batch norm's statistics."""
+@contextlib.contextmanager
+def changed_attributes(model: nn.Module) -> Iterator[list[str]]:
+    """Yield a list that on exit has the names of the attributes and buffers that changed, except batch norm's."""
+    changed: list[str] = []
     before = _state(model)
-    call()
+    yield changed
     after = _state(model)
-    return sorted(name for name in after if name not in before or not _is_same(before[name], after[name]))
+    changed += sorted(name for name in after if name not in before or not _is_same(before[name], after[name]))
+
+
+@contextlib.contextmanager
+def changed_gradients(model: nn.Module) -> Iterator[list[str]]:
+    """Yield a list that on exit has the names of the parameters whose gradients changed."""
+    changed: list[str] = []
+    before = {name: _gradient_version(each) for name, each in model.named_parameters()}
+    yield changed
+    changed += [name for name, each in model.named_parameters() if _gradient_version(each) != before.get(name)]
+
+
+def _gradient_version(parameter: torch.Tensor) -> tuple[int, int] | None:
+    # Not of a leaf: torch.func.functional_call has replaced the parameter.
+    return None if not parameter.is_leaf or parameter.grad is None else gradient_version(parameter.grad)
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
@@ -145,13 +133,11 @@ def _state(model: nn.Module) -> dict[str, Any]:
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         for name, value in module.__dict__.items():
-            if not name.startswith(
-                ("_parameters", "_buffers", "_modules", "_forward", "_backward", "_is_full_backward_hook")
-            ):
+            if name not in _OF_EVERY_MODULE:
                 found[dot + name] = (value, len(value)) if isinstance(value, (list, dict, set)) else value
         if not isinstance(module, _BatchNorm):
-            buffers = {name: each for name, each in module._buffers.items() if each is not None}
-            found.update({f"{dot}{name}": (each, each._version) for name, each in buffers.items()})
+            named = module.named_buffers(recurse=False)
+            found.update({f"{dot}{name}": (each, each._version) for name, each in named})
     return found
 
 

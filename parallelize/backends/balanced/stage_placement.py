@@ -15,8 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from parallelize.backends.balanced import refusals, units
 from parallelize.backends.balanced.hardware import DeviceSpec
 from parallelize.backends.balanced.partition import Chain, Slots, smallest_cap, split_one_phase
-from parallelize.backends.balanced.segment import Stage
-from parallelize.backends.balanced.stage_threads import stages_on
+from parallelize.backends.balanced.stage_threads import Stage, stages_on
 
 __all__ = ["ModelPlacement", "initial_stages", "spec_of"]
 
@@ -50,10 +49,11 @@ class ModelPlacement:
         """Move each parameter and buffer to the device of the earliest stage of the modules that contain it."""
         seen: set[int] = set()
         for module, stage in sorted(module_stages, key=lambda pair: pair[1]):
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None and id(tensor) not in seen:
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if id(tensor) not in seen:
                     seen.add(id(tensor))
                     _move_tensor(tensor, stages[stage].device)
+        torch.clear_autocast_cache()  # of casts on the former devices
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._optimizers.add(optimizer)

@@ -12,18 +12,24 @@ from hypothesis import strategies as st
 
 from parallelize import ConfigError
 from parallelize.backends.balanced.microbatch_split_join import (
-    JoinedOutput,
     SplitBatch,
+    UnjoinedOutput,
     batch_size,
     first_samples,
+    infer_batch_dims,
     join_outputs,
     named_leaves,
     names_not_per_sample,
+    scalar_weights,
     split_dims,
 )
 from parallelize.runtime.containers import leaves
 
 CPU = torch.device("cpu")
+
+
+def join(rows: list[list[Any]], sizes: tuple[int, ...], *, dims: dict[int, int | None]) -> list[Any]:
+    return join_outputs(rows, device=CPU, dims=dims, weights=scalar_weights(rows, sizes, inputs=()))
 
 
 @dataclass
@@ -47,26 +53,25 @@ def test_joining_undoes_splitting(samples: int, microbatches: int, dim: int) -> 
         assert args[1] is constant
         assert kwargs == {"flag": None}
     rows = [[args[0]["x"]] for args, _ in parts]
-    (joined,) = join_outputs(rows, batch.sizes, device=CPU, dims={0: dim})
-    assert torch.equal(joined.value, x)
+    (joined,) = join(rows, batch.sizes, dims={0: dim})
+    assert torch.equal(joined, x)
 
 
-@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_gradients_of_outputs_are_split(sizes: list[int]) -> None:
-    """The gradient of a concatenated output is split into the micro-batches' gradients, that of a mean by weights."""
-    total = sum(sizes)
-    gradient = torch.randn(total, 2)
-    parts = JoinedOutput(None, dim=0).split_gradient(gradient, sizes)
-    assert torch.equal(torch.cat([part for part in parts if part is not None]), gradient)
-    weights = tuple(size / total for size in sizes)
-    mean = JoinedOutput(None, weights=weights).split_gradient(torch.tensor(1.0), sizes)
-    assert sum(float(part) for part in mean if part is not None) == pytest.approx(1.0)
+@given(sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4), factor=st.integers(1, 3), dim=st.integers(0, 1))
+def test_the_dimension_of_the_full_batch_is_found(sizes: list[int], factor: int, dim: int) -> None:
+    """Also if an output has several rows per sample: its length is the sum of the micro-batches' lengths."""
+
+    def output(samples: int) -> torch.Tensor:
+        return torch.zeros(samples * factor, 5).transpose(0, dim)
+
+    rows = [[output(size), torch.ones(3)] for size in sizes]
+    assert infer_batch_dims([output(sum(sizes)), torch.ones(3)], rows) == {0: dim, 1: None}
 
 
 def test_scalars_are_averaged_by_samples() -> None:
     """Means of micro-batches of 3 and 1 samples are weighted 3 to 1."""
-    (joined,) = join_outputs([[torch.tensor(1.0)], [torch.tensor(5.0)]], (3, 1), device=CPU, dims={})
-    assert joined.value == pytest.approx(2.0)
+    (joined,) = join([[torch.tensor(1.0)], [torch.tensor(5.0)]], (3, 1), dims={})
+    assert joined == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -80,40 +85,27 @@ def test_scalars_are_averaged_by_samples() -> None:
 )
 def test_equal_values_are_returned_once(values: tuple[Any, ...], expected: Any) -> None:
     """Constants of any kind are returned unchanged."""
-    (joined,) = join_outputs([[value] for value in values], (2, 2), device=CPU, dims={})
-    assert torch.equal(joined.value, expected) if isinstance(expected, torch.Tensor) else joined.value == expected
+    (joined,) = join([[value] for value in values], (2, 2), dims={})
+    assert torch.equal(joined, expected) if isinstance(expected, torch.Tensor) else joined == expected
 
 
 @pytest.mark.parametrize(
     "values", [("a", "b"), (1, 2), (torch.zeros(3), torch.ones(3)), (torch.tensor(1), torch.tensor(2))]
 )
-def test_values_that_differ_and_are_not_per_sample_are_refused(values: tuple[Any, ...]) -> None:
-    """Counts, names and tensors without a batch dimension cannot be joined."""
-    with pytest.raises(ConfigError, match="output 0 of the model"):
-        join_outputs([[value] for value in values], (2, 2), device=CPU, dims={})
+def test_values_that_differ_and_are_not_per_sample_are_refused_on_use(values: tuple[Any, ...]) -> None:
+    """Counts, names and tensors without a batch dimension are placeholders, which name themselves."""
+    (joined,) = join([[value] for value in values], (2, 2), dims={0: None})
+    assert isinstance(joined, UnjoinedOutput)
+    for use in (lambda: joined.shape, lambda: joined + 1, lambda: torch.sum(joined), lambda: list(joined)):
+        with pytest.raises(ConfigError, match="output 0 of the model"):
+            use()
 
 
-def test_lengths_that_depend_on_the_samples_are_refused() -> None:
+def test_lengths_that_depend_on_the_samples_are_refused_on_use() -> None:
     """Sequences padded to the longest of their micro-batch cannot be joined; the error names a fix."""
-    values = [[torch.zeros(2, 6, 3)], [torch.zeros(2, 4, 3)]]
+    (joined,) = join([[torch.zeros(2, 6, 3)], [torch.zeros(2, 4, 3)]], (2, 2), dims={0: 0})
     with pytest.raises(ConfigError, match=r"tensors of \(2, 6, 3\) and \(2, 4, 3\)(.|\n)*total_length"):
-        join_outputs(values, (2, 2), device=CPU, dims={})
-
-
-def test_a_known_dimension_wins_over_one_of_equal_length() -> None:
-    """Hidden states of 2 layers for 2 samples each are joined along the samples, if that dimension is known."""
-    values = [[torch.zeros(2, 2, 5)], [torch.ones(2, 2, 5)]]
-    assert join_outputs(values, (2, 2), device=CPU, dims={0: 1})[0].value.shape == (2, 4, 5)
-    assert join_outputs(values, (2, 2), device=CPU, dims={})[0].value.shape == (4, 2, 5)
-
-
-def test_dimensions_for_another_output_form_are_ignored() -> None:
-    """Dimensions learned from outputs of one form are not applied to outputs of another."""
-    values = [[torch.zeros(2, 5)], [torch.ones(2, 5)]]
-    known_form: dict[str, Any] = {"dims": {0: None, 1: 0}, "known_form": (0, 2)}
-    assert join_outputs(values, (2, 2), device=CPU, **known_form)[0].value.shape == (4, 5)
-    with pytest.raises(ConfigError, match="output 0 of the model"):
-        join_outputs(values, (2, 2), device=CPU, dims={0: None}, known_form=(2,))
+        joined.mean()
 
 
 def test_names_are_in_the_order_of_leaves() -> None:
@@ -149,7 +141,6 @@ def test_one_number_per_sample_is_split_for_any_batch_dim() -> None:
     args, _ = batch.inputs(1)
     assert args[0].shape == (6, 2, 2)
     assert args[1].tolist() == [2, 3]
-    assert batch.gradient(1, [torch.ones(2), None]).tolist() == [1, 1, 0, 0]  # type: ignore[union-attr]  # one is given
     assert first_samples(inputs, 3, dim=1)[0][1].tolist() == [0, 1, 2]
     assert split_dims(inputs, dim=1) == {"0 (3-D)": 1, "1 (1-D)": 0}
 

@@ -1,0 +1,156 @@
+"""Backward of micro-batches in threads, for stages on the CPU, where autograd would run one graph in one thread.
+
+    parameters ──> _Backward ──> outputs of micro-batch 0, 1, 2, ... ──> joined outputs ──> loss
+                       │
+                       └ its backward computes, in a thread for each micro-batch, the gradients of the leaves of the
+                         micro-batch's own graph; autograd gets their sum, so that each parameter gets one gradient
+
+With create_graph=True, the gradients are computed in one thread, with a graph. Only gradients of leaves and of inputs
+of the model are computed, not those of a tensor inside the model.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from parallelize.backends.balanced.stage_threads import ThreadLocalState
+
+__all__ = ["compute_gradients", "connect", "has_reentrant_checkpoint"]
+
+Submit = Callable[..., "Future[Any]"]
+
+
+def connect(
+    rows: Sequence[Sequence[torch.Tensor]], *, bounds: Sequence[torch.Tensor], submit: Submit
+) -> list[list[torch.Tensor]] | None:
+    """Return the tensors of `rows`, connected to the leaves of their graphs by a backward in threads.
+
+    Args:
+        rows: differentiable outputs of each micro-batch.
+        bounds: inputs that require grad: the micro-batches' graphs end there.
+        submit: queues a call on a thread.
+
+    Returns:
+        None if the outputs cannot be connected in this way: a reentrant checkpoint computes gradients by itself.
+    """
+    flat = [each for row in rows for each in row]
+    leaves = _leaves(flat, bounds)
+    if leaves is None:
+        return None
+    sizes = [len(row) for row in rows]
+    found: Any = _Backward.apply(flat, sizes, submit, *bounds, *leaves)  # type: ignore[no-untyped-call]  # torch's
+    connected = iter(found)
+    return [[next(connected) for _ in row] for row in rows]
+
+
+def has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether gradients of given tensors cannot be computed, since a reentrant checkpoint runs a backward."""
+    return _leaves(outputs, ()) is None
+
+
+def compute_gradients(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    *,
+    inputs: Sequence[torch.Tensor],
+    create_graph: bool = False,
+    keep_graph: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """Compute the gradients of `inputs` without calling hooks of theirs, or patches of torch.autograd.grad."""
+    with _without_hooks(inputs):
+        found: Any = torch.autograd.Variable._execution_engine.run_backward(
+            tuple(outputs),
+            tuple(gradients),
+            keep_graph=keep_graph,
+            create_graph=create_graph,
+            inputs=tuple(inputs),
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+    return tuple(found)
+
+
+class _Backward(torch.autograd.Function):
+    """Autograd node between the leaves of all micro-batches' graphs and their outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: list[torch.Tensor], sizes: list[int], submit: Submit, *leaves: torch.Tensor) -> Any:
+        # As saved tensors, they are freed as torch frees a graph: after a backward without retain_graph.
+        ctx.save_for_backward(*outputs)
+        ctx.sizes, ctx.leaves, ctx.submit = sizes, leaves, submit
+        ctx.set_materialize_grads(False)
+        return tuple(each.detach() for each in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        outputs, leaves = ctx.saved_tensors, ctx.leaves
+        if torch.is_grad_enabled():  # create_graph=True
+            used = [(each, gradient) for each, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+            found = compute_gradients(*zip(*used, strict=True), inputs=leaves, create_graph=True, keep_graph=True)
+            return None, None, None, *found
+        pairs = iter(zip(outputs, gradients, strict=True))
+        parts = [[next(pairs) for _ in range(size)] for size in ctx.sizes]
+        # Recomputed forwards set and restore the random number generator, in several threads at once.
+        rng_state, state = torch.get_rng_state(), ThreadLocalState()
+        with _without_hooks(leaves):
+            futures = [ctx.submit(state.run, lambda part=part: _part(part, leaves)) for part in reversed(parts)]
+            concurrent.futures.wait(futures)
+        torch.set_rng_state(rng_state)
+        return None, None, None, *map(_sum, zip(*(each.result() for each in futures), strict=True))
+
+
+def _part(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]], leaves: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    used = [(output, gradient) for output, gradient in pairs if gradient is not None]
+    if not used:
+        return [None] * len(leaves)
+    outputs, gradients = zip(*used, strict=True)
+    return compute_gradients(outputs, gradients, inputs=leaves, keep_graph=True)
+
+
+def _sum(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the sum of the gradients of the micro-batches, in a fixed order."""
+    total = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+@contextlib.contextmanager
+def _without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Remove the hooks of leaves for a while: they run once, on the gradient of the batch."""
+    hooked = [(each, hooks) for each in tensors if (hooks := each._backward_hooks) and each.is_leaf]
+    for each, _ in hooked:
+        each._backward_hooks = None
+    try:
+        yield
+    finally:
+        for each, hooks in hooked:
+            each._backward_hooks = hooks
+
+
+def _leaves(outputs: Sequence[torch.Tensor], bounds: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return the leaves of the outputs' graphs up to `bounds`, in a fixed order; None for a reentrant checkpoint."""
+    nodes: list[Any] = [each.grad_fn for each in outputs]
+    seen: set[Any] = {each.grad_fn for each in bounds}
+    found: dict[int, torch.Tensor] = {}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return None
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            found.setdefault(id(leaf), leaf)
+        nodes.extend(following for following, _ in node.next_functions)
+    return list(found.values())
