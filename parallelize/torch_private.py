@@ -72,6 +72,7 @@ NCCL_ONLY = frozenset({"torch._C._distributed_c10d._dump_nccl_trace"})
 
 PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.Tensor": {
+        "_base": ("tell a view's base from a new tensor", 'backend="balanced" does not split some batches'),
         "_values": ("values of an uncoalesced sparse gradient", "sparse gradients fail under amp"),
         "_version": ("detect in-place writes to gradients and buffers", "local gradients are not detected"),
         "_backward_hooks": ("hide scaled gradients from the user's hooks, call them under fsdp", "hooks are bypassed"),
@@ -133,6 +134,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_state_dict_hooks": ("remove the hooks that Apex leaves", 'amp_engine="apex" fails'),
         "_parameters": ("replace a Parameter where it is registered", 'backend="fsdp" and amp="O2" fail'),
         "_buffers": ("replace a buffer where it is registered", 'backend="ddp" fails'),
+        "_forward_hooks": ("compare a batch again when a hook is new", 'a hook under backend="balanced" sees less'),
         "_forward_pre_hooks": ("detect modules that checkpoint themselves", 'backend="balanced" fails'),
         "_modules": ("reach a child without __getattr__", "calls of a model fail"),
         "_compiled_call_impl": ("detect Module.compile()", 'backend="balanced" splits compiled modules'),

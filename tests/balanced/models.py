@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -398,6 +399,17 @@ def assert_equal_gradients(got: nn.Module, expected: nn.Module, *, rtol: float =
             torch.testing.assert_close(
                 gradient, want[name], rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
             )
+
+
+@contextlib.contextmanager
+def not_split_once(message: str | None) -> Iterator[None]:
+    """Expect one warning of a kind of batch that is not split; None: expect none."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    texts = [str(each.message) for each in caught if "are not split" in str(each.message)]
+    assert len(texts) == (message is not None), texts
+    assert re.search(message or "", "".join(texts)), texts
 
 
 def tensors(output: Any) -> list[Tensor]:

@@ -272,8 +272,9 @@ def test_regions_leave_no_cycle_behind() -> None:
     model = seeded(Modules)
     activations: list[weakref.ref[Tensor]] = []
     with pipelined(model, INPUTS):
-        model(*INPUTS[0])
         handle = model.first.register_forward_hook(lambda _m, _a, output: activations.append(weakref.ref(output)))
+        model(*INPUTS[0])
+        activations.clear()
         gc.collect()
         gc.disable()
         try:

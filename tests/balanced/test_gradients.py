@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from balanced.models import assert_equal_gradients, loss_of, pipelined, rows, seeded
+from balanced.models import assert_equal_gradients, loss_of, not_split_once, pipelined, rows, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -246,7 +246,7 @@ def of_items(y: torch.Tensor, labels: torch.Tensor, items: Any) -> torch.Tensor:
 
 
 def test_a_scalar_that_does_not_show_what_it_averages_over() -> None:
-    """It is weighted by samples, with a warning, if that is true for the batch; otherwise the model is refused."""
+    """It is weighted by samples, with a warning, if that is true for the batch; other batches are not split."""
     model = seeded(lambda: WithLoss(lambda y, weight, _: (y.square() * weight).sum() / weight.sum() * 2.0 + y.mean()))
     plain = copy.deepcopy(model)
     even, odd = torch.ones(8, 1), torch.arange(8.0)[:, None]
@@ -254,8 +254,10 @@ def test_a_scalar_that_does_not_show_what_it_averages_over() -> None:
         same(X, even).backward()
     plain(X, even).backward()
     assert_equal_gradients(model, plain)
-    with pipelined(model, ((X, odd), {})) as same, pytest.raises(ConfigError, match="output 0 of the model"):
-        same(X, odd)
+    with pipelined(model, ((X, odd), {})) as same, not_split_once("output 0 of the model"):
+        same(X, odd).backward()
+    plain(X, odd).backward()
+    assert_equal_gradients(model, plain)
 
 
 LOSSES_IN_FORWARD = {

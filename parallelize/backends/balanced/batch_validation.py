@@ -1,12 +1,12 @@
 """Validation of micro-batches: compares them with the full batch, for every new kind of batch.
 
-A kind is new if a module is in another mode, an argument has another name or number of dimensions, grad mode has
-changed, or the output has another form. Then the full batch runs through the stages, too, which shows:
+A kind is new if a module is in another mode, an argument has another name or number of dimensions, grad mode or a hook
+of a module has changed, or the output has another form. Then the full batch runs through the stages, too:
 
-side effects    state stored on the model, changed input objects, random numbers
+side effects    tensors used outside of the output, state stored on the model, random numbers
 dimensions      in which dimension each output is joined
-values          whether the micro-batches compute the same: in the current modes, or, if these draw random numbers or
-                normalize over a batch, in evaluation mode
+values          whether the micro-batches compute the same outputs and gradients: in the current modes, or, if these
+                draw random numbers or normalize over a batch, in evaluation mode
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced import refusals
+from parallelize.backends.balanced.captured_tensors import CapturedTensors
+from parallelize.backends.balanced.microbatch_run import user_hooks
 from parallelize.backends.balanced.microbatch_split_join import (
     Dims,
     infer_batch_dims,
     join_outputs,
     output_form,
     scalar_weights,
-)
-from parallelize.backends.balanced.opaque_inputs import (
-    changed_input_error,
-    changed_inputs,
-    copy_opaque_inputs,
-    snapshot,
 )
 from parallelize.backends.balanced.side_effects import (
     ModelState,
@@ -41,12 +37,15 @@ from parallelize.backends.balanced.side_effects import (
     changed_gradients,
     python_rng_state,
 )
+from parallelize.backends.balanced.threaded_backward import compute_gradients, has_reentrant_checkpoint
 from parallelize.runtime.containers import leaves
 
 __all__ = ["BatchKind", "BatchValidation", "SplitRows"]
 
-# The largest relative difference of outputs that counts as rounding, by dtype.
+# The largest relative difference that counts as rounding, by the dtype of an output; of gradients, four times as much.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+_ROUNDING_OF_HALF = 5e-2
+_MAX_PARAMETERS = 8  # whose gradients are compared
 
 
 @dataclass
@@ -56,12 +55,14 @@ class BatchKind:
     Args:
         draws: whether forward draws random numbers.
         buffers: names of the buffers that forward changes, equally in every micro-batch.
+        is_reentrant: whether a reentrant checkpoint computes gradients by itself.
         assumed_means: positions of scalars of which only the comparison shows that they are means over samples.
         dims: form of the output -> the dimensions in which outputs are joined.
     """
 
     draws: bool = False
     buffers: tuple[str, ...] = ()
+    is_reentrant: bool = False
     assumed_means: set[int] = field(default_factory=set)
     dims: dict[tuple[int | None, ...], Dims] = field(default_factory=dict)
 
@@ -96,23 +97,25 @@ class BatchValidation:
         """Return what is known of batches like these inputs.
 
         Raises:
-            ConfigError: forward has side effects that micro-batches would see, or micro-batches compute something else.
+            CannotSplitError: forward has side effects that micro-batches would see, or they compute something else.
+            ConfigError: forward accumulates gradients.
         """
         before, drawn = ModelState(self.model, self.devices), python_rng_state()
         with before.restored(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the step itself gives forward's warnings
             first = self._whole(inputs)
             before.restore()
-            rng = RNGState(self.devices)
-            second, buffers = self._whole_again(inputs)
-            kind = BatchKind(rng.has_changed(), buffers)
+            kind, rng = BatchKind(), RNGState(self.devices)
+            second = self._whole_again(kind, inputs)
+            kind.draws = rng.has_changed()
             before.restore()
             is_comparable = not kind.draws and not self.normalizes
             self._compare(kind, inputs, first, second, compares_values=is_comparable)
             if not is_comparable:
                 before.restore()
                 self.model.eval()
-                self._compare(kind, inputs, self._whole(inputs), self._whole(inputs), compares_values=True)
+                with torch.backends.cudnn.flags(enabled=False):  # cuDNN has no backward of an RNN in evaluation mode
+                    self._compare(kind, inputs, self._whole(inputs), self._whole(inputs), compares_values=True)
         if python_rng_state() != drawn:
             warnings.warn(
                 f"forward of {type(self.model).__name__} draws from random or numpy.random: under backend='balanced' "
@@ -129,29 +132,32 @@ class BatchValidation:
         return kind
 
     def _whole(self, inputs: Any) -> list[Any]:
-        return _detached(self.whole(copy_opaque_inputs(inputs)))
+        return _detached(self.whole(inputs))
 
-    def _whole_again(self, inputs: Any) -> tuple[list[Any], tuple[str, ...]]:
-        """Return the outputs of the full batch, and the buffers that change; a first run has filled lasting caches."""
-        copied = copy_opaque_inputs(inputs)
-        contents = snapshot(copied)
-        with changed_gradients(self.model) as accumulated, changed_attributes(self.model) as changed:
-            output = _detached(self.whole(copied))
+    def _whole_again(self, kind: BatchKind, inputs: Any) -> list[Any]:
+        """Return the outputs of the full batch, and record side effects; a first run has filled lasting caches."""
+        captured = CapturedTensors(self.model)
+        with changed_gradients(self.model) as accumulated, changed_attributes(self.model) as changed, captured:
+            output = self.whole(inputs)
+        kind.is_reentrant = has_reentrant_checkpoint(_differentiable(leaves(output)))
+        output = _detached(output)
         if accumulated:
             raise refusals.inner_backward(accumulated)
+        kind.buffers = tuple(changed)
         if not {*changed} <= dict(self.model.named_buffers()).keys():
             raise refusals.stateful(changed)
-        for name in changed_inputs(copied, contents):
-            raise changed_input_error(inputs, name)
-        return output, tuple(changed)
+        places = captured.names()
+        if places:
+            raise refusals.captured(places, [name for name, each in self.model.named_modules() if user_hooks(each)])
+        return output
 
     def _compare(
         self, kind: BatchKind, inputs: Any, first: list[Any], second: list[Any], *, compares_values: bool
     ) -> None:
-        split = self.split(copy_opaque_inputs(inputs), kind.buffers)
+        split = self.split(inputs, kind.buffers)
         form = output_form(second)
         if any(output_form(row) != form for row in split.rows):
-            return  # micro-batches return different values: joining them raises an error or a placeholder
+            return  # micro-batches return different values: joining them returns placeholders
         dims = kind.dims.setdefault(form, infer_batch_dims(second, split.rows))
         is_random = any(_difference(*pair) > 0 for pair in zip(first, second, strict=True))
         if not compares_values or is_random:
@@ -161,19 +167,58 @@ class BatchValidation:
         for position, (one, other) in enumerate(zip(second, joined, strict=True)):
             difference = _difference(one, other)
             if difference > 0:
-                raise refusals.not_sample_by_sample(position, difference)
+                raise refusals.not_sample_by_sample(f"output {position} of the model", difference)
         for position, (_, count) in weights.items():
             values = [row[position] for row in split.rows]
             if count.kind == "unknown" and values[0].requires_grad and any(each != values[0] for each in values):
                 kind.assumed_means.add(position)
+        if torch.is_grad_enabled() and not kind.is_reentrant:
+            self._compare_gradients(inputs, joined)
+
+    def _compare_gradients(self, inputs: Any, joined: Sequence[Any]) -> None:
+        """Compare the gradients of some parameters, of the same weighted sum of all outputs that can be joined."""
+        named = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad and each.is_leaf]
+        named = named[:: math.ceil(len(named) / _MAX_PARAMETERS) or 1]
+        whole = list(leaves(self.whole(inputs)))
+        pairs = [
+            (one, other)
+            for one, other in zip(whole, joined, strict=True)
+            if _differentiable([one]) and _differentiable([other])
+        ]
+        if not named or not pairs:
+            return
+        parameters = [each for _, each in named]
+        expected, found = (_gradients(outputs, parameters) for outputs in zip(*pairs, strict=True))
+        largest = max((each.abs().max().item() for each in expected if each is not None), default=0.0)
+        rounding = 4 * max(_rounding(each) for each, _ in pairs)
+        for (name, parameter), one, other in zip(named, expected, found, strict=True):
+            pair = [torch.zeros_like(parameter) if each is None else each.to_dense() for each in (one, other)]
+            difference = _difference(*pair, rounding=rounding, least=1e-3 * largest)
+            if difference > 0:
+                raise refusals.not_sample_by_sample(f"the gradient of {name}", difference)
 
 
 def _detached(output: Any) -> list[Any]:
-    return [each.detach() if isinstance(each, torch.Tensor) else each for each in leaves(output)]
+    """Return the tensors of an output, without graphs, and None for objects, which may hold other tensors."""
+    return [each.detach() if isinstance(each, torch.Tensor) else None for each in leaves(output)]
 
 
-def _difference(one: Any, other: Any) -> float:
-    """Return the largest difference of two outputs, relative to the largest value of `one`; 0 if it is rounding."""
+def _differentiable(values: Any) -> list[torch.Tensor]:
+    return [each for each in values if isinstance(each, torch.Tensor) and each.grad_fn is not None]
+
+
+def _gradients(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    seeds = [torch.arange(each.numel(), device=each.device).cos().view(each.shape).to(each.dtype) for each in outputs]
+    return compute_gradients(outputs, seeds, inputs=parameters)
+
+
+def _rounding(value: torch.Tensor) -> float:
+    is_half = torch.is_autocast_enabled(value.device.type)
+    return _ROUNDING_OF_HALF if is_half else _ROUNDING.get(value.dtype, _ROUNDING_OF_HALF)
+
+
+def _difference(one: Any, other: Any, *, rounding: float | None = None, least: float = 1e-6) -> float:
+    """Return the largest difference, relative to the largest value of `one`, at least `least`; 0 if it is rounding."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return 0.0
     if one.shape != other.shape:
@@ -181,5 +226,5 @@ def _difference(one: Any, other: Any) -> float:
     if not one.is_floating_point() or one.numel() == 0:
         return 0.0
     wide, narrow = (each.detach().double().cpu().nan_to_num() for each in (one, other))
-    relative = ((wide - narrow).abs().max() / wide.abs().max().clamp_min(1e-6)).item()
-    return relative if relative > _ROUNDING.get(one.dtype, 5e-2) else 0.0
+    relative = ((wide - narrow).abs().max() / wide.abs().max().clamp_min(max(least, 1e-6))).item()
+    return relative if relative > (rounding or _ROUNDING.get(one.dtype, _ROUNDING_OF_HALF)) else 0.0

@@ -33,7 +33,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Executor:
-    """Runs micro-batches of a model over stages, inside `microbatch_run.module_hooks` with the same stages and routes.
+    """Runs micro-batches of a model over stages, inside `ModuleHooks` with the same stages and routes.
 
     Args:
         stages: the stages, in pipeline order.

@@ -3,8 +3,10 @@
     model.forward    a ──── b ──── c ──── d        ordinary Python
     stage            0 │      1      │   0         of the unit (a submodule) that is about to run
 
-Autograd records one ordinary graph. Global module hooks are used, since hooks of a module are copied and pickled with
-it. A module that an activation checkpoint calls again in backward runs on its stage, too, and counts for no statistics.
+Autograd records one ordinary graph. Units before which the stage does not change have no hook: hooks cost some
+microseconds per call. Where such a unit is called on another stage than planned, since the order of calls depends on
+the data, its operations run on that stage. A module that an activation checkpoint calls again in backward runs on its
+stage, too, and counts for no statistics.
 """
 
 from __future__ import annotations
@@ -16,14 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from parallelize.backends.balanced.batchnorm import BatchNorms, Moments
 from parallelize.backends.balanced.device_transfer import DeviceTransfer
 from parallelize.backends.balanced.stage_threads import Stage, saved_tensors_hooks
 from parallelize.runtime.gradients import is_in_backward
 
-__all__ = ["MicrobatchRun", "active_run", "module_hooks"]
+__all__ = ["MicrobatchRun", "ModuleHooks", "active_run", "user_hooks"]
 
 Routes = Mapping[int, Sequence[int]]
 
@@ -167,47 +168,99 @@ def _recomputation(
         yield
 
 
-@contextlib.contextmanager
-def module_hooks(
-    stages: Sequence[Stage], routes: Routes, norms: BatchNorms, *, output_device: torch.device
-) -> Iterator[None]:
-    """Follow the calls of a model's modules on all threads: in runs with these `routes`, and in recomputations."""
-    distinct = {output_device, *(stage.device for stage in stages)}
-    devices = distinct if len(distinct) > 1 else None
-    has_ends = devices is not None or bool(norms)  # whether anything is to be done when a module has run
-    # Thread -> the outermost module that it recomputes in backward, and the context of its run.
-    recomputed: dict[int, tuple[nn.Module, contextlib.ExitStack]] = {}
+class _Hook:
+    """Hook of a module of the user's model; copies and pickles of the module have a function that does nothing."""
 
-    def before(module: nn.Module, args: Any) -> Any:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext, "__exit__")  # takes any arguments, and loads without this package
+
+
+def user_hooks(module: nn.Module) -> list[Any]:
+    """Return the forward hooks of a module, without those of `ModuleHooks`."""
+    return [each for each in module._forward_hooks.values() if not isinstance(each, _Hook)]
+
+
+class ModuleHooks:
+    """Hooks that follow the calls of a model's modules on all threads: in runs, and in recomputations in backward.
+
+    Hooks are registered on construction, and removed by `close`. Only modules where something is to be done have one.
+
+    Args:
+        model: the user's model.
+        stages: the stages, in pipeline order.
+        routes: those of the runs that are followed.
+        norms: the model's batch norms.
+        output_device: device of the inputs and outputs.
+        borders: ids of the units before which the stage may change; None: every unit.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Sequence[Stage],
+        routes: Routes,
+        norms: BatchNorms,
+        *,
+        output_device: torch.device,
+        borders: Collection[int] | None = None,
+    ) -> None:
+        self._stages, self._routes, self._norms = stages, routes, norms
+        devices = {output_device, *(stage.device for stage in stages)}
+        self._devices = devices if len(devices) > 1 else None
+        self._has_ends = self._devices is not None or bool(norms)  # whether anything is to be done after a module
+        # Thread -> the outermost module that it recomputes in backward, and the context of its run.
+        self._recomputed: dict[int, tuple[nn.Module, contextlib.ExitStack]] = {}
+        self._handles: list[Any] = []
+        borders = routes if borders is None else borders
+        for module in model.modules():
+            if id(module) in borders or module in norms:
+                self._handles.append(module.register_forward_pre_hook(_Hook(self._before), prepend=True))
+            elif self._devices is not None and id(module) in routes:
+                # An activation checkpoint may call it in backward, with arguments on several devices.
+                self._handles.append(module.register_forward_pre_hook(_Hook(self._before_recomputation), prepend=True))
+            else:
+                continue
+            if self._has_ends:
+                self._handles.append(module.register_forward_hook(_Hook(self._after), prepend=True, always_call=True))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_recomputation(self, module: nn.Module, args: Any) -> Any:
+        return self._before(module, args) if _active.run is None and is_in_backward() else None
+
+    def _before(self, module: nn.Module, args: Any) -> Any:
         if torch.compiler.is_compiling():
             return None
-        run = _active.run
-        if run is None and has_ends and is_in_backward() and (id(module) in routes or module in norms):
+        if _active.run is None and self._has_ends and is_in_backward():
             context = contextlib.ExitStack()
-            context.enter_context(_recomputation(stages, routes, devices, stage=routes.get(id(module), (0,))[0]))
-            recomputed[threading.get_ident()] = module, context
-            run = _active.run
-        if run is None or run.routes is not routes:
+            stage = self._routes.get(id(module), (0,))[0]
+            context.enter_context(_recomputation(self._stages, self._routes, self._devices, stage=stage))
+            self._recomputed[threading.get_ident()] = module, context
+        run = _active.run
+        if run is None or run.routes is not self._routes:
             return None
         moved = run.enter_unit(module, args)
-        if has_ends and run.defers_statistics:
-            norms.before(module, args if moved is None else moved)
+        if run.defers_statistics:
+            self._norms.before(module, args if moved is None else moved)
         return moved
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         del args, output
         run = None if torch.compiler.is_compiling() else _active.run
-        if run is None or run.routes is not routes:
+        if run is None or run.routes is not self._routes:
             return
-        norms.after(module, None if run.is_recomputing else run.moments)
+        self._norms.after(module, None if run.is_recomputing else run.moments)
         run.leave_module(module)
-        outermost, context = recomputed.get(threading.get_ident(), (None, None))
+        outermost, context = self._recomputed.get(threading.get_ident(), (None, None))
         if context is not None and outermost is module:
-            del recomputed[threading.get_ident()]
+            del self._recomputed[threading.get_ident()]
             context.close()
-
-    with contextlib.ExitStack() as hooks:
-        hooks.callback(register_module_forward_pre_hook(before).remove)
-        if has_ends:
-            hooks.callback(register_module_forward_hook(after, always_call=True).remove)
-        yield

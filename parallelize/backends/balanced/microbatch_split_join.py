@@ -233,12 +233,7 @@ def scalar_weights(rows: Sequence[Sequence[Any]], sizes: Sequence[int], *, input
         rows: flat list of outputs of each micro-batch.
         sizes: number of samples of each micro-batch.
         inputs: the inputs of the model.
-
-    Raises:
-        ConfigError: micro-batches have returned different numbers of values.
     """
-    if len({len(row) for row in rows}) > 1:
-        raise refusals.uneven_outputs([len(row) for row in rows])
     return {
         position: join_weights(values, samples=sizes, inputs=inputs)
         for position, values in enumerate(zip(*rows, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,9 +17,10 @@ from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.batch_validation import BatchKind, BatchValidation, SplitRows
 from parallelize.backends.balanced.batchnorm import BatchNorms
 from parallelize.backends.balanced.executor import Executor
-from parallelize.backends.balanced.microbatch_run import module_hooks
+from parallelize.backends.balanced.microbatch_run import ModuleHooks, user_hooks
 from parallelize.backends.balanced.microbatch_split_join import (
     SplitBatch,
+    UnjoinedOutput,
     batch_size,
     join_outputs,
     named_leaves,
@@ -28,11 +30,11 @@ from parallelize.backends.balanced.microbatch_split_join import (
     scalar_weights,
     split_dims,
 )
-from parallelize.backends.balanced.opaque_inputs import check_shareable, forbid_changes, opaque_inputs
+from parallelize.backends.balanced.opaque_inputs import opaque_inputs
 from parallelize.backends.balanced.plan import Plan, remember
 from parallelize.backends.balanced.side_effects import RNGState
 from parallelize.backends.balanced.stage_threads import StageThreads, stages_on
-from parallelize.backends.balanced.units import unit_routes
+from parallelize.backends.balanced.units import border_units, unit_routes
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves, map_leaves
@@ -48,7 +50,12 @@ class Pipeline(nn.Module):
         plan: the plan.
         batch_dim: batch dimension of the inputs.
         output_device: device of the inputs and of the outputs.
+
+    Attributes:
+        refusal: why the latest kind of batch that is not split is not; None: all are.
     """
+
+    refusal: ConfigError | None = None
 
     def __init__(self, inner: Inner, plan: Plan, *, batch_dim: int, output_device: torch.device) -> None:
         super().__init__()
@@ -74,9 +81,15 @@ class Pipeline(nn.Module):
         )
         if self._executor.threads is not None:
             self._cleanup.callback(self._executor.threads.close)
-        self._cleanup.enter_context(
-            module_hooks(stages, self._executor.routes, self._norms, output_device=output_device)
+        hooks = ModuleHooks(
+            inner.model,
+            stages,
+            self._executor.routes,
+            self._norms,
+            output_device=output_device,
+            borders=border_units(inner.model, plan.events, plan.bounds),
         )
+        self._cleanup.callback(hooks.close)
 
     def close(self) -> None:
         """Remove the hooks, and end the threads."""
@@ -91,16 +104,7 @@ class Pipeline(nn.Module):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = args, kwargs
-        objects = self._plan.microbatches > 1 and opaque_inputs(inputs)
-        if self._plan.microbatches == 1 or (objects and not torch.is_grad_enabled()):
-            # A forward that is not split may modify objects: text generation passes a key-value cache.
-            return self._run_whole(inputs)
-        if not objects:
-            return self._run_split(inputs)
-        dim = self._batch_dim
-        check_shareable(inputs, samples=batch_size(inputs, dim=dim), dim=dim)
-        with forbid_changes(inputs):
-            return self._run_split(inputs)
+        return self._run_whole(inputs) if self._plan.microbatches == 1 else self._run_split(inputs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner.bind_method(self.inner.method, self.inner.model)(*args, **kwargs)
@@ -113,17 +117,38 @@ class Pipeline(nn.Module):
         return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, output)
 
     def _run_split(self, inputs: Any) -> Any:
-        self._learn_whole_inputs(inputs)
-        count = self._microbatches(inputs)
-        if count == 1:
+        key = self._key(inputs)
+        if self._kinds.get(key, self) is None:
             return self._run_whole(inputs)
+        try:
+            count = self._microbatches(inputs)
+            if count > 1 and key not in self._kinds:
+                self._kinds[key] = self._validate(inputs, count)
+            kind = self._kinds.get(key)
+            if kind is not None and kind.is_reentrant and (hooked := self._parameters_with_hooks()):
+                raise refusals.reentrant(hooked)
+        except refusals.CannotSplitError as error:
+            count, kind = 1, None
+            self._kinds[key], self.refusal = None, error
+            if torch.is_grad_enabled():
+                warnings.warn(f"batches like this one are not split into micro-batches: {error}", stacklevel=2)
+        return self._run_whole(inputs) if kind is None or count == 1 else self._run_microbatches(inputs, kind, count)
+
+    def _key(self, inputs: Any) -> Any:
+        """Return what distinguishes kinds of batches, see `batch_validation`."""
+        modes = tuple(each.training for each in self._moded)
+        # Not the hooks' ids: a loop may register the same function anew for each step.
+        hooks = tuple(
+            getattr(each, "__code__", type(each)) for m in self._moded if m._forward_hooks for each in user_hooks(m)
+        )
         names = tuple(name for name, _ in named_leaves(inputs))
-        key = (tuple(each.training for each in self._moded), names, torch.is_grad_enabled(), self.inner.method)
-        if key not in self._kinds:
-            self._kinds[key] = self._validate(inputs, count)
-        kind = self._kinds[key]
-        if kind is None:
-            return self._run_whole(inputs)
+        return modes, hooks, names, torch.is_grad_enabled(), self.inner.method
+
+    def _parameters_with_hooks(self) -> list[str]:
+        named = self.inner.model.named_parameters()
+        return [name for name, each in named if each._backward_hooks or each._post_accumulate_grad_hooks]
+
+    def _run_microbatches(self, inputs: Any, kind: BatchKind, count: int) -> Any:
         is_threaded = self._executor.threads is not None and not kind.draws and not kind.buffers
         is_bounded = is_threaded and torch.is_grad_enabled()
         before = RNGState([stage.device for stage in self._executor.stages]) if is_threaded else None
@@ -131,6 +156,8 @@ class Pipeline(nn.Module):
         outputs = self._executor.run(self._call, batch, is_threaded=is_threaded, buffers=kind.buffers)
         kind.draws = kind.draws or (before is not None and before.has_changed())
         rows = [list(leaves(output)) for output in outputs]
+        if len({len(row) for row in rows}) > 1:
+            return UnjoinedOutput(refusals.uneven_outputs([len(row) for row in rows]))
         form = output_form(rows[0])
         if form not in kind.dims:
             found = self._validate(inputs, count)
@@ -148,8 +175,10 @@ class Pipeline(nn.Module):
         """Compare micro-batches with the full batch; return None if, without gradients, the batch is better not split.
 
         Raises:
-            ConfigError: micro-batches do not compute what the full batch does.
+            CannotSplitError: micro-batches do not compute what the full batch does.
         """
+        for name, each in opaque_inputs(inputs).items():
+            raise refusals.opaque_input(name, type(each).__name__)
 
         def split(inputs: Any, buffers: Sequence[str]) -> SplitRows:
             batch = self._split(inputs, count)
@@ -162,18 +191,13 @@ class Pipeline(nn.Module):
             return SplitRows([list(leaves(output)) for output in outputs], batch.sizes)
 
         devices = dict.fromkeys([self._executor.output_device, *(stage.device for stage in self._executor.stages)])
-        try:
-            kind = BatchValidation(
-                model=self.inner.model,
-                whole=self._run_whole,
-                split=split,
-                devices=list(devices),
-                normalizes=self._norms.is_training,
-            ).run(inputs)
-        except ConfigError:
-            if torch.is_grad_enabled():
-                raise
-            return None
+        kind = BatchValidation(
+            model=self.inner.model,
+            whole=self._run_whole,
+            split=split,
+            devices=list(devices),
+            normalizes=self._norms.is_training,
+        ).run(inputs)
         # Without a graph, the number of targets of a loss is not known.
         has_loss = any(0 in form for form in kind.dims)
         return None if has_loss and not torch.is_grad_enabled() else kind
@@ -188,6 +212,7 @@ class Pipeline(nn.Module):
 
     def _microbatches(self, inputs: Any) -> int:
         """Return the number of micro-batches: fewer if batch norm would train on one sample at a time."""
+        self._learn_whole_inputs(inputs)
         samples, count = batch_size(inputs, dim=self._batch_dim), self._plan.microbatches
         if self._norms.is_training and samples < min(self._plan.samples, 2 * count):
             return max(1, samples // 2)

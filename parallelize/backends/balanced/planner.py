@@ -29,7 +29,8 @@ from parallelize.backends.balanced.microbatch_split_join import (
     names_not_per_sample,
     split_dims,
 )
-from parallelize.backends.balanced.opaque_inputs import check_shareable, copy_opaque_inputs
+from parallelize.backends.balanced.opaque_inputs import copy_opaque_inputs
+from parallelize.backends.balanced.pipeline import Pipeline
 from parallelize.backends.balanced.plan import Plan, signature
 from parallelize.backends.balanced.profiling import Profiler, module_bytes, module_seconds, profile_model, run_backward
 from parallelize.backends.balanced.schedule import (
@@ -101,7 +102,7 @@ class Planner:
     """Makes the plan of one model for the devices in `device_specs`; `pipeline(plan)` runs the model by a plan."""
 
     inner: Inner
-    pipeline: Callable[[Plan], contextlib.AbstractContextManager[nn.Module]]
+    pipeline: Callable[[Plan], contextlib.AbstractContextManager[Pipeline]]
     device_specs: Sequence[DeviceSpec]
     output_device: torch.device
     placement: ModelPlacement
@@ -120,8 +121,6 @@ class Planner:
             warnings.simplefilter("ignore")  # the step itself gives forward's warnings
             inputs = clone_inference_tensors((args, kwargs))
             self._samples = batch_size(inputs, dim=dim)
-            if self.options.microbatches != 1:
-                check_shareable(inputs, samples=self._samples, dim=dim)
             self._whole_inputs = tuple(sorted(names_not_per_sample(inputs, dim=dim)))
             return self._plan_units(inputs)
 
@@ -239,15 +238,21 @@ class Planner:
         if not faster:
             predicted_s = min(each.predicted_s or math.inf for each in plans)
             return self._leave_unsplit(f"{why}is predicted to take {_ms(predicted_s)} if split", plan)
-        timed = [replace(each, measured_s=self._split_s(each, inputs)) for each in faster[:_MAX_TIMED_PLANS]]
+        timed = []
+        for each in faster[:_MAX_TIMED_PLANS]:
+            measured_s, refusal = self._split_s(each, inputs)
+            if refusal is not None:
+                return self._leave_unsplit(f"batches cannot be split: {refusal}", plan)
+            timed.append(replace(each, measured_s=measured_s))
         plan = min(timed, key=lambda each: each.measured_s or math.inf)
         if unsplit_s < _MIN_SPEEDUP * (plan.measured_s or math.inf):
             return self._leave_unsplit(f"{why}{_ms(plan.measured_s or math.inf)} if split", plan)
         return plan
 
-    def _split_s(self, plan: Plan, inputs: Any) -> float:
+    def _split_s(self, plan: Plan, inputs: Any) -> tuple[float, ConfigError | None]:
+        """Return the seconds of a step by a plan, and why the batch was not split after all."""
         with self.pipeline(plan) as pipeline:
-            return self._seconds(pipeline, inputs)
+            return self._seconds(pipeline, inputs), pipeline.refusal
 
     def _alternatives(self, fit: _Fit) -> list[Schedule]:
         """Return the best split for each other number of micro-batches, the shortest predicted step first."""

@@ -31,9 +31,10 @@ class BalancedBackend(DDPOptions):
     nodes, each node runs such a pipeline, and gradients are averaged over the nodes with the options of "ddp".
 
     Micro-batches run through the unmodified model: on accelerators one after another, in one autograd graph; on the CPU
-    in threads, where torch.autograd.grad by a tensor from inside the model finds no gradient. Every new kind of batch
-    (mode, arguments, outputs) is compared with the full batch. Batch norm normalizes each micro-batch separately; its
-    running statistics are updated for the full batch. Hooks of submodules run once per micro-batch, on its samples.
+    in threads. For every new kind of batch (mode, arguments, outputs, hooks), outputs and gradients are compared with
+    the full batch. If they differ, or if forward or a hook keeps tensors or state outside of the output, such batches
+    run through the stages whole, with one warning. Batch norm normalizes each micro-batch separately; its running
+    statistics are updated for the full batch. Hooks of submodules run once per micro-batch, on its samples.
 
     Args:
         devices: used instead of the GPUs of `gpus=`; may list a device twice. Outputs are on the run's first device,

@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from parallelize.backends.balanced.batchnorm import BatchNorms
 from parallelize.backends.balanced.device_transfer import DeviceTransfer
 from parallelize.backends.balanced.hardware import synchronized_time
-from parallelize.backends.balanced.microbatch_run import MicrobatchRun, module_hooks
+from parallelize.backends.balanced.microbatch_run import MicrobatchRun, ModuleHooks
 from parallelize.backends.balanced.microbatch_split_join import first_samples
 from parallelize.backends.balanced.opaque_inputs import copy_opaque_inputs
 from parallelize.backends.balanced.schedule import Profile, UnitCall
@@ -120,9 +120,9 @@ class Profiler:
         transfer = DeviceTransfer(devices) if len(devices) > 1 else None
         run = MicrobatchRun(self.stages, self.routes, transfer=transfer, on_unit=clock.on_unit)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(
-                module_hooks(self.stages, self.routes, BatchNorms(model), output_device=self.output_device)
-            )
+            norms = BatchNorms(model)
+            hooks = ModuleHooks(model, self.stages, self.routes, norms, output_device=self.output_device)
+            stack.callback(hooks.close)
             if counts_saved:
                 stack.enter_context(_count_saved_bytes(clock.timings, model))
             stack.enter_context(run.active())

@@ -14,7 +14,9 @@ from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
 
 __all__ = [
+    "CannotSplitError",
     "another_model",
+    "captured",
     "check_supported",
     "inner_backward",
     "no_batch",
@@ -24,6 +26,7 @@ __all__ = [
     "opaque_input",
     "other_parameters",
     "packed_sequence",
+    "reentrant",
     "split_failure",
     "stateful",
     "too_large",
@@ -31,6 +34,11 @@ __all__ = [
     "uneven_shapes",
     "unjoinable",
 ]
+
+
+class CannotSplitError(ConfigError):
+    """A kind of batch of which micro-batches would not compute what the full batch does; such batches are not split."""
+
 
 _NO_SPLIT = "use BalancedBackend(microbatches=1), which does not split batches, or backend='ddp'"
 _NO_CACHE = "train a Hugging Face language model with model.config.use_cache = False"
@@ -93,9 +101,9 @@ def one_value_per_channel(channels: int) -> ConfigError:
     )
 
 
-def packed_sequence() -> ConfigError:
+def packed_sequence() -> CannotSplitError:
     """Build the error for a PackedSequence among the inputs."""
-    return ConfigError(
+    return CannotSplitError(
         "an input of the model is a PackedSequence",
         why="its samples are interleaved, so it cannot be split into micro-batches",
         fix="pass the padded tensor with its lengths, and in forward pack it and call pad_packed_sequence with "
@@ -103,13 +111,12 @@ def packed_sequence() -> ConfigError:
     )
 
 
-def opaque_input(name: str, kind: str, what: str) -> ConfigError:
-    """Build the error for an input object that micro-batches cannot share."""
-    return ConfigError(
-        f"argument {name} of the model, a {kind}, {what}",
-        why="it cannot be split, so micro-batches, which run at the same time, would all use the same object",
-        fix="pass tensors, alone or in containers; call the model under torch.no_grad(), where a batch with such an "
-        f"object is not split; {_NO_CACHE}; or {_NO_SPLIT}",
+def opaque_input(name: str, kind: str) -> CannotSplitError:
+    """Build the error for an input object that cannot be split."""
+    return CannotSplitError(
+        f"argument {name} of the model is a {kind}",
+        why="it cannot be split, and micro-batches would see what others have left in it",
+        fix=f"pass tensors, alone or in containers; {_NO_CACHE}; or {_NO_SPLIT}",
     )
 
 
@@ -131,11 +138,11 @@ def uneven_outputs(counts: Sequence[int]) -> ConfigError:
     )
 
 
-def split_failure(dimensions: Mapping[str, int], error: Exception) -> ConfigError:
+def split_failure(dimensions: Mapping[str, int], error: Exception) -> CannotSplitError:
     """Build the error for a forward that fails on a part of a batch, but not on the full batch."""
     listed = ", ".join(f"{name} along dimension {dim}" for name, dim in list(dimensions.items())[:4])
     more = f" and {len(dimensions) - 4} more" if len(dimensions) > 4 else ""
-    return ConfigError(
+    return CannotSplitError(
         f"forward fails on a part of the batch ({type(error).__name__}), but not on the full batch; split arguments: "
         f"{listed}{more}",
         why="every tensor as long as the first one is split along the batch, also inside lists; forward may need all "
@@ -181,21 +188,39 @@ def other_parameters(shape: tuple[int, ...]) -> ConfigError:
     )
 
 
-def stateful(names: Sequence[str]) -> ConfigError:
+def captured(places: Sequence[str], hooked: Sequence[str]) -> CannotSplitError:
+    """Build the error for tensors that forward leaves outside of its output; `hooked`: modules with forward hooks."""
+    hooks = f"; modules with forward hooks: {', '.join(hooked[:5])}" if hooked else ""
+    return CannotSplitError(
+        f"tensors that {', '.join(places[:5])} computed are used outside of the output of forward{hooks}",
+        why="they would have the samples of one micro-batch, and a loss on them the gradients of these",
+        fix=f"return them from forward; keep numbers instead of tensors; remove the hooks; or {_NO_SPLIT}",
+    )
+
+
+def reentrant(names: Sequence[str]) -> CannotSplitError:
+    """Build the error for hooks of parameters that a reentrant checkpoint uses."""
+    return CannotSplitError(
+        f"parameters with hooks, {', '.join(names[:5])}, under torch.utils.checkpoint with use_reentrant=True",
+        why="a reentrant checkpoint calls them with the gradient of one micro-batch at a time",
+        fix=f"use checkpoint(..., use_reentrant=False); or {_NO_SPLIT}",
+    )
+
+
+def stateful(names: Sequence[str]) -> CannotSplitError:
     """Build the error for a forward that stores state on the model."""
     listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return ConfigError(
+    return CannotSplitError(
         f"forward changes {listed} of the model",
         why="micro-batches run at the same time, and would read each other's values",
         fix=f"pass such values between modules as arguments and return values; or {_NO_SPLIT}",
     )
 
 
-def not_sample_by_sample(position: int, difference: float) -> ConfigError:
-    """Build the error for outputs of micro-batches that differ from those of the full batch."""
-    return ConfigError(
-        f"output {position} of the model, computed in micro-batches, differs from that of the full batch by "
-        f"{difference:.3g}",
+def not_sample_by_sample(what: str, difference: float) -> CannotSplitError:
+    """Build the error for an output or a gradient of micro-batches that differs from that of the full batch."""
+    return CannotSplitError(
+        f"{what}, computed in micro-batches, differs from that of the full batch by {difference:.3g}",
         why="a sample's output depends on other samples; or an argument as long as the batch was split although it is "
         "not per sample; or the loss is not a mean over samples",
         fix=f"compute such a loss outside of the model; set BalancedBackend(batch_dim=...); or {_NO_SPLIT}",

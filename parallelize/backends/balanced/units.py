@@ -7,7 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
-__all__ = ["choose_units", "leaf_modules", "module_names", "module_stages", "parameter_bytes", "unit_routes"]
+__all__ = [
+    "border_units",
+    "choose_units",
+    "leaf_modules",
+    "module_names",
+    "module_stages",
+    "parameter_bytes",
+    "unit_routes",
+]
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
@@ -73,6 +81,15 @@ def unit_routes(model: nn.Module, calls: Sequence[str], split_points: Sequence[i
         elif id(module) not in inside and module is not model and not any(True for _ in module.children()):
             found[id(module)] = [last]
     return found
+
+
+def border_units(model: nn.Module, calls: Sequence[str], split_points: Sequence[int]) -> set[int]:
+    """Return the ids of the units before which the stage may change; see `unit_routes` for the arguments."""
+    stages = [stage for stage, pair in enumerate(itertools.pairwise(split_points)) for _ in range(*pair)]
+    modules = dict(model.named_modules())
+    borders = {id(modules[name]) for name, one, other in zip(calls, [0, *stages], stages, strict=False) if one != other}
+    called = {id(modules[name]) for name in calls}
+    return borders | {unit for unit in unit_routes(model, calls, split_points) if unit not in called}
 
 
 def module_stages(model: nn.Module, routes: Mapping[int, Sequence[int]]) -> list[tuple[nn.Module, int]]:

@@ -66,7 +66,7 @@ class Modeled(Planner):
     slowdown = 1.0
 
     def _split_s(self, plan, inputs):
-        return plan.predicted_s * self.slowdown
+        return plan.predicted_s * self.slowdown, None
 
 
 @pytest.mark.parametrize("slowdown", [1.0, 3.0])
