@@ -135,7 +135,7 @@ def parallel_model(
         # After the session has opened: Apex replaces forward.
         for model in models:
             originals = {name: traceable(each) for name, each in methods_of(model, names).items()}
-            inner = Inner(model, original_methods=originals, session=session)
+            inner = Inner(model, original_methods=originals, session=session, average=average)
             block = Block(
                 Engines(inner, build=build, run=run, shared=shared.values()),
                 run=run,

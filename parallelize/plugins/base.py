@@ -120,6 +120,7 @@ class Inner(nn.Module):
         model: the user's model, which becomes a child of this module.
         original_methods: name -> `getattr(model, name)` before the block, for "forward" and every routed method.
         session: mixed precision of the block.
+        average: how the block averages gradients of ranks, and, of the parts of a batch, losses that forward computes.
 
     Attributes:
         method: name of the method that the next call runs.
@@ -127,12 +128,17 @@ class Inner(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, *, original_methods: Mapping[str, Callable[..., Any]], session: Session
+        self,
+        model: nn.Module,
+        *,
+        original_methods: Mapping[str, Callable[..., Any]],
+        session: Session,
+        average: Literal["ranks", "sum", "tokens"] = "ranks",
     ) -> None:
         super().__init__()
         self.model = model
         self.original_methods = dict(original_methods)
-        self.session = session
+        self.session, self.average = session, average
         self.method, self.is_broadcast = "forward", False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

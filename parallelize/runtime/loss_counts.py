@@ -102,17 +102,18 @@ def attach_count(tensor: torch.Tensor, count: LossCount) -> None:
 
 
 def join_weights(
-    losses: Sequence[torch.Tensor], *, samples: Sequence[int], inputs: Any
+    losses: Sequence[torch.Tensor], *, samples: Sequence[int], inputs: Any, adds_unknown: bool = False
 ) -> tuple[list[float | torch.Tensor], LossCount]:
     """Return the weights by which losses of the parts of a batch add up to the loss of the batch, and its count.
 
-    Means are weighted by their counts, and sums are added. All other scalars are weighted by samples.
+    Means are weighted by their counts, and sums are added. All other scalars are weighted by samples, or added.
 
     Args:
         losses: one scalar per part, computed in the model's forward.
         samples: number of samples of each part.
         inputs: the inputs of the model; a sum divided by one of these numbers, such as the number of targets of several
             batches, stays a sum.
+        adds_unknown: whether scalars that are neither a known mean nor a known sum are added.
     """
     require_readable_losses()
     numbers = [each for each in leaves(inputs) if not isinstance(each, torch.Tensor) or each.dim() == 0]
@@ -127,7 +128,8 @@ def join_weights(
     # A sum that is equal in all parts, such as a penalty on weights, does not depend on the batch.
     if kind in {"sum", "divided sum"} and not others and len({each.item() for each in losses}) > 1:
         return [1.0] * len(losses), first
-    return [each / sum(samples) for each in samples], LossCount(first.loss, "unknown")
+    is_added = adds_unknown and len({each.item() for each in losses}) > 1
+    return [1.0 if is_added else each / sum(samples) for each in samples], LossCount(first.loss, "unknown")
 
 
 def _common_count(counts: Sequence[LossCount], numbers: Sequence[Any]) -> LossCount:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from balanced.models import assert_equal_gradients, loss_of, not_split_once, pipelined, rows, seeded
+from balanced.models import assert_equal_gradients, loss_of, not_split_once, pipelined, plan_for, rows, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -258,6 +258,33 @@ def test_a_scalar_that_does_not_show_what_it_averages_over() -> None:
         same(X, odd).backward()
     plain(X, odd).backward()
     assert_equal_gradients(model, plain)
+
+
+def test_average_decides_how_other_scalars_are_joined() -> None:
+    """Under average="sum" a scalar that is no known reduction is added, as the losses of ranks are."""
+    model = seeded(lambda: WithLoss(lambda y, weight, _: (y * weight).square().sum().exp2().log2())).double()
+    plain = copy.deepcopy(model)
+    weight = torch.ones(8, 1).double()
+    backend = BalancedBackend(devices=("cpu", "cpu"), plan=plan_for(model, ((X64, weight), {})))
+    with not_split_once(None), parallel_model(model, backend=backend, average="sum"):
+        model(X64, weight).backward()
+    plain(X64, weight).backward()
+    assert_equal_gradients(model, plain)
+
+
+def test_a_sum_that_looks_like_one_divided_by_an_argument() -> None:
+    """A divisor that equals an argument in one batch only changes how the loss is joined: the batch is compared."""
+    model = seeded(lambda: WithLoss(lambda y, _, items: y.square().sum() / len(y))).double()
+    plain = copy.deepcopy(model)
+    labels = torch.zeros(8, 1)
+    with pipelined(model, ((X64, labels, 8), {})):
+        for items in (8, 2):  # 2: samples in a micro-batch
+            for each in (model, plain):
+                each.zero_grad()
+            with not_split_once(None if items == 8 else "output 0 of the model"):
+                model(X64, labels, items).backward()
+            plain(X64, labels, items).backward()
+            assert_equal_gradients(model, plain)
 
 
 LOSSES_IN_FORWARD = {

@@ -1,7 +1,7 @@
 """Validation of micro-batches: compares them with the full batch, for every new kind of batch.
 
-A kind is new if a module is in another mode, an argument has another name or number of dimensions, grad mode or a hook
-of a module has changed, or the output has another form. Then the full batch runs through the stages, too:
+A kind is new if a module has another mode, value of a Boolean attribute or forward hook, an argument another name or
+number of dimensions, an output another form, or grad mode has changed. The full batch runs through the stages, too:
 
 side effects    tensors used outside of the output, state stored on the model, random numbers
 dimensions      in which dimension each output is joined
@@ -25,6 +25,7 @@ from parallelize.backends.balanced.captured_tensors import CapturedTensors
 from parallelize.backends.balanced.microbatch_run import user_hooks
 from parallelize.backends.balanced.microbatch_split_join import (
     Dims,
+    Form,
     infer_batch_dims,
     join_outputs,
     output_form,
@@ -64,7 +65,7 @@ class BatchKind:
     buffers: tuple[str, ...] = ()
     is_reentrant: bool = False
     assumed_means: set[int] = field(default_factory=set)
-    dims: dict[tuple[int | None, ...], Dims] = field(default_factory=dict)
+    dims: dict[Form, Dims] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class BatchValidation:
         split: returns the outputs of micro-batches, given the inputs and the buffers that each of them changes.
         devices: devices of the stages; outputs are compared on the first one.
         normalizes: whether batch norm normalizes each micro-batch.
+        adds_unknown: see `scalar_weights`.
     """
 
     model: nn.Module
@@ -92,6 +94,7 @@ class BatchValidation:
     split: Callable[[Any, Sequence[str]], SplitRows]
     devices: Sequence[torch.device]
     normalizes: bool
+    adds_unknown: bool
 
     def run(self, inputs: Any) -> BatchKind:
         """Return what is known of batches like these inputs.
@@ -126,7 +129,8 @@ class BatchValidation:
             warnings.warn(
                 f"output {position} of {type(self.model).__name__} is a scalar whose operations do not show what it "
                 "averages over: under backend='balanced' it is taken for a mean over samples, which is true for this "
-                "batch. If it is not for others, compute it outside of the model.",
+                "batch. If it is not for others, compute it outside of the model; if it is a sum, use "
+                "parallel_model(average='sum').",
                 stacklevel=2,
             )
         return kind
@@ -155,14 +159,13 @@ class BatchValidation:
         self, kind: BatchKind, inputs: Any, first: list[Any], second: list[Any], *, compares_values: bool
     ) -> None:
         split = self.split(inputs, kind.buffers)
-        form = output_form(second)
-        if any(output_form(row) != form for row in split.rows):
+        if any(output_form(row) != output_form(second) for row in split.rows):
             return  # micro-batches return different values: joining them returns placeholders
-        dims = kind.dims.setdefault(form, infer_batch_dims(second, split.rows))
+        weights = scalar_weights(split.rows, split.sizes, inputs=inputs, adds_unknown=self.adds_unknown)
+        dims = kind.dims.setdefault(output_form(second, weights), infer_batch_dims(second, split.rows))
         is_random = any(_difference(*pair) > 0 for pair in zip(first, second, strict=True))
         if not compares_values or is_random:
             return
-        weights = scalar_weights(split.rows, split.sizes, inputs=inputs)
         joined = join_outputs(split.rows, device=self.devices[0], dims=dims, weights=weights)
         for position, (one, other) in enumerate(zip(second, joined, strict=True)):
             difference = _difference(one, other)
@@ -170,7 +173,8 @@ class BatchValidation:
                 raise refusals.not_sample_by_sample(f"output {position} of the model", difference)
         for position, (_, count) in weights.items():
             values = [row[position] for row in split.rows]
-            if count.kind == "unknown" and values[0].requires_grad and any(each != values[0] for each in values):
+            is_assumed = count.kind == "unknown" and not self.adds_unknown and values[0].requires_grad
+            if is_assumed and any(each != values[0] for each in values):
                 kind.assumed_means.add(position)
         if torch.is_grad_enabled() and not kind.is_reentrant:
             self._compare_gradients(inputs, joined)

@@ -116,6 +116,8 @@ class Executor:
             found = [buffer.clone() for _, buffer in named]
             different = [n for (n, _), a, b in zip(named, after, found, strict=False) if not torch.equal(a, b)]
             if different:
+                for (_, buffer), value in zip(named, before, strict=True):
+                    buffer.copy_(value)
                 raise refusals.stateful(different)
             after = found
         return outputs

@@ -4,9 +4,9 @@ Inputs: a tensor anywhere in the arguments is split along `batch_dim` (a 1-D ten
 dimension is as long as the batch, in this and in every earlier batch. All other values are passed to every micro-batch.
 
 Outputs: tensors are concatenated along the dimension in which the full batch is as long as all micro-batches. Scalar
-losses add up to that of the batch: means are weighted by the number of their targets, sums are added, other scalars are
-averaged by samples. A value that is equal in all micro-batches is returned once. In place of another output, the caller
-gets a placeholder that raises when it is used.
+losses add up to that of the batch: means are weighted by the number of their targets, sums are added. Other scalars are
+averaged by samples, or, under average="sum", added. A value that is equal in all micro-batches is returned once. In
+place of another output, the caller gets a placeholder that raises when it is used.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.loss_counts import LossCount, attach_count, join_weights
 
 __all__ = [
+    "Form",
     "SplitBatch",
     "UnjoinedOutput",
     "batch_size",
@@ -38,6 +39,8 @@ __all__ = [
     "split_dims",
 ]
 
+Form = tuple[int | tuple[str, bool] | None, ...]
+"""For each leaf of an output, see `output_form`; outputs of other forms are joined in another way."""
 Dims = Mapping[int, int | None]
 """Position of an output -> its batch dimension, None if it has none; absent if it cannot be joined."""
 Weights = Mapping[int, tuple[Sequence[float | torch.Tensor], LossCount]]
@@ -207,9 +210,17 @@ def _paths(at: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _paths(f"{at}.{key}", each)
 
 
-def output_form(values: Sequence[Any]) -> tuple[int | None, ...]:
-    """Return the number of dimensions of each leaf of an output, None for leaves that are not tensors."""
-    return tuple(each.dim() if isinstance(each, torch.Tensor) else None for each in values)
+def output_form(values: Sequence[Any], weights: Weights | None = None) -> Form:
+    """Return, for each leaf of an output, its number of dimensions, or how a scalar is joined; None for objects.
+
+    Args:
+        values: the leaves.
+        weights: see `scalar_weights`; None: scalars have 0 dimensions.
+    """
+    forms: list[Any] = [each.dim() if isinstance(each, torch.Tensor) else None for each in values]
+    for position, (parts, count) in (weights or {}).items():
+        forms[position] = count.kind, isinstance(parts[0], float) and parts[0] == 1.0
+    return tuple(forms)
 
 
 def infer_batch_dims(whole: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Dims:
@@ -226,16 +237,19 @@ def infer_batch_dims(whole: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Dim
     return found
 
 
-def scalar_weights(rows: Sequence[Sequence[Any]], sizes: Sequence[int], *, inputs: Any) -> Weights:
+def scalar_weights(
+    rows: Sequence[Sequence[Any]], sizes: Sequence[int], *, inputs: Any, adds_unknown: bool = False
+) -> Weights:
     """Return the weights of scalar outputs, read from the graphs that forward has recorded.
 
     Args:
         rows: flat list of outputs of each micro-batch.
         sizes: number of samples of each micro-batch.
         inputs: the inputs of the model.
+        adds_unknown: whether scalars that are neither a known mean nor a known sum are added.
     """
     return {
-        position: join_weights(values, samples=sizes, inputs=inputs)
+        position: join_weights(values, samples=sizes, inputs=inputs, adds_unknown=adds_unknown)
         for position, values in enumerate(zip(*rows, strict=True))
         if all(_is_scalar(each) for each in values)
     }

@@ -127,22 +127,23 @@ class Pipeline(nn.Module):
             kind = self._kinds.get(key)
             if kind is not None and kind.is_reentrant and (hooked := self._parameters_with_hooks()):
                 raise refusals.reentrant(hooked)
+            if kind is not None and count > 1:
+                return self._run_microbatches(inputs, kind, count)
         except refusals.CannotSplitError as error:
-            count, kind = 1, None
             self._kinds[key], self.refusal = None, error
             if torch.is_grad_enabled():
                 warnings.warn(f"batches like this one are not split into micro-batches: {error}", stacklevel=2)
-        return self._run_whole(inputs) if kind is None or count == 1 else self._run_microbatches(inputs, kind, count)
+        return self._run_whole(inputs)
 
     def _key(self, inputs: Any) -> Any:
         """Return what distinguishes kinds of batches, see `batch_validation`."""
-        modes = tuple(each.training for each in self._moded)
+        flags = [value for each in self._moded for value in vars(each).values() if value is True or value is False]
         # Not the hooks' ids: a loop may register the same function anew for each step.
         hooks = tuple(
             getattr(each, "__code__", type(each)) for m in self._moded if m._forward_hooks for each in user_hooks(m)
         )
         names = tuple(name for name, _ in named_leaves(inputs))
-        return modes, hooks, names, torch.is_grad_enabled(), self.inner.method
+        return tuple(flags), hooks, names, torch.is_grad_enabled(), self.inner.method
 
     def _parameters_with_hooks(self) -> list[str]:
         named = self.inner.model.named_parameters()
@@ -158,11 +159,12 @@ class Pipeline(nn.Module):
         rows = [list(leaves(output)) for output in outputs]
         if len({len(row) for row in rows}) > 1:
             return UnjoinedOutput(refusals.uneven_outputs([len(row) for row in rows]))
-        form = output_form(rows[0])
+        adds_unknown = self.inner.average == "sum"
+        weights = scalar_weights(rows, batch.sizes, inputs=inputs, adds_unknown=adds_unknown)
+        form = output_form(rows[0], weights)
         if form not in kind.dims:
             found = self._validate(inputs, count)
             kind.dims[form] = {} if found is None else found.dims.get(form, {})
-        weights = scalar_weights(rows, batch.sizes, inputs=inputs)
         rows = self._executor.connect(rows, batch) if is_bounded else rows
         values = join_outputs(rows, device=self._executor.output_device, dims=kind.dims[form], weights=weights)
         return rebuild(outputs[0], values)
@@ -197,9 +199,10 @@ class Pipeline(nn.Module):
             split=split,
             devices=list(devices),
             normalizes=self._norms.is_training,
+            adds_unknown=self.inner.average == "sum",
         ).run(inputs)
         # Without a graph, the number of targets of a loss is not known.
-        has_loss = any(0 in form for form in kind.dims)
+        has_loss = any(isinstance(each, tuple) for form in kind.dims for each in form)
         return None if has_loss and not torch.is_grad_enabled() else kind
 
     def _learn_whole_inputs(self, inputs: Any) -> None:
