@@ -39,6 +39,7 @@ from parallelize.backends.balanced.side_effects import (
     python_rng_state,
 )
 from parallelize.backends.balanced.threaded_backward import compute_gradients, has_reentrant_checkpoint
+from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves
 
 __all__ = ["BatchKind", "BatchValidation", "SplitRows"]
@@ -146,13 +147,23 @@ class BatchValidation:
         kind.is_reentrant = has_reentrant_checkpoint(_differentiable(leaves(output)))
         output = _detached(output)
         if accumulated:
-            raise refusals.inner_backward(accumulated)
+            raise ConfigError(
+                f"forward accumulates gradients of {', '.join(accumulated[:5])}",
+                why="a backward of each micro-batch would add to them, also while the pipeline is planned",
+                fix="call torch.autograd.grad in forward instead of backward; or use backend='ddp'",
+            )
         kind.buffers = tuple(changed)
         if not {*changed} <= dict(self.model.named_buffers()).keys():
             raise refusals.stateful(changed)
         places = captured.names()
         if places:
-            raise refusals.captured(places, [name for name, each in self.model.named_modules() if user_hooks(each)])
+            hooked = [name for name, each in self.model.named_modules() if user_hooks(each)]
+            hooks = f"; modules with forward hooks: {', '.join(hooked[:5])}" if hooked else ""
+            raise refusals.CannotSplitError(
+                f"tensors that {', '.join(places[:5])} computed are used outside of the output of forward{hooks}",
+                why="they would have the samples of one micro-batch, and a loss on them the gradients of these",
+                fix="return them from forward; keep numbers instead of tensors; remove the hooks",
+            )
         return output
 
     def _compare(

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from parallelize.backends.balanced import refusals
+from parallelize.errors import ConfigError
 
 __all__ = ["BatchNorms", "Moments"]
 
@@ -86,7 +86,11 @@ class BatchNorms:
             return
         x = args[0]
         if x.numel() == x.shape[1]:
-            raise refusals.one_value_per_channel(x.shape[1])
+            raise ConfigError(
+                f"batch norm over {x.shape[1]} channels gets one value per channel in a micro-batch",
+                why="each micro-batch is normalized separately, and one value has no variance",
+                fix="use larger batches or fewer micro-batches, BalancedBackend(batch_norm='full'), or group norm",
+            )
         self._locks[id(module)].acquire()
         calls = norm.num_batches_tracked
         self._before[id(module)] = _Tracked(

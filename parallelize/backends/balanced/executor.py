@@ -25,6 +25,7 @@ from parallelize.backends.balanced.microbatch_run import MicrobatchRun, active_r
 from parallelize.backends.balanced.microbatch_split_join import SplitBatch
 from parallelize.backends.balanced.stage_threads import Stage, StageThreads, ThreadLocalState
 from parallelize.backends.balanced.threaded_backward import connect
+from parallelize.errors import ConfigError
 
 __all__ = ["Executor"]
 
@@ -168,7 +169,11 @@ def _checkpointed(module: nn.Module, forward: Call, *args: Any, **kwargs: Any) -
         # torch.func.functional_call replaces parameters until forward returns.
         for parameter, now in zip(used, module.parameters(), strict=True):
             if parameter is not now:
-                raise refusals.other_parameters(tuple(now.shape))
+                raise ConfigError(
+                    f"recomputation in backward uses a parameter of {tuple(now.shape)} that forward has not used",
+                    why="torch.func.functional_call replaces parameters for one call, but backward runs later",
+                    fix="use BalancedBackend(recompute=False), or call backward before the parameters are restored",
+                )
         with recomputing:
             yield
 

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from parallelize.backends.balanced import refusals
-from parallelize.errors import ConfigError
+from parallelize.backends.balanced.refusals import CannotSplitError, UnjoinedOutput, unjoinable
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.loss_counts import LossCount, attach_count, join_weights
 
 __all__ = [
     "Form",
     "SplitBatch",
-    "UnjoinedOutput",
     "batch_size",
     "first_samples",
     "infer_batch_dims",
@@ -51,15 +49,23 @@ def batch_size(inputs: Any, *, dim: int) -> int:
     """Return the number of samples in a batch: the length of dimension `dim` in the first tensor that has one.
 
     Raises:
-        ConfigError: no tensor has a dimension `dim`, or an argument is a PackedSequence.
+        CannotSplitError: no tensor has a dimension `dim`, or an argument is a PackedSequence.
     """
     args, kwargs = inputs
     if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
-        raise refusals.packed_sequence()
+        raise CannotSplitError(
+            "an input of the model is a PackedSequence",
+            why="its samples are interleaved",
+            fix="pass the padded tensor with its lengths, and pack it in forward",
+        )
     for leaf in leaves(inputs):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
             return leaf.shape[dim]
-    raise refusals.no_batch(dim)
+    raise CannotSplitError(
+        f"no argument of the model has a dimension {dim}",
+        why="batches are split along their batch dimension",
+        fix="pass tensors, alone or in containers; set their batch dimension: BalancedBackend(batch_dim=1)",
+    )
 
 
 def rebuild(like: Any, flat: Sequence[Any]) -> Any:
@@ -148,34 +154,6 @@ class SplitBatch:
         # Slices, unlike the outputs of torch.split, may be changed in place.
         starts = [sum(self.sizes[:index]) for index in range(len(self.sizes))]
         return [leaf.narrow(axis, start, size) for start, size in zip(starts, self.sizes, strict=True)]
-
-
-class UnjoinedOutput:
-    """Placeholder for an output that cannot be joined; raises ConfigError when it is used."""
-
-    def __init__(self, error: ConfigError) -> None:
-        self.__dict__["error"] = error
-
-    def __repr__(self) -> str:
-        return f"<{str(self.__dict__['error']).splitlines()[0]}>"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):  # copy, pickle and isinstance look for optional methods
-            raise AttributeError(name)
-        self._raise()
-
-    def _raise(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise self.__dict__["error"]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse an operation on the output."""
-        del func, types
-        next(leaf for leaf in leaves((args, kwargs or {})) if isinstance(leaf, cls))._raise()
-
-    __getitem__ = __setitem__ = __setattr__ = __iter__ = __len__ = __bool__ = __call__ = __contains__ = _raise
-    __float__ = __int__ = __index__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _raise
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _raise
 
 
 def _axis(leaf: Any, dim: int) -> int | None:
@@ -305,17 +283,22 @@ def _join_output(values: tuple[Any, ...], *, position: int, device: torch.device
     first = values[0]
     if all(value is first for value in values):
         return first
+    name = f"output {position} of the model"
     if not isinstance(first, torch.Tensor):
         is_equal = not hasattr(first, "__dict__") and all(value == first for value in values)
-        return first if is_equal else UnjoinedOutput(refusals.not_a_tensor(position, first))
+        if is_equal:
+            return first
+        return UnjoinedOutput(unjoinable(f"{name}: a {type(first).__name__}", "micro-batches return others"))
     dim = dims.get(position, -1)
     if dim is not None and 0 <= dim < first.dim():
         if _joined_shape(values, dim) is not None:
             return torch.cat([value.to(device) for value in values], dim)
-        return UnjoinedOutput(refusals.uneven_shapes(position, [tuple(value.shape) for value in values]))
+        shapes = " and ".join(dict.fromkeys(str(tuple(each.shape)) for each in values))
+        return UnjoinedOutput(unjoinable(f"{name}: tensors of {shapes}", "they differ outside of the batch dimension"))
     is_constant = not first.requires_grad and all(
         value.shape == first.shape and torch.equal(value, first.to(value.device)) for value in values
     )
     if is_constant:
         return first.to(device)
-    return UnjoinedOutput(refusals.unjoinable(position, f"tensors of {tuple(first.shape)}"))
+    why = "they differ, and no dimension is as long as a micro-batch"
+    return UnjoinedOutput(unjoinable(f"{name}: tensors of {tuple(first.shape)}", why))

@@ -20,7 +20,6 @@ from parallelize.backends.balanced.executor import Executor
 from parallelize.backends.balanced.microbatch_run import ModuleHooks, user_hooks
 from parallelize.backends.balanced.microbatch_split_join import (
     SplitBatch,
-    UnjoinedOutput,
     batch_size,
     join_outputs,
     named_leaves,
@@ -125,9 +124,8 @@ class Pipeline(nn.Module):
             if count > 1 and key not in self._kinds:
                 self._kinds[key] = self._validate(inputs, count)
             kind = self._kinds.get(key)
-            if kind is not None and kind.is_reentrant and (hooked := self._parameters_with_hooks()):
-                raise refusals.reentrant(hooked)
             if kind is not None and count > 1:
+                self._check_parameter_hooks(kind)
                 return self._run_microbatches(inputs, kind, count)
         except refusals.CannotSplitError as error:
             self._kinds[key], self.refusal = None, error
@@ -145,9 +143,16 @@ class Pipeline(nn.Module):
         names = tuple(name for name, _ in named_leaves(inputs))
         return tuple(flags), hooks, names, torch.is_grad_enabled(), self.inner.method
 
-    def _parameters_with_hooks(self) -> list[str]:
-        named = self.inner.model.named_parameters()
-        return [name for name, each in named if each._backward_hooks or each._post_accumulate_grad_hooks]
+    def _check_parameter_hooks(self, kind: BatchKind) -> None:
+        """Raise CannotSplitError if a reentrant checkpoint would call hooks of parameters for each micro-batch."""
+        named = self.inner.model.named_parameters() if kind.is_reentrant else ()
+        hooked = [name for name, each in named if each._backward_hooks or each._post_accumulate_grad_hooks]
+        if hooked:
+            raise refusals.CannotSplitError(
+                f"parameters with hooks, {', '.join(hooked[:5])}, under torch.utils.checkpoint with use_reentrant=True",
+                why="a reentrant checkpoint calls them with the gradient of one micro-batch at a time",
+                fix="use checkpoint(..., use_reentrant=False)",
+            )
 
     def _run_microbatches(self, inputs: Any, kind: BatchKind, count: int) -> Any:
         is_threaded = self._executor.threads is not None and not kind.draws and not kind.buffers
@@ -158,7 +163,8 @@ class Pipeline(nn.Module):
         kind.draws = kind.draws or (before is not None and before.has_changed())
         rows = [list(leaves(output)) for output in outputs]
         if len({len(row) for row in rows}) > 1:
-            return UnjoinedOutput(refusals.uneven_outputs([len(row) for row in rows]))
+            counts = " and ".join(map(str, sorted({len(row) for row in rows})))
+            return refusals.UnjoinedOutput(refusals.unjoinable(f"micro-batches return {counts} values", "they differ"))
         adds_unknown = self.inner.average == "sum"
         weights = scalar_weights(rows, batch.sizes, inputs=inputs, adds_unknown=adds_unknown)
         form = output_form(rows[0], weights)
@@ -180,7 +186,11 @@ class Pipeline(nn.Module):
             CannotSplitError: micro-batches do not compute what the full batch does.
         """
         for name, each in opaque_inputs(inputs).items():
-            raise refusals.opaque_input(name, type(each).__name__)
+            raise refusals.CannotSplitError(
+                f"argument {name} of the model is a {type(each).__name__}",
+                why="it cannot be split, and micro-batches would see what others have left in it",
+                fix="pass tensors, alone or in containers",
+            )
 
         def split(inputs: Any, buffers: Sequence[str]) -> SplitRows:
             batch = self._split(inputs, count)

@@ -107,6 +107,8 @@ class Planner:
     output_device: torch.device
     placement: ModelPlacement
     options: PlannerOptions
+    _samples: int = 1
+    _whole_inputs: tuple[str, ...] = ()
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Make the plan from one batch, given by its arguments.
@@ -120,9 +122,15 @@ class Planner:
         with torch.inference_mode(mode=False), torch.enable_grad(), state, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the step itself gives forward's warnings
             inputs = clone_inference_tensors((args, kwargs))
-            self._samples = batch_size(inputs, dim=dim)
-            self._whole_inputs = tuple(sorted(names_not_per_sample(inputs, dim=dim)))
-            return self._plan_units(inputs)
+            try:
+                self._samples = batch_size(inputs, dim=dim)
+                self._whole_inputs = tuple(sorted(names_not_per_sample(inputs, dim=dim)))
+                return self._plan_units(inputs)
+            except refusals.CannotSplitError as error:
+                why = f"the first batch cannot be split: {error}"
+            self.options = replace(self.options, microbatches=1)
+            _log.warning("%s", why)
+            return replace(self._plan_units(inputs), why=why)
 
     def _plan_units(self, inputs: Any) -> Plan:
         model, output = self.inner.model, self.output_device
@@ -152,20 +160,13 @@ class Planner:
 
     @contextlib.contextmanager
     def _explained_split_failure(self, profiler: Profiler, inputs: Any) -> Iterator[None]:
-        """Replace an exception that occurs only on a part of a batch by an explanation; `inputs` are the full batch.
-
-        Raises:
-            ConfigError: forward fails on a part of the batch, but not on the full batch.
-        """
+        """Replace an exception that occurs only on a part of a batch by CannotSplitError; `inputs` are all of it."""
         try:
             yield
-        except ConfigError:
-            raise
         except Exception as error:
-            try:
-                profiler.run(inputs)
-            except Exception:  # noqa: BLE001  # any error of the user's forward
-                raise error from None
+            if isinstance(error, ConfigError):
+                raise
+            profiler.run(inputs)  # raises the user's error, if it is of the full batch
             raise refusals.split_failure(split_dims(inputs, dim=self.options.batch_dim), error) from error
 
     def _seconds(self, call: Callable[..., Any], inputs: Any) -> float:
@@ -242,7 +243,7 @@ class Planner:
         for each in faster[:_MAX_TIMED_PLANS]:
             measured_s, refusal = self._split_s(each, inputs)
             if refusal is not None:
-                return self._leave_unsplit(f"batches cannot be split: {refusal}", plan)
+                raise refusal
             timed.append(replace(each, measured_s=measured_s))
         plan = min(timed, key=lambda each: each.measured_s or math.inf)
         if unsplit_s < _MIN_SPEEDUP * (plan.measured_s or math.inf):
@@ -250,7 +251,7 @@ class Planner:
         return plan
 
     def _split_s(self, plan: Plan, inputs: Any) -> tuple[float, ConfigError | None]:
-        """Return the seconds of a step by a plan, and why the batch was not split after all."""
+        """Return the seconds of a step by a plan, and why its batch was not split; None: it was."""
         with self.pipeline(plan) as pipeline:
             return self._seconds(pipeline, inputs), pipeline.refusal
 
