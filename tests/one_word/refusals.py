@@ -15,14 +15,11 @@ class Refusal:
         words: regular expression that the message matches.
         reason: why the program cannot run.
         depends_on_timing: whether the program may run instead, as where balanced measures that splitting is no gain.
-        needs_whole_batch: whether there is no batch to split, or its samples depend on each other: nobody would choose
-            balanced for it, so the share of programs that run does not count it.
     """
 
     words: str
     reason: str
     depends_on_timing: bool = False
-    needs_whole_batch: bool = False
 
 
 _FUNCTIONAL = Refusal(
@@ -40,31 +37,6 @@ REFUSALS: dict[tuple[str, str], Refusal] = {
     ("maml", "hsdp"): _FUNCTIONAL,
     ("tied_autoencoder", "fsdp"): _SHARED,
     ("tied_autoencoder", "hsdp"): _SHARED,
-    ("moco", "balanced"): Refusal(
-        r"forward changes queue, queue_ptr of the model",
-        "micro-batches run at the same time, and the queue of one would hold the keys of another",
-        needs_whole_batch=True,
-    ),
-    ("vqvae", "balanced"): Refusal(
-        r"forward changes vq\.ema_cluster_size, vq\.ema_w, vq\.embedding of the model",
-        "micro-batches run at the same time, and the codebook of one would be that of another",
-        needs_whole_batch=True,
-    ),
-    ("actor_critic", "balanced"): Refusal(
-        r"forward fails on a part of the batch .*0 \(1-D\) along dimension 0",
-        "the model is called with the state of one environment, which has no batch dimension",
-        needs_whole_batch=True,
-    ),
-    ("gcn", "balanced"): Refusal(
-        r"forward fails on a part of the batch .*0 \(2-D\) along dimension 0",
-        "dimension 0 of the input are the nodes of one graph",
-        needs_whole_batch=True,
-    ),
-    ("uncertainty_weights", "balanced"): Refusal(
-        r"no argument of the model has a dimension 0",
-        "a model of the block weights scalar losses",
-        needs_whole_batch=True,
-    ),
     ("tied_autoencoder", "balanced"): _SHARED,
     ("word_language_model", "balanced"): Refusal(
         r"no dimension is as long as a micro-batch, so it cannot be joined",
