@@ -14,11 +14,14 @@ from balanced.models import (
     batch_of,
     gradients,
     loss_of,
+    not_split_once,
     pipelined,
     plan_for,
     seeded,
     tensors,
 )
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from parallelize import parallel_model, shard_loader
 from parallelize.backends.balanced.hardware import synchronized_time
@@ -77,6 +80,50 @@ def test_a_loop_with_an_optimizer_made_before(devices: tuple[str, str]) -> None:
     assert len(plan(model).devices) <= 2
     state = {each.device for kept in optimizer.state.values() for each in kept.values() if each.dim() > 0}
     assert state == {torch.device("cuda:0")}
+
+
+class Reader(nn.Module):
+    """Layers that read two tensors, the second of which is on the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.is_reentrant = nn.Linear(8, 8), False
+        self.layers = nn.ModuleList(nn.Bilinear(8, 8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = h = torch.tanh(self.first(x))
+        for layer in self.layers:
+            h = torch.tanh(checkpoint(layer, h, memory, use_reentrant=self.is_reentrant))
+        return h
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("devices", PAIRS, ids="+".join)
+def test_checkpoints_with_arguments_on_two_devices(devices: tuple[str, str], is_reentrant: bool) -> None:
+    """Backward recomputes a unit inside a stage, whose second argument is on another device."""
+    model, x = seeded(Reader).cuda(), torch.randn(8, 8).cuda()
+    model.is_reentrant = is_reentrant
+    alone = copy.deepcopy(model)
+    made = plan_for(model, ((x,), {}), devices=devices)
+    with parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)), not_split_once(None):
+        loss_of(model(x)).backward()
+    loss_of(alone(x)).backward()
+    assert_equal_gradients(model, alone, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("devices", PAIRS, ids="+".join)
+def test_a_loss_on_what_a_hook_keeps(devices: tuple[str, str]) -> None:
+    """The hook sees the full batch, also on two devices."""
+    model, x = seeded(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))).cuda(), torch.randn(8, 8).cuda()
+    kept: dict[str, torch.Tensor] = {}
+    model[1].register_forward_hook(lambda _m, _a, output: kept.update(hidden=output))
+    alone = copy.deepcopy(model)
+    made = plan_for(model, ((x,), {}), devices=devices)
+    with parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)), not_split_once("hooks: 1"):
+        (loss_of(model(x)) + kept["hidden"].square().sum().cpu()).backward()
+    (loss_of(alone(x)) + kept["hidden"].square().sum().cpu()).backward()
+    assert_equal_gradients(model, alone, rtol=1e-3, atol=1e-4)
 
 
 def test_dropout_on_a_gpu_depends_on_the_seed_only() -> None:
