@@ -24,7 +24,6 @@ from parallelize.backends.balanced.device_transfer import DeviceTransfer
 from parallelize.backends.balanced.microbatch_run import MicrobatchRun, active_run
 from parallelize.backends.balanced.microbatch_split_join import SplitBatch
 from parallelize.backends.balanced.stage_threads import Stage, StageThreads, ThreadLocalState
-from parallelize.backends.balanced.threaded_backward import connect
 from parallelize.errors import ConfigError
 
 __all__ = ["Executor"]
@@ -84,21 +83,6 @@ class Executor:
             outputs = self._in_threads(calls) if is_threaded else self._one_by_one(calls, buffers)
         self.norms.update([run.moments for run in runs])
         return outputs
-
-    def connect(self, rows: list[list[Any]], batch: SplitBatch) -> list[list[Any]]:
-        """Return the outputs of micro-batches that ran in threads, so that their backward runs in threads, too."""
-        assert self.threads is not None  # they ran in threads
-        places = [[i for i, each in enumerate(row) if _is_differentiable(each)] for row in rows]
-        if not any(places):
-            return rows
-        outputs = [[row[i] for i in place] for row, place in zip(rows, places, strict=True)]
-        connected = connect(outputs, bounds=batch.bounds, submit=self.threads.backward)
-        if connected is None:
-            return rows
-        for row, place, values in zip(rows, places, connected, strict=True):
-            for i, value in zip(place, values, strict=True):
-                row[i] = value
-        return rows
 
     def _transfer(self, copies: dict[Any, Any] | None = None) -> DeviceTransfer | None:
         devices = {self.output_device, *(stage.device for stage in self.stages)}
@@ -179,7 +163,3 @@ def _checkpointed(module: nn.Module, forward: Call, *args: Any, **kwargs: Any) -
 
     contexts: Any = lambda: (contextlib.nullcontext(), again())  # noqa: E731  # the usual form
     return torch_checkpoint.checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _is_differentiable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad and value.grad_fn is not None

@@ -221,21 +221,26 @@ class ModuleHooks:
         for module in model.modules():
             if id(module) in borders or module in norms:
                 self._handles.append(module.register_forward_pre_hook(_Hook(self._before), prepend=True))
+                if self._has_ends:
+                    self._handles.append(self._register_after(module))
             elif self._devices is not None and id(module) in routes:
                 # An activation checkpoint may call it in backward, with arguments on several devices.
                 self._handles.append(module.register_forward_pre_hook(_Hook(self._before_recomputation), prepend=True))
-            else:
-                continue
-            if self._has_ends:
-                self._handles.append(module.register_forward_hook(_Hook(self._after), prepend=True, always_call=True))
 
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
+    def _register_after(self, module: nn.Module) -> Any:
+        return module.register_forward_hook(_Hook(self._after), prepend=True, always_call=True)
+
     def _before_recomputation(self, module: nn.Module, args: Any) -> Any:
-        return self._before(module, args) if _active.run is None and is_in_backward() else None
+        if torch.compiler.is_compiling() or _active.run is not None or not is_in_backward():
+            return None
+        moved = self._before(module, args)
+        self._recomputed[threading.get_ident()][1].callback(self._register_after(module).remove)
+        return moved
 
     def _before(self, module: nn.Module, args: Any) -> Any:
         if torch.compiler.is_compiling():

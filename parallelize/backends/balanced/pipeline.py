@@ -33,6 +33,7 @@ from parallelize.backends.balanced.opaque_inputs import opaque_inputs
 from parallelize.backends.balanced.plan import Plan, remember
 from parallelize.backends.balanced.side_effects import RNGState
 from parallelize.backends.balanced.stage_threads import StageThreads, stages_on
+from parallelize.backends.balanced.threaded_backward import connect
 from parallelize.backends.balanced.units import border_units, unit_routes
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
@@ -171,7 +172,8 @@ class Pipeline(nn.Module):
         if form not in kind.dims:
             found = self._validate(inputs, count)
             kind.dims[form] = {} if found is None else found.dims.get(form, {})
-        rows = self._executor.connect(rows, batch) if is_bounded else rows
+        if is_bounded and self._executor.threads is not None:
+            connect(rows, bounds=batch.bounds, submit=self._executor.threads.backward)
         values = join_outputs(rows, device=self._executor.output_device, dims=kind.dims[form], weights=weights)
         return rebuild(outputs[0], values)
 

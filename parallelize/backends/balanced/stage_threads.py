@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,10 @@ class StageThreads:
     Args:
         stages: the stages; each gets one backward thread, bound to the stage's cores.
         microbatches: number of forward threads: the maximum number of micro-batches.
+
+    Attributes:
+        forward: queues a call, given with its arguments, on a forward thread; returns a Future.
+        backward: the same, on a backward thread.
     """
 
     def __init__(self, stages: Sequence[Stage], *, microbatches: int) -> None:
@@ -75,22 +79,16 @@ class StageThreads:
             torch.set_num_threads(threads_per_stage)
             unbound.pop().bind_thread()
 
-        self._forward = _pool("forward", microbatches, lambda: torch.set_num_threads(threads_per_stage))
-        self._backward = _pool("backward", len(stages), bind)
+        forward = _pool("forward", microbatches, lambda: torch.set_num_threads(threads_per_stage))
+        backward = _pool("backward", len(stages), bind)
+        self._pools = forward, backward
+        self.forward, self.backward = forward.submit, backward.submit
         # The calls of set_num_threads in the pools also changed the default for new threads: restore it.
         torch.set_num_threads(intra_op)
 
-    def forward(self, call: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Queue the forward of a micro-batch on a forward thread."""
-        return self._forward.submit(call, *args)
-
-    def backward(self, call: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Queue the backward of a micro-batch on a backward thread."""
-        return self._backward.submit(call, *args)
-
     def close(self) -> None:
         """Cancel queued tasks, and join all threads after their current tasks."""
-        for pool in (self._forward, self._backward):
+        for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
 
 

@@ -26,27 +26,28 @@ __all__ = ["compute_gradients", "connect", "has_reentrant_checkpoint"]
 Submit = Callable[..., "Future[Any]"]
 
 
-def connect(
-    rows: Sequence[Sequence[torch.Tensor]], *, bounds: Sequence[torch.Tensor], submit: Submit
-) -> list[list[torch.Tensor]] | None:
-    """Return the tensors of `rows`, connected to the leaves of their graphs by a backward in threads.
+def connect(rows: Sequence[list[Any]], *, bounds: Sequence[torch.Tensor], submit: Submit) -> None:
+    """Replace the differentiable outputs in `rows` by ones that are connected to their leaves by a backward in threads.
+
+    Outputs of reentrant checkpoints, which compute gradients by themselves, stay as they are.
 
     Args:
-        rows: differentiable outputs of each micro-batch.
+        rows: outputs of each micro-batch.
         bounds: inputs that require grad: the micro-batches' graphs end there.
         submit: queues a call on a thread.
-
-    Returns:
-        None if the outputs cannot be connected in this way: a reentrant checkpoint computes gradients by itself.
     """
-    flat = [each for row in rows for each in row]
+    places = [
+        [i for i, each in enumerate(row) if isinstance(each, torch.Tensor) and each.grad_fn is not None] for row in rows
+    ]
+    flat = [row[i] for row, place in zip(rows, places, strict=True) for i in place]
     leaves = _leaves(flat, bounds)
-    if leaves is None:
-        return None
-    sizes = [len(row) for row in rows]
-    found: Any = _Backward.apply(flat, sizes, submit, *bounds, *leaves)  # type: ignore[no-untyped-call]  # torch's
+    if not flat or leaves is None:
+        return
+    found: Any = _Backward.apply(flat, [*map(len, places)], submit, *bounds, *leaves)  # type: ignore[no-untyped-call]  # torch's
     connected = iter(found)
-    return [[next(connected) for _ in row] for row in rows]
+    for row, place in zip(rows, places, strict=True):
+        for i in place:
+            row[i] = next(connected)
 
 
 def has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
