@@ -12,7 +12,7 @@ from balanced.models import assert_equal_gradients, loss_of, not_split_once, pip
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from parallelize import parallel_model
+from parallelize import ConfigError, parallel_model
 from parallelize.backends.balanced.plan import plan
 from parallelize.backends.balanced.plugin import BalancedBackend
 
@@ -104,6 +104,39 @@ def test_a_hook_that_is_registered_later() -> None:
             model.b.register_forward_hook(lambda _m, _a, output: KEPT.__setitem__(slice(None), [output]))
             model(X)
         assert KEPT[0].shape == (8, 8)
+
+
+class Switched(Chain):
+    dropout = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
+        if SWITCH:
+            KEPT[:] = [hidden]
+        return self.c(nn.functional.dropout(hidden, self.dropout, training=self.training))
+
+
+SWITCH: list[bool] = []
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["threads", "one thread"])
+def test_a_tensor_that_only_a_later_batch_keeps(dropout: float) -> None:
+    """A backward pass that reaches one micro-batch elsewhere than at the output is refused; others are not."""
+    model = seeded(Switched).double()
+    model.dropout = dropout
+    SWITCH.clear()
+    with pipelined(model, ((X,), {})):
+        model(X).sum().backward()
+        SWITCH.append(True)
+        output = model(X)
+        for loss in (KEPT[0].sum(), KEPT[0].sum() + output.sum()):
+            with pytest.raises(ConfigError, match="reaches some micro-batches elsewhere than at the model's output"):
+                loss.backward(retain_graph=True)
+        penalty = sum(each.square().sum() for each in model.parameters())
+        (output.square().mean() + penalty).backward()
+        x = X.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x)[:2].sum(), x, create_graph=True)
+        slope.square().sum().backward()
 
 
 def test_a_plan_tells_why_batches_are_not_split() -> None:

@@ -74,9 +74,17 @@ class Executor:
             Exception: the forward of a micro-batch has failed; if several have, the exception of the first micro-batch.
         """
         copies: dict[Any, Any] = {}
+        key = object()
         locks = [threading.Lock() for _ in self.stages] if is_threaded else None
         runs = [
-            MicrobatchRun(self.stages, self.routes, transfer=self._transfer(copies), locks=locks) for _ in batch.sizes
+            MicrobatchRun(
+                self.stages,
+                self.routes,
+                transfer=self._transfer(copies),
+                locks=locks,
+                microbatch=(key, index, len(batch.sizes)),
+            )
+            for index in range(len(batch.sizes))
         ]
         calls = [functools.partial(run.call, _bound(call, batch, index)) for index, run in enumerate(runs)]
         with self._recomputing():

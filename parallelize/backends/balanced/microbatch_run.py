@@ -21,6 +21,7 @@ from torch import nn
 
 from parallelize.backends.balanced.batchnorm import BatchNorms, Moments
 from parallelize.backends.balanced.device_transfer import DeviceTransfer
+from parallelize.backends.balanced.graph_entries import Microbatch, mark_inside
 from parallelize.backends.balanced.stage_threads import Stage, saved_tensors_hooks
 from parallelize.runtime.gradients import is_in_backward
 
@@ -52,6 +53,7 @@ class MicrobatchRun:
         transfer: moves tensors between stages; None: all stages are on one device.
         locks: one lock per stage, if other threads run micro-batches; None: one thread runs all of them.
         on_unit: called with each unit that is about to run, and its arguments.
+        microbatch: identifies the micro-batch in its graph; None: the batch is not split.
 
     Attributes:
         moments: moments of the micro-batch, computed by batch norms.
@@ -67,7 +69,9 @@ class MicrobatchRun:
         transfer: DeviceTransfer | None = None,
         locks: Sequence[threading.Lock] | None = None,
         on_unit: Callable[[nn.Module, Any], None] | None = None,
+        microbatch: Microbatch | None = None,
     ) -> None:
+        self.microbatch = microbatch
         self.moments = Moments()
         self.defers_statistics = True
         self.is_recomputing = False
@@ -124,6 +128,8 @@ class MicrobatchRun:
             self._switch(stage)
         if self._on_unit is not None:
             self._on_unit(module, args)
+        if self.microbatch is not None:
+            mark_inside(args, self.microbatch)
         return None if self._transfer is None else self._transfer.move_arguments(module, args)
 
     def leave_module(self, module: nn.Module) -> None:
@@ -197,7 +203,7 @@ class ModuleHooks:
         routes: those of the runs that are followed.
         norms: the model's batch norms.
         output_device: device of the inputs and outputs.
-        borders: ids of the units before which the stage may change; None: every unit.
+        borders: see `border_units`; None: every unit.
     """
 
     def __init__(

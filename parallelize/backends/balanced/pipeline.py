@@ -17,6 +17,7 @@ from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.batch_validation import BatchKind, BatchValidation, SplitRows
 from parallelize.backends.balanced.batchnorm import BatchNorms
 from parallelize.backends.balanced.executor import Executor
+from parallelize.backends.balanced.graph_entries import GraphEntries, mark_joined
 from parallelize.backends.balanced.microbatch_run import ModuleHooks, user_hooks
 from parallelize.backends.balanced.microbatch_split_join import (
     SplitBatch,
@@ -38,6 +39,7 @@ from parallelize.backends.balanced.units import border_units, unit_routes
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.runtime.weighted_backward import weigh_losses
 
 __all__ = ["Pipeline"]
 
@@ -90,6 +92,7 @@ class Pipeline(nn.Module):
             borders=border_units(inner.model, plan.events, plan.bounds),
         )
         self._cleanup.callback(hooks.close)
+        self._cleanup.enter_context(weigh_losses(GraphEntries()))
 
     def close(self) -> None:
         """Remove the hooks, and end the threads."""
@@ -175,6 +178,7 @@ class Pipeline(nn.Module):
         if is_bounded and self._executor.threads is not None:
             connect(rows, bounds=batch.bounds, submit=self._executor.threads.backward)
         values = join_outputs(rows, device=self._executor.output_device, dims=kind.dims[form], weights=weights)
+        mark_joined(values)
         return rebuild(outputs[0], values)
 
     def _split(self, inputs: Any, count: int, *, is_bounded: bool = False) -> SplitBatch:

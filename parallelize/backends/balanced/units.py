@@ -17,6 +17,8 @@ __all__ = [
     "unit_routes",
 ]
 
+_FIRST_UNITS = 4
+
 
 def module_names(model: nn.Module) -> dict[int, str]:
     """Return the first name of each submodule, by the id of the submodule."""
@@ -84,11 +86,12 @@ def unit_routes(model: nn.Module, calls: Sequence[str], split_points: Sequence[i
 
 
 def border_units(model: nn.Module, calls: Sequence[str], split_points: Sequence[int]) -> set[int]:
-    """Return the ids of the units before which the stage may change; see `unit_routes` for the arguments."""
+    """Return the ids of the first units, and of those before which the stage may change; arguments: `unit_routes`."""
     stages = [stage for stage, pair in enumerate(itertools.pairwise(split_points)) for _ in range(*pair)]
     modules = dict(model.named_modules())
     borders = {id(modules[name]) for name, one, other in zip(calls, [0, *stages], stages, strict=False) if one != other}
     called = {id(modules[name]) for name in calls}
+    borders |= {id(modules[name]) for name in calls[1:_FIRST_UNITS]}  # where the graphs of micro-batches are marked
     return borders | {unit for unit in unit_routes(model, calls, split_points) if unit not in called}
 
 
