@@ -139,6 +139,31 @@ def test_a_tensor_that_only_a_later_batch_keeps(dropout: float) -> None:
         slope.square().sum().backward()
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5], ids=["threads", "one thread"])
+def test_a_loss_on_an_argument_of_all_micro_batches(dropout: float) -> None:
+    """A tensor that the user has computed, which is not split, may be in the loss besides the output."""
+
+    class Scaling(nn.Module):
+        def forward(self, scale: Tensor, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x, dropout, training=self.training) * scale
+
+    class Scaled(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaling = Scaling()
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.c(self.scaling(scale, self.a(x)))
+
+    model = seeded(Scaled).double()
+    source = torch.ones(1, 8).double().requires_grad_()
+    with pipelined(model, ((X, source), {})):
+        for _ in range(2):
+            scale = source * 2
+            (model(X, scale).sum() + scale.sum()).backward()
+    assert source.grad is not None
+
+
 def test_a_plan_tells_why_batches_are_not_split() -> None:
     """With the number of micro-batches left open, the model stays on one device, and the plan has the reason."""
     model = seeded(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))))

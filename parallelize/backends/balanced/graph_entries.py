@@ -29,20 +29,21 @@ Microbatch = tuple[object, int, int]
 
 
 def mark_inside(tensors: Any, microbatch: Microbatch) -> None:
-    """Mark the nodes of tensors inside a micro-batch."""
-    _mark(tensors, _INSIDE, microbatch)
+    """Mark the nodes of tensors that one micro-batch uses; those that several use are outside of all of them."""
+    for node in _nodes(tensors):
+        known = node.metadata.get(_INSIDE, microbatch)
+        is_shared = known is None or (known[0] is microbatch[0] and known[1] != microbatch[1])
+        node.metadata[_INSIDE] = None if is_shared else microbatch
 
 
 def mark_joined(tensors: Any) -> None:
     """Mark the nodes of joined outputs."""
-    _mark(tensors, _JOINED, True)  # noqa: FBT003  # the value of the mark
+    for node in _nodes(tensors):
+        node.metadata[_JOINED] = True
 
 
-def _mark(tensors: Any, key: str, value: object) -> None:
-    for each in leaves(tensors):
-        node: Any = each.grad_fn if isinstance(each, torch.Tensor) else None
-        if node is not None:
-            node.metadata[key] = value
+def _nodes(tensors: Any) -> Iterator[Any]:
+    return (each.grad_fn for each in leaves(tensors) if isinstance(each, torch.Tensor) and each.grad_fn is not None)
 
 
 class GraphEntries:
@@ -83,7 +84,7 @@ def _entries(roots: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Microbatc
         marks = node.metadata
         if _JOINED in marks:
             continue
-        if _INSIDE in marks:
+        if marks.get(_INSIDE) is not None:
             yield marks[_INSIDE]
         else:
             pending.extend(each for each, _ in node.next_functions)
