@@ -37,7 +37,7 @@ def mark_inside(tensors: Any, microbatch: Microbatch) -> None:
 
 
 def mark_joined(tensors: Any) -> None:
-    """Mark the nodes of joined outputs."""
+    """Mark the nodes of joined outputs, or of those of a batch that is not split: searches end there."""
     for node in _nodes(tensors):
         node.metadata[_JOINED] = True
 

@@ -114,6 +114,7 @@ class Pipeline(nn.Module):
 
     def _run_whole(self, inputs: Any) -> Any:
         output = self._executor.run_whole(self._call, *inputs)
+        mark_joined(output)
         device = self._executor.output_device
         if all(each.device == device for each in leaves(output) if isinstance(each, torch.Tensor)):
             return output
