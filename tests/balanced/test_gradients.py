@@ -81,6 +81,17 @@ def test_weights_that_are_computed_for_one_call() -> None:
     torch.testing.assert_close(scales[0].grad, scales[1].grad, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_of_weights_that_are_computed_for_one_call() -> None:
+    """`torch.autograd.grad` returns the gradients of tensors that functional_call uses as weights."""
+    model = seeded(Chain)
+    weights = computed(model, torch.tensor(0.7, requires_grad=True))
+    with pipelined(model, INPUTS):
+        output = torch.func.functional_call(model, weights, (X,))
+        got = torch.autograd.grad(loss_of(output), list(weights.values()))
+    want = torch.autograd.grad(loss_of(torch.func.functional_call(model, weights, (X,))), list(weights.values()))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_weights_of_one_call_that_are_gone_in_backward() -> None:
     """Recomputation would use the weights that the model has in backward, so it is refused."""
     model = seeded(Chain)

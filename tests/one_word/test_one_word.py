@@ -13,6 +13,8 @@ from one_word.worlds import PROGRAMS, WORLDS, outcome
 pytestmark = [pytest.mark.one_word, pytest.mark.timeout(300)]
 
 TOLERANCE = {torch.float64: 1e-9}
+# Gradients of each micro-batch are rounded to bf16, with a relative precision of 4e-3, before they are added.
+BF16_PROGRAMS = ("amp_bf16", "autocast_bf16")
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -21,7 +23,7 @@ def test_the_word_changes_the_engine_alone(name: str, world: str) -> None:
     """The program runs, and ends with the reference's weights, averages and predictions; or is refused as declared."""
     got = outcome(name, world)
     refusal = REFUSALS.get((name, world))
-    if refusal is not None and not (refusal.depends_on_timing and got.error is None):
+    if refusal is not None:
         assert got.error is not None, f"runs: remove it from REFUSALS ({refusal.reason})"
         assert re.search(refusal.words, got.error)
         return
@@ -33,16 +35,18 @@ def test_the_word_changes_the_engine_alone(name: str, world: str) -> None:
     want = outcome(name, reference)
     assert want.error is None, f"{reference}: {want.error}"
     assert got.tensors.keys() == want.tensors.keys()
-    different = {key: message for key in want.tensors if (message := difference(got.tensors[key], want.tensors[key]))}
+    least = 2e-3 if world == "balanced" and name in BF16_PROGRAMS else 0.0
+    pairs = {key: (got.tensors[key], each, least) for key, each in want.tensors.items()}
+    different = {key: message for key, pair in pairs.items() if (message := difference(*pair))}
     if (name, world) in DIFFERENCES:
         assert different, f"no difference: remove it from DIFFERENCES ({DIFFERENCES[name, world]})"
     else:
         assert not different
 
 
-def difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
-    """Return how `got` differs from `want` by more than rounding, or None."""
-    tolerance = TOLERANCE.get(want.dtype, 1e-4)
+def difference(got: torch.Tensor, want: torch.Tensor, least: float) -> str | None:
+    """Return how `got` differs from `want` by more than rounding, which is at least `least`; None: it does not."""
+    tolerance = max(least, TOLERANCE.get(want.dtype, 1e-4))
     try:
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
     except AssertionError as error:

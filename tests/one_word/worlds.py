@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -27,6 +28,23 @@ PROGRAMS: dict[str, Program] = {program.__name__: program for group in GROUPS fo
 # Options of @distributed beside the backend, the same everywhere.
 OPTIONS: dict[str, dict[str, Any]] = {"amp_bf16": {"amp": "bf16"}}
 
+# Each batch is split, whatever is faster; where batch norm would normalize half a batch, none is.
+SPLIT = BalancedBackend(devices=("cpu", "cpu"), microbatches=2)
+NORMALIZED = dataclasses.replace(SPLIT, microbatches="auto", batch_norm="full")
+BACKENDS: dict[tuple[str, str], Any] = {
+    (name, "balanced"): NORMALIZED
+    for name in (
+        "averaged_model",
+        "averaged_model_before",
+        "dcgan",
+        "ema_deepcopy",
+        "ema_shadow",
+        "imagenet",
+        "layerwise_lr",
+        "swa",
+    )
+}
+
 # Shards over two ranks, with two replicas.
 HYBRID = FSDPBackend(**{"shard_over" if hasattr(FSDPBackend, "shard_over") else "shard_size": 2})
 
@@ -46,7 +64,7 @@ WORLDS: dict[str, World] = {
     "ddp of 4": World("ddp", 4),
     "hsdp": World(HYBRID, 4, reference="ddp of 4"),
     "plain": World("ddp", 1),
-    "balanced": World(BalancedBackend(devices=("cpu", "cpu")), 1, reference="plain"),
+    "balanced": World(SPLIT, 1, reference="plain"),
 }
 
 
@@ -69,19 +87,23 @@ def _outcomes(world: str, group: tuple[Program, ...]) -> Mapping[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
     by_options: dict[str, list[Program]] = {}
     for program in group:
-        by_options.setdefault(str(OPTIONS.get(program.__name__)), []).append(program)
+        by_options.setdefault(str(_options(world, program)), []).append(program)
     for programs in by_options.values():
-        remaining, options = programs, OPTIONS.get(programs[0].__name__, {})
+        remaining, options = programs, _options(world, programs[0])
         while remaining:
             outcomes.update(_run(world, remaining, options))
             remaining = [program for program in remaining if program.__name__ not in outcomes]
     return outcomes
 
 
+def _options(world: str, program: Program) -> dict[str, Any]:
+    name = program.__name__
+    return {"backend": BACKENDS.get((name, world), WORLDS[world].backend), **OPTIONS.get(name, {})}
+
+
 def _run(world: str, programs: list[Program], options: dict[str, Any]) -> Mapping[str, Outcome]:
     """Run programs in one world, up to the first error; if the world itself ends, the first program alone."""
-    where = WORLDS[world]
-    run = distributed(backend=where.backend, processes=where.processes, **options)(_run_until_error)
+    run = distributed(processes=WORLDS[world].processes, **options)(_run_until_error)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -160,7 +160,8 @@ class Pipeline(nn.Module):
             )
 
     def _run_microbatches(self, inputs: Any, kind: BatchKind, count: int) -> Any:
-        is_threaded = self._executor.threads is not None and not kind.draws and not kind.buffers
+        is_free = not kind.draws and not kind.buffers and not self._has_replaced_parameters()
+        is_threaded = self._executor.threads is not None and is_free
         is_bounded = is_threaded and torch.is_grad_enabled()
         before = RNGState([stage.device for stage in self._executor.stages]) if is_threaded else None
         batch = self._split(inputs, count, is_bounded=is_bounded)
@@ -181,6 +182,14 @@ class Pipeline(nn.Module):
         values = join_outputs(rows, device=self._executor.output_device, dims=kind.dims[form], weights=weights)
         mark_joined(values)
         return rebuild(outputs[0], values)
+
+    def _has_replaced_parameters(self) -> bool:
+        """Return whether torch.func.functional_call has replaced parameters by results of operations.
+
+        A backward in threads does not compute gradients of such tensors, which the user may ask for.
+        """
+        used = (parameter for each in self._moded for parameter in each._parameters.values())
+        return any(parameter is not None and not parameter.is_leaf for parameter in used)
 
     def _split(self, inputs: Any, count: int, *, is_bounded: bool = False) -> SplitBatch:
         whole = self._plan.whole_inputs
