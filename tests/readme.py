@@ -1,4 +1,4 @@
-"""Generated parts of the READMEs; `python tests/readme.py` rewrites them between their markers."""
+"""Generated parts of README and the guides; `python tests/readme.py` rewrites them between their markers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,25 @@ from pathlib import Path
 from parallelize.plugins import registry
 from parallelize.precision.levels import markdown
 
-__all__ = ["MIGRATION", "README", "ROOT", "changed", "difference", "migrations", "proofs", "support", "written"]
+__all__ = [
+    "GUIDES",
+    "MIGRATION",
+    "PAGES",
+    "README",
+    "ROOT",
+    "changed",
+    "difference",
+    "migrations",
+    "proofs",
+    "support",
+    "written",
+]
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 MIGRATION = ROOT / "examples/13_migration/README.md"
+GUIDES = sorted((ROOT / "examples/guides").glob("*.md"))
+PAGES = [README, MIGRATION, *GUIDES]
 
 
 def support() -> str:
@@ -44,6 +58,11 @@ def _short(dtype: object) -> str:
 def _table(rows: list[list[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def program() -> str:
+    """Return the first example as a Markdown block."""
+    return f"```python\n{(ROOT / 'examples/00_quickstart.py').read_text()}```"
 
 
 def changed() -> str:
@@ -105,9 +124,10 @@ _SHORT = {"yes": "**yes**", "leaves it to you": "(yours)"}
 
 
 def written(text: str) -> str:
-    """Return the text of a README with the blocks between `<!-- name -->` and `<!-- end -->` regenerated."""
+    """Return the text of a page with the blocks between `<!-- name -->` and `<!-- end -->` regenerated."""
     for name, block in {
         "changed": changed(),
+        "program": program(),
         "support": support(),
         "levels": markdown(),
         "peers": peers(),
@@ -120,5 +140,5 @@ def written(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in (README, MIGRATION):
+    for path in PAGES:
         path.write_text(written(path.read_text()))

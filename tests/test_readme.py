@@ -1,4 +1,4 @@
-"""README agrees with the code and the files of the repository."""
+"""README and the guides agree with the code and the files of the repository."""
 
 from __future__ import annotations
 
@@ -9,19 +9,30 @@ import pytest
 import readme
 
 
-@pytest.mark.parametrize("path", [readme.README, readme.MIGRATION], ids=["README", "migration"])
+@pytest.mark.parametrize("path", readme.PAGES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_shown_diffs_and_tables_are_current(path: Path) -> None:
     """The generated diffs and tables are as `python tests/readme.py` writes them."""
     text = path.read_text()
     assert readme.written(text) == text
-    assert "<!-- end -->" in text
 
 
-def test_links_lead_somewhere() -> None:
-    """The files and folders that README links to exist, and so do the tests that the peers table links to."""
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", readme.README.read_text())
-    assert len(links) > 20
-    assert [link for link in links if not (readme.ROOT / link).exists()] == []
+def test_each_table_is_shown_once() -> None:
+    """Every generated block has one place."""
+    text = "".join(path.read_text() for path in readme.PAGES)
+    blocks = ("changed", "levels", "peers", "program", "support")
+    assert {name: text.count(f"<!-- {name} -->") for name in blocks} == dict.fromkeys(blocks, 1)
+
+
+@pytest.mark.parametrize("path", [readme.README, *readme.GUIDES], ids=lambda path: path.stem)
+def test_links_lead_somewhere(path: Path) -> None:
+    """The files and folders that a page links to exist."""
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text())
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_proofs_exist() -> None:
+    """README links to every guide, and the tests that the peers table links to exist."""
+    assert all(f"](examples/guides/{path.name})" in readme.README.read_text() for path in readme.GUIDES)
     for proof in readme.proofs():
         path, _, name = proof.partition("::")
         assert f"def {name}(" in (readme.ROOT / path).read_text() if name else (readme.ROOT / path).exists()
@@ -54,3 +65,9 @@ def test_the_example_changes_four_places() -> None:
         "with parallel_model",
         "for x, y in shard_loader",
     ]
+
+
+def test_readme_is_short() -> None:
+    """Without code, tables and addresses, it has at most 700 words."""
+    text = re.sub(r"```.*?```|^\|.*?$|\]\([^)]*\)", "", readme.README.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(text.split()) <= 700

@@ -158,7 +158,8 @@ def test_migration_from_ddp_keeps_the_weights(tmp_path: Path) -> None:
 
 
 def test_every_example_is_run() -> None:
-    """Each file of examples/ has a test here, or in tests/slurm."""
-    named = {"01_digits.py", "01_digits_single.py", "03_gpt.py", "04_gan.py", "11_resume.py", "12_notebook.ipynb"}
+    """Each file of examples/ has a test here, in test_guide_blocks.py or in tests/slurm."""
+    digits = {"01_digits.py", "01_digits_single.py"}
+    named = {"00_quickstart.py", *digits, "03_gpt.py", "04_gan.py", "11_resume.py", "12_notebook.ipynb"}
     assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {*named, "15_ema.py", *MIN_ACCURACY}
     assert {path.name for path in MIGRATION.iterdir() if path.is_dir()} == {"accelerate", "ddp", "lightning"}

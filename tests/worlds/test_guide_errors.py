@@ -1,4 +1,4 @@
-"""The error messages quoted in README are those that the library raises."""
+"""The error messages quoted in the guide to debugging are those that the library raises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from parallelize import distributed, parallel_model, rank
 
-README = Path(__file__).parents[2] / "README.md"
+GUIDE = Path(__file__).parents[2] / "examples" / "guides" / "debugging.md"
 
 
 class Net(nn.Module):
@@ -68,8 +68,8 @@ MISTAKES: list[tuple[dict[str, Any], Callable[[], None]]] = [
 
 
 def messages() -> list[str]:
-    """Return the first column of README's table of errors, as patterns."""
-    section = README.read_text().partition("## Common errors\n")[2].partition("\n## ")[0]
+    """Return the first column of the guide's table of errors, as patterns."""
+    section = GUIDE.read_text().partition("## Common errors\n")[2].partition("\n## ")[0]
     quoted = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
     return [re.escape(each).replace(re.escape("..."), ".*") for each in quoted]
 
