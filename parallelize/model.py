@@ -24,6 +24,7 @@ from parallelize.inplace.engines import Engines
 from parallelize.inplace.forward_routing import route_of
 from parallelize.inplace.gradient_average import Average, GradientAverage, require_average
 from parallelize.inplace.model_checks import check_models, methods_of
+from parallelize.inplace.model_context import ModelContext, model_context
 from parallelize.inplace.rank_rng import random_numbers_per_rank
 from parallelize.inplace.same_data import same_data_check
 from parallelize.inplace.shared_parameters import averaged, find_shared_parameters
@@ -41,12 +42,12 @@ N = TypeVar("N", bound=nn.Module)
 
 
 @overload
-def parallel_model(model: M, /, **options: Any) -> contextlib.AbstractContextManager[M]: ...
+def parallel_model(model: M, /, **options: Any) -> ModelContext[M]: ...
 @overload
-def parallel_model(model: M, other: N, /, **options: Any) -> contextlib.AbstractContextManager[tuple[M, N]]: ...
+def parallel_model(model: M, other: N, /, **options: Any) -> ModelContext[tuple[M, N]]: ...
 @overload
-def parallel_model(*models: nn.Module, **options: Any) -> contextlib.AbstractContextManager[tuple[nn.Module, ...]]: ...
-@contextlib.contextmanager
+def parallel_model(*models: nn.Module, **options: Any) -> ModelContext[tuple[nn.Module, ...]]: ...
+@model_context
 def parallel_model(
     *models: nn.Module,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
@@ -63,6 +64,9 @@ def parallel_model(
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
                 optimizer.step()
+
+    `model = parallel_model(model).start()` begins the block without `with`: it ends when the decorated function has
+    returned.
 
     In the block, `model(x)` runs in parallel and `backward` averages gradients over all processes. For a loss that is a
     mean over equally many targets on every rank, the result is that of one process that trains on the concatenated

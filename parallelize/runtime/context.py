@@ -43,6 +43,7 @@ class Runtime:
         flags: names of once-per-run actions that have been done, such as "startup summary logged".
         models: the models that have entered a parallel_model block.
         watchdog: detects hangs if the run has several processes.
+        at_end: contexts that end when the decorated function has returned.
     """
 
     world: World
@@ -50,6 +51,7 @@ class Runtime:
     flags: set[str] = field(default_factory=set, compare=False, repr=False)
     models: list[weakref.ref[torch.nn.Module]] = field(default_factory=list, compare=False, repr=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False, repr=False)
+    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False, repr=False)
 
     @property
     def config(self) -> Config:

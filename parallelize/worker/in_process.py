@@ -15,7 +15,7 @@ from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.runtime.context import current
-from parallelize.worker.main import active_run
+from parallelize.worker.main import active_run, call_function
 
 __all__ = ["gather_values", "run_as_rank", "run_in_this_process"]
 
@@ -23,7 +23,7 @@ __all__ = ["gather_values", "run_as_rank", "run_in_this_process"]
 def run_as_rank(task: Task, world: World) -> Any:
     """Run a task in this process, under the rank that a launcher has assigned to this process."""
     with active_run(task.layout, world):
-        value = task.function(*task.args, **task.kwargs)
+        value = call_function(task)
         return gather_values(value) if task.all_ranks else _broadcast_value(value)
 
 
@@ -48,7 +48,7 @@ def gather_values(value: object) -> list[Any]:
 def run_in_this_process(task: Task) -> Any:
     """Run a single-device task in the calling process, so that debuggers and profilers work."""
     with _restore_rng_states(task.layout), active_run(task.layout, World()):
-        value = task.function(*task.args, **task.kwargs)
+        value = call_function(task)
     return [value] if task.all_ranks else value
 
 

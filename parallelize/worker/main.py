@@ -33,11 +33,11 @@ from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import World, detect
 from parallelize.config.layout import Layout
 from parallelize.errors import LaunchError
-from parallelize.runtime.context import Runtime, activate
+from parallelize.runtime.context import Runtime, activate, current
 from parallelize.runtime.user_process_group import replace_group_functions
 from parallelize.worker.shutdown import StopHandler, WorkerShutdown, flush, report_leftover_threads, unblock_sigint
 
-__all__ = ["WorkerSetup", "active_run", "outcome_path", "refuse_during_task_load", "run", "task_path"]
+__all__ = ["WorkerSetup", "active_run", "call_function", "outcome_path", "refuse_during_task_load", "run", "task_path"]
 
 _is_loading_task: ContextVar[bool] = ContextVar("parallelize_is_loading_task", default=False)
 
@@ -163,7 +163,7 @@ def _call(task: Task, stop: StopHandler) -> Any:
     # Not earlier: while the process group connects, the main thread runs C++ code, which delays Python's handlers.
     stop.install()
     try:
-        return task.function(*task.args, **task.kwargs)
+        return call_function(task)
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
@@ -172,6 +172,12 @@ def _call(task: Task, stop: StopHandler) -> Any:
         if stop.exit is None:
             raise
         raise stop.exit from error  # of a collective that the signal has interrupted
+
+
+def call_function(task: Task) -> Any:
+    """Return the function's value; blocks that it has started end before."""
+    with current().at_end:
+        return task.function(*task.args, **task.kwargs)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from typing_extensions import assert_type
 
 import parallelize
 from parallelize import Amp, ConfigError, DDPBackend, Job, distributed, parallel_model, shard_loader
+from parallelize.inplace.model_context import ModelContext
 
 
 class Net(nn.Module):
@@ -106,7 +106,8 @@ with parallel_model(net, critic) as (generator, discriminator):
     assert_type(generator, Net)
     assert_type(discriminator, Critic)
 
-assert_type(parallel_model(net, backend="dp", gpus=[0, 1]), AbstractContextManager[Net])
+assert_type(parallel_model(net, backend="dp", gpus=[0, 1]), ModelContext[Net])
+assert_type(parallel_model(net).start(), Net)
 
 
 # A sharded loader yields items of the same type.

@@ -1,0 +1,99 @@
+"""ModelContext: the context manager that `parallel_model` returns; `start` begins its block without a `with`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+
+from parallelize.errors import ConfigError
+from parallelize.runtime import context
+
+__all__ = ["ModelContext", "model_context"]
+
+P = ParamSpec("P")
+M = TypeVar("M")
+
+
+class ModelContext(contextlib.AbstractContextManager[M], contextlib.ContextDecorator, Generic[M]):
+    """Block in which models run in parallel: `with parallel_model(model):`, or `parallel_model(model).start()`.
+
+    Args:
+        enter: returns the context manager of a new block, which yields the model, or a tuple of models.
+    """
+
+    def __init__(self, enter: Callable[[], contextlib.AbstractContextManager[M]]) -> None:
+        self._enter = enter
+        self._entered: list[contextlib.AbstractContextManager[M]] = []
+
+    def __enter__(self) -> M:
+        """Begin the block; return the model, or a tuple of the models."""
+        block = self._enter()
+        models = block.__enter__()
+        self._entered.append(block)
+        return models
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+    ) -> bool | None:
+        """End the block; the models are plain models again."""
+        return self._entered.pop().__exit__(kind, error, traceback)
+
+    def start(self) -> M:
+        """Begin the block, and end it when the decorated function returns, at `stop`, or when the process ends.
+
+            model = parallel_model(model).start()
+
+        Returns:
+            The model, or a tuple of the models: the same objects.
+        """
+        run = context.active()  # before a block of a plain script has a run of its own
+        models = self.__enter__()
+        if run is None:
+            atexit.register(self.stop)
+        else:
+            run.at_end.push(self._end)
+        return models
+
+    def stop(self) -> None:
+        """End the block that `start` has begun; no-op if it has ended."""
+        self._end(None, None, None)
+
+    def _end(self, *error: Any) -> None:
+        while self._entered:
+            self.__exit__(*error)
+
+    def __call__(self, function: Any) -> Any:
+        """Decorate a function, which then runs in the block."""
+        return super().__call__(function) if isinstance(function, types.FunctionType) else self._refuse("is called")
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse the use as a model."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f"has no attribute {name!r}")
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refuse the use as a tuple of models."""
+        self._refuse("is unpacked")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ConfigError(
+            f"parallel_model(...) {what}",
+            why="it is a context manager, and not the model",
+            fix="write `with parallel_model(model):`, or `model = parallel_model(model).start()` without a block",
+        )
+
+
+def model_context(function: Callable[P, Iterator[M]]) -> Callable[P, ModelContext[M]]:
+    """Decorate a generator function, as contextlib.contextmanager does; calls return a ModelContext."""
+    enter = contextlib.contextmanager(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> ModelContext[M]:
+        return ModelContext(lambda: enter(*args, **kwargs))
+
+    return call
