@@ -57,9 +57,29 @@ def distributed(*misplaced: Never, **options: Unpack[Options]) -> Callable[[Call
     seed, two such calls in a row draw the same random numbers.
 
     Args:
-        **options: documented in `Config`: `backend`, `gpus`, `processes`, `num_nodes`, `amp`, `amp_engine`, `seed`,
-            `timeout`, `max_restarts`, `launcher`, `logs`, `process_group_backend`, `init_connection`, `wrap`,
-            `verify_every`, `update_modules`.
+        **options: each is optional:
+
+            - backend (str | Backend, "ddp"): how a model runs in parallel: "ddp", "fsdp", "dp", "ddp2", "balanced", or
+              an object with options, such as `DDPBackend(static_graph=True)`.
+            - gpus (int | str | list, None): the GPUs of each node: a number, indices, "0,2", -1 for all; None: all of
+              them, or the CPU on a node without GPUs.
+            - processes (int, None): number of processes per node, on the CPU; None: run on `gpus`.
+            - num_nodes (int, None): number of machines; None: from the launcher's environment, else 1.
+            - amp (bool | str | Amp, None): mixed precision: True, "bf16", "fp16", a level "O0" to "O3", or an `Amp`.
+            - amp_engine (str, "native"): "native" (torch.amp) or "apex".
+            - seed (int, None): seed of the global random generators; None: they are not seeded.
+            - timeout (seconds | str | timedelta, "30min"): of each collective and of the rendezvous.
+            - max_restarts (int, 0): how often all workers are restarted after a failure.
+            - launcher (str | Launcher, None): how processes are started: `SlurmLauncher(...)`, `ElasticLauncher(...)`;
+              None: on this machine, by torch elastic.
+            - logs (str | path, "rank0"): whose output is shown: "rank0", "all", or a directory for a file per rank.
+            - process_group_backend (str, None): torch's name, such as "nccl", "gloo" or "cpu:gloo,cuda:nccl"; None:
+              chosen by device.
+            - init_connection (function, None): called with the World instead of `init_process_group`.
+            - wrap (function, None): called with the module and the World, returns the module to run in parallel.
+            - verify_every (int, 0): number of steps between comparisons of the parameters across ranks; 0: never.
+            - update_modules (bool, True): whether modules, optimizers and schedulers that the caller has come back
+              trained; with False, other changes that stay behind are not named either.
         *misplaced: refused, because options are keyword arguments.
 
     Returns:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def checkpoints(
     folder: str | os.PathLike[str],
     /,
     *,
-    every: int | str = "10min",
+    every: int | str | timedelta = "10min",
     keep: int = 3,
     in_background: bool = True,
     sharded: bool | None = None,
@@ -201,7 +202,7 @@ def checkpoints(
     Args:
         folder: folder for this run alone; with several nodes, one that all of them share. A relative path is resolved
             when the block is entered.
-        every: a number of steps, or a duration by rank 0's clock, such as "10min".
+        every: a number of steps, or a duration by rank 0's clock, such as "10min" or a timedelta.
         keep: how many checkpoints to keep.
         in_background: whether another process writes, from a copy in shared memory, while training continues. A saving
             step is delayed only by the copy: of the full state on rank 0, or of its shards on each rank. A write error

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import re
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from parallelize.checkpoint.rendezvous import poll
+from parallelize.config.options import DURATION_UNITS_S, duration
 from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime import context
 
 __all__ = ["SaveSchedule"]
 
-_UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|min|h|d)")
 _WINDOWS_PER_SAVE = 20
 _MAX_WINDOW_S = 5.0
 
@@ -34,18 +33,19 @@ class SaveSchedule:
         rank 0    posts a  posts b  posts c  posts d    posts e
         rank k             reads a  reads b  reads c    reads d: all save here if rank 0 found a save due at call 5
 
-    `every` is a number of steps, or a duration such as "10min"; `store` is None if there is only one process.
+    `every` is a number of steps, or a duration: a timedelta, or a text such as "10min". `store` is None if there is
+    only one process.
     """
 
     def __init__(self, every: Any, *, store: dist.Store | None, rank: int) -> None:
-        match = _DURATION.fullmatch(every.strip()) if isinstance(every, str) else None
+        period = every if isinstance(every, timedelta) else duration(every)
         self.every_steps = every if type(every) is int else 0
-        self.every_s = 0.0 if match is None else float(match[1]) * _UNITS_S[match[2]]
-        if self.every_steps <= 0 and self.every_s == 0:
+        self.every_s = 0.0 if period is None else period.total_seconds()
+        if self.every_steps <= 0 and self.every_s <= 0:
             raise ConfigError(
                 f"every={every!r}",
                 why="it is neither a number of steps nor a duration",
-                fix=f"use every=1000 for steps, or every='10min' with one of the units {', '.join(_UNITS_S)}",
+                fix=f"use every=1000 for steps, or every='10min' with one of the units {', '.join(DURATION_UNITS_S)}",
             )
         self._store, self._rank = store, rank
         self._key = f"parallelize/save_schedule/{next(_schedule_ids)}"

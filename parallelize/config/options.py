@@ -18,15 +18,17 @@ from parallelize.errors import ConfigError, Fault, did_you_mean
 from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Amp, Backend, Launcher
 
-__all__ = ["DTYPES", "FROM_TEXT", "PARSERS", "Options", "backend_by_device_type"]
+__all__ = ["DTYPES", "DURATION_UNITS_S", "FROM_TEXT", "PARSERS", "Options", "backend_by_device_type", "duration"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+DURATION_UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d{1,6}(?:\.\d+)?)\s*(s|sec|min|h|d)")
 _MAX_TIMEOUT_S = 10**8
 
 
 class Options(TypedDict, total=False):
-    """Types of the options that a user may pass; `Config` documents their meanings and defaults."""
+    """Types of the options that a user may pass; `distributed` documents their meanings and defaults."""
 
     backend: str | Backend
     gpus: int | str | Sequence[int] | Gpus | None
@@ -35,7 +37,7 @@ class Options(TypedDict, total=False):
     amp: bool | str | Amp | None
     amp_engine: str
     seed: int | None
-    timeout: float | timedelta
+    timeout: float | str | timedelta
     max_restarts: int
     launcher: str | Launcher | None
     logs: str | os.PathLike[str]
@@ -139,15 +141,21 @@ def _amp_engine(name: str, value: object) -> str | Fault:
     return found if isinstance(found, Fault) else str(value)
 
 
+def duration(value: object) -> timedelta | None:
+    """Return the duration of a text such as "10min", "90 s", "1.5h" or "2d"; None: it is not one."""
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    return None if match is None else timedelta(seconds=float(match[1]) * DURATION_UNITS_S[match[2]])
+
+
 def _timeout(name: str, value: object) -> timedelta | Fault:
-    timeout = value
+    timeout = duration(value) if isinstance(value, str) else value
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _MAX_TIMEOUT_S:
         timeout = timedelta(seconds=value)
     # Checked after the conversion, because timedelta rounds a nanosecond to 0.
     if isinstance(timeout, timedelta) and timedelta(0) < timeout <= timedelta(seconds=_MAX_TIMEOUT_S):
         return timeout
     why = f"it must be above 0, and at most {_MAX_TIMEOUT_S} seconds"
-    return Fault(f"{name}={value!r}", why, "use seconds (a positive number) or a timedelta")
+    return Fault(f"{name}={value!r}", why, "use seconds (a positive number), a text such as '10min', or a timedelta")
 
 
 _RANK_LIKE = re.compile(r"ranks?[ =_-]?\d*|all|none", re.IGNORECASE)

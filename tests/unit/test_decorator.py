@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import pickle
+import re
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 import parallelize
 from parallelize import ConfigError, distributed
+from parallelize.config.options import Options
 
 
 @distributed(processes=1, timeout=5)
@@ -172,3 +174,9 @@ def test_grad_mode_is_the_callers() -> None:
 
     with torch.no_grad():
         assert not mode()
+
+
+def test_help_lists_every_option() -> None:
+    """With its types, and its default."""
+    documented = re.findall(r"- (\w+) \(.+, \S+\):", inspect.getdoc(distributed) or "")
+    assert documented == [*Options.__annotations__]

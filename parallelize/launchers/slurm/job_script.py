@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from parallelize.config.options import duration
 from parallelize.errors import ConfigError, Fault
 
 __all__ = ["WRAPPER", "JobScript", "format_memory", "format_time_limit"]
@@ -109,10 +110,11 @@ def format_time_limit(value: object) -> str | Fault:
 
     Args:
         value: Slurm's text ("4:00:00", "1-02:00:00"; "15:00" is minutes and seconds, "15" is minutes), minutes as int,
-            or a timedelta, rounded up to a second.
+            a text such as "4h", or a timedelta, rounded up to a second.
 
     Source: https://slurm.schedmd.com/sbatch.html#OPT_time
     """
+    value = duration(value) or value
     if isinstance(value, timedelta) and value > timedelta(0):
         seconds = -(-value // timedelta(seconds=1))
         return f"{seconds // 86400}-{seconds // 3600 % 24:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
@@ -121,7 +123,9 @@ def format_time_limit(value: object) -> str | Fault:
     if isinstance(value, str) and _TIME.fullmatch(value.strip()):
         return value.strip()
     return Fault(
-        f"time={value!r}", "it is not a time limit of Slurm", "use '4:00:00', '1-02:00:00', minutes or a timedelta"
+        f"time={value!r}",
+        "it is not a time limit of Slurm",
+        "use '4:00:00', '1-02:00:00', '4h', minutes, or a timedelta",
     )
 
 

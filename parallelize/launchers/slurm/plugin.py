@@ -26,6 +26,7 @@ from parallelize.cluster.world import Node
 from parallelize.config.config import Config
 from parallelize.config.gpus import Gpus
 from parallelize.config.layout import Layout, compute_layout
+from parallelize.config.options import duration
 from parallelize.errors import ConfigError, Fault
 from parallelize.launchers.batch_launcher import BatchLauncher
 from parallelize.launchers.slurm import commands
@@ -69,7 +70,7 @@ class SlurmLauncher(BatchLauncher):
         account: account that the job is charged to.
         qos: quality of service, as for sbatch.
         constraint: required features of the nodes, such as "a100&ib".
-        time: time limit: "4:00:00", "1-02:00:00", minutes, or a timedelta; None: the partition's limit.
+        time: time limit: "4:00:00", "1-02:00:00", "4h", minutes, or a timedelta; None: the partition's limit.
         mem: memory of each node, "64G" or megabytes; None: the cluster's default.
         cpus_per_task: cores of each process (each GPU); None: the cluster's default.
         gpu_type: type of the GPUs, such as "a100"; None: any.
@@ -79,7 +80,8 @@ class SlurmLauncher(BatchLauncher):
         sbatch: other options of sbatch, by long name; True: a flag without a value.
         mail_user: e-mail address that Slurm notifies.
         mail_type: events to notify about, as for sbatch, such as "END,FAIL".
-        stop_before: how long before the time limit `should_stop()` becomes true; Slurm may signal a minute early.
+        stop_before: how long before the time limit `should_stop()` becomes true, such as "5min"; Slurm may signal a
+            minute early.
         max_requeues: how often to requeue a job whose function returns after `should_stop()` was true; 0: never.
         python: command that starts Python on the nodes; None: this interpreter.
 
@@ -104,11 +106,12 @@ class SlurmLauncher(BatchLauncher):
     sbatch: Mapping[str, str | int | bool] = field(default_factory=dict)
     mail_user: str | None = None
     mail_type: str = "END,FAIL"
-    stop_before: timedelta = timedelta(minutes=5)
+    stop_before: timedelta | str = timedelta(minutes=5)
     max_requeues: int = 100
     python: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_before", duration(self.stop_before) or self.stop_before)
         faults = list(self._faults())
         if faults:
             raise ConfigError.of(faults)
@@ -123,7 +126,7 @@ class SlurmLauncher(BatchLauncher):
                 yield Fault(f"{name}={value!r}", f"it must be an integer >= {minimum}", f"use {name}={minimum} or more")
         stop_before: object = self.stop_before
         if not isinstance(stop_before, timedelta) or stop_before < timedelta(seconds=1):
-            yield Fault(f"stop_before={stop_before!r}", "it must be a timedelta >= 1 s", "use timedelta(minutes=5)")
+            yield Fault(f"stop_before={stop_before!r}", "it must be at least 1 s", "use '5min', or a timedelta")
         for name in ("modules", "setup"):
             if isinstance(value := getattr(self, name), str):
                 yield Fault(f"{name}={value!r}", "it must be a list of strings", f"use {name}=[{value!r}]")
@@ -199,6 +202,10 @@ class SlurmLauncher(BatchLauncher):
             folder=folder.path,
         )
 
+    def _stop_before_s(self) -> int:
+        assert isinstance(self.stop_before, timedelta)  # since __post_init__
+        return int(self.stop_before.total_seconds())
+
     def _sbatch_options(self, name: str, layout: Layout, cores: int | None) -> dict[str, str | int | bool]:
         gpus = len(layout.indices)
         options: dict[str, str | int | None] = {
@@ -213,7 +220,7 @@ class SlurmLauncher(BatchLauncher):
             "gres": (f"gpu:{self.gpu_type}:{gpus}" if self.gpu_type else f"gpu:{gpus}") if gpus else None,
             "mem": None if self.mem is None else str(format_memory(self.mem)),
             "time": None if self.time is None else str(format_time_limit(self.time)),
-            "signal": f"B:USR2@{int(self.stop_before.total_seconds())}",
+            "signal": f"B:USR2@{self._stop_before_s()}",
             "mail-user": self.mail_user,
             "mail-type": self.mail_type if self.mail_user else None,
         }

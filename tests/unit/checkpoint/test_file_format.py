@@ -312,9 +312,11 @@ def test_equal_states_give_equal_files(tmp_path):
         save(tmp_path / name, model=model, optimizer=optimizer, text=str(Path("b")), again="b")
     content = (tmp_path / "a.pt").read_bytes()
     assert content == (tmp_path / "b.pt").read_bytes()
-    assert os.uname().nodename.encode() not in content
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:
         assert archive.testzip() is None
+        # Not in the records of tensors: random generators' states contain any two letters now and then.
+        written = [archive.read(name) for name in archive.namelist() if "/data/" not in name]
+    assert not any(os.uname().nodename.encode() in each for each in written)
 
 
 def test_another_format_is_rejected(tmp_path):

@@ -149,6 +149,8 @@ def test_defaults():
         ({"amp": "fp16"}, "amp", Amp(dtype=torch.float16)),
         ({"timeout": 90}, "timeout", timedelta(seconds=90)),
         ({"timeout": timedelta(hours=1)}, "timeout", timedelta(hours=1)),
+        ({"timeout": "10min"}, "timeout", timedelta(minutes=10)),
+        ({"timeout": "1.5 h"}, "timeout", timedelta(minutes=90)),
         ({"process_group_backend": "cpu:gloo,cuda:nccl"}, "process_group_backend", "cpu:gloo,cuda:nccl"),
     ],
 )
@@ -219,7 +221,7 @@ KNOWN = ", ".join(map(repr, sorted(PARSERS)))
             Fault(
                 "timeout=0",
                 "it must be above 0, and at most 100000000 seconds",
-                "use seconds (a positive number) or a timedelta",
+                "use seconds (a positive number), a text such as '10min', or a timedelta",
             ),
         ),
         ({"logs": ""}, Fault("logs=''", "it is not 'rank0', 'all' or a path", "use 'rank0', 'all' or a directory")),
@@ -399,6 +401,7 @@ def test_changes_that_exclude_each_other():
         ({"amp": "O2"}, {"PARALLELIZE_AMP": "1"}, "amp", Amp(level="O2")),
         ({"amp": "O2"}, {"PARALLELIZE_AMP": "O1"}, "amp", Amp(level="O1")),
         ({}, {"PARALLELIZE_TIMEOUT": "90.5"}, "timeout", timedelta(seconds=90.5)),
+        ({}, {"PARALLELIZE_TIMEOUT": "2min"}, "timeout", timedelta(minutes=2)),
         ({}, {"PARALLELIZE_SEED": "7"}, "seed", 7),
         ({}, {"PARALLELIZE_UPDATE_MODULES": "no"}, "update_modules", False),
         ({}, {"PARALLELIZE_LOGS": "all"}, "logs", "all"),

@@ -130,6 +130,8 @@ def test_times_are_formatted_for_slurm(value: Any, text: str) -> None:
         ({"cpus_per_task": 0}, "cpus_per_task=0"),
         ({"max_requeues": -1}, "max_requeues=-1"),
         ({"stop_before": 300}, "stop_before=300"),
+        ({"stop_before": "soon"}, "stop_before='soon'"),
+        ({"time": "999999999d"}, "time='999999999d'"),
         ({"modules": "cuda"}, r"modules='cuda'"),
         ({"setup": "source env.sh"}, "setup='source env.sh'"),
         ({"env": {"A B": "1"}}, "'A B'"),
@@ -257,3 +259,10 @@ def test_a_job_id_leads_to_its_latest_job(tmp_path: Path) -> None:
         (folder.path / "call.json").write_text("{}")
         folder.link("12")
     assert JobFolder.find("12", tmp_path).path == second.path
+
+
+def test_durations_may_be_written() -> None:
+    """Texts such as "5min" are the same as a timedelta."""
+    written = SlurmLauncher(time="4h", stop_before="5min")
+    assert written == SlurmLauncher(time="4h", stop_before=timedelta(minutes=5))
+    assert format_time_limit("4h") == format_time_limit(timedelta(hours=4)) == "0-04:00:00"
