@@ -68,6 +68,23 @@ def test_probe_agrees_with_torch():
         assert found == Hardware("cpu", 0)
 
 
+@pytest.mark.parametrize(
+    ("device_type", "count", "found"),
+    [
+        (None, 0, Hardware("cpu", 0)),
+        ("cuda", 0, Hardware("cpu", 0)),  # a CUDA build of torch on a machine without GPUs
+        ("cuda", 1, Hardware("cuda", 1)),
+        ("mps", 1, Hardware("mps", 1)),
+    ],
+)
+def test_a_torch_for_gpus_without_a_gpu_is_a_cpu(monkeypatch, device_type, count, found):
+    """Accelerators are found by their number too, not only by what torch was built for."""
+    accelerator = None if device_type is None else torch.device(device_type)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    assert probe() == found
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_probe_leaves_the_driver_alone(run_script):

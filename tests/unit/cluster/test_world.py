@@ -363,6 +363,7 @@ def test_number_of_nodes_is_computed():
         ({"MASTER_ADDR": "n1", "MASTER_PORT": "12910"}, Node("n1", 12910)),
         ({"MASTER_ADDR": "n1", "MASTER_PORT": "12910", "NODE_RANK": ""}, Node("n1", 12910)),
         ({"MASTER_ADDR": "n1", "MASTER_PORT": "12910", "NODE_RANK": "1"}, Node("n1", 12910, 1)),
+        ({"MASTER_ADDR": "n1", "MASTER_PORT": "12910", "NODE_RANK": "0"}, Node("n1", 12910, 0)),
     ],
 )
 def test_rendezvous_of_nodes(environ, node):

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from strategies import option_sets
 
 from parallelize.backends.ddp import DDPBackend
+from parallelize.config.compatibility import conflicts
 from parallelize.config.config import Config
-from parallelize.config.gpus import Gpus
+from parallelize.config.gpus import Gpus, parse_gpus
 from parallelize.config.options import FROM_TEXT, PARSERS, Options
 from parallelize.errors import ConfigError, Fault
 from parallelize.plugins import registry
@@ -267,6 +268,13 @@ def test_process_group_backends():
     assert fault.what == "process_group_backend='cpu:gloo,cuda:ncl'"
     assert fault.why == "it is neither one of torch's backends nor a list such as 'cpu:gloo,cuda:nccl'"
     assert fault.fix.startswith("did you mean 'nccl'? known:")
+
+
+def test_a_check_needs_only_its_own_options():
+    """Two options that exclude each other are named, although another option could not be parsed."""
+    (fault,) = conflicts({"gpus": parse_gpus(2), "processes": 2})
+    assert fault.what == "gpus=2 with processes=2"
+    assert conflicts({"gpus": parse_gpus(2)}) == []
 
 
 def backends_where(fits):

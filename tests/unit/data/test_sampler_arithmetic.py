@@ -144,6 +144,18 @@ def test_a_limit_is_a_count_or_a_fraction(steps, fraction, count):
     assert limit_in_steps(1.0, steps) == steps
 
 
+@given(st.integers(1, 60), st.integers(1, 4), st.floats(0.5, 1.0))
+def test_a_fraction_needs_the_length_of_the_epoch(steps, batch, fraction):
+    """A fraction limits an epoch of known length in whole steps; one of unknown length is limited by a count only."""
+    total = (steps + 1) * batch  # at least two steps: half of them are at least one
+    split = EpochSplit.limited(total, limit=fraction, start=0, world_size=1, group=batch)
+    assert split.limit == int(fraction * (steps + 1)) * batch
+    assert EpochSplit.limited(None, limit=3, start=5, world_size=1, group=batch) == EpochSplit(
+        total=0, world_size=1, group=batch, start=5, limit=3 * batch
+    )
+    assert EpochSplit.limited(total, limit=None, start=1, world_size=1, group=batch).limit is None
+
+
 @given(st.integers(0, 50), st.integers(0, 2**40))
 def test_a_permutation_is_deterministic_and_complete(length, seed):
     """Equal length and seed give the same order, with every number once."""

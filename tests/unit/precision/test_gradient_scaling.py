@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Amp
 from parallelize.precision import refusals
+from parallelize.precision.loss_scale import LossScale
 from parallelize.precision.native import NativeSession, Policy, mixed_precision
 
 CPU = torch.device("cpu")
@@ -757,6 +758,28 @@ def test_sparse_gradients_are_unscaled() -> None:
                 optimizer.step()
         results.append(model.weight.detach())
     torch.testing.assert_close(*results)
+
+
+class CopyArguments(TorchFunctionMode):
+    """Records the target and `non_blocking` of each `Tensor.to`."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bool]] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.to:
+            self.seen.append((args[1].type, kwargs["non_blocking"]))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_copy_of_the_scale_to_the_cpu_blocks() -> None:
+    """A host that does not wait for a copy to the CPU could read it before it is complete."""
+    scale = LossScale(Amp(init_scale=8.0), device=CPU)
+    with CopyArguments() as copies:
+        on_cpu, reciprocal = scale.on(CPU)
+        scale.on(torch.device("meta"))
+    assert copies.seen == [("cpu", False), ("meta", True)]
+    assert (on_cpu.item(), reciprocal.item()) == (8.0, 0.125)
 
 
 def test_state_resumes_the_trajectory() -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from parallelize.backends.balanced.partition import (
@@ -40,6 +40,11 @@ def problems(draw: st.DrawFn) -> tuple[Chain, Slots]:
     return chain, slots
 
 
+def on_two_devices(forward: list[float], backward: list[float], transfer: list[float]) -> tuple[Chain, Slots]:
+    chain = Chain(forward=forward, backward=backward, memory=[0.0] * len(forward), transfer=transfer)
+    return chain, Slots(caps=[math.inf] * 2, speeds=[1.0] * 2)
+
+
 def every_partition(chain: Chain, slots: Slots) -> Iterator[tuple[int, ...]]:
     n = len(chain)
     for inner in itertools.combinations_with_replacement(range(n + 1), len(slots) - 1):
@@ -68,6 +73,8 @@ def test_one_phase_equals_enumeration(problem: tuple[Chain, Slots]) -> None:
 
 
 @given(problems())
+@example(on_two_devices([0.0, 0.0, 7.0], [7.0, 7.0, 0.0], [0.0, 3.0, 0.0]))  # the best forward includes a transfer
+@example(on_two_devices([1.0, 0.0], [7.0, 1.0], [0.0, 3.0]))  # so does the limit on forward
 @settings(max_examples=200)
 def test_two_phases_equal_enumeration(problem: tuple[Chain, Slots]) -> None:
     """No partition within the caps has a smaller slowest forward plus slowest backward."""
