@@ -205,7 +205,11 @@ def test_ctrl_c_keeps_the_job_and_a_second_cancels_it(cluster: Cluster, tmp_path
             assert "KeyboardInterrupt" in process.stderr.read()
         finally:
             process.kill()
-    assert "CANCELLED" in cluster.run("scontrol", "show", "job", job_id).stdout
+
+    def state() -> str:
+        return cluster.run("scontrol", "show", "job", job_id).stdout
+
+    wait_for(lambda: "CANCELLED" in state(), 60, state)  # the controller takes effect after scancel has returned
 
 
 def test_an_unknown_job_is_refused(tmp_path: Path) -> None:
