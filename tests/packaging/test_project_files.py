@@ -1,0 +1,69 @@
+"""pyproject.toml, tox.ini, .ci/run and the CI workflow agree with each other."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKFLOW = ROOT / ".github/workflows/ci.yml"
+
+
+@pytest.fixture(scope="module")
+def pyproject() -> dict[str, Any]:
+    parser = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")  # pytest depends on it
+    return parser.loads((ROOT / "pyproject.toml").read_text())
+
+
+def environments_of_ci() -> list[str]:
+    """Return the tox environments that .ci/run runs; `tox run` without a name runs those of env_list."""
+    script = (ROOT / ".ci/run").read_text()
+    names = re.findall(r'^"\$tox" run -e (\S+)$', script, flags=re.MULTILINE)
+    listed = re.search(r"^env_list = (.+)$", (ROOT / "tox.ini").read_text(), flags=re.MULTILINE)
+    assert listed is not None
+    assert script.rstrip().endswith('"$tox" run')
+    return [*names, *listed[1].split(", ")]
+
+
+def test_every_python_that_is_declared_is_tested(pyproject: dict[str, Any]) -> None:
+    """The classifiers name the versions of the CI workflow's matrix; the oldest is the one required."""
+    declared = re.findall(r"Python :: (3\.\d+)", "\n".join(pyproject["project"]["classifiers"]))
+    matrix = re.search(r"python: \[(.+)\]", WORKFLOW.read_text())
+    assert matrix is not None
+    assert re.findall(r'"(.+?)"', matrix[1]) == declared
+    assert pyproject["project"]["requires-python"] == f">={declared[0]}"
+
+
+def test_extras_install_something(pyproject: dict[str, Any]) -> None:
+    """No extra is empty, and every extra that a message tells to install exists."""
+    extras = pyproject["project"]["optional-dependencies"]
+    assert [name for name, packages in extras.items() if not packages] == []
+    sources = "\n".join(path.read_text() for path in (ROOT / "parallelize").rglob("*.py"))
+    named = set(re.findall(r"parallelize\[(\w+)\]'", sources))
+    assert named
+    assert named <= extras.keys()
+
+
+def test_ci_runs_every_test(pyproject: dict[str, Any]) -> None:
+    """The tests that plain pytest leaves out are selected by a tox environment that .ci/run runs."""
+    addopts = pyproject["tool"]["pytest"]["ini_options"]["addopts"]
+    left_out = re.findall(r"not (\w+)", addopts[addopts.index("-m") + 1])
+    config = (ROOT / "tox.ini").read_text()
+    assert "soak" in left_out
+    for marker in left_out:
+        selecting = re.findall(
+            rf'^\[testenv:(\w+)\]\n(?:(?!\[).*\n)*?commands = pytest -m "?{marker}\b', config, re.MULTILINE
+        )
+        assert set(selecting) & set(environments_of_ci()), marker
+
+
+def test_ci_installs_packages_of_the_system_in_ci_only() -> None:
+    """On a person's machine, .ci/run leaves the system's packages alone."""
+    script = (ROOT / ".ci/run").read_text()
+    condition, _, _ = script.partition("apt-get update")
+    assert re.search(r'^if \[ -n "\$\{CI:-\}" \] && .*; then$', condition, flags=re.MULTILINE)
