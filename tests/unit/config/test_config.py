@@ -160,6 +160,26 @@ def test_values(options, name, value):
     assert getattr(Config.parse(**options), name) == value
 
 
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("processes", 1, 65536),
+        ("num_nodes", 1, 65536),
+        ("seed", 0, 2**32 - 1),
+        ("max_restarts", 0, 2**31 - 1),
+        ("verify_every", 0, 2**31 - 1),
+    ],
+)
+def test_limits_of_integers(name, least, most):
+    """The least and the largest value are accepted, and those beside them are refused."""
+    parse = PARSERS[name]
+    assert [parse(name, least), parse(name, most)] == [least, most]
+    for value in (least - 1, most + 1):
+        assert parse(name, value) == Fault(
+            f"{name}={value}", f"it must be an integer from {least} to {most}", f"use {name}={least}, for example"
+        )
+
+
 KNOWN = ", ".join(map(repr, sorted(PARSERS)))
 
 

@@ -13,7 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import as_rank, keep_sigchld_handler
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Subset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 
 from parallelize import shard_loader
 from parallelize.data.epoch_order import Permutation, draw_order, order_fingerprint
@@ -67,6 +75,13 @@ def test_long_orders_of_ints_take_4_bytes_per_index(last: Any, kind: type) -> No
     assert list(order) == units
     assert type(order[-1]) is type(last)
     assert not isinstance(order, array) or order.itemsize == 4
+
+
+def test_orders_that_no_process_needs_to_list() -> None:
+    """A sequential order is a range however long it is; another sampler's is listed up to a limit."""
+    assert draw_order(SequentialSampler(range(10**9)), seed=0, epoch=0, max_listed=3) == range(10**9)
+    assert list(draw_order(Yields(range(3)), seed=0, epoch=0, max_listed=3) or ()) == [0, 1, 2]
+    assert draw_order(Yields(range(4)), seed=0, epoch=0, max_listed=3) is None
 
 
 class Counting(Sequence[int]):

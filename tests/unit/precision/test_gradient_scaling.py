@@ -782,6 +782,18 @@ def test_a_copy_of_the_scale_to_the_cpu_blocks() -> None:
     assert (on_cpu.item(), reciprocal.item()) == (8.0, 0.125)
 
 
+def test_scales_that_autograd_grad_tries() -> None:
+    """From the loss scale, or from 256 times less where backward starts in half precision, down to none."""
+
+    def tried(init_scale: float, *, has_half_outputs: bool) -> list[float]:
+        scales = LossScale(Amp(init_scale=init_scale), device=CPU).for_grad(has_half_outputs=has_half_outputs)
+        return [each.state_dict()["scale"] for each in scales]
+
+    assert tried(1024.0, has_half_outputs=False) == [1024.0, 4.0, 1.0]
+    assert tried(1024.0, has_half_outputs=True) == [4.0, 1.0]
+    assert tried(256.0, has_half_outputs=False) == [256.0, 1.0]
+
+
 def test_state_resumes_the_trajectory() -> None:
     """The state has the keys of GradScaler; another block that loads it resumes with the same scale and counter."""
     rules = {"init_scale": 4.0, "growth_interval": 3}

@@ -11,6 +11,7 @@ from parallelize import distributed
 from parallelize.cluster.world import World
 from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Amp
+from parallelize.precision import levels
 from parallelize.precision.levels import TABLE, describe, markdown, resolve, row_of
 from parallelize.precision.native import NativePrecision
 
@@ -53,6 +54,15 @@ def test_resolving_sets_level_and_dtype(level: str | None, dtype: torch.dtype | 
     assert found.level == (level or "O1")
     assert found.dtype is torch.bfloat16
     assert resolve(found, NativePrecision(), device=CPU, world=World()) == found
+
+
+@pytest.mark.parametrize(("device_type", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])
+def test_a_gpu_without_bf16_computes_in_fp16(
+    device_type: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU computes in bf16 beside such a GPU."""
+    monkeypatch.setattr(levels, "_supports_bf16", lambda: False)
+    assert levels._preferred_dtype(frozenset({torch.bfloat16, torch.float16}), device_type) is dtype
 
 
 @pytest.mark.parametrize("engine", registry.names("precision"))
