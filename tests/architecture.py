@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -81,6 +82,9 @@ _COMPOUND = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+_parse = functools.cache(ast.parse)  # by the text: most rules read the same files
+
+
 def read(folder: str) -> Sources:
     """Every Python file below `folder` of this repository."""
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))}
@@ -91,7 +95,7 @@ def _modules(sources: Sources) -> dict[str, ast.Module]:
     trees = {}
     for path, text in sources.items():
         parts = path.removesuffix(".py").split("/")[1:]
-        trees[".".join(part for part in parts if part != "__init__")] = ast.parse(text)
+        trees[".".join(part for part in parts if part != "__init__")] = _parse(text)
     return trees
 
 
@@ -209,7 +213,7 @@ def sizes(sources: Sources) -> list[str]:
         lines = text.splitlines()
         if len(lines) > MAX_FILE_LINES:
             found.append(f"{path} has {len(lines)} lines, more than {MAX_FILE_LINES}")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(_parse(text)):
             if isinstance(node, _FUNCTIONS):
                 measures = (
                     ("lines of code", _code_lines(node, lines), MAX_FUNCTION_LINES),
@@ -269,7 +273,7 @@ def exports(sources: Sources) -> list[str]:
     for path, text in sources.items():
         if path.endswith("/__init__.py"):
             continue
-        tree = ast.parse(text)
+        tree = _parse(text)
         listed = _exported(tree)
         if listed is None:
             found.append(f"{path} has no __all__")
@@ -285,7 +289,7 @@ def exports(sources: Sources) -> list[str]:
 
 def public_names(source: str) -> list[str]:
     """Faults of parallelize/__init__.py, which contains imports and an equal, sorted __all__ only."""
-    tree = ast.parse(source)
+    tree = _parse(source)
     listed, found = _exported(tree), []
     imported = [alias.asname or alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names]
     allowed = (ast.ImportFrom, ast.Assign, ast.Expr)
@@ -318,7 +322,7 @@ def global_statements(sources: Sources) -> list[str]:
     return [
         f"{path}:{node.lineno} global {', '.join(node.names)}"
         for path, text in sources.items()
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(_parse(text))
         if isinstance(node, ast.Global)
     ]
 
@@ -342,6 +346,6 @@ def undocumented_tests(sources: Sources) -> list[str]:
         f"{path}: {node.name}"
         for path, text in sources.items()
         if Path(path).name.startswith("test_")
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(_parse(text))
         if isinstance(node, _FUNCTIONS) and node.name.startswith("test_") and not ast.get_docstring(node)
     ]
