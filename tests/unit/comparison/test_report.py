@@ -130,3 +130,6 @@ def test_several_devices_of_one_process_have_one_recording() -> None:
     )
     assert comparison.is_same
     assert names(comparison) == []
+    unsharded = Recording([step()], [torch.zeros(3)])  # one process reads all data with any loader
+    comparison = compare_recordings(unsharded, [unsharded], labels=("1 device", "2 devices"), tolerance=1e-4)
+    assert names(comparison) == []

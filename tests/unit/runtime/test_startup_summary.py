@@ -13,6 +13,7 @@ from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.plugins.base import LocalEngine
+from parallelize.plugins.traffic import Traffic
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.startup_summary import StartupSummary, register_loader, size_text
 
@@ -39,6 +40,30 @@ def test_several_models_are_one_line() -> None:
     """Their parameters are added up, and written in millions where there are that many."""
     with torch.device("meta"):
         assert line(nn.Linear(1000, 2000), nn.Conv1d(1, 1, 1)).startswith("Linear + Conv1d: 2.0 M parameters; fp32; ")
+
+
+def test_traffic_is_added_up_by_operation() -> None:
+    """Several models are one step; parameters that are gathered are counted for all of them."""
+
+    class Sending(LocalEngine):
+        def __init__(self, traffic: Traffic | None) -> None:
+            super().__init__(nn.Linear(1, 1))
+            self._traffic = traffic
+
+        def traffic(self) -> Traffic | None:
+            return self._traffic
+
+    summary = StartupSummary(
+        Runtime(World(world_size=2, local_world_size=2), compute_layout(Config.parse(processes=2), Hardware()))
+    )
+    sharded = Traffic(100, "reduce-scattered", gathered_bytes=7)
+    for traffic in (Traffic(1000), sharded, Traffic(24), sharded, None):
+        engine = Sending(traffic)
+        summary.add_model(engine.module, engine)
+    assert (
+        "; 1.0 KiB of gradients all-reduced a step; 200 bytes of gradients reduce-scattered a step; "
+        "14 bytes of parameters gathered a step; "
+    ) in summary.text()
 
 
 def test_only_active_loaders_are_listed() -> None:
