@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import email
+import importlib.metadata
 import os
 import subprocess
 import sys
-import sysconfig
 import textwrap
 import venv
 import zipfile
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import parallelize
 
@@ -68,8 +69,8 @@ class Built:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Build a wheel from the tree and one from the sdist, and install the first into a new environment.
 
-    The environment finds torch and other dependencies in this one's site-packages through a .pth file, after its own
-    packages. The .pth files in there, such as those of editable installs, are not processed.
+    The environment finds torch and the other packages that the wheel requires, with what they require, in this one's
+    site-packages, through links. Packages of the tests are not found, and neither are those of the extras.
     """
     folder = tmp_path_factory.mktemp("built")
     for name, kinds in {"tree": ["--wheel"], "sdist": []}.items():
@@ -79,10 +80,26 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     venv.create(folder / "env", with_pip=True)
     bin_folder, version = folder / "env" / "bin", f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = folder / "env" / "lib" / version / "site-packages"
-    (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+    link_requirements(wheel, site)
     install = [str(bin_folder / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run([*install, "--force-reinstall"], check=True, capture_output=True, timeout=120)
     return Built(wheel, wheel_of_sdist, site, bin_folder)
+
+
+def link_requirements(wheel: Path, site: Path) -> None:
+    """Link the installed files of all packages that a wheel requires, directly or through others, into `site`."""
+    (name,) = (name for name in contents(wheel) if name.endswith(".dist-info/METADATA"))
+    needed, seen = email.message_from_bytes(contents(wheel)[name]).get_all("Requires-Dist", []), set()
+    while needed:
+        requirement = Requirement(needed.pop())
+        if requirement.name in seen or not (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(requirement.name)
+        distribution = importlib.metadata.distribution(requirement.name)
+        needed += distribution.requires or []
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (site / top).exists():
+                (site / top).symlink_to(distribution.locate_file(top))
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
@@ -111,11 +128,14 @@ def test_the_wheel(built: Built, tmp_path: Path) -> None:
     assert metadata["Version"] == parallelize.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Author"]
 
     assert built.run("parallelize", "--version", folder=tmp_path) == f"parallelize {parallelize.__version__}\n"
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TRAIN))
     size, weight, place = built.run("python", str(script), folder=tmp_path).split()
+    is_found = "import importlib.util; print(importlib.util.find_spec('numpy'))"
+    assert built.run("python", "-c", is_found, folder=tmp_path) == "None\n"  # an environment with torch only
     assert (size, weight) == ("2", "2.0")
     assert Path(place).is_relative_to(built.site)
     script.write_text("from parallelize import all_gather, rank\nprint(all_gather(rank()))\n")
