@@ -17,6 +17,8 @@ from parallelize import parallel_model
 from parallelize.backends.balanced.plan import Plan, plan
 from parallelize.backends.balanced.plugin import BalancedBackend
 
+pytestmark = pytest.mark.slow
+
 INPUTS = batch_of(CASES["gpt, tied"])
 X = INPUTS[0][0]
 

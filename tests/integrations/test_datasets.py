@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader
 
 from parallelize import distributed, main_first, shard_loader
 
+pytestmark = pytest.mark.slow
+
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
 NUMBERS = list(range(11))

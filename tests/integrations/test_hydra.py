@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("hydra", reason="hydra-core is not installed")
 
 PROGRAM = """

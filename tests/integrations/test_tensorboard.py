@@ -11,6 +11,8 @@ from torch import nn
 
 from parallelize import all_reduce, distributed, is_main, parallel_model, rank
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("tensorboard", reason="tensorboard is not installed")
 
 

@@ -8,6 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import distributed, shard_loader
 
+pytestmark = pytest.mark.slow
+
 torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 
 SAMPLES = 13  # 4 and 3 batches of 2 in two processes

@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader
 
 from parallelize import distributed, is_main, parallel_model, shard_loader
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 STEPS, PER_PROCESS = 3, 4

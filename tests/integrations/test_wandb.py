@@ -10,6 +10,8 @@ from torch import nn
 
 from parallelize import all_reduce, distributed, is_main, parallel_model, rank
 
+pytestmark = pytest.mark.slow
+
 wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 
 

@@ -17,6 +17,7 @@ NUMBERS = list(range(23))
 
 # WebDataset leaves its files to the garbage collector.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

@@ -10,7 +10,7 @@ from one_word.refusals import DIFFERENCES, REFUSALS
 from one_word.worlds import PROGRAMS, WORLDS, outcome
 
 # The first test of a group of programs runs all of them.
-pytestmark = [pytest.mark.one_word, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.one_word
 
 TOLERANCE = {torch.float64: 1e-9}
 # Gradients of each micro-batch are rounded to bf16, with a relative precision of 4e-3, before they are added.

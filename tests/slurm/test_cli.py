@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 COMMAND = [sys.executable, "-m", "parallelize"]
 

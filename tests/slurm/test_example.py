@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "10_slurm"
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize.cluster.hostlist import first_host
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 SCRIPT = """
 import json, os, sys

@@ -19,7 +19,7 @@ from cluster import Cluster, wait_for
 
 from parallelize import SlurmLauncher, distributed, is_main, rank, should_stop
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def count(folder: str, steps: int, pause_s: float = 0.05) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from cluster import Cluster, wait_for
 
 from parallelize import ConfigError, Job, LaunchError, SlurmLauncher, WorkerError, distributed, parallel_model, rank
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 class BoomError(Exception):

@@ -72,13 +72,13 @@ def test_any_host_list(text, node):
 )
 def test_long_host_lists_are_parsed_in_linear_time(text):
     """A list is never expanded, and no regular expression backtracks."""
-    started = time.monotonic()
+    started = time.process_time()
     for parse in (first_host, lambda text: tasks_on(0, text), lambda text: tasks_on(0, f"1(x{text[:9]})," * 10**4)):
         try:
             parse(text)
         except ConfigError:
             continue
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 @settings(max_examples=200)

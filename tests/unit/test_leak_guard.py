@@ -109,9 +109,9 @@ def guarded(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Calla
     monkeypatch.setenv("GIVEN", "yes")
 
     def run(source: str) -> pytest.RunResult:
-        pytester.makeconftest(CONFTEST.read_text().replace("GRACE_S = 5.0", "GRACE_S = 0.2"))
+        pytester.makeconftest(CONFTEST.read_text().replace("GRACE_S = 30.0", "GRACE_S = 0.2"))
         pytester.makepyfile(source)
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=50)
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=240)
 
     return run
 

@@ -15,6 +15,8 @@ from torch import nn
 from parallelize import ConfigError, SyncError, distributed, parallel_model, rank
 from parallelize.precision.apex import ApexPrecision
 
+pytestmark = pytest.mark.slow
+
 STEPS, INF_STEP = 5, 2
 LEVELS = ["O0", "O1", "O2", "O3"]
 

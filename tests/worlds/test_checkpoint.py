@@ -121,6 +121,7 @@ def states(path):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: f"{source[0]}{source[1]}{source[2]}")
 @pytest.mark.parametrize("target", WORLDS, ids=lambda world: f"{world[0]}{world[1]}")
 def test_any_world_loads_what_any_other_has_saved(written, source, target):
@@ -152,6 +153,7 @@ def test_checkpoints_of_all_backends_hold_the_same(written, source):
             torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.slow
 def test_rank_0_alone_may_save(tmp_path, caplog):
     """`if is_main(): save(...)` waits some seconds the first time only, and logs that ranks are missing."""
 
@@ -203,6 +205,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CALLS)
 def test_a_call_that_needs_all_ranks_says_so(tmp_path, case, capfd):
     """A call that misses a rank logs a warning within seconds, then raises before anything has changed."""
@@ -393,6 +396,7 @@ def test_unloadable_files_raise_on_all_ranks(tmp_path):
     assert run.all_ranks() == ["ConfigError", "SyncError"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_a_restart_with_writer_processes(tmp_path, uninterrupted, backend):
     """A run whose ranks write in processes of their own, and that loses one rank, ends as an uninterrupted one."""
@@ -444,6 +448,7 @@ def test_a_failed_write_in_the_background_raises_on_all_ranks(tmp_path):
     assert run.all_ranks() == ["ParallelizeError", "SyncError"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_no_keys_pile_up_in_the_store(tmp_path, backend):
     """After more saves and loads the store holds no more keys."""
@@ -486,6 +491,7 @@ def train_exactly(path, *, before: int, after: int):
     return [each.detach().clone() for each in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_another_world_size_goes_on_bitwise(tmp_path, backend, first, then):
@@ -524,7 +530,7 @@ def test_weights_of_a_sharded_run_as_safetensors(tmp_path):
     assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (7, 4)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_killed_balanced_run_continues(tmp_path, monkeypatch):
     """A run with backend="balanced" that is killed, and started again, ends bitwise as an uninterrupted one."""
     backend, kills = BalancedBackend(devices=("cpu", "cpu"), microbatches=2), [(14, 0)]

@@ -41,6 +41,8 @@ from parallelize.checkpoint import file_format, rendezvous, saving
 from parallelize.checkpoint.checksum import checksum_of
 from parallelize.checkpoint.file_format import MAIN_FILE
 
+pytestmark = pytest.mark.slow
+
 
 def net(seed: int = 0) -> nn.Module:
     """Return a model with tied weights, with dimensions that no number of ranks divides evenly."""

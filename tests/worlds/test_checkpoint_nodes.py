@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, os, signal, sys
 import torch
@@ -43,7 +45,6 @@ print(json.dumps(distributed(seed=1, max_restarts=1, **options)(train)(folder, "
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(150)
 def test_both_nodes_resume_from_the_last_file(tmp_path: Path) -> None:
     """After a kill on node 1 after step 5, both resume from step 4 and end with the weights of a run on one node."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -58,8 +59,8 @@ def test_both_nodes_resume_from_the_last_file(tmp_path: Path) -> None:
         return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
 
     nodes = [start("two", {"num_nodes": 2, "processes": 1}, node) for node in range(2)]
-    results = [json.loads(each.communicate(timeout=50)[0]) for each in nodes]
-    single = json.loads(start("one", {"processes": 2}, 0).communicate(timeout=50)[0])
+    results = [json.loads(each.communicate(timeout=240)[0]) for each in nodes]
+    single = json.loads(start("one", {"processes": 2}, 0).communicate(timeout=240)[0])
     assert [first for first, _ in results] == [4, 4]
     assert single[0] == 0
     assert results[0][1] == results[1][1] == single[1]

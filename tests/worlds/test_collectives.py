@@ -268,7 +268,7 @@ def test_different_calls_raise_on_all_ranks(case):
             "gradient": lambda: all_reduce(torch.zeros(1, requires_grad=rank() == 0)),
         }[case]()
 
-    @distributed(processes=2, timeout=20)
+    @distributed(processes=2, timeout=120)
     def run():
         with pytest.raises(SyncError, match=r"rank 0 is at .*; rank 1 is at ") as caught:
             different_call()
@@ -295,7 +295,7 @@ def test_the_main_process_goes_first(tmp_path):
 def test_a_failure_in_main_first_reaches_all(failing):
     """The failing rank raises its own error, and every other rank a SyncError that quotes it."""
 
-    @distributed(processes=2, timeout=20)
+    @distributed(processes=2, timeout=120)
     def run():
         try:
             with main_first():

@@ -125,6 +125,7 @@ def test_runs_that_cannot_be_compared() -> None:
         assert "in the run with 1 process(es) of train_other.compare" in caught.value.__notes__
 
 
+@pytest.mark.slow
 def test_a_script_compares_its_own_function(run_script: Callable[..., CompletedProcess[str]]) -> None:
     """A function of a script's `__main__`, with its globals, is compared, and the report is a table."""
     script = """

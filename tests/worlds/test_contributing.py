@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 GUIDE = Path(__file__).parents[2] / ".github" / "CONTRIBUTING.md"
 
 # Trains with ddp and with the backend, chosen by name and as an object; rank 1 starts with different weights.
@@ -87,7 +89,7 @@ def test_the_guides_backend_on_the_command_line(my_package: Path) -> None:
         cwd=my_package,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
     assert (done.stdout, done.returncode) == ("one_by_one\n", 0), done.stderr

@@ -200,6 +200,7 @@ def train_with_a_report():
     barrier()
 
 
+@pytest.mark.slow
 def test_the_report_names_the_rank_that_the_others_wait_for(capfd):
     """It waits longer for data and starts collectives last; a loader that only rank 0 iterates is reported, too."""
     train_with_a_report()

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., "CompletedProcess[str]"]
 
 SCRIPTS = Path(__file__).with_name("ddp_scripts")
@@ -26,13 +28,12 @@ def trained(script: str, launcher: tuple[str, ...], folder: Path) -> tuple[list[
     last = ["--"] if launcher == PARALLELIZE else []  # before arguments of the script
     command = [sys.executable, "-m", *launcher, str(SCRIPTS / f"{script}.py"), *last, str(folder)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)], done.stdout
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("script", [path.stem for path in sorted(SCRIPTS.glob("*.py"))])
 def test_a_script_for_torchrun_trains_the_same_weights(script: str, tmp_path: Path) -> None:
     """Every rank saves bit by bit what it saves under torchrun: nothing is averaged, sharded or seeded twice."""
@@ -90,16 +91,14 @@ print(f"{found}\\n", end="")
 OWN = ["ConfigError", "ConfigError", 77.0, 0.5, 0.5, 0.5]
 
 
-@pytest.mark.timeout(150)
 def test_a_function_initializes_the_group_itself(run_script: Run) -> None:
     """It gets a group with its own options, may end it and begin again, and the run's blocks and helpers use it."""
-    assert run_script(FUNCTION.replace("SETUP", "False"), timeout_s=120).stdout == f"{[OWN, OWN, True]}\n"
+    assert run_script(FUNCTION.replace("SETUP", "False"), timeout_s=240).stdout == f"{[OWN, OWN, True]}\n"
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("setup", ["False", "dist.init_process_group('gloo') is None"])
 def test_a_function_under_torchrun(setup: str, run_script: Run) -> None:
     """The same in torchrun's processes; a group that the script has made ends when the call ends."""
     expected = [OWN, OWN, True] if setup == "False" else [[0.5, 0.5, 0.5], False, True]
-    done = run_script(FUNCTION.replace("SETUP", setup), launcher=("-m", *TORCHRUN), timeout_s=120)
+    done = run_script(FUNCTION.replace("SETUP", setup), launcher=("-m", *TORCHRUN), timeout_s=240)
     assert done.stdout.splitlines() == [str(expected)] * 2

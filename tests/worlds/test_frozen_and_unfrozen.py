@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallelize import DDPBackend, distributed, no_sync, parallel_model, rank, world_size
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 PARTS = ("encoder", "decoder", "left", "right")
 SETS: tuple[tuple[str, ...], ...] = (PARTS[:1], PARTS[1:], PARTS)

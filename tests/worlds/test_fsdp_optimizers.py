@@ -18,6 +18,8 @@ from parallelize import FSDPBackend, SyncError, distributed, parallel_model, ran
 from parallelize.backends.sharded_tensors import full_tensor
 from parallelize.runtime.containers import map_leaves
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 
 

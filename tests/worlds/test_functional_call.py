@@ -12,6 +12,8 @@ from torch.func import functional_call
 
 from parallelize import DDPBackend, SyncError, distributed, no_sync, parallel_model, rank, world_size
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from parallelize import SyncError, all_reduce, distributed, no_sync, parallel_model, rank
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 
 Program = Callable[[nn.Module, torch.optim.Optimizer], None]

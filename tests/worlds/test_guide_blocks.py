@@ -63,6 +63,7 @@ def test_there_are_blocks() -> None:
     assert len(BLOCKS) >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block_runs(name: str, run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """Each block runs inside a function in two processes; blocks that decorate or call functions run in the caller."""
@@ -109,4 +110,4 @@ def numbers(text: str) -> list[float]:
 
 def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(script)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=55, check=False)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=240, check=False)

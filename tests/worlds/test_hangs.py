@@ -19,6 +19,8 @@ from torch import nn
 
 from parallelize import SyncError, all_reduce, barrier, distributed, main_first, parallel_model, save
 
+pytestmark = pytest.mark.slow
+
 # For the full call, on a busy machine.
 WITHIN_S = 10.0
 

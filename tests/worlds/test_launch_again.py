@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from parallelize import ConfigError, distributed
 
+pytestmark = pytest.mark.slow
+
 TASKS = Path("/proc/self/task")
 FILES = Path("/proc/self/fd")
 CORES = len(os.sched_getaffinity(0))

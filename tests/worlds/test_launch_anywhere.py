@@ -20,6 +20,8 @@ import torch.distributed as dist
 import parallelize
 from parallelize import ConfigError, distributed
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # A script without `if __name__`: it has a model, a dataset, constants, and a loader with workers.

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from parallelize import distributed
 from parallelize.cluster.world import World
 
+pytestmark = pytest.mark.slow
+
 SIZES = ["WORLD_SIZE", "LOCAL_WORLD_SIZE"]
 NAMES = ["RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", *SIZES, "MASTER_ADDR", "MASTER_PORT"]
 

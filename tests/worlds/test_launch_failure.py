@@ -23,6 +23,8 @@ from parallelize import WorkerError, distributed, rank
 from parallelize.cluster.world import World
 from parallelize.launchers.elastic import agent
 
+pytestmark = pytest.mark.slow
+
 WITHIN_S = 5.0
 LONG_S = 300
 

@@ -11,6 +11,8 @@ import pytest
 
 from parallelize import LaunchError, distributed, rank
 
+pytestmark = pytest.mark.slow
+
 
 @distributed(processes=2)
 def talk() -> None:

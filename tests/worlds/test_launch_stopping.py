@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 from parallelize import distributed
 
+pytestmark = pytest.mark.slow
+
 GONE_WITHIN_S = 10.0
 
 SCRIPT = """

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from parallelize import ConfigError, FSDPBackend, SyncError, distributed, no_sync, parallel_model, rank
 from parallelize.cluster.world import World
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 
 

@@ -18,6 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from parallelize import FSDPBackend, SyncError, distributed, parallel_model, rank
 
+pytestmark = pytest.mark.slow
+
 Step = Callable[[], None]
 
 

@@ -10,6 +10,8 @@ from torch import nn
 
 from parallelize import distributed, parallel_model, rank
 
+pytestmark = pytest.mark.slow
+
 
 class Scaled(nn.Module):
     """A linear layer whose output is multiplied by a learned number."""

@@ -18,6 +18,8 @@ from parallelize import DDPBackend, SyncError, all_reduce, distributed, no_sync,
 from parallelize.cluster.world import World
 from parallelize.inplace import step_watch
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 
 

@@ -19,6 +19,8 @@ import psutil
 import pytest
 from worlds.two_hosts import Host, missing, two_hosts
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, os, pathlib, signal, sys, time
 import torch, torch.distributed as dist

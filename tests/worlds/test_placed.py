@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, sys
 import torch, torch.distributed as dist
@@ -51,7 +53,7 @@ def results(launcher: str, folder: Path, options: dict[str, object]) -> list[obj
         [*command, str(script), json.dumps(options)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -86,7 +88,7 @@ def test_processes_started_by_hand(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    assert [json.loads(process.communicate(timeout=50)[0]) for process in started] == [RESULT, RESULT]
+    assert [json.loads(process.communicate(timeout=240)[0]) for process in started] == [RESULT, RESULT]
 
 
 def _free_port() -> str:

@@ -13,6 +13,8 @@ from zoo import Mlp
 
 from parallelize import distributed, parallel_model, rank
 
+pytestmark = pytest.mark.slow
+
 
 def draw() -> tuple[float, float, float]:
     return torch.rand(()).item(), random.random(), float(np.random.rand())

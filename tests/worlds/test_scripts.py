@@ -7,6 +7,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., "CompletedProcess[str]"]
 
 # Uses a class, a function and a global of __main__; a worker that ran the script again would never end.
@@ -49,7 +51,6 @@ def test_torchrun_starts_the_same_script(run_script: Run) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_processes_of_torchrun_exit_cleanly(run_script: Run) -> None:
     """No process aborts at exit in 20 runs, where a gloo thread that outlives its group could free a tensor."""
     for _ in range(20):

@@ -23,6 +23,8 @@ from parallelize import (
     world_size,
 )
 
+pytestmark = pytest.mark.slow
+
 WORLD = 2
 
 

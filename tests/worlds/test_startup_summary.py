@@ -15,6 +15,8 @@ from typing_extensions import Self
 from parallelize import DDPBackend, distributed, parallel_model, shard_loader
 from parallelize.runtime.startup_summary import size_text
 
+pytestmark = pytest.mark.slow
+
 
 class CapturedLog(logging.Handler):
     """Keeps the package's startup summaries while it is open."""

@@ -15,6 +15,8 @@ from torch import nn
 
 from parallelize import distributed, parallel_model
 
+pytestmark = pytest.mark.slow
+
 WARMUP = 17  # in steps 1, 2, 4, 8 and 16 all gradients are compared
 
 

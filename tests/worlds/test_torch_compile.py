@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from parallelize import distributed, parallel_model, rank
 
+pytestmark = pytest.mark.slow
+
 
 class Net(nn.Module):
     def __init__(self) -> None:

@@ -197,7 +197,7 @@ def test_a_joined_call_trains_the_callers_own_objects(backend: str, tmp_path: Pa
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

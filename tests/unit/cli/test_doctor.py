@@ -40,7 +40,7 @@ def ids(check: Check[Any], environ: Mapping[str, str]) -> set[str]:
 
 def test_a_machine_without_faults(tmp_path: Path) -> None:
     """One aligned line per check, an all_reduce of two ranks with its speed, exit code 0."""
-    done = subprocess.run(DOCTOR, cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(DOCTOR, cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("ok       versions       parallelize ")
@@ -58,6 +58,7 @@ sys.exit(main(["doctor", "--json"]))
 """
 
 
+@pytest.mark.slow
 def test_a_machine_with_faults(tmp_path: Path) -> None:
     """Few files, an unknown interface, incomplete launcher variables and an override are all found at once."""
     faulty_variables = {
@@ -74,7 +75,7 @@ def test_a_machine_with_faults(tmp_path: Path) -> None:
         env={**CLEAN, **faulty_variables},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 1, done.stderr
@@ -86,6 +87,7 @@ def test_a_machine_with_faults(tmp_path: Path) -> None:
     assert report["status"] == "fault"
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     """Ctrl-C while two ranks start ends the command with code 130, and all its processes."""
     with subprocess.Popen(
@@ -99,7 +101,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     ) as process:
         processes = wait_for_children(psutil.Process(process.pid))
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     _, alive = psutil.wait_procs(processes, timeout=10)
@@ -165,6 +167,7 @@ def test_a_long_temporary_folder_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     assert "temporary-folder-long" in ids(memory.CHECK, {})
 
 
+@pytest.mark.slow
 def test_the_longest_folder_works(monkeypatch: pytest.MonkeyPatch, run_script: Any, tmp_path: Path) -> None:
     """Two ranks start in a folder whose path is as long as the doctor allows, and not in a much longer one."""
     base = Path(tempfile.mkdtemp(dir="/tmp"))

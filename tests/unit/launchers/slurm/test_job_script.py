@@ -46,7 +46,7 @@ def run(script: JobScript, folder: Path) -> list[list[str]]:
     (folder / "job.sh").write_text(str(script))
     (folder / "record").write_bytes(b"")
     environ = {"PATH": f"{tools}:{os.environ['PATH']}", "RECORD": str(folder / "record"), "HOME": str(folder)}
-    subprocess.run(["bash", "job.sh"], cwd=folder, env=environ, check=True, capture_output=True, timeout=20)
+    subprocess.run(["bash", "job.sh"], cwd=folder, env=environ, check=True, capture_output=True, timeout=240)
     words = iter((folder / "record").read_bytes().decode(errors="surrogateescape").split("\0")[:-1])
     return [list(itertools.islice(words, int(number))) for number in words]
 
