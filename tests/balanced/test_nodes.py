@@ -72,7 +72,7 @@ def run_nodes(folder: Path) -> list[dict[str, Any]]:
             subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
     try:
-        outputs = [process.communicate(timeout=50)[0] for process in running]
+        outputs = [process.communicate(timeout=240)[0] for process in running]
     finally:
         for process in running:
             process.kill()

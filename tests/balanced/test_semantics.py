@@ -359,7 +359,9 @@ def test_a_step_leaves_no_cycle_behind(dropout: float) -> None:
                 if is_used:
                     loss_of(output).backward()
                 del output
-                assert [each() for each in activations] == [None] * 4
+                # A thread of the pool drops its last call just after the caller has got the result.
+                while any(each() is not None for each in activations):
+                    time.sleep(0.01)  # until the test's time limit
         finally:
             gc.enable()
 

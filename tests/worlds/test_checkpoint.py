@@ -176,6 +176,7 @@ def test_rank_0_alone_may_save(tmp_path, caplog):
     assert max(seconds[1:]) < 1
 
 
+@pytest.mark.slow
 def test_a_late_rank_finds_the_file_written(tmp_path):
     """A rank that calls save() after rank 0 has stopped waiting returns, and the next call includes it again."""
 
@@ -578,6 +579,7 @@ def test_a_failure_in_the_background_reaches_the_caller_as_it_is(tmp_path):
     assert not isinstance(caught.value, SyncError)
 
 
+@pytest.mark.slow
 def test_two_blocks_on_one_line_save_at_the_same_time(tmp_path):
     """A save in one block does not delete what the ranks post in the other one's, which is still in the background."""
 
