@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from parallelize import parallel_model
 from parallelize.backends.balanced.plugin import BalancedBackend
 
+pytestmark = pytest.mark.slow
+
 INPUTS: tuple[Any, dict[str, Any]] = ((torch.randn(8, 8, dtype=torch.double),), {})
 
 

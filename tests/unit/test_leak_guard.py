@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 CONFTEST = Path(__file__).parents[1] / "conftest.py"
 
 LEAKS = {

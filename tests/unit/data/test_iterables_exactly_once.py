@@ -22,6 +22,8 @@ import parallelize as par
 from parallelize import ConfigError, shard_loader
 from parallelize.data.self_sharding import shuffle_fingerprint
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 29
 
 
