@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from parallelize.cluster.world import World
 from parallelize.data.epoch_order import stream_rng
-from parallelize.data.epoch_shards import IndexedShard, LocalBatchesShard, StreamShard
-from parallelize.data.loader_copy import with_rng
+from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_options import Divides, LoaderOptions, check_iterable_options
+from parallelize.data.rng import with_rng
 from parallelize.data.sample_fingerprint import sample_fingerprint
-from parallelize.data.sampler_arithmetic import EpochSplit, limit_in_steps
-from parallelize.data.source import EpochListeners, EpochShard, Position, Source
+from parallelize.data.sampler_arithmetic import EpochSplit
+from parallelize.data.source import EpochListeners, Source
 from parallelize.errors import ConfigError
 
 __all__ = ["BatchIterableSource"]
@@ -35,8 +33,6 @@ class BatchIterableSource(Source[T]):
         ConfigError: an option is set that only a DataLoader supports.
     """
 
-    can_change_world_size = True
-
     def __init__(
         self, batches: Iterable[T], *, divides: Divides | None, options: LoaderOptions, world: World, occurrence: int
     ) -> None:
@@ -49,69 +45,45 @@ class BatchIterableSource(Source[T]):
                 why="it is iterated in this process, which has no workers",
                 fix="use divides='processes' if it shards its batches over the processes, or divides='nothing'",
             )
-        self.loader = batches
+        self.loader: Any = batches
         self._options, self._world = options, world
         self._is_own = divides == "processes"
-        self._is_sequence = hasattr(batches, "__getitem__") and self._has_length
+        self._is_sequence = not self._is_own and hasattr(batches, "__getitem__") and self._has_length
         self._seed = (options.seed or 0) + occurrence
-        self._listeners = EpochListeners([batches])
+        self.listeners = EpochListeners([batches])
 
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on."""
-        self._listeners.set_epoch(position.epoch)
+        self.listeners.set_epoch(position.epoch)
+        split, loader, rank = self._split(position), self.loader, self._world.rank
         if self._is_own:
-            return LocalBatchesShard(functools.partial(self._own_batches, position), start=position.start)
-        split, rank = self._split(position.start), self._world.rank
+            return EpochShard(fetch=iter, split=split, stream=loader, own_fingerprint=str)
         if not self._is_sequence:
-            rng = stream_rng(self.loader, seed=self._seed, epoch=position.epoch)
-            return StreamShard(
-                lambda units, _: with_rng(iter(units), rng),
-                split=split,
-                stream=self.loader,
-                rank=rank,
-                is_grouped=False,
-            )
-        order = range(len(self.loader))
-        return _SequenceShard(self._fetch, split=split, order=order, rank=rank, is_grouped=False, sequence=self.loader)
+            rng = stream_rng(loader, seed=self._seed, epoch=position.epoch)
+            return EpochShard(fetch=lambda units: with_rng(iter(units), rng), split=split, stream=loader, rank=rank)
+        # Lists are compared, as each rank may shuffle its own. Other sequences may make a new batch at each access.
+        first = (
+            loader[:_MAX_COMPARED_BATCHES] if isinstance(loader, (list, tuple)) and self._world.world_size > 1 else ()
+        )
+        return EpochShard(
+            fetch=self._fetch, split=split, order=range(len(loader)), rank=rank, data=sample_fingerprint(first)
+        )
 
     def steps(self, position: Position) -> int | None:
         """Count this process's batches from a position on; None if the iterable has no length."""
-        if not self._has_length:
-            return None
-        if not self._is_own:
-            return self._split(position.start).steps(self._world.rank)
-        total = len(self.loader)
-        limit = total if self._options.limit is None else limit_in_steps(self._options.limit, total)
-        return max(limit - position.start, 0)
+        return self._split(position).known_steps(0 if self._is_own else self._world.rank)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:  # noqa: ARG002 - the same for both
         """Return the seed that is set while a stream is iterated, or the world size if the iterable shards itself."""
         if self._is_own:
             return {"world_size": self._world.world_size}
         return {} if self._is_sequence else {"seed": self._seed}
 
-    def _split(self, start: int) -> EpochSplit:
-        total = len(self.loader) if self._has_length else None
-        size, options = self._world.world_size, self._options
-        return EpochSplit.limited(
-            total, limit=options.limit, start=start, world_size=size, group=size, tail=options.tail
-        )
+    def _split(self, position: Position) -> EpochSplit:
+        total = len(self.loader) if self._has_length else sys.maxsize
+        size = 1 if self._is_own else self._world.world_size
+        split = EpochSplit(total=total, start=position.start, world_size=size, group=size, tail=self._options.tail)
+        return split.limited(self._options.limit)
 
-    def _fetch(self, indices: Iterable[Any], _steps: int | None) -> Iterator[T]:
-        sequence: Sequence[T] = self.loader
-        return (sequence[index] for index in indices)
-
-    def _own_batches(self, position: Position) -> Iterator[T]:
-        steps, limit = self.steps(position), self._options.limit
-        end = limit if steps is None else position.start + steps
-        return itertools.islice(self.loader, position.start, None if end is None else int(end))
-
-
-@dataclass(eq=False, kw_only=True)
-class _SequenceShard(IndexedShard[T]):
-    sequence: Sequence[T]
-
-    def fingerprint(self) -> str:
-        # Lists are compared, as each rank may shuffle its own. Other sequences may make a new batch at each access.
-        first = self.sequence[:_MAX_COMPARED_BATCHES] if isinstance(self.sequence, (list, tuple)) else ()
-        return sample_fingerprint([super().fingerprint(), sample_fingerprint(first)])
+    def _fetch(self, indices: Iterable[Any]) -> Iterator[T]:
+        return (self.loader[index] for index in indices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -13,14 +14,14 @@ from torch.utils.data import DataLoader, IterableDataset, _utils, get_worker_inf
 
 from parallelize.cluster.world import World
 from parallelize.data.dataloader_workers import GlobalWorkerInfo
-from parallelize.data.epoch_shards import LocalBatchesShard
+from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import Divides, LoaderOptions, check_iterable_options
 from parallelize.data.rng import IsolatedRNG, derive_seed
 from parallelize.data.sample_fingerprint import sample_fingerprint
-from parallelize.data.sampler_arithmetic import EpochSplit, Tail, limit_in_steps, shard_stream
+from parallelize.data.sampler_arithmetic import EpochSplit, Tail, shard_stream
 from parallelize.data.self_sharding import shuffle_fingerprint
-from parallelize.data.source import EpochListeners, EpochShard, Position, Source
+from parallelize.data.source import EpochListeners, Source
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime
 from parallelize.torch_private import unsupported
@@ -33,9 +34,7 @@ _MAX_COMPARED_SAMPLES = 16
 
 
 class IterableStyleSource(Source[T]):
-    """Source for a DataLoader over an iterable dataset; `Position.start` counts this process's batches.
-
-    The dataset of `copy` is replaced; attributes are looked up on `shown`, a copy with the user's dataset.
+    """Source for a DataLoader over an iterable dataset; its units are this process's batches.
 
     Raises:
         ConfigError: an option is set that iterable datasets do not support.
@@ -43,17 +42,18 @@ class IterableStyleSource(Source[T]):
 
     def __init__(
         self,
+        loader: DataLoader[T],
         *,
         copy: LoaderCopy[T],
-        shown: DataLoader[T],
-        dataset: Any,
         divides: Divides | None,
         options: LoaderOptions,
         run: Runtime,
     ) -> None:
-        check_iterable_options(options, f"the iterable {type(shown.dataset).__name__}", has_length=False)
-        self._copy, self._options, self._world, self._divides = copy, options, run.world, divides
-        self._listeners = EpochListeners([dataset])
+        check_iterable_options(options, f"the iterable {type(loader.dataset).__name__}", has_length=False)
+        self.copy, self._options, self._world, self._divides = copy, options, run.world, divides
+        dataset: Any = copy.loader.dataset
+        self.listeners = EpochListeners([dataset])
+        self.loader = copy.with_user_dataset(loader)
         self._sharded: ShardedIterableDataset[Any] | None = None
         if divides != "processes":
             self._sharded = ShardedIterableDataset(
@@ -61,49 +61,50 @@ class IterableStyleSource(Source[T]):
                 divides=divides,
                 tail=options.tail,
                 world=run.world,
-                batch_size=shown.batch_size or 1,
+                batch_size=loader.batch_size or 1,
                 seed=(run.config.seed or 0) if options.seed is None else options.seed,
-                has_workers=shown.num_workers > 0,
+                has_workers=loader.num_workers > 0,
             )
-        copy.set_attributes(dataset=self._sharded or dataset)
-        self.loader = shown
+            copy.set_attributes(dataset=self._sharded)
 
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on."""
-        self._listeners.set_epoch(position.epoch)
-        sharded, dataset = self._sharded, self._copy.loader.dataset
-        fingerprint = functools.partial(shuffle_fingerprint, dataset) if sharded is None else sharded.fingerprint
-        batches = functools.partial(self._batches, position)
-        return LocalBatchesShard(batches, start=position.start, fingerprint=fingerprint)
+        dataset, sharded = self.copy.loader.dataset, self._sharded
+        self.listeners.set_epoch(position.epoch)
+        return EpochShard(
+            fetch=iter,
+            split=self._split(position),
+            stream=self._batches(position.epoch),
+            own_fingerprint=functools.partial(shuffle_fingerprint, dataset) if sharded is None else sharded.fingerprint,
+        )
 
     def steps(self, position: Position) -> int | None:
         """Count this process's batches from a position on; None if the dataset has no length or shards itself."""
+        return self._split(position).known_steps(0)
+
+    def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
+        """Return the world size, the seed of the samples, and what determines the samples of each batch."""
+        loader, seed = self.loader, {} if self._sharded is None else {"seed": self._sharded.seed}
+        batches = {"batch_size": loader.batch_size, "num_workers": max(loader.num_workers, 1)}
+        return {"world_size": self._world.world_size, **seed, **(batches if is_within_epoch else {})}
+
+    def _split(self, position: Position) -> EpochSplit:
+        split = EpochSplit(start=position.start, world_size=1, group=1)
         loader: Any = self.loader
-        if self._divides != "nothing" or not hasattr(loader.dataset, "__len__"):
-            return None
-        workers, size = max(loader.num_workers, 1), loader.batch_size or 1
-        shards = workers * self._world.world_size
-        split = EpochSplit(total=len(loader.dataset), world_size=shards, group=shards, tail=self._options.tail)
-        samples = [split.steps(worker * self._world.world_size + self._world.rank) for worker in range(workers)]
-        total = sum(each // size if loader.drop_last else -(-each // size) for each in samples)
-        limit = self._options.limit
-        return max((total if limit is None else limit_in_steps(limit, total)) - position.start, 0)
+        if self._divides == "nothing" and hasattr(loader.dataset, "__len__"):
+            workers, size, world = max(loader.num_workers, 1), loader.batch_size or 1, self._world
+            shards = workers * world.world_size
+            samples = EpochSplit(total=len(loader.dataset), world_size=shards, group=shards, tail=self._options.tail)
+            counts = [samples.steps(worker * world.world_size + world.rank) for worker in range(workers)]
+            total = sum(each // size if loader.drop_last else -(-each // size) for each in counts)
+            split = dataclasses.replace(split, total=total)
+        return split.limited(self._options.limit)
 
-    def identity(self) -> dict[str, Any]:
-        """Return the seed that is set while the dataset is iterated; empty if it shards itself over the processes."""
-        return {} if self._sharded is None else {"seed": self._sharded.seed}
-
-    def batch_identity(self) -> dict[str, Any]:
-        """Return the batch size and the number of workers, which determine the samples of each batch."""
-        return {"batch_size": self.loader.batch_size, "num_workers": max(self.loader.num_workers, 1)}
-
-    def _batches(self, position: Position) -> Iterator[T]:
+    def _batches(self, epoch: int) -> Iterator[T]:
         # The dataset cannot seek: batches before the position are made and discarded.
-        limit = self._options.limit
-        end = None if limit is None else int(limit)
         if self._sharded is not None:
-            self._sharded.start_epoch(position.epoch)
-        return itertools.islice(self._copy.iterate(Position(epoch=position.epoch)), position.start, end)
+            self._sharded.start_epoch(epoch)
+        yield from self.copy.iterate(Position(epoch=epoch))
 
 
 class ShardedIterableDataset(IterableDataset[T]):

@@ -3,47 +3,47 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from parallelize.data.dataloader_workers import WorkerInit
-from parallelize.data.rng import IsolatedRNG, derive_seed
-from parallelize.data.source import Position
+from parallelize.data.epoch_shard import EpochShard, Position
+from parallelize.data.rng import IsolatedRNG, derive_seed, with_rng
 from parallelize.errors import ConfigError
 
-__all__ = ["LoaderCopy", "ShardedSampler", "with_rng"]
+__all__ = ["LoaderCopy"]
 
 T = TypeVar("T")
 
 
-class ShardedSampler:
-    """Replacement for a copied loader's sampler or batch sampler; yields this process's shard of its units.
+class _ShardedSampler:
+    """Replacement for a copied loader's sampler or batch sampler; yields the units of this process's shard.
 
     All other attributes are those of the replaced sampler.
     """
 
     def __init__(self, replaced: Any) -> None:
         self._replaced = replaced
-        self._units: Iterable[Any] = ()
-        self._length: int | None = None
+        self._shard: EpochShard[Any] | None = None
         self.is_iterated = False
 
-    def set_units(self, units: Iterable[Any], length: int | None) -> None:
-        """Set the units that the next iterators yield, which can be iterated again, and their number if known."""
-        self._units, self._length, self.is_iterated = units, length, False
+    def use(self, shard: EpochShard[Any]) -> None:
+        """Set the shard whose units the next iterators yield."""
+        self._shard, self.is_iterated = shard, False
 
     def __iter__(self) -> Iterator[Any]:
         # torch's iterator over worker processes calls this twice: when it is created and when it is reset.
         self.is_iterated = True
-        return iter(self._units)
+        return iter(() if self._shard is None else self._shard)
 
     def __len__(self) -> int:
-        if self._length is None:
+        steps = None if self._shard is None else self._shard.steps()
+        if steps is None:
             raise TypeError(f"the length of this {type(self._replaced).__name__} is unknown")
-        return self._length
+        return steps
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy and pickle look these up before __init__
@@ -77,21 +77,42 @@ class LoaderCopy(Generic[T]):
         # Bypasses DataLoader.__setattr__, which forbids changes after construction. The iterator is not copied: its
         # workers belong to the user's loader.
         vars(self.loader).update(vars(loader), _iterator=None)
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._sampler = _ShardedSampler(getattr(loader, name))
+        if not isinstance(loader.dataset, IterableDataset):
+            vars(self.loader)[name] = self._sampler
         self._generator = loader.generator
         self._iterator_count = 0
         if loader.num_workers > 0:
             vars(self.loader)["worker_init_fn"] = worker_init
 
-    def replace_sampler(self) -> ShardedSampler:
-        """Replace the sampler or batch sampler that yields the loader's indices, and return the replacement."""
-        name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-        sampler = ShardedSampler(getattr(self.loader, name))
-        vars(self.loader)[name] = sampler
-        return sampler
-
     def set_attributes(self, **attributes: Any) -> None:
         """Set attributes of the copy that DataLoader does not allow changing."""
         vars(self.loader).update(attributes)
+
+    def with_user_dataset(self, loader: DataLoader[T]) -> DataLoader[T]:
+        """Return another copy, with the user's dataset and worker_init_fn, on which attributes are looked up."""
+        shown: DataLoader[T] = object.__new__(type(loader))
+        vars(shown).update(vars(loader), _iterator=None)
+        return shown
+
+    def iterate_shard(self, shard: EpochShard[T], position: Position) -> Iterator[T]:
+        """Yield the batches that the loader makes from the units of a shard (see `iterate`).
+
+        Raises:
+            ConfigError: the loader does not use its sampler, so every process would get all batches.
+        """
+        self._sampler.use(shard)
+        batches = self.iterate(position, units_per_step=shard.split.group)
+        for batch in itertools.islice(batches, 1):
+            if not self._sampler.is_iterated:
+                raise ConfigError(
+                    f"{type(self.loader).__name__} does not use its sampler when it is iterated",
+                    why="its indices come from elsewhere, so every process would get all of them",
+                    fix="pass shard_loader a DataLoader that creates its iterator in __iter__",
+                )
+            yield batch
+        yield from batches
 
     def iterate(self, position: Position, *, units_per_step: int = 1) -> Iterator[T]:
         """Yield the loader's batches, with different random numbers for every process, worker and position.
@@ -115,41 +136,20 @@ class LoaderCopy(Generic[T]):
             starts = itertools.count(position.start, units_per_step)
             seeds = (derive_seed("batch", self._seed, self._rank, position.epoch, start) for start in starts)
             batches = with_rng(batches, IsolatedRNG(0), seeds=seeds)
-        try:
-            yield from self._exclusive(batches) if self.loader.persistent_workers else batches
-        finally:
-            if not self.loader.persistent_workers:
-                self._shut_down(batches)
-
-    def _exclusive(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield batches, and raise if a newer iterator has taken over the persistent workers."""
         self._iterator_count += 1
-        number = self._iterator_count
-        for batch in batches:
-            yield batch
-            if number != self._iterator_count:
-                raise ConfigError(
-                    "two iterators at a time over a DataLoader(persistent_workers=True)",
-                    why="torch's workers serve only the newer one, and batches of the older one are lost",
-                    fix="use persistent_workers=False, or a separate DataLoader for each iterator",
-                )
-
-    def iterate_shard(self, sampler: ShardedSampler, position: Position, *, units_per_step: int) -> Iterator[T]:
-        """Yield the batches that the loader makes from the units of the replacement sampler (see `iterate`).
-
-        Raises:
-            ConfigError: the loader does not use this sampler, so every process would get all batches.
-        """
-        batches = self.iterate(position, units_per_step=units_per_step)
-        for batch in itertools.islice(batches, 1):
-            if not sampler.is_iterated:
-                raise ConfigError(
-                    f"{type(self.loader).__name__} does not use its sampler when it is iterated",
-                    why="its indices come from elsewhere, so every process would get all of them",
-                    fix="pass shard_loader a DataLoader that creates its iterator in __iter__",
-                )
-            yield batch
-        yield from batches
+        number, has_kept_workers = self._iterator_count, self.loader.persistent_workers
+        try:
+            for batch in batches:
+                yield batch
+                if has_kept_workers and number != self._iterator_count:
+                    raise ConfigError(
+                        "two iterators at a time over a DataLoader(persistent_workers=True)",
+                        why="torch's workers serve only the newer one, and batches of the older one are lost",
+                        fix="use persistent_workers=False, or a separate DataLoader for each iterator",
+                    )
+        finally:
+            if not has_kept_workers:
+                self._shut_down(batches)
 
     def close(self) -> None:
         """Shut down persistent workers."""
@@ -160,14 +160,3 @@ class LoaderCopy(Generic[T]):
         if hasattr(batches, "_shutdown_workers"):
             batches._shutdown_workers()
         vars(self.loader)["_iterator"] = None
-
-
-def with_rng(batches: Iterator[T], rng: IsolatedRNG, *, seeds: Iterable[int | None] = ()) -> Iterator[T]:
-    """Yield batches, made while the global generators have the states of an isolated RNG, which each seed restarts."""
-    for seed in itertools.chain(seeds, itertools.repeat(None)):
-        with rng.use(seed):
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-        yield batch

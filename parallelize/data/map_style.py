@@ -1,11 +1,9 @@
-"""Sources for a DataLoader over a map-style dataset: its indices are sharded before any sample is fetched."""
+"""Source for a DataLoader over a map-style dataset: its indices are sharded before any sample is fetched."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import sys
 from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
@@ -19,187 +17,152 @@ from parallelize.data.epoch_order import (
     sampler_seed,
     stream_order,
 )
-from parallelize.data.epoch_shards import IndexedShard, StreamShard
+from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import LoaderOptions, fraction_without_length_error
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.sampler_arithmetic import EpochSplit
 from parallelize.data.self_sharding import NUM_SHARDS_ATTRIBUTES
-from parallelize.data.source import EpochListeners, EpochShard, Position, Source
+from parallelize.data.source import EpochListeners, Source
 from parallelize.errors import ConfigError
 
-__all__ = ["MapStyleSource", "PreShardedSource", "SamplerUnits", "find_distributed_sampler"]
+__all__ = ["MapStyleSource"]
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplerUnits:
-    """The units that a loader's sampler yields: indices, or batches of indices.
-
-    Args:
-        sampler: the sampler or batch sampler that yields the units.
-        batch_size: number of units in a batch; None: each unit is a batch, or the loader does not make batches.
-        drop_last: whether the loader leaves out a smaller last batch.
-    """
-
-    sampler: Any
-    batch_size: int | None
-    drop_last: bool = False
-
-    @classmethod
-    def of(cls, loader: DataLoader[Any]) -> SamplerUnits:
-        """Return a loader's units: indices if torch's BatchSampler groups them, else the items of its sampler."""
-        batches: Any = loader.batch_sampler
-        if is_exactly(batches, BatchSampler):
-            return cls(sampler=batches.sampler, batch_size=batches.batch_size, drop_last=batches.drop_last)
-        return cls.of_batches(loader)
-
-    @classmethod
-    def of_batches(cls, loader: DataLoader[Any]) -> SamplerUnits:
-        """Return a loader's batches as its units."""
-        return cls(sampler=loader.sampler if loader.batch_sampler is None else loader.batch_sampler, batch_size=None)
-
-    @property
-    def length(self) -> int | None:
-        """Number of units in an epoch; None: unknown."""
-        try:
-            return len(self.sampler)
-        except Exception:  # noqa: BLE001 - samplers raise TypeError, ValueError (PyG's) or NotImplementedError
-            return None
-
-
 class MapStyleSource(Source[T]):
-    """Source for a DataLoader over a map-style dataset.
+    """Source for a DataLoader over a map-style dataset; its units are indices, or batches that its sampler makes.
+
+    If the loader's sampler already shards it, the units are this process's batches, which are kept.
 
     Raises:
         ConfigError: the loader does not support the options.
     """
 
-    can_change_world_size = True
-    _copy: LoaderCopy[T]
-
-    def __init__(
-        self,
-        loader: DataLoader[T],
-        *,
-        copy: LoaderCopy[T],
-        options: LoaderOptions,
-        world: World,
-        units: SamplerUnits | None = None,
-    ) -> None:
-        self._copy, self._options, self._world = copy, options, world
-        self._units = SamplerUnits.of(loader) if units is None else units
-        _check(self._units, options)
-        sampler, seed = self._units.sampler, options.seed or 0
+    def __init__(self, loader: DataLoader[T], *, copy: LoaderCopy[T], options: LoaderOptions, world: World) -> None:
+        self.copy, self.loader, self._options, self._world = copy, copy.loader, options, world
+        batches: Any = loader.batch_sampler
+        self._sharder = _find_distributed_sampler(loader, world)
+        self.is_sharded_by_user = self._sharder is not None
+        if self._sharder is not None:
+            _check_pre_sharded(options, type(self._sharder).__name__)
+        # Indices if torch's BatchSampler groups them; without a batch size, each unit is a batch, or a single item.
+        is_grouped = self._sharder is None and is_exactly(batches, BatchSampler)
+        sampler = loader.sampler if batches is None else batches.sampler if is_grouped else batches
+        self._sampler: Any = sampler
+        self._batch_size: int | None = batches.batch_size if is_grouped else None
+        self._drop_last = is_grouped and batches.drop_last
+        self._check_options()
         # torchdata gives its RandomSampler a generator with a random seed, another one on each process.
         has_random_seed = loader.generator is None and is_exactly(sampler, RandomSampler)
-        self._seed = seed if has_random_seed else sampler_seed(sampler, seed)
-        self._group = _group_size(self._units, options, processes=world.world_size)
+        self._seed = (options.seed or 0) if has_random_seed else sampler_seed(sampler, options.seed or 0)
+        self._group = self._group_size()
         inner = getattr(sampler, "sampler", None)
         self._samplers = EpochListeners([sampler, inner])
-        self._listeners = EpochListeners([sampler, inner, loader.dataset])
-        self._sampler = copy.replace_sampler()
+        self.listeners = EpochListeners([sampler, inner, self._sharder, loader.dataset])
         self._data = _dataset_text(loader.dataset)
-        self.loader = copy.loader
+
+    @property
+    def _length(self) -> int | None:
+        """Number of units in an epoch; None: unknown."""
+        try:
+            return len(self._sampler)
+        except Exception:  # noqa: BLE001 - samplers raise TypeError, ValueError (PyG's) or NotImplementedError
+            return None
 
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on."""
-        sampler, fetch, rank = self._units.sampler, functools.partial(self._fetch, position), self._world.rank
-        is_grouped, order = self._units.batch_size is not None, None
-        self._listeners.set_epoch(position.epoch)
-        if self._units.length is not None:
-            max_listed = MAX_LISTED if self._options.tail in ("pad", "drop") else 2**31
+        self.listeners.set_epoch(position.epoch)
+        fetch = functools.partial(self.copy.iterate_shard, position=position)
+        length, sampler, tail, order = self._length, self._sampler, self._options.tail, None
+        if self._sharder is not None:  # each process has other batches
+            return EpochShard(fetch=fetch, split=self._split(length, position), stream=sampler, own_fingerprint=str)
+        if length is not None:
+            max_listed = MAX_LISTED if tail in ("pad", "drop") else 2**31
             order = draw_order(sampler, seed=self._seed, epoch=position.epoch, max_listed=max_listed)
-        if order is not None:
-            split = self._split(len(order), position.start)
-            return IndexedShard(fetch, split=split, order=order, rank=rank, is_grouped=is_grouped, data=self._data)
-        if self._options.tail == "weighted":
+        if order is None and tail == "weighted":
             raise _weighted_error(f"the endless {type(sampler).__name__}")
-        split = self._split(self._units.length, position.start)
-        stream = stream_order(sampler, seed=self._seed, epoch=position.epoch, chunk_size=split.group)
-        return StreamShard(fetch, split=split, stream=stream, rank=rank, is_grouped=is_grouped, data=self._data)
+        return EpochShard(
+            fetch=fetch,
+            split=self._split(length if order is None else len(order), position),
+            order=order,
+            stream=stream_order(sampler, seed=self._seed, epoch=position.epoch, chunk_size=self._group),
+            rank=self._world.rank,
+            is_grouped=self._batch_size is not None,
+            data=self._data,
+        )
 
     def steps(self, position: Position) -> int | None:
         """Count this process's batches from a position on; None if the sampler has no length."""
         with self._samplers.at(position.epoch):
-            length = self._units.length
-        return None if length is None else self._split(length, position.start).steps(self._world.rank)
+            split = self._split(self._length, position)
+        return split.known_steps(self._world.rank if self._sharder is None else 0)
 
-    def identity(self) -> dict[str, Any]:
-        """Return the seed of the order, and the number of indices; that of batches may depend on the epoch."""
-        is_of_batches = self._units.batch_size is None and self._copy.loader.batch_sampler is not None
-        return {"seed": self._seed} if is_of_batches else {"units": self._units.length, "seed": self._seed}
+    def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
+        """Return the seed and the number of indices; that of batches may depend on the epoch, and a sampler's order."""
+        if self._sharder is not None:
+            batch_size = {"batch_size": getattr(self._sampler, "batch_size", None)} if is_within_epoch else {}
+            return {"world_size": self._world.world_size, **batch_size}
+        is_of_batches = self._batch_size is None and self.loader.batch_sampler is not None
+        return {"seed": self._seed} if is_of_batches else {"units": self._length, "seed": self._seed}
 
     def batch_summary(self) -> str:
-        """Return a description of the batch size per process and the global one."""
-        per_process = self._group / self._world.world_size
-        unit = "" if self._units.batch_size is not None else " of the sampler's batches"
-        return f"{per_process:g} x {self._world.world_size} processes = {self._group} global{unit}"
+        """Return the batch size per process and the global one, or the name of the sampler that shards the loader."""
+        if self._sharder is not None:
+            return f"already sharded by its {type(self._sharder).__name__}: left as it is"
+        processes = self._world.world_size
+        unit = "" if self._batch_size is not None else " of the sampler's batches"
+        return f"{self._group / processes:g} x {processes} processes = {self._group} global{unit}"
 
-    def _split(self, total: int | None, start: int) -> EpochSplit:
-        return EpochSplit.limited(
-            total,
-            limit=self._options.limit,
-            start=start,
-            world_size=self._world.world_size,
+    def _split(self, length: int | None, position: Position) -> EpochSplit:
+        return EpochSplit(
+            total=sys.maxsize if length is None else length,
+            start=position.start,
+            world_size=self._world.world_size if self._sharder is None else 1,
             group=self._group,
             tail=self._options.tail,
-            drop_last=self._units.drop_last,
-        )
+            drop_last=self._drop_last,
+        ).limited(self._options.limit)
 
-    def _fetch(self, position: Position, units: Iterable[Any], steps: int | None) -> Iterator[T]:
-        self._sampler.set_units(units, steps)
-        return self._copy.iterate_shard(self._sampler, position, units_per_step=self._group)
+    def _check_options(self) -> None:
+        """Raise a ConfigError for options that the sampler does not support."""
+        tail, limit, name = self._options.tail, self._options.limit, type(self._sampler).__name__
+        if self._drop_last and tail == "exact":
+            raise ConfigError(
+                "tail='exact' with DataLoader(drop_last=True)",
+                why="tail='exact' yields each sample once, and drop_last=True leaves out the last ones",
+                fix="use DataLoader(drop_last=False), or tail='drop'",
+            )
+        if self._length is None and tail == "weighted":
+            raise _weighted_error(f"{name}, which has no length")
+        if self._length is None and isinstance(limit, float):
+            raise fraction_without_length_error(limit, name)
 
-
-class PreShardedSource(MapStyleSource[T]):
-    """Source for a DataLoader whose sampler already shards it; `Position.start` counts this process's batches.
-
-    Raises:
-        ConfigError: an option is set that determines how to shard.
-    """
-
-    can_change_world_size = False
-
-    def __init__(self, loader: DataLoader[T], *, copy: LoaderCopy[T], sampler: Any, options: LoaderOptions) -> None:
-        self._sampler_name = type(sampler).__name__
-        _check_pre_sharded(options, self._sampler_name)
-        alone = World(rank=0, world_size=1, local_world_size=1)
-        super().__init__(loader, copy=copy, options=options, world=alone, units=SamplerUnits.of_batches(loader))
-        self._listeners = EpochListeners([self._units.sampler, sampler, loader.dataset])
-
-    def shard(self, position: Position) -> EpochShard[T]:
-        """Return the batches of an epoch that the sampler yields, from a position on."""
-        self._listeners.set_epoch(position.epoch)
-        split, fetch = self._split(self._units.length, position.start), functools.partial(self._fetch, position)
-        return _PreShardedShard(fetch, split=split, stream=self._units.sampler, rank=0, is_grouped=False)
-
-    def identity(self) -> dict[str, Any]:
-        """Return nothing: the sampler decides on the order."""
-        return {}
-
-    def batch_identity(self) -> dict[str, Any]:
-        """Return the sampler's batch size, which may be None."""
-        return {"batch_size": getattr(self._units.sampler, "batch_size", None)}
-
-    def batch_summary(self) -> str:
-        """Return text for logs that names the sampler that shards the loader."""
-        return f"already sharded by its {self._sampler_name}: left as it is"
+    def _group_size(self) -> int:
+        """Return the number of units that all processes together take in a step."""
+        size, options = self._batch_size, self._options
+        processes = self._world.world_size if self._sharder is None else 1
+        if options.batch == "per_process":
+            return (size or 1) * processes
+        if size is None:
+            raise ConfigError(
+                "batch='global' with a loader that has no batch size",
+                why="its sampler makes the batches, which are not split between processes",
+                fix="use batch='per_process', or DataLoader(batch_size=...)",
+            )
+        may_be_uneven = options.tail in ("exact", "weighted") and self._length is not None
+        if size < processes or (size % processes and not may_be_uneven):
+            near = max(size // processes, 1) * processes
+            raise ConfigError(
+                f"batch='global' with batch_size={size} on {processes} processes",
+                why="it does not divide evenly: gradients of unequal batches would be averaged as if they were equal",
+                fix=f"use batch_size={near}, or tail='weighted' to weight gradients by the number of samples",
+            )
+        return size
 
 
-class _PreShardedShard(StreamShard[T]):
-    def steps(self) -> int | None:
-        return self.split.steps(0) if self.split.total else None
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self.stream), self.split.start, self.split.limit)
-
-    def fingerprint(self) -> str:
-        return ""  # each process has other batches
-
-
-def find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | None:
+def _find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | None:
     """Return the sampler that already shards a loader over the processes, or None.
 
     Raises:
@@ -251,48 +214,9 @@ def _check_pre_sharded(options: LoaderOptions, sampler_name: str) -> None:
             )
 
 
-def _check(units: SamplerUnits, options: LoaderOptions) -> None:
-    """Raise a ConfigError for options that the sampler does not support."""
-    if units.drop_last and options.tail == "exact":
-        raise ConfigError(
-            "tail='exact' with DataLoader(drop_last=True)",
-            why="tail='exact' yields each sample once, and drop_last=True leaves out the last ones",
-            fix="use DataLoader(drop_last=False), or tail='drop'",
-        )
-    if units.length is not None:
-        return
-    name = type(units.sampler).__name__
-    if options.tail == "weighted":
-        raise _weighted_error(f"{name}, which has no length")
-    if isinstance(options.limit, float):
-        raise fraction_without_length_error(options.limit, name)
-
-
 def _weighted_error(sampler: str) -> ConfigError:
     return ConfigError(
         f"tail='weighted' with {sampler}",
         why="the weight of a process's last batch depends on the number of samples",
         fix="give the sampler a __len__ that bounds its samples, or use tail='pad'",
     )
-
-
-def _group_size(units: SamplerUnits, options: LoaderOptions, *, processes: int) -> int:
-    """Return the number of units that all processes together take in a step."""
-    size = units.batch_size
-    if options.batch == "per_process":
-        return (size or 1) * processes
-    if size is None:
-        raise ConfigError(
-            "batch='global' with a loader that has no batch size",
-            why="its sampler makes the batches, which are not split between processes",
-            fix="use batch='per_process', or DataLoader(batch_size=...)",
-        )
-    may_be_uneven = options.tail in ("exact", "weighted") and units.length is not None
-    if size < processes or (size % processes and not may_be_uneven):
-        near = max(size // processes, 1) * processes
-        raise ConfigError(
-            f"batch='global' with batch_size={size} on {processes} processes",
-            why="it does not divide evenly: gradients of unequal batches would be averaged as if they were equal",
-            fix=f"use batch_size={near}, or tail='weighted' to weight gradients by the number of samples",
-        )
-    return size

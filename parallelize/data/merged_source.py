@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 
 from parallelize.cluster.world import World
+from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_options import LoaderOptions
-from parallelize.data.map_style import PreShardedSource
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.select_source import select_source
-from parallelize.data.source import EpochShard, Position, Source
+from parallelize.data.source import Source
 from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.context import Runtime
@@ -62,22 +62,19 @@ def source_for(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
     if merged is None or options.tail == "exact":
         return select_source(loader, options=options, run=run, occurrence=occurrence)
     loaders = itertools.tee(loader, len(merged.ranks)) if isinstance(loader, Iterator) else itertools.repeat(loader)
-    sources = []
+    sources: list[Source[Any]] = []
     for rank, each in zip(merged.ranks, loaders, strict=False):
-        world = run.world if run.world.world_size > 1 else _world_of(rank, merged.world_size)
-        rank_run = dataclasses.replace(run, world=world)
+        # local rank 0: this process's device
+        world = World(rank=rank, world_size=merged.world_size, local_world_size=merged.world_size)
+        rank_run = run if run.world.world_size > 1 else dataclasses.replace(run, world=world)
         sources.append(select_source(each, options=options, run=rank_run, occurrence=occurrence))
-        if len(merged.ranks) > 1 and (options.divides == "processes" or isinstance(sources[0], PreShardedSource)):
+        if len(merged.ranks) > 1 and (options.divides == "processes" or sources[0].is_sharded_by_user):
             raise ConfigError(
                 f"compare with a {type(loader).__name__} that is sharded outside of shard_loader",
                 why="one process cannot read the batches of all ranks from it",
                 fix="remove its own sharding, such as a DistributedSampler: shard_loader shards the loader itself",
             )
     return _MergedSource(sources, merged.on_batch)
-
-
-def _world_of(rank: int, world_size: int) -> World:
-    return World(rank=rank, world_size=world_size, local_world_size=world_size)  # local rank 0: this process's device
 
 
 class _MergedSource(Source[T]):
@@ -88,33 +85,34 @@ class _MergedSource(Source[T]):
     """
 
     def __init__(self, sources: Sequence[Source[T]], on_batch: Callable[[tuple[str, ...]], None]) -> None:
-        self._sources, self._on_batch = sources, on_batch
-        self.loader = sources[0].loader
+        self._sources, self._on_batch, first = sources, on_batch, sources[0]
+        self.loader, self.listeners = first.loader, first.listeners
         self._collate: Any = None
-        if sources[0]._copy is not None and self.loader.batch_sampler is not None:
-            self._collate = sources[0]._copy.loader.collate_fn
-            for source in sources:
-                source._copy.set_attributes(collate_fn=list)
+        if first.copy is not None and self.loader.batch_sampler is not None:
+            self._collate = first.copy.loader.collate_fn
+            for each in sources:
+                each.copy.set_attributes(collate_fn=list)
 
     def shard(self, position: Position) -> EpochShard[T]:
-        return _MergedShard([each.shard(position) for each in self._sources], join=self._join, on_batch=self._on_batch)
+        shards = [each.shard(position) for each in self._sources]
+        return dataclasses.replace(shards[0], fetch=lambda _own: self._batches(shards))
 
-    def _join(self, batches: Sequence[Any]) -> Any:
-        if self._collate is not None:
-            return self._collate(list(itertools.chain.from_iterable(batches)))
-        return batches[0] if len(batches) == 1 else _concatenate(batches)
+    def _batches(self, shards: Sequence[EpochShard[T]]) -> Iterator[T]:
+        for step, batches in enumerate(itertools.zip_longest(*(each.batches() for each in shards))):
+            self._on_batch(tuple(sample_fingerprint([each]) for each in batches))
+            # tail="weighted" gives a rank without samples a batch of weight 0, which one process does not read.
+            ranks: Any = zip(batches, shards, strict=True)
+            held = [each for each, shard in ranks if each is not None and (len(shards) == 1 or shard.weight(step) > 0)]
+            if self._collate is not None:
+                yield self._collate(list(itertools.chain.from_iterable(held)))
+            else:
+                yield held[0] if len(held) == 1 else _concatenate(held)
 
     def steps(self, position: Position) -> int | None:
         return self._sources[0].steps(position)
 
-    def epoch_set_by_user(self) -> int | None:
-        return self._sources[-1].epoch_set_by_user()
-
-    def identity(self) -> dict[str, Any]:
-        return self._sources[0].identity()
-
-    def batch_identity(self) -> dict[str, Any]:
-        return self._sources[0].batch_identity()
+    def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
+        return self._sources[0].identity(is_within_epoch=is_within_epoch)
 
     def batch_summary(self) -> str:
         return self._sources[0].batch_summary()
@@ -122,46 +120,6 @@ class _MergedSource(Source[T]):
     def close(self) -> None:
         for each in self._sources:
             each.close()
-
-
-class _MergedShard(EpochShard[T]):
-    def __init__(
-        self, shards: Sequence[EpochShard[T]], *, join: Any, on_batch: Callable[[tuple[str, ...]], None]
-    ) -> None:
-        self._shards, self._join, self._on_batch, self.units = shards, join, on_batch, shards[0].units
-
-    def batches(self) -> Iterator[T]:
-        for step, batches in enumerate(itertools.zip_longest(*(each.batches() for each in self._shards))):
-            self._on_batch(tuple(sample_fingerprint([each]) for each in batches))
-            # tail="weighted" gives a rank without samples a batch of weight 0, which one process does not read.
-            held = [
-                batch
-                for batch, shard in zip(batches, self._shards, strict=True)
-                if batch is not None and (len(batches) == 1 or shard.weight(step) > 0)
-            ]
-            yield self._join(held)
-
-    def steps(self) -> int | None:
-        return self._shards[0].steps()
-
-    def release(self) -> None:
-        for each in self._shards:
-            each.release()
-
-    def start_after(self, steps: int) -> int:
-        return self._shards[0].start_after(steps)
-
-    def samples(self, step: int) -> int | None:
-        return self._shards[0].samples(step)
-
-    def all_samples(self) -> int | None:
-        return self._shards[0].all_samples()
-
-    def fingerprint(self) -> str:
-        return self._shards[0].fingerprint()
-
-    def weight(self, step: int) -> float:
-        return self._shards[0].weight(step) if len(self._shards) == 1 else 1.0
 
 
 def _concatenate(batches: Sequence[Any]) -> Any:

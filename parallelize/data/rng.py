@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["IsolatedRNG", "RNGState", "derive_seed", "get_state", "is_generator"]
+__all__ = ["IsolatedRNG", "RNGState", "derive_seed", "get_state", "is_generator", "with_rng"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,17 @@ class IsolatedRNG:
             return
         for set_state, state in zip(self._set, self._states or (), strict=True):
             set_state(state)
+
+
+def with_rng(batches: Iterator[T], rng: IsolatedRNG, *, seeds: Iterable[int | None] = ()) -> Iterator[T]:
+    """Yield batches, made while the global generators have the states of an isolated RNG, which each seed restarts."""
+    for seed in itertools.chain(seeds, itertools.repeat(None)):
+        with rng.use(seed):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
 
 
 class _Access(NamedTuple):

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from parallelize.errors import ConfigError
 
@@ -39,7 +40,7 @@ class EpochSplit:
     """The shards of one epoch, or of the rest of it, on all processes.
 
     Args:
-        total: number of units of the full epoch.
+        total: number of units of the full epoch; sys.maxsize: unknown.
         world_size: number of processes.
         group: number of units that all processes together take in one step.
         tail: how to shard units that do not divide evenly.
@@ -48,7 +49,7 @@ class EpochSplit:
         limit: the maximum number of units of the epoch to consume; None: all.
     """
 
-    total: int
+    total: int = sys.maxsize
     world_size: int
     group: int
     tail: Tail = "pad"
@@ -56,18 +57,17 @@ class EpochSplit:
     start: int = 0
     limit: int | None = None
 
-    @classmethod
-    def limited(cls, total: int | None, *, limit: float | None, start: int, **shape: Any) -> EpochSplit:
-        """Return the split of an epoch with a limit in steps; the length of the epoch may be unknown.
+    def limited(self, limit: float | None) -> EpochSplit:
+        """Return this split with a limit in steps of the full epoch.
 
         Raises:
             ConfigError: the limit is a fraction that allows less than one step.
         """
-        full = cls(total=total or 0, **shape)
         if limit is None:
-            return dataclasses.replace(full, start=start)
-        steps = int(limit) if total is None else limit_in_steps(limit, full.steps(0))
-        return dataclasses.replace(full, start=start, limit=steps * full.group)
+            return self
+        steps = dataclasses.replace(self, start=0).known_steps(0)
+        allowed = int(limit) if steps is None else limit_in_steps(limit, steps)
+        return dataclasses.replace(self, limit=allowed * self.group)
 
     @property
     def end(self) -> int:
@@ -88,6 +88,10 @@ class EpochSplit:
         if self.tail == "exact":
             left -= rank
         return max(-(-left // self.group), 0)
+
+    def known_steps(self, rank: int) -> int | None:
+        """Count the batches of a process; None if the number of units is unknown."""
+        return None if self.total == sys.maxsize else self.steps(rank)
 
     def positions(self, rank: int, step: int) -> range:
         """Return the positions that a process takes in a step; positions from `total` on repeat the first units."""
@@ -112,21 +116,27 @@ class EpochSplit:
         """Count the units of the epoch that are consumed after `steps` steps of every process."""
         return min(self.start + steps * self.group, max(self.end, self.start))
 
-    def batch(self, order: Sequence[T], rank: int, step: int) -> Sequence[T]:
-        """Return the units that a process takes in a step."""
-        positions = self.positions(rank, step)
-        if positions.stop <= self.total or not positions:
-            return order[positions.start : positions.stop : positions.step]
-        return [order[position % self.total] for position in positions]
-
     def batches(self, order: Sequence[T], rank: int) -> Iterator[Sequence[T]]:
         """Yield each batch of a process, as a sequence of units."""
-        steps = self.steps(rank)
-        full = max(min((min(self.end, self.total) - self.start) // self.group, steps), 0)
-        for first in range(self.start, self.start + full * self.group, self.group):
+        full = range(self.start, min(self.end, self.total) - self.group + 1, self.group)
+        for first in full:
             yield order[first + rank : first + self.group : self.world_size]
-        for step in range(full, steps):
-            yield self.batch(order, rank, step)
+        for step in range(len(full), self.steps(rank)):
+            positions = self.positions(rank, step)
+            if positions.stop <= self.total:
+                yield order[positions.start : positions.stop : positions.step]
+            else:
+                yield [order[position % self.total] for position in positions]
+
+    def batches_of_stream(self, stream: Iterable[T], rank: int) -> Iterator[list[T]]:
+        """Yield each batch of a process, from units whose number is unknown."""
+        units = shard_stream(
+            stream, shard_index=rank, num_shards=self.world_size, tail=self.tail, start=self.start, limit=self.limit
+        )
+        size = self.group // self.world_size
+        while batch := list(itertools.islice(units, size)):
+            if len(batch) == size or not self.drop_last:
+                yield batch
 
 
 def limit_in_steps(limit: float, steps: int) -> int:
@@ -168,7 +178,7 @@ def shard_stream(
     pending: list[T] = []
     total = start
     for total, unit in enumerate(itertools.islice(stream, limit), start=1):
-        if len(first) < num_shards:
+        if len(first) < num_shards - 1:
             first.append(unit)
         if total <= start:
             continue

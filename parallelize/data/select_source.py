@@ -12,8 +12,8 @@ from parallelize.data.batch_iterables import BatchIterableSource
 from parallelize.data.dataloader_workers import WorkerInit
 from parallelize.data.iterable_style import IterableStyleSource
 from parallelize.data.loader_copy import LoaderCopy
-from parallelize.data.loader_options import Divides, LoaderOptions
-from parallelize.data.map_style import MapStyleSource, PreShardedSource, find_distributed_sampler
+from parallelize.data.loader_options import LoaderOptions
+from parallelize.data.map_style import MapStyleSource
 from parallelize.data.self_sharding import is_loader_of_batches, own_sharding
 from parallelize.data.source import Source
 from parallelize.errors import ConfigError
@@ -28,43 +28,33 @@ def select_source(loader: Any, *, options: LoaderOptions, run: Runtime, occurren
     Raises:
         ConfigError: the object is not a loader, cannot be sharded, or does not support the options.
     """
-    if not isinstance(loader, DataLoader):
+    is_loader = isinstance(loader, DataLoader)
+    if not is_loader:
         _check_is_batch_iterable(loader)
-        batches, divides = _sharding(loader, options=options, run=run)
-        return BatchIterableSource(batches, divides=divides, options=options, world=run.world, occurrence=occurrence)
-    if isinstance(loader.dataset, IterableDataset):
-        dataset, divides = _sharding(loader.dataset, options=options, run=run)
-        copy = _copy(loader, options=options, run=run, has_global_info=divides in (None, "workers"))
-        shown = _copy(loader, options=options, run=run, has_global_info=False).loader
-        return IterableStyleSource(copy=copy, shown=shown, dataset=dataset, divides=divides, options=options, run=run)
-    if options.divides is not None:
+    data, divides = loader.dataset if is_loader else loader, options.divides
+    is_indexed = is_loader and not isinstance(data, IterableDataset)
+    if is_indexed and divides is not None:
         raise ConfigError(
-            f"divides={options.divides!r} with {type(loader.dataset).__name__}",
+            f"divides={divides!r} with {type(data).__name__}",
             why="it is not an iterable dataset: shard_loader shards its indices",
             fix="remove divides=; it is for iterable datasets and iterables of batches",
         )
-    copy = _copy(loader, options=options, run=run, has_global_info=False)
-    sampler = find_distributed_sampler(loader, run.world)
-    if sampler is not None:
-        return PreShardedSource(loader, copy=copy, sampler=sampler, options=options)
-    return MapStyleSource(loader, copy=copy, options=options, world=run.world)
-
-
-def _sharding(data: Any, *, options: LoaderOptions, run: Runtime) -> tuple[Any, Divides | None]:
-    """Return an iterable dataset or an iterable of batches, and how it shards itself (None: unknown)."""
-    return own_sharding(data, run.world) if options.divides is None else (data, options.divides)
-
-
-def _copy(loader: DataLoader[Any], *, options: LoaderOptions, run: Runtime, has_global_info: bool) -> LoaderCopy[Any]:
+    if not is_indexed and divides is None:
+        data, divides = own_sharding(data, run.world)
+    if not is_loader:
+        return BatchIterableSource(data, divides=divides, options=options, world=run.world, occurrence=occurrence)
     rank, world_size = run.world.rank, run.world.world_size
+    has_global_info = not is_indexed and divides in (None, "workers")
     init = WorkerInit(loader.worker_init_fn, rank=rank, world_size=world_size, has_global_info=has_global_info)
     # The run's seed is used for workers only, which are seeded in every epoch: parallel_model seeds this process.
-    run_seed = run.config.seed if loader.num_workers else None
-    seed = run_seed if options.seed is None else options.seed
+    seed = run.config.seed if options.seed is None and loader.num_workers else options.seed
     copy: LoaderCopy[Any] = LoaderCopy(loader, seed=seed, worker_init=init)
     if options.to_device and loader.num_workers == 0 and run.device.type not in ("cpu", "mps"):
         copy.set_attributes(pin_memory=False)  # move_batches pins, in the same thread
-    return copy
+    if is_indexed:
+        return MapStyleSource(loader, copy=copy, options=options, world=run.world)
+    copy.set_attributes(dataset=data)
+    return IterableStyleSource(loader, copy=copy, divides=divides, options=options, run=run)
 
 
 def _check_is_batch_iterable(loader: Any) -> None:
@@ -75,13 +65,10 @@ def _check_is_batch_iterable(loader: Any) -> None:
             why="it contains samples, not batches",
             fix="use shard_loader(DataLoader(...))",
         )
-    if isinstance(loader, (Mapping, str, bytes)) or not (isinstance(loader, Iterable) or _is_sequence(loader)):
+    is_sequence = hasattr(loader, "__getitem__") and isinstance(loader, Sized)
+    if isinstance(loader, (Mapping, str, bytes)) or not (isinstance(loader, Iterable) or is_sequence):
         raise ConfigError(
             f"shard_loader of a {kind}",
             why="it is not an iterable of batches",
             fix="pass a DataLoader, or a list or another iterable of batches",
         )
-
-
-def _is_sequence(loader: Any) -> bool:
-    return hasattr(loader, "__getitem__") and isinstance(loader, Sized)

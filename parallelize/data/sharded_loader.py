@@ -10,9 +10,10 @@ import torch
 
 from parallelize.data.dataloader_workers import add_data_location
 from parallelize.data.device_prefetch import move_batches
+from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_iterators import EpochProgress, LoaderIterators
 from parallelize.data.loader_options import LoaderOptions
-from parallelize.data.source import EpochShard, Position, Source
+from parallelize.data.source import Source
 from parallelize.errors import ConfigError
 from parallelize.precision.autocast_filter import set_loss_over
 from parallelize.runtime.context import Runtime
@@ -61,7 +62,7 @@ class ShardedLoader(Generic[T]):
         if progress is None or progress.is_closed:
             steps = self._source.steps(self._next_position())
         else:
-            steps = progress.steps_of_shard
+            steps = progress.shard.steps()
         if steps is None:
             raise TypeError(f"the number of batches of this {type(self._source.loader).__name__} is unknown")
         return steps
@@ -73,9 +74,7 @@ class ShardedLoader(Generic[T]):
         shard = self._source.shard(position)
         if position == self._position and None not in (self._units, shard.units) and shard.units != self._units:
             raise _other_state_error("units", self._units, shard.units)
-        steps = shard.steps()
-        steps = self._source.steps(position) if steps is None else steps
-        return self._iterate(EpochProgress(shard, position, steps))
+        return self._iterate(EpochProgress(shard, position))
 
     def __enter__(self) -> ShardedLoader[T]:
         return self
@@ -124,8 +123,7 @@ class ShardedLoader(Generic[T]):
             "start": position.start,
             "world_size": self._run.world.world_size,
             **({"units": units} if position.start and units is not None else {}),
-            **self._source.identity(),
-            **self._source.batch_identity(),
+            **self._source.identity(is_within_epoch=True),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -139,13 +137,9 @@ class ShardedLoader(Generic[T]):
             ConfigError: the state was saved with other data or another seed. All other loaders also require the same
                 number of processes and, within an epoch, the same batches.
         """
-        expected = {} if self._source.can_change_world_size else {"world_size": self._run.world.world_size}
-        expected |= self._source.identity()
-        if state["start"]:
-            expected |= self._source.batch_identity()
-        for name in expected:
-            if state.get(name) != expected[name]:
-                raise _other_state_error(name, state.get(name), expected[name])
+        for name, expected in self._source.identity(is_within_epoch=bool(state["start"])).items():
+            if state.get(name) != expected:
+                raise _other_state_error(name, state.get(name), expected)
         position = Position(epoch=state["epoch"], start=state["start"])
         self._start_at(position, state.get("units") if position.start else None)
 
@@ -184,7 +178,7 @@ class ShardedLoader(Generic[T]):
         )
 
     def _next_position(self) -> Position:
-        user_epoch, progress = self._source.epoch_set_by_user(), self._iterators.latest_loop
+        user_epoch, progress = self._source.listeners.epoch_set_by_user(), self._iterators.latest_loop
         # A call of sampler.set_epoch with the resumed epoch does not restart that epoch.
         if user_epoch is not None and (progress is not None or user_epoch != self._position.epoch):
             return Position(epoch=user_epoch)
@@ -201,7 +195,8 @@ class ShardedLoader(Generic[T]):
                     progress.check = self._register_check(progress)
                     progress.summary = register_loader(self._source.batch_summary())
                 if is_weighted:
-                    progress.weight.start_batch(progress.shard.weight(progress.steps))
+                    is_alone = self._run.world.world_size == 1  # also if it reads the batches of several ranks
+                    progress.weight.start_batch(1.0 if is_alone else progress.shard.weight(progress.steps))
                 progress.steps += 1
                 self._iterators.advance(progress)
                 yield batch
@@ -217,7 +212,7 @@ class ShardedLoader(Generic[T]):
             batches = move_batches(batches, device, prefetch=options.prefetch, are_fresh=are_fresh)
         if options.progress and self._run.world.is_main:
             label = options.progress if isinstance(options.progress, str) else f"epoch {progress.position.epoch}"
-            batches = _with_progress_bar(batches, progress.shard, steps=progress.steps_of_shard, label=label)
+            batches = _with_progress_bar(batches, progress.shard, steps=progress.shard.steps(), label=label)
         if options.report:
             label = f"{self._name} epoch {progress.position.epoch}"
             self._report_count += 1
@@ -236,7 +231,7 @@ class ShardedLoader(Generic[T]):
         if self._run.world.world_size == 1:
             return None
         position = progress.position
-        steps = progress.steps_of_shard
+        steps = progress.shard.steps()
         length = "" if steps is None else f", {steps} batches"
         start = f" from {position.start}" if position.start else ""
         return register_check(
@@ -253,12 +248,12 @@ def _with_progress_bar(batches: Iterator[T], shard: EpochShard[T], *, steps: int
     """Yield batches, and show a bar that counts all processes' samples or, if unknown, this process's batches."""
     from tqdm.auto import tqdm  # imported late: in a notebook without ipywidgets the import warns
 
-    samples = shard.all_samples()
+    samples = shard.samples()
     unit, total = (" batches", steps) if samples is None else (" samples", samples)
     with tqdm(total=total, desc=label, unit=unit, dynamic_ncols=True) as bar:
         for step, batch in enumerate(batches):
             yield batch
-            bar.update(1 if samples is None else shard.samples(step))
+            bar.update(shard.samples(step) or 1)
 
 
 def _other_state_error(name: str, saved: Any, expected: Any) -> ConfigError:

@@ -340,7 +340,7 @@ def test_single_indices_may_be_tensors(sampler):
     with as_rank(0, 2):
         sharded = shard_loader(DataLoader(np.arange(4), batch_size=None, sampler=sampler), tail="weighted")
         assert list(sharded) == [0, 2]
-        assert sharded._iterators.current.shard.all_samples() == 4
+        assert sharded._iterators.current.shard.samples() == 4
 
 
 def test_a_loader_without_batches_is_sharded_by_item():
