@@ -22,7 +22,7 @@ from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import LoaderOptions, fraction_without_length_error
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.sampler_arithmetic import EpochSplit
-from parallelize.data.self_sharding import NUM_SHARDS_ATTRIBUTES
+from parallelize.data.self_sharding import number_of_shards
 from parallelize.data.source import EpochListeners, Source
 from parallelize.errors import ConfigError
 
@@ -170,24 +170,22 @@ def _find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | No
     """
     batches = loader.batch_sampler
     for sampler in (batches, loader.sampler, getattr(batches, "sampler", None)):
-        for name in NUM_SHARDS_ATTRIBUTES:
-            size = getattr(sampler, name, None)
-            if not isinstance(size, int):
-                continue
-            if size != world.world_size:
-                raise ConfigError(
-                    f"{type(sampler).__name__}({name}={size}) in a world of {world.world_size}",
-                    why="some samples would be repeated, or left out",
-                    fix="remove the sampler: shard_loader shards the loader itself",
-                )
-            rank = getattr(sampler, "rank", world.rank)
-            if isinstance(rank, int) and rank != world.rank:  # as the local rank of a process on another node
-                raise ConfigError(
-                    f"{type(sampler).__name__}(rank={rank}) on rank {world.rank}",
-                    why="it yields the samples of another process",
-                    fix="remove the sampler: shard_loader shards the loader itself",
-                )
-            return sampler
+        number = number_of_shards(sampler)
+        if number is None:
+            continue
+        rank = getattr(sampler, "rank", world.rank)
+        fault = ""
+        if number[1] != world.world_size:
+            fault = f"({number[0]}={number[1]}) in a world of {world.world_size}"
+        elif isinstance(rank, int) and rank != world.rank:  # as the local rank of a process on another node
+            fault = f"(rank={rank}) on rank {world.rank}"
+        if fault:
+            raise ConfigError(
+                f"{type(sampler).__name__}{fault}",
+                why="some samples would be repeated, or left out",
+                fix="remove the sampler: shard_loader shards the loader itself",
+            )
+        return sampler
     return None
 
 

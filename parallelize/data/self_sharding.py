@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -17,10 +18,11 @@ from parallelize.data.loader_options import Divides
 from parallelize.errors import ConfigError
 from parallelize.runtime import context
 
-__all__ = ["NUM_SHARDS_ATTRIBUTES", "is_loader_of_batches", "own_sharding", "shuffle_fingerprint"]
+__all__ = ["is_loader_of_batches", "number_of_shards", "own_sharding", "shuffle_fingerprint"]
 
 # Attributes for a sampler's number of shards; torch, Lightning and timm use the first, Accelerate the second.
-NUM_SHARDS_ATTRIBUTES = ("num_replicas", "num_processes", "num_shards", "world_size", "_num_replicas", "_world_size")
+_NUM_SHARDS_ATTRIBUTES = ("num_replicas", "num_processes", "num_shards", "world_size", "_num_replicas", "_world_size")
+_RANK_ATTRIBUTE = re.compile(r".*rank|_?(shard|process|replica)(_?(id|idx|index))?")
 
 # Functions, classes and variables that code uses to shard by process. A constructor often queries the rank for other
 # reasons, such as a download by rank 0, so there only the world size counts.
@@ -64,6 +66,21 @@ def own_sharding(data: Any, world: World) -> tuple[Any, Divides | None]:
             if evidence:
                 raise _ambiguous_sharding_error(data, evidence)
     return data, None
+
+
+def number_of_shards(sampler: Any) -> tuple[str, int] | None:
+    """Return the attribute with a sampler's number of shards, and that number; None if it has the samples of all.
+
+    A sampler's `num_shards` may also be a number of files, if nothing tells a rank.
+    """
+    for name in _NUM_SHARDS_ATTRIBUTES:
+        size = getattr(sampler, name, None)
+        if isinstance(size, int):
+            attributes = getattr(sampler, "__dict__", {}).items()
+            has_rank = any(_RANK_ATTRIBUTE.fullmatch(key) and isinstance(value, int) for key, value in attributes)
+            if name != "num_shards" or has_rank or _queries(sampler):
+                return name, size
+    return None
 
 
 def shuffle_fingerprint(data: Any) -> str:
@@ -141,7 +158,7 @@ def _evidence(part: Any, data: Any, world_size: int) -> str:
         return f"it contains a {type(part).__name__}, which shards itself"
     if type(part).__module__.startswith("nvidia.dali"):
         return "the readers of its pipeline may have num_shards="
-    names = (*NUM_SHARDS_ATTRIBUTES, "world", "num_nodes") if part is data else ("num_replicas", "world_size")
+    names = (*_NUM_SHARDS_ATTRIBUTES, "world", "num_nodes") if part is data else ("num_replicas", "world_size")
     for name in names:
         size = getattr(part, name, None) if part is data else getattr(part, "__dict__", {}).get(name)
         if type(size) is int and size == world_size:

@@ -26,6 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import parallelize as par
 from parallelize import ConfigError, distributed, shard_loader
 
 
@@ -416,6 +417,32 @@ def test_a_sampler_for_another_world_is_refused():
     """num_replicas must be the number of processes."""
     with as_rank(0, 2), pytest.raises(ConfigError, match=r"DistributedSampler\(num_replicas=3\) in a world of 2"):
         shard_loader(DataLoader(numbers(9), sampler=DistributedSampler(numbers(9), 3, 0)))
+
+
+class OfFiles(Reversed):
+    """Yields indices from a number of files."""
+
+    num_shards = 2
+
+
+class OfRank(OfFiles):
+    def __iter__(self):
+        return iter(range(par.rank(), self.length, self.num_shards))
+
+
+def test_a_number_of_files_is_no_sharding():
+    """Of a sampler's num_shards, unless the sampler tells or queries a rank."""
+    given = OfRank(8)
+    told = OfFiles(8)
+    told.shard_id = 1
+    with as_rank(1, 2):
+        assert values(shard_loader(DataLoader(numbers(8), 2, sampler=OfFiles(8)))) == [6, 4, 2, 0]
+        assert values(shard_loader(DataLoader(numbers(8), 2, sampler=given))) == [1, 3, 5, 7]
+        assert values(shard_loader(DataLoader(numbers(8), 2, sampler=told))) == list(range(7, -1, -1))
+    with as_rank(1, 3):
+        assert values(shard_loader(DataLoader(numbers(9), 2, sampler=OfFiles(9)))) == [7, 4, 1]
+        with pytest.raises(ConfigError, match=r"OfRank\(num_shards=2\) in a world of 3"):
+            shard_loader(DataLoader(numbers(8), sampler=given))
 
 
 def test_a_sampler_for_another_rank_is_refused():
