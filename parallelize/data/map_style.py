@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
@@ -29,6 +30,8 @@ from parallelize.errors import ConfigError
 __all__ = ["MapStyleSource"]
 
 T = TypeVar("T")
+
+_MAX_COMPARED_FILES = 256
 
 
 class MapStyleSource(Source[T]):
@@ -63,19 +66,11 @@ class MapStyleSource(Source[T]):
         self.listeners = EpochListeners([sampler, inner, self._sharder, loader.dataset])
         self._data = _dataset_text(loader.dataset)
 
-    @property
-    def _length(self) -> int | None:
-        """Number of units in an epoch; None: unknown."""
-        try:
-            return len(self._sampler)
-        except Exception:  # noqa: BLE001 - samplers raise TypeError, ValueError (PyG's) or NotImplementedError
-            return None
-
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on."""
         self.listeners.set_epoch(position.epoch)
         fetch = functools.partial(self.copy.iterate_shard, position=position)
-        length, sampler, tail, order = self._length, self._sampler, self._options.tail, None
+        length, sampler, tail, order = _length_of(self._sampler), self._sampler, self._options.tail, None
         if self._sharder is not None:  # each process has other batches
             return EpochShard(fetch=fetch, split=self._split(length, position), stream=sampler, own_fingerprint=str)
         if length is not None:
@@ -96,7 +91,7 @@ class MapStyleSource(Source[T]):
     def steps(self, position: Position) -> int | None:
         """Count this process's batches from a position on; None if the sampler has no length."""
         with self._samplers.at(position.epoch):
-            split = self._split(self._length, position)
+            split = self._split(_length_of(self._sampler), position)
         return split.known_steps(self._world.rank if self._sharder is None else 0)
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
@@ -105,7 +100,7 @@ class MapStyleSource(Source[T]):
             batch_size = {"batch_size": getattr(self._sampler, "batch_size", None)} if is_within_epoch else {}
             return {"world_size": self._world.world_size, **batch_size}
         is_of_batches = self._batch_size is None and self.loader.batch_sampler is not None
-        return {"seed": self._seed} if is_of_batches else {"units": self._length, "seed": self._seed}
+        return {"seed": self._seed} if is_of_batches else {"units": _length_of(self._sampler), "seed": self._seed}
 
     def batch_summary(self) -> str:
         """Return the batch size per process and the global one, or the name of the sampler that shards the loader."""
@@ -134,9 +129,9 @@ class MapStyleSource(Source[T]):
                 why="tail='exact' yields each sample once, and drop_last=True leaves out the last ones",
                 fix="use DataLoader(drop_last=False), or tail='drop'",
             )
-        if self._length is None and tail == "weighted":
+        if _length_of(self._sampler) is None and tail == "weighted":
             raise _weighted_error(f"{name}, which has no length")
-        if self._length is None and isinstance(limit, float):
+        if _length_of(self._sampler) is None and isinstance(limit, float):
             raise fraction_without_length_error(limit, name)
 
     def _group_size(self) -> int:
@@ -151,7 +146,7 @@ class MapStyleSource(Source[T]):
                 why="its sampler makes the batches, which are not split between processes",
                 fix="use batch='per_process', or DataLoader(batch_size=...)",
             )
-        may_be_uneven = options.tail in ("exact", "weighted") and self._length is not None
+        may_be_uneven = options.tail in ("exact", "weighted") and _length_of(self._sampler) is not None
         if size < processes or (size % processes and not may_be_uneven):
             near = max(size // processes, 1) * processes
             raise ConfigError(
@@ -190,15 +185,36 @@ def _find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | No
 
 
 def _dataset_text(dataset: Any) -> str:
-    """Return text for processes to compare: hashes of the indices of Subsets, and of the first rows of `datasets`."""
+    """Return text for processes to compare.
+
+    It has hashes of the indices of Subsets, of the names of a dataset's files, and of the first rows of `datasets`.
+    """
     text = ""
     while isinstance(dataset, Subset):
         text += f" of the subset {order_fingerprint(dataset.indices)}"
         dataset = dataset.dataset
     if hasattr(dataset, "formatted_as"):  # without the user's transforms, which may draw random numbers
         with dataset.formatted_as("arrow"):
-            text += f" of the dataset {sample_fingerprint(dataset[:4].to_pylist())}"
+            return f"{text} of the dataset {sample_fingerprint(dataset[:4].to_pylist())}"
+    length = _length_of(dataset)
+    for items in getattr(dataset, "__dict__", {}).values():
+        if isinstance(items, (list, tuple)) and length == len(items) > 0 and _file_name(items[0]):
+            compared = {*range(min(length, _MAX_COMPARED_FILES)), *range(0, length, length // _MAX_COMPARED_FILES + 1)}
+            text += f" of the files {order_fingerprint([_file_name(items[each]) for each in sorted(compared)])}"
     return text
+
+
+def _file_name(item: Any) -> str:
+    """Return the name of a file, or of the first one of a tuple, without its folder, which may differ between nodes."""
+    item = item[0] if isinstance(item, tuple) and item else item
+    return str(item).rpartition("/")[2] if isinstance(item, (str, PurePath)) else ""
+
+
+def _length_of(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except Exception:  # noqa: BLE001 - samplers raise TypeError, ValueError (PyG's) or NotImplementedError
+        return None
 
 
 def _check_pre_sharded(options: LoaderOptions, sampler_name: str) -> None:

@@ -45,6 +45,8 @@ def shard_loader(
     The user's loader is not modified. Sequential and shuffled loaders are sharded exactly as by torch's
     DistributedSampler; shuffled ones get a new order in every epoch. Any other sampler is iterated with the same seed
     on all processes, and its indices are sharded. A loader whose sampler already shards it is not sharded again.
+    Pass map-style datasets whole: of one that is sharded by hand, ranks compare only the names of files in its lists,
+    the indices of a Subset, and the first rows of Hugging Face's.
     Iterable datasets and iterables of batches are iterated with the same seed on all processes, each of which keeps its
     share of the samples or batches.
     Another call with the same loader and options (`progress` may differ) returns the same object, so that

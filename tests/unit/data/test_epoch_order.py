@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,36 @@ def test_the_indices_of_a_subset_are_compared() -> None:
 
     assert fingerprint(list(range(20))) == fingerprint(list(range(20)))
     assert len({fingerprint(each) for each in (range(20), range(1, 21), torch.arange(20), np.arange(2, 22))}) == 4
+
+
+class Files(Dataset[str]):
+    def __init__(self, files: Sequence[Any], noise: int = 0) -> None:
+        self.files, self.noise = files, [noise] * len(files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> str:
+        return str(self.files[index])
+
+
+def test_the_names_of_the_files_of_a_dataset_are_compared() -> None:
+    """Files that the user has sharded by rank have different fingerprints; their folder and numbers may differ."""
+
+    def fingerprint(dataset: Any) -> str:
+        with as_rank(0, 2):
+            loader = shard_loader(DataLoader(dataset, batch_size=2))
+            next(iter(loader))
+            return loader._iterators.current.shard.fingerprint()  # type: ignore[union-attr]  # a batch was read
+
+    names = [f"{number}.jpg" for number in range(10_000)]
+    for kind in (str, Path, lambda name: (name, 1)):
+        whole = fingerprint(Files([kind(f"/a/{name}") for name in names]))
+        assert whole == fingerprint(Files([kind(f"/local/b/{name}") for name in names], noise=1))
+        ranks = [[kind(f"/a/{name}") for name in names[rank::2] * 2] for rank in range(2)]
+        assert len({whole, *map(fingerprint, map(Files, ranks))}) == 3
+        assert fingerprint(Files([kind(name) for name in [*names[:5_000], *names[6_000:], *names[:1_000]]])) != whole
+    assert fingerprint(Files(range(9))) == fingerprint(Files([*range(9)]))
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
