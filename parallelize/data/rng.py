@@ -67,10 +67,18 @@ class IsolatedRNG:
         Args:
             seed: a seed with which the stream starts anew in this block; None: continue it.
         """
-        numpy, outside = _numpy(), [get() for get in self._get]
+        numpy, outside, is_new = _numpy(), [get() for get in self._get], seed is not None or self._states is None
         numpy_bits = None if numpy is None else numpy.random.get_bit_generator()
         try:
-            self._start(self._seed if seed is None else seed, is_new=seed is not None or self._states is None)
+            if numpy is not None:
+                is_new_to_numpy = is_new or self._numpy_bits is None
+                self._numpy_bits = self._numpy_bits or numpy.random.MT19937(0)
+                numpy.random.set_bit_generator(self._numpy_bits)
+                if is_new_to_numpy:
+                    numpy.random.seed((self._seed if seed is None else seed) % 2**32)
+            starts = itertools.repeat(self._seed if seed is None else seed) if is_new else self._states or ()
+            for start, state in zip(self._reseed if is_new else self._set, starts, strict=False):
+                start(state)
             yield
             if seed is None:
                 self._states = [get() for get in self._get]
@@ -79,21 +87,6 @@ class IsolatedRNG:
                 set_state(state)
             if numpy_bits is not None:
                 numpy.random.set_bit_generator(numpy_bits)
-
-    def _start(self, seed: int, *, is_new: bool) -> None:
-        numpy = _numpy()
-        if numpy is not None:
-            is_new_to_numpy = is_new or self._numpy_bits is None
-            self._numpy_bits = self._numpy_bits or numpy.random.MT19937(0)
-            numpy.random.set_bit_generator(self._numpy_bits)
-            if is_new_to_numpy:
-                numpy.random.seed(seed % 2**32)
-        if is_new:
-            for reseed in self._reseed:
-                reseed(seed)
-            return
-        for set_state, state in zip(self._set, self._states or (), strict=True):
-            set_state(state)
 
 
 def with_rng(batches: Iterator[T], rng: IsolatedRNG, *, seeds: Iterable[int | None] = ()) -> Iterator[T]:

@@ -170,27 +170,30 @@ def _evidence(part: Any, data: Any, world_size: int) -> str:
 def _queries(part: Any) -> set[str]:
     """Return the names with which the code that iterates a part queries the rank or the world size."""
     owner = type(part)
-    found = _names_used([owner.__init__], owner) & _WORLD_SIZE_NAMES
-    return found | _names_used([part, getattr(owner, "__iter__", None), getattr(owner, "__next__", None)], owner)
+    iterating = [part, getattr(owner, "__iter__", None), getattr(owner, "__next__", None)]
+    return _names_used([owner.__init__], owner) & _WORLD_SIZE_NAMES | _names_used(iterating, owner)
 
 
-def _names_used(functions: list[Any], owner: type) -> set[str]:
+def _names_used(pending: list[Any], owner: type) -> set[str]:
     """Return the names that functions, and the methods and near functions that these name, use to query the process."""
     found: set[str] = set()
-    pending, seen = functions, set()
+    seen = set()
     while pending:
         code, namespace = _code_of(pending.pop())
         if code is None or code in seen:
             continue
         seen.add(code)
-        codes = list(_nested(code))
-        names = {name for each in codes for name in each.co_names}
+        codes = [code]
+        for each in codes:  # those of nested functions, too
+            codes += [constant for constant in each.co_consts if isinstance(constant, types.CodeType)]
         texts = {text for each in codes for text in each.co_consts if isinstance(text, str) and text.isupper()}
-        found |= (names - {*_OWN_FUNCTIONS.values()} | texts) & (_WORLD_SIZE_NAMES | _RANK_NAMES)
-        spaces = [namespace, *(vars(each) for name in names if (each := _module(namespace, name)) is not None)]
-        values = [space[name] for space in spaces for name in names if name in space]
+        # The value is a module also for one that the code imports by a dotted name.
+        named = {name: namespace.get(name, sys.modules.get(name)) for each in codes for name in each.co_names}
+        spaces = [namespace, *(vars(value) for value in named.values() if isinstance(value, types.ModuleType))]
+        values = [space[name] for space in spaces for name in named if name in space]
+        found |= (named.keys() - {*_OWN_FUNCTIONS.values()} | texts) & (_WORLD_SIZE_NAMES | _RANK_NAMES)
         found |= {own for function, own in _OWN_FUNCTIONS.items() if any(each is function for each in values)}
-        pending += [getattr(owner, name) for name in names if hasattr(owner, name)]
+        pending += [getattr(owner, name) for name in named if hasattr(owner, name)]
         pending += [each for each in values if _package_of(each) == _package(namespace.get("__name__"))]
     return found
 
@@ -203,19 +206,6 @@ def _code_of(function: Any) -> tuple[types.CodeType | None, dict[str, Any]]:
     if isinstance(function, types.FunctionType) and _package_of(function) not in _KNOWN_PACKAGES:
         return function.__code__, function.__globals__
     return None, {}
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from _nested(each)
-
-
-def _module(namespace: dict[str, Any], name: str) -> types.ModuleType | None:
-    """Return the module that code means by a global name, or imports by a dotted one; None if it is no module."""
-    found = namespace.get(name, sys.modules.get(name))
-    return found if isinstance(found, types.ModuleType) else None
 
 
 def _package(module: Any) -> str:

@@ -190,7 +190,7 @@ class ShardedLoader(Generic[T]):
             if is_weighted:
                 stack.enter_context(weigh_batches(progress.weight))
             stack.callback(lambda: self._iterators.close(progress))  # those of now, if a state was loaded since
-            for batch in self._with_data_location(self._batches(progress)):
+            for batch in self._batches(progress):
                 if progress.steps == 0:
                     progress.check = self._register_check(progress)
                     progress.summary = register_loader(self._source.batch_summary())
@@ -217,9 +217,6 @@ class ShardedLoader(Generic[T]):
             label = f"{self._name} epoch {progress.position.epoch}"
             self._report_count += 1
             batches = timed_steps(batches, key=f"{label}/{self._report_count}", label=label)
-        return batches
-
-    def _with_data_location(self, batches: Iterator[T]) -> Iterator[T]:
         try:
             yield from batches
         except Exception as exc:
