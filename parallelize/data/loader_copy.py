@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate, default_convert
 
 from parallelize.data.dataloader_workers import WorkerInit
 from parallelize.data.epoch_shard import EpochShard, Position
@@ -17,6 +17,8 @@ from parallelize.errors import ConfigError
 __all__ = ["LoaderCopy"]
 
 T = TypeVar("T")
+
+_COLLATES = (default_collate, default_convert)
 
 
 class _ShardedSampler:
@@ -33,6 +35,11 @@ class _ShardedSampler:
     def use(self, shard: EpochShard[Any]) -> None:
         """Set the shard whose units the next iterators yield."""
         self._shard, self.is_iterated = shard, False
+
+    @property
+    def has_order(self) -> bool:
+        """Whether the units were drawn before, and not by a sampler of the user while batches are made."""
+        return self._shard is not None and self._shard.order is not None
 
     def __iter__(self) -> Iterator[Any]:
         # torch's iterator over worker processes calls this twice: when it is created and when it is reset.
@@ -132,7 +139,7 @@ class LoaderCopy(Generic[T]):
         seed = derive_seed("workers", base_seed, self._rank, position.epoch, position.start)
         vars(self.loader)["generator"] = torch.Generator().manual_seed(seed)
         batches: Iterator[T] = iter(self.loader)
-        if self.loader.num_workers == 0 and self._seed is not None:
+        if self.loader.num_workers == 0 and self._seed is not None and not self._draws_nothing():
             starts = itertools.count(position.start, units_per_step)
             seeds = (derive_seed("batch", self._seed, self._rank, position.epoch, start) for start in starts)
             batches = with_rng(batches, IsolatedRNG(0), seeds=seeds)
@@ -150,6 +157,14 @@ class LoaderCopy(Generic[T]):
         finally:
             if not has_kept_workers:
                 self._shut_down(batches)
+
+    def _draws_nothing(self) -> bool:
+        """Return whether making a batch runs none of the user's code, which may draw random numbers."""
+        dataset: Any = self.loader.dataset
+        while type(dataset) is Subset:
+            dataset = dataset.dataset
+        is_plain = type(dataset) in (TensorDataset, list, tuple, range) and self.loader.collate_fn in _COLLATES
+        return is_plain and self._sampler.has_order
 
     def close(self) -> None:
         """Shut down persistent workers."""

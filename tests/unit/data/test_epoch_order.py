@@ -21,6 +21,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     Subset,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -206,6 +207,45 @@ def test_augmentation_under_a_seed_is_the_same_after_resuming() -> None:
         other = make()
         other.load_state_dict(state)
         assert list(other) == epochs[1][2:]
+
+
+class Draws(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return (random.randrange(6) for _ in range(4))
+
+
+def drawing(samples: list[Any]) -> list[Any]:
+    return [*samples, random.random()]
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "is_saved"),
+    [
+        (TensorDataset(torch.arange(6)), {}, False),
+        (Subset(Subset(TensorDataset(torch.arange(9)), range(8)), range(6)), {"shuffle": True}, False),
+        (list(range(6)), {"batch_size": None}, False),
+        (list(range(6)), {"collate_fn": drawing}, True),
+        (list(range(6)), {"sampler": Draws()}, True),
+        (Noise(), {}, True),
+    ],
+)
+def test_random_states_are_saved_where_code_may_draw(
+    data: Any, options: Any, is_saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a seed, the state of `random` is read for each batch, unless the batch is made without the user's code."""
+    counts, get_state = [0], random.getstate
+
+    def counted() -> Any:
+        counts[0] += 1
+        return get_state()
+
+    with as_rank(0, 2):
+        monkeypatch.setattr(random, "getstate", counted)
+        batches = iter(shard_loader(DataLoader(data, **options), seed=4))
+        next(batches)
+        first = counts[0]
+        next(batches)
+    assert (counts[0] > first) == is_saved
 
 
 @given(
