@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from parallelize.backends.sharded_tensors import full_tensor
 from parallelize.call.function_ref import FunctionRef
 from parallelize.data.merged_source import MergedRanks
-from parallelize.data.rng import RNGState
 from parallelize.inplace.forward_routing import routed_models
 from parallelize.runtime.context import current, device
 from parallelize.runtime.gradients import is_in_backward, parameters_of
@@ -201,7 +202,8 @@ def _names(parameters: list[Any], models: list[nn.Module]) -> tuple[str, ...]:
 
 def _rng_position() -> Any:
     """Return a comparable value that changes when a global generator draws a number."""
-    states, used = RNGState.capture(), device()
-    numpy = states.numpy_state and (states.numpy_state[1].tobytes(), states.numpy_state[2:])
+    used, numpy = device(), sys.modules.get("numpy")
+    numpy_state = numpy and numpy.random.get_state()
+    numpy_state = numpy_state and (numpy_state[1].tobytes(), numpy_state[2:])
     accelerator = b"" if used.type == "cpu" else bytes(torch.get_device_module(used).get_rng_state(used).tolist())
-    return states.torch_state.numpy().tobytes(), states.python_state, numpy, accelerator
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy_state, accelerator

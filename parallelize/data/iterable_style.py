@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -107,6 +108,7 @@ class IterableStyleSource(Source[T]):
         yield from self.copy.iterate(Position(epoch=epoch))
 
 
+@dataclass(eq=False, repr=False)
 class ShardedIterableDataset(IterableDataset[T]):
     """Replacement for the iterable dataset of a copied loader; yields the shard of one worker.
 
@@ -129,23 +131,19 @@ class ShardedIterableDataset(IterableDataset[T]):
         has_workers: whether worker processes iterate the dataset.
     """
 
-    def __init__(
-        self,
-        unsharded: Any,
-        *,
-        divides: Divides | None,
-        tail: Tail,
-        world: World,
-        batch_size: int = 1,
-        seed: int = 0,
-        has_workers: bool = False,
-    ) -> None:
-        self.unsharded = unsharded
-        self._divides, self._tail, self._world = divides, tail, world
-        self._batch_size, self.seed = batch_size, seed
+    unsharded: Any
+    _: KW_ONLY
+    divides: Divides | None
+    tail: Tail
+    world: World
+    batch_size: int = 1
+    seed: int = 0
+    has_workers: bool = False
+
+    def __post_init__(self) -> None:
         # The epoch, and the hash of the first samples: memory that persistent workers share with this process.
         shared: Any = torch.zeros(2, dtype=torch.int64)
-        self._shared: torch.Tensor = shared.share_memory_() if has_workers else shared
+        self._shared: torch.Tensor = shared.share_memory_() if self.has_workers else shared
 
     def start_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterators, and forget the fingerprint of the last one."""
@@ -158,11 +156,11 @@ class ShardedIterableDataset(IterableDataset[T]):
     def __iter__(self) -> Iterator[T]:
         info: Any = get_worker_info()
         if not isinstance(info, GlobalWorkerInfo):  # this is no worker process, or it has torch's info
-            info = GlobalWorkerInfo(info, rank=self._world.rank, world_size=self._world.world_size)
+            info = GlobalWorkerInfo(info, rank=self.world.rank, world_size=self.world.world_size)
         if info.num_shards == 1:
             yield from self.unsharded
             return
-        shown = info.of_this_process() if self._divides == "nothing" else info
+        shown = info.of_this_process() if self.divides == "nothing" else info
         rng = IsolatedRNG(derive_seed("iterable", self.seed, int(self._shared[0])))
         with contextlib.ExitStack() as drawing:
             drawing.enter_context(rng.use())
@@ -175,13 +173,13 @@ class ShardedIterableDataset(IterableDataset[T]):
                     self._compared(stream, info, shown),
                     shard_index=info.shard_index,
                     num_shards=info.num_shards,
-                    tail=self._tail,
+                    tail=self.tail,
                 )
             else:
                 drawing.close()
                 drawing.enter_context(_worker_info(shown))
             for number, sample in enumerate(stream, start=1):
-                if number % self._batch_size:
+                if number % self.batch_size:
                     yield sample
                     continue
                 drawing.close()  # collate_fn, and in this process the training loop, draw from other states
@@ -195,9 +193,9 @@ class ShardedIterableDataset(IterableDataset[T]):
         Raises:
             ConfigError: it reads only its worker's index.
         """
-        if self._divides is not None or shown is None:
-            return self._divides == "workers"
-        if shown.read == {"id"} and self._world.world_size > 1:
+        if self.divides is not None or shown is None:
+            return self.divides == "workers"
+        if shown.read == {"id"} and self.world.world_size > 1:
             raise ConfigError(
                 f"the iterable {type(self.unsharded).__name__} reads id of get_worker_info(), and not num_workers",
                 why="it may give each worker a part of the data that depends on the number of workers",
@@ -212,20 +210,20 @@ class ShardedIterableDataset(IterableDataset[T]):
         Raises:
             ConfigError: the dataset shards itself by num_workers from a later sample on, or though `divides` denies it.
         """
-        is_first_worker = info.shard_index < self._world.world_size
+        is_first_worker = info.shard_index < self.world.world_size
         # The number that rank 0 draws for its first batch; other ranks draw more.
-        count = min(info.num_shards * (self._batch_size - 1) + 1, _MAX_COMPARED_SAMPLES)
+        count = min(info.num_shards * (self.batch_size - 1) + 1, _MAX_COMPARED_SAMPLES)
         hashes: list[str] = []
         for sample in stream:
             if shown is not None and shown.num_shards > 1 and "num_workers" in shown.read:
-                when = "after its first sample" if self._divides is None else f"with divides={self._divides!r}"
+                when = "after its first sample" if self.divides is None else f"with divides={self.divides!r}"
                 raise ConfigError(
                     f"the iterable {type(self.unsharded).__name__} reads num_workers of get_worker_info() {when}",
                     why="it shards itself over the workers: sharding it again would skip samples",
                     fix="use divides='workers' if all of its samples are sharded so",
                 )
             if is_first_worker and len(hashes) < count:
-                hashes.append(sample_fingerprint([sample], has_floats=self._divides is None))
+                hashes.append(sample_fingerprint([sample], has_floats=self.divides is None))
                 if len(hashes) == count:
                     self._shared[1] = int(sample_fingerprint(hashes), 16)
             yield sample

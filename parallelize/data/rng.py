@@ -1,4 +1,4 @@
-"""RNG state of the generators that data loading uses: torch's on the CPU, random, numpy.random, and samplers' own."""
+"""Random states of the generators that data loading uses: torch's on the CPU, random, numpy.random, and others."""
 
 from __future__ import annotations
 
@@ -9,36 +9,13 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["IsolatedRNG", "RNGState", "derive_seed", "get_state", "is_generator", "with_rng"]
+__all__ = ["IsolatedRNG", "derive_seed", "get_state", "is_generator", "with_rng"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RNGState:
-    """RNG state of the global generators on the CPU."""
-
-    torch_state: torch.Tensor
-    python_state: Any
-    numpy_state: Any
-
-    @classmethod
-    def capture(cls) -> RNGState:
-        """Return the current state of the global generators."""
-        numpy = _numpy()
-        return cls(torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state())
-
-    def restore(self) -> None:
-        """Set the global generators to this state."""
-        torch.set_rng_state(self.torch_state)
-        random.setstate(self.python_state)
-        if self.numpy_state is not None:
-            _numpy().random.set_state(self.numpy_state)
 
 
 class IsolatedRNG:
