@@ -13,12 +13,15 @@ import torch
 from ranks import as_rank
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    random_split,
 )
 
 from parallelize import shard_loader
@@ -101,6 +104,14 @@ KINDS: dict[str, Callable[[int], DataLoader[Any]]] = {
     "own RandomState": lambda workers: _loader(workers, sampler=OwnRandom(np.random.RandomState(3))),
     "no length": lambda workers: _loader(workers, sampler=NoLength()),
     "single items": lambda workers: _loader(workers, batch_size=None, sampler=OwnRandom()),
+    "concatenated": lambda workers: _loader(workers, data=ConcatDataset([range(9), range(30, 44)]), shuffle=True),
+    "grouped by a BatchSampler": lambda workers: _loader(
+        workers, batch_sampler=BatchSampler(SequentialSampler(range(LENGTH)), BATCH, False)
+    ),
+    "list of batches of indices": lambda workers: _loader(workers, batch_sampler=[[0, 5], [7], [1, 2, 3], [9], [4]]),
+    "random_split": lambda workers: _loader(
+        workers, data=random_split(range(40), [LENGTH, 17], torch.Generator().manual_seed(1))[0], shuffle=True
+    ),
     "batch sampler": lambda workers: _loader(workers, batch_sampler=Budget()),
     "batch sampler of unknown length": lambda workers: _loader(workers, batch_sampler=UnknownLength()),
     "subclass of BatchSampler": lambda workers: _loader(
@@ -108,7 +119,13 @@ KINDS: dict[str, Callable[[int], DataLoader[Any]]] = {
     ),
 }
 STREAMS = ("no length", "batch sampler of unknown length")
-_OF_BATCHES = ("single items", "batch sampler", "batch sampler of unknown length", "subclass of BatchSampler")
+_OF_BATCHES = (
+    "single items",
+    "list of batches of indices",
+    "batch sampler",
+    "batch sampler of unknown length",
+    "subclass of BatchSampler",
+)
 
 
 @dataclass(frozen=True)

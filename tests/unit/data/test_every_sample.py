@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from every_sample import KINDS, STREAMS, expected, read, units_of
 from ranks import as_rank, keep_sigchld_handler
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from parallelize import ConfigError, shard_loader
 
@@ -39,7 +39,7 @@ def test_a_stopped_epoch_is_read_to_its_end_by_any_number_of_ranks(kind: str, ta
     """Stopped after any batch and resumed on one to four ranks, each remaining unit is read once."""
     units, choose = units_of(kind), random.Random(f"{kind}/{tail}")
     for world_size in range(1, 5):
-        stop = choose.randrange(1, 4)
+        stop = choose.randrange(1, max(len(units) // world_size, 2))
         ranks = [read(kind, rank, world_size, tail, stop=stop) for rank in range(world_size)]
         start = ranks[0].state["start"]
         if any(each.steps < stop for each in ranks) or start >= len(units):
@@ -132,7 +132,28 @@ def test_a_sampler_that_yields_more_than_its_length_is_read_to_its_end() -> None
     assert sorted(ranks[0] + ranks[1]) == [0, *range(21)]
 
 
-def test_an_endless_sampler_has_no_weights() -> None:
-    """Its last batch is unknown: the error is raised before a sample is read."""
-    with as_rank(0, 2), pytest.raises(ConfigError, match="tail='weighted' with the endless Claims"):
-        next(iter(shard_loader(DataLoader(range(100), sampler=Claims(float("inf"), 50)), tail="weighted")))
+class Unread(Dataset[int]):
+    """Fails if a sample is read."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        pytest.fail(f"sample {index} was read")
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: Claims(float("inf"), 50), {"tail": "weighted"}, "tail='weighted' with the endless Claims"),
+        (lambda: Claims(9, 9), {"divides": "nothing"}, "divides='nothing' with Unread"),
+        (lambda: Claims(9, 9), {"limit": 0.1}, "limit=0.1 of 5 batches"),
+        (lambda: DistributedSampler(range(100), 3, 0), {}, "num_replicas=3"),
+        (lambda: DistributedSampler(range(100), 2, 1), {}, "rank=1"),
+        (lambda: DistributedSampler(range(100), 2, 0), {"tail": "drop"}, "tail='drop' with a loader that"),
+    ],
+)
+def test_loaders_are_refused_before_a_sample_is_read(make: Callable[[], Any], options: Any, message: str) -> None:
+    """When shard_loader is called, or when the order of the epoch is drawn."""
+    with as_rank(0, 2), pytest.raises(ConfigError, match=message):
+        next(iter(shard_loader(DataLoader(Unread(), sampler=make()), **options)))
