@@ -12,22 +12,21 @@ Any other wait may still end: a rank that evaluates, compiles or writes a file m
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from parallelize.hang_detection.rank_state import Collective, RankState
 
-__all__ = ["HangReport", "find_absent_rank", "find_deadlock", "line_due_s", "timeout_report", "waiting_line"]
+__all__ = ["HangReport", "find_absent_rank", "find_deadlock", "timeout_report", "waiting_line"]
 
-_FIRST_LINE_S = 30.0
 _WHY_MISMATCH = "all ranks of a group must make the same collective call, so none of these ever completes"
 _FIX_MISMATCH = "make the same calls on every rank, with the same shapes and dtypes in the same order"
 _FIX_RETURNED = "make the same number of steps and collectives on every rank: no `return`, `break`, extra step or \
 extra backward on some ranks only"
 _MAX_GROUPS = 4
+
+_Call = tuple[tuple[str, str], int]  # counter and sequence number: one collective, on all ranks
 
 
 @dataclass(frozen=True)
@@ -51,49 +50,60 @@ class HangReport:
         current = {state.rank for state in states if state.status == "returned" or state.request_id > since}
         return current.issuperset(self.ranks)
 
-    def dumps(self) -> str:
-        """Serialize the report to JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def loads(cls, text: str | bytes) -> HangReport:
-        """Build a report from the JSON of `dumps`."""
-        fields = json.loads(text)
-        return cls(**{**fields, "ranks": tuple(fields["ranks"])})
-
 
 def find_deadlock(states: Sequence[RankState]) -> HangReport | None:
     """Return a report on ranks that provably wait forever, or None if all ranks may still continue."""
     if not any(state.status == "waiting" for state in states):
         return None
-    return _find_mismatch(states) or _find_returned(states) or _find_cycle(states)
+    waits = _Waits(states)
+    return _find_mismatch(states) or _find_returned(states, waits) or _find_cycle(states, waits)
 
 
-def _awaited_ranks(state: RankState, states: Sequence[RankState]) -> list[int]:
-    """Return the ranks that a rank certainly waits for: those that are missing in all of its pending collectives."""
-    if state.status != "waiting":
-        return []
-    others = {other.rank: other for other in states if other.rank != state.rank}
-    missing = [_missing_ranks(call, dict(state.groups).get(call.group, ()), others) for call in state.pending()]
-    return sorted(set.intersection(*missing)) if missing else []
+class _Waits:
+    """The ranks that each rank certainly waits for; ranks with the same pending collectives share one set."""
 
+    def __init__(self, states: Sequence[RankState]) -> None:
+        self._states = states
+        self._last: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)  # counter -> rank -> last sequence number
+        self._members: dict[str, set[int]] = defaultdict(set)  # of a group, among the ranks with known states
+        self._missing: dict[_Call, frozenset[int]] = {}
+        self._awaited: dict[frozenset[_Call], frozenset[int]] = {}
+        for state in states:
+            for group in state.groups:
+                self._members[group].add(state.rank)
+            for call in state.collectives:
+                last = self._last[call.counter]
+                last[state.rank] = max(call.seq, last.get(state.rank, 0))
 
-def _missing_ranks(call: Collective, members: Sequence[int], others: Mapping[int, RankState]) -> set[int]:
-    """Return the members of a group whose known states show that they have not begun a collective."""
-    return {rank for rank in members if rank in others and (others[rank].last_seq(call.counter) or 0) < call.seq}
+    def awaited(self, state: RankState) -> frozenset[int]:
+        """Return the ranks that are missing in all pending collectives of a rank."""
+        calls = frozenset((call.counter, call.seq) for call in state.pending() if state.status == "waiting")
+        if calls not in self._awaited:
+            missing = [self._missing_ranks(*call) for call in calls]
+            self._awaited[calls] = frozenset.intersection(*missing) if missing else frozenset()
+        return self._awaited[calls]
+
+    def _missing_ranks(self, counter: tuple[str, str], seq: int) -> frozenset[int]:
+        """Return the members of a group whose states show that they have not begun a collective."""
+        if (counter, seq) not in self._missing:
+            last = self._last[counter]
+            self._missing[counter, seq] = frozenset(r for r in self._members[counter[0]] if last.get(r, 0) < seq)
+        return self._missing[counter, seq]
 
 
 def _find_mismatch(states: Sequence[RankState]) -> HangReport | None:
-    begun: dict[tuple[tuple[str, str], int], list[tuple[RankState, Collective]]] = defaultdict(list)
+    waiting = [state for state in states if state.status == "waiting"]
+    pending: dict[_Call, list[tuple[RankState, Collective]]] = {
+        (call.counter, call.seq): [] for state in waiting for call in state.pending()
+    }
     for state in states:
         for call in state.collectives:
-            begun[call.counter, call.seq].append((state, call))
-    for key in sorted(begun, key=lambda key: key[1]):
-        calls = begun[key]
+            if (call.counter, call.seq) in pending:
+                pending[call.counter, call.seq].append((state, call))
+    for _, calls in sorted(pending.items(), key=lambda item: item[0][1]):
         ranks = tuple(state.rank for state, _ in calls)
         is_coalesced = len(set(ranks)) < len(ranks)  # several operations under one sequence number
-        is_pending = any(state.status == "waiting" and not call.is_completed for state, call in calls)
-        if is_pending and not is_coalesced and _differ([call for _, call in calls]):
+        if not is_coalesced and _differ([call for _, call in calls]):
             text = _by_text([(state.rank, _call_text(state, call)) for state, call in calls])
             return HangReport(f"ranks are in different collectives: {text}", _WHY_MISMATCH, _FIX_MISMATCH, ranks)
     return None
@@ -121,10 +131,10 @@ def _name(call: Collective) -> str:
     return call.signature if call.root is None else f"{call.signature} (root {call.root})"
 
 
-def _find_returned(states: Sequence[RankState]) -> HangReport | None:
+def _find_returned(states: Sequence[RankState], waits: _Waits) -> HangReport | None:
     all_returned = {state.rank for state in states if state.status == "returned"}
-    for state in states:
-        returned = sorted(all_returned.intersection(_awaited_ranks(state, states)))
+    for state in states if all_returned else ():
+        returned = sorted(all_returned & waits.awaited(state))
         if returned:
             return HangReport(
                 f"rank {state.rank} {_waits(state)} for {_ranks(returned)}, which {_has(returned)} returned",
@@ -135,58 +145,47 @@ def _find_returned(states: Sequence[RankState]) -> HangReport | None:
     return None
 
 
-def _find_cycle(states: Sequence[RankState]) -> HangReport | None:
-    blocked = {state.rank: state for state in states if state.status == "waiting" and state.is_blocked}
-    awaited = {rank: _awaited_ranks(state, states) for rank, state in blocked.items()}
-    edges = {rank: [each for each in targets if each in blocked] for rank, targets in awaited.items()}
-    # Drop ranks without an outgoing wait edge until none is left; the survivors wait for each other.
+def _find_cycle(states: Sequence[RankState], waits: _Waits) -> HangReport | None:
+    awaited = {s.rank: waits.awaited(s) for s in states if s.status == "waiting" and s.is_blocked}
+    # Drop ranks that wait for no rank of the others, until none is left; the survivors wait for each other. Ranks that
+    # wait for the same ranks are dropped together.
+    left = awaited
     while True:
-        leaves = [rank for rank, targets in edges.items() if not targets]
-        if not leaves:
+        alive = {targets for targets in set(left.values()) if not targets.isdisjoint(left.keys())}
+        if len(kept := {rank: targets for rank, targets in left.items() if targets in alive}) == len(left):
             break
-        edges = {rank: [each for each in edges[rank] if each not in leaves] for rank in edges if rank not in leaves}
-    if not edges:
+        left = kept
+    if not left:
         return None
-    text = _by_text([(rank, f"{_waits(blocked[rank])} for {_ranks(edges[rank])}") for rank in sorted(edges)])
+    edges = {targets: _ranks(targets & left.keys()) for targets in alive}
+    text = _by_text([(s.rank, f"{_waits(s)} for {edges[left[s.rank]]}") for s in states if s.rank in left])
     why = "each of them is in a collective that another of them has not begun"
-    return HangReport(f"ranks wait for each other: {text}", why, _FIX_MISMATCH, tuple(edges))
+    return HangReport(f"ranks wait for each other: {text}", why, _FIX_MISMATCH, tuple(sorted(left)))
 
 
 def find_absent_rank(rank: int, needed: Sequence[int], states: Sequence[RankState]) -> HangReport | None:
     """Return a report on a rank that can never write its key, because it has returned or waits for `rank`; else None.
 
-    Args:
-        rank: the rank that waits for keys in the store; its own state does not show this wait.
-        needed: ranks whose keys are not in the store yet.
-        states: states of the ranks that have answered.
+    `rank` waits in the store, which its state does not show, for keys of the `needed` ranks.
     """
+    waits = _Waits(states)
     for state in states:
-        is_deadlocked = state.is_blocked and rank in _awaited_ranks(state, states)
+        is_deadlocked = state.is_blocked and rank in waits.awaited(state)
         if state.rank in needed and (state.status == "returned" or is_deadlocked):
             text = "has returned" if state.status == "returned" else f"{_waits(state)} for rank {rank}"
             return HangReport(f"rank {state.rank} {text}", "", "", (state.rank,))
     return None
 
 
-def line_due_s(lines: int) -> float:
-    """Return the duration of a wait in s at which the next line is due after `lines` lines: 30, 60, 120, 240 ..."""
-    return _FIRST_LINE_S * 2.0**lines
-
-
 def waiting_line(states: Sequence[RankState], *, world_size: int) -> str:
-    """Describe which ranks wait, for which ranks, and where the awaited ranks are; "" if no rank waits.
-
-    Args:
-        states: states of the ranks that have answered.
-        world_size: number of ranks.
-    """
+    """Describe which ranks wait, for which ranks, and where the awaited ranks are; "" if no rank waits."""
     waiting = [state for state in states if state.status == "waiting"]
     if not waiting:
         return ""
     first = max(waiting, key=lambda state: state.idle_s)
     same = {state.rank for state in waiting if (state.location, state.operation) == (first.location, first.operation)}
     others = {state.rank for state in states if state.status != "waiting"}
-    awaited = {*_awaited_ranks(first, states), *first.peers} or others
+    awaited = {*_Waits(states).awaited(first), *first.peers} or others
     silent = sorted({*range(world_size)} - {state.rank for state in states})
     texts = [_by_text([(state.rank, _where(state)) for state in states if state.rank in awaited - same], ", which ")]
     texts.append(f"{_ranks(silent)}, which {_has(silent)} not answered" if silent else "")
@@ -195,14 +194,7 @@ def waiting_line(states: Sequence[RankState], *, world_size: int) -> str:
 
 
 def timeout_report(states: Sequence[RankState], timeout_s: float, *, world_size: int, reason: str) -> HangReport:
-    """Build the report of a timeout without a proven deadlock from the known states.
-
-    Args:
-        states: states of the ranks that have answered.
-        timeout_s: timeout of a collective.
-        world_size: number of ranks.
-        reason: first line of torch's error.
-    """
+    """Build the report of a timeout without a proven deadlock from the known states and torch's `reason`."""
     return HangReport(
         waiting_line(states, world_size=world_size) or "a wait for other ranks took too long",
         f"{reason or 'nothing was received'}; timeout={timeout_s:g} s is over, and no deadlock could be proven",
@@ -241,13 +233,13 @@ def _by_text(texts: Sequence[tuple[int, str]], join: str = " ") -> str:
     return "; ".join(phrases[:_MAX_GROUPS]) + more
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks(ranks: Collection[int]) -> str:
     """Format ranks: "rank 1", "ranks 1-3, 7"."""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(_intervals(sorted(ranks)))}"
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(_intervals(frozenset(ranks)))}"
 
 
-def _intervals(ranks: Sequence[int]) -> Iterator[str]:
-    starts = [rank for rank in ranks if rank - 1 not in ranks]
-    ends = [rank for rank in ranks if rank + 1 not in ranks]
+def _intervals(ranks: frozenset[int]) -> Iterator[str]:
+    starts = sorted(rank for rank in ranks if rank - 1 not in ranks)
+    ends = sorted(rank for rank in ranks if rank + 1 not in ranks)
     for start, end in zip(starts, ends, strict=True):
         yield str(start) if start == end else f"{start}-{end}"

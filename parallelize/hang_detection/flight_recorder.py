@@ -20,24 +20,14 @@ import torch.distributed as dist
 
 from parallelize.hang_detection.rank_state import Collective
 
-__all__ = ["FlightRecorder", "collective_start_times", "collectives_of", "group_ranks"]
+__all__ = ["FlightRecorder", "collective_start_times", "collectives_of", "group_names"]
 
 _PENDING_AFTER_NS = 500_000_000  # a younger collective counts as completed
 _KEPT_PER_GROUP = 16
 _CACHE_S = 3.0
 
-_DTYPES = {
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-}
+_INTEGERS = {"Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Bool": "bool"}
+_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", **_INTEGERS}
 # Operations whose shapes and dtypes must be equal on all ranks. NCCL can also all-gather different shapes.
 _SAME_SHAPES = {"all_reduce", "allreduce", "broadcast", "reduce"}
 _SAME_SHAPES_IN_GLOO = {"all_gather", "allgather", "reduce_scatter"}
@@ -157,8 +147,7 @@ def collective_start_times(since_ns: int, *, most: int = 200) -> dict[str, float
     return starts
 
 
-def group_ranks() -> dict[str, tuple[int, ...]]:
-    """Return group name -> sorted global ranks, for every process group of this process."""
+def group_names() -> tuple[str, ...]:
+    """Return the names of all process groups of this process."""
     world: Any = dist.distributed_c10d._world
-    ranks = dict(world.pg_group_ranks)
-    return {str(name): tuple(sorted(ranks.get(group, ()))) for group, name in dict(world.pg_names).items()}
+    return tuple(str(name) for name in dict(world.pg_names).values())

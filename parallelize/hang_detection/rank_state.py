@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 __all__ = ["Collective", "RankState", "Status"]
 
@@ -50,7 +48,7 @@ class RankState:
         operation: call on that line: "all_reduce".
         stack: lines of the user's program on the stack, outermost first: "train.py:30 in train".
         collectives: most recent collectives of each group and all pending ones, oldest first.
-        groups: (name, global ranks) of each group in `collectives`.
+        groups: names of all process groups of this rank; together, the states show the members of a group.
         peers: the peer of a pending send or recv.
         is_blocked: whether the rank waits and no other thread of its process could make a missing collective call.
         idle_s: time in seconds that the main thread has been at this position.
@@ -63,34 +61,12 @@ class RankState:
     operation: str = ""
     stack: tuple[str, ...] = ()
     collectives: tuple[Collective, ...] = ()
-    groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    groups: tuple[str, ...] = ()
     peers: tuple[int, ...] = ()
     is_blocked: bool = False
     idle_s: float = 0.0
     request_id: int = 0
 
-    def last_seq(self, counter: tuple[str, str]) -> int | None:
-        """Return the sequence number of this rank's last collective in a `Collective.counter`; None: unknown."""
-        return max((call.seq for call in self.collectives if call.counter == counter), default=None)
-
     def pending(self) -> list[Collective]:
         """Return the collectives that have not completed."""
         return [call for call in self.collectives if not call.is_completed]
-
-    def dumps(self) -> str:
-        """Serialize the state to JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def loads(cls, text: str | bytes) -> RankState:
-        """Build a state from the JSON of `dumps`."""
-        fields: dict[str, Any] = json.loads(text)
-        return cls(
-            **{
-                **fields,
-                "stack": tuple(fields["stack"]),
-                "peers": tuple(fields["peers"]),
-                "collectives": tuple(Collective(**each) for each in fields["collectives"]),
-                "groups": tuple((name, tuple(ranks)) for name, ranks in fields["groups"]),
-            }
-        )

@@ -105,7 +105,7 @@ def test_the_parts_of_a_coalesced_operation_are_one_collective() -> None:
 
 def state(rank: int, *entries: dict[str, object], status: Status = "waiting") -> RankState:
     calls = collectives_of(entries, since_ns=0)
-    return RankState(rank, status, collectives=calls, groups=(("0", (0, 1)),), is_blocked=status == "waiting")
+    return RankState(rank, status, collectives=calls, groups=("0",), is_blocked=status == "waiting")
 
 
 def test_gloo_and_nccl_count_their_collectives_apart() -> None:
