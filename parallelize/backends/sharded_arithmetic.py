@@ -23,9 +23,10 @@ from parallelize.backends.alike_shards import run_on_alike
 from parallelize.backends.function_kinds import KINDS, Kind, is_in_place, kind_of
 from parallelize.backends.sharded_calls import PLAIN, ShardedCall, map_tensors
 from parallelize.backends.sharded_copies import FollowedTensors, is_engine_hook, own_copy
-from parallelize.backends.sharded_tensors import full_tensor, is_equal_on_all_ranks, shard
+from parallelize.backends.sharded_tensors import full_tensor, shard
 from parallelize.errors import SyncError
 from parallelize.runtime.function_modes import function_modes, replace_function_modes
+from parallelize.runtime.rank_comparison import differences
 
 __all__ = ["FullTensorSemantics", "semantics"]
 
@@ -152,7 +153,7 @@ class FullTensorSemantics(TorchFunctionMode):
         elif name == "grad" and sharded is not None and value is None:
             func(target, None)
             func(sharded, None)
-        elif name == "grad" and sharded is not None and source is None and is_equal_on_all_ranks(value):
+        elif name == "grad" and sharded is not None and source is None and not any(differences([value])):
             func(sharded, shard(value, like=sharded))
         elif name == "grad" and sharded is not None and source is None:
             func(target, value)  # refused at the next step

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from parallelize.runtime import differentiable
-
 __all__ = [
     "Gather",
     "WithShardedGradient",
@@ -19,7 +17,6 @@ __all__ = [
     "full_state_dicts",
     "full_tensor",
     "full_tensors",
-    "is_equal_on_all_ranks",
     "shard",
 ]
 
@@ -128,12 +125,3 @@ class WithShardedGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Any) -> Any:
         """Return the gradient with the shard's placements."""
         return gradient.redistribute(ctx.mesh, ctx.placements)
-
-
-def is_equal_on_all_ranks(value: torch.Tensor) -> bool:
-    """Compare checksums of a tensor, by one small collective."""
-    flat = value.detach().double().flatten()
-    weights = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
-    checksums = torch.stack([flat.sum(), flat.abs().sum(), flat @ weights])
-    largest, smallest = differentiable.all_reduce(torch.cat([checksums, -checksums]), "max").chunk(2)
-    return torch.equal(largest, -smallest)

@@ -9,10 +9,10 @@ from torch import nn
 
 from parallelize.inplace.model_consistency import require_same_model
 from parallelize.inplace.model_structure import Structure
-from parallelize.inplace.rank_comparison import differences
 from parallelize.inplace.shared_parameters import without_gradients
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.context import Runtime
+from parallelize.runtime.rank_comparison import differences
 
 __all__ = ["Engines"]
 

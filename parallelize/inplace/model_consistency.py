@@ -14,24 +14,27 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallelize.errors import SyncError
-from parallelize.inplace.rank_comparison import require_equal
 from parallelize.runtime.gradients import parameters_of
+from parallelize.runtime.rank_comparison import differences, require_equal
 
 __all__ = ["require_same_model", "verify_every"]
 
 
 def require_same_model(model: nn.Module) -> None:
-    """Check that a model has the same structure on all ranks; a collective, which gathers one hash per rank.
+    """Check that a model has the same structure on all ranks; a collective that compares a hash.
 
     Raises:
         SyncError: a parameter or buffer differs in name, shape, dtype or `requires_grad`; raised on every rank.
     """
     local = _signature(model)
-    digests = _all_gather_object(hashlib.sha256(repr(local).encode()).digest())
-    if len(set(digests)) == 1:
+    hashed = hashlib.blake2b(repr(local).encode(), digest_size=8).digest()
+    digest = torch.tensor(int.from_bytes(hashed, "big", signed=True))
+    difference = next(differences([digest]), None)
+    if difference is None:
         return
-    signatures = _all_gather_object(local)
-    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    _, rank = difference
+    signatures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(signatures, local)
     for first, other in itertools.zip_longest(signatures[0], signatures[rank]):
         if first != other:
             raise SyncError(
@@ -75,9 +78,3 @@ def _describe(part: tuple[str, str, tuple[int, ...], str] | None) -> str:
         return "nothing more"
     name, kind, shape, dtype = part
     return f"{name} ({kind}, {shape}, {dtype})"
-
-
-def _all_gather_object(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

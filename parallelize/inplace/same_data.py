@@ -17,10 +17,10 @@ from torch import nn
 
 from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.inplace.forward_routing import count_routes
-from parallelize.inplace.rank_comparison import fingerprint
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.context import Runtime, active
 from parallelize.runtime.process_group import default_store
+from parallelize.runtime.rank_comparison import fingerprint
 
 __all__ = ["SameDataCheck", "same_data_check"]
 

@@ -35,9 +35,9 @@ from parallelize.inplace.gradient_origins import (
     origins,
     record,
 )
-from parallelize.inplace.rank_comparison import Meeting, differences, differs_by_rounding
 from parallelize.plugins.base import Session
 from parallelize.runtime.gradients import change_closure, is_in_backward, parameters_of
+from parallelize.runtime.rank_comparison import Meeting, differences, differs_by_rounding
 
 __all__ = ["claim_gradients", "leave_gradient", "leave_gradients", "watch_steps"]
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from parallelize.inplace.rank_comparison import fingerprint
+from parallelize.runtime.rank_comparison import fingerprint
 
 VALUES = torch.arange(24.0).reshape(4, 6)
 
