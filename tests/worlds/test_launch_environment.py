@@ -196,3 +196,31 @@ def test_torch_settings_of_the_script_apply_in_workers() -> None:
         torch.set_default_dtype(torch.float32)
     assert expected == (torch.float64, True, "high", "meta")
     assert found == [expected] * 2
+
+
+FOREIGN = """
+from parallelize import distributed
+
+@distributed(processes=2)
+def train():
+    import tqdm
+    return tqdm.__file__
+
+if __name__ == "__main__":
+    import tqdm
+    assert train() == tqdm.__file__, train()
+    assert train.options(launcher=__import__("parallelize.launchers.elastic.plugin", fromlist=["*"]).ElasticLauncher(
+        start_method="spawn"))() == tqdm.__file__
+"""
+
+
+def test_workers_do_not_import_from_the_current_directory_unless_the_caller_does(tmp_path: Path) -> None:
+    """Modules in the current directory do not shadow packages: a script's sys.path starts with its own directory."""
+    script, current = tmp_path / "scripts" / "script.py", tmp_path / "current"
+    for name in ("tqdm.py", "parallelize/__init__.py", "socket.py", "signal.py"):
+        (current / name).parent.mkdir(parents=True, exist_ok=True)
+        (current / name).write_text("open(__file__ + '.imported', 'w')\nraise ImportError(__file__)\n")
+    script.parent.mkdir()
+    script.write_text(FOREIGN)
+    subprocess.run([sys.executable, script], cwd=current, timeout=50, check=True)
+    assert sorted(current.rglob("*.imported")) == []

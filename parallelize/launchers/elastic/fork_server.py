@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
+import multiprocessing.util
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -28,7 +28,7 @@ _start_lock = threading.Lock()
 @contextlib.contextmanager
 def starting_processes(environ: Mapping[str, str], *, by_fork_server: bool) -> Iterator[None]:
     """Prepare this process, with these variables, to start workers inside the context; one thread at a time."""
-    with _start_lock, _paused_garbage_collection(), _hidden_main_module(), _blocked_signals():
+    with _start_lock, _paused_garbage_collection(), _hidden_main_module(), _callers_sys_path(), _blocked_signals():
         if by_fork_server:
             multiprocessing.set_forkserver_preload(_PRELOADED_MODULES)
             _ensure_own_fork_server(environ)
@@ -61,6 +61,29 @@ def _forget(server: Any) -> None:
     os.close(server._forkserver_alive_fd)
     server.__init__()
     server.set_forkserver_preload(_PRELOADED_MODULES)
+
+
+@contextlib.contextmanager
+def _callers_sys_path() -> Iterator[None]:
+    """Start Python processes with the caller's sys.path.
+
+    multiprocessing starts them by `python -c`, which puts the current directory first: a `tqdm.py` there, which the
+    caller does not import, would replace the installed package. sys.path that multiprocessing sends comes too late.
+    """
+    util: Any = multiprocessing.util
+    spawnv_passfds = util.spawnv_passfds
+    path = [os.fspath(each) for each in sys.path]
+
+    def start(executable: bytes, arguments: Sequence[Any], fds: Sequence[int]) -> Any:
+        code = arguments.index("-c") + 1
+        first = f"import sys; sys.path[:] = {path!r}; {arguments[code]}"
+        return spawnv_passfds(executable, [*arguments[:code], first, *arguments[code + 1 :]], fds)
+
+    util.spawnv_passfds = start
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = spawnv_passfds
 
 
 @contextlib.contextmanager
