@@ -1,32 +1,37 @@
 """Train a plain PyTorch function on every device, without changing its loop."""
 
-from parallelize.backends.balanced.plan import Plan, plan
-from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.backends.ddp import DDPBackend
-from parallelize.backends.ddp2 import DDP2Backend
-from parallelize.backends.dp import DPBackend
-from parallelize.backends.fsdp import FSDPBackend
-from parallelize.checkpoint.loading import load
-from parallelize.checkpoint.rotation import checkpoints
-from parallelize.checkpoint.saving import save
-from parallelize.collectives import all_gather, all_reduce, barrier, broadcast, main_first
-from parallelize.data.shard_loader import shard_loader
-from parallelize.decorator import distributed
-from parallelize.errors import (
-    ConfigError,
-    LaunchError,
-    MissingDependencyError,
-    ParallelizeError,
-    SyncError,
-    WorkerError,
-)
-from parallelize.launchers.slurm.job import Job
-from parallelize.launchers.slurm.plugin import SlurmLauncher
-from parallelize.model import no_sync, parallel_model
-from parallelize.plugins.base import Amp
-from parallelize.runtime.context import device, is_main, local_rank, rank, world_size
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from parallelize.version import __version__
-from parallelize.worker.preemption import should_stop
+
+if TYPE_CHECKING:
+    from parallelize.backends.balanced.plan import Plan, plan
+    from parallelize.backends.balanced.plugin import BalancedBackend
+    from parallelize.backends.ddp import DDPBackend
+    from parallelize.backends.ddp2 import DDP2Backend
+    from parallelize.backends.dp import DPBackend
+    from parallelize.backends.fsdp import FSDPBackend
+    from parallelize.checkpoint.loading import load
+    from parallelize.checkpoint.rotation import checkpoints
+    from parallelize.checkpoint.saving import save
+    from parallelize.collectives import all_gather, all_reduce, barrier, broadcast, main_first
+    from parallelize.data.shard_loader import shard_loader
+    from parallelize.decorator import distributed
+    from parallelize.errors import (
+        ConfigError,
+        LaunchError,
+        MissingDependencyError,
+        ParallelizeError,
+        SyncError,
+        WorkerError,
+    )
+    from parallelize.launchers.slurm.job import Job
+    from parallelize.launchers.slurm.plugin import SlurmLauncher
+    from parallelize.model import no_sync, parallel_model
+    from parallelize.plugins.base import Amp
+    from parallelize.runtime.context import device, is_main, local_rank, rank, world_size
+    from parallelize.worker.preemption import should_stop
 
 __all__ = [
     "Amp",
@@ -65,3 +70,38 @@ __all__ = [
     "should_stop",
     "world_size",
 ]
+
+_NAMES_BY_MODULE = {
+    "backends.balanced.plan": "Plan plan",
+    "backends.balanced.plugin": "BalancedBackend",
+    "backends.ddp": "DDPBackend",
+    "backends.ddp2": "DDP2Backend",
+    "backends.dp": "DPBackend",
+    "backends.fsdp": "FSDPBackend",
+    "checkpoint.loading": "load",
+    "checkpoint.rotation": "checkpoints",
+    "checkpoint.saving": "save",
+    "collectives": "all_gather all_reduce barrier broadcast main_first",
+    "data.shard_loader": "shard_loader",
+    "decorator": "distributed",
+    "errors": "ConfigError LaunchError MissingDependencyError ParallelizeError SyncError WorkerError",
+    "launchers.slurm.job": "Job",
+    "launchers.slurm.plugin": "SlurmLauncher",
+    "model": "no_sync parallel_model",
+    "plugins.base": "Amp",
+    "runtime.context": "device is_main local_rank rank world_size",
+    "worker.preemption": "should_stop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that the command line shows its help without importing torch."""
+    for module, names in _NAMES_BY_MODULE.items():
+        if name in names.split():
+            globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -287,19 +287,29 @@ def exports(sources: Sources) -> list[str]:
     return found
 
 
+_TABLE = "_NAMES_BY_MODULE"
+
+
 def public_names(source: str) -> list[str]:
-    """Faults of parallelize/__init__.py, which contains imports and an equal, sorted __all__ only."""
+    """Faults of parallelize/__init__.py: imports for type checkers, a sorted __all__, and the modules of its names."""
     tree = _parse(source)
     listed, found = _exported(tree), []
-    imported = [alias.asname or alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names]
-    allowed = (ast.ImportFrom, ast.Assign, ast.Expr)
-    found += [f"line {node.lineno} is no import" for node in tree.body if not isinstance(node, allowed)]
-    found += [f"{name} is defined here" for name in sorted(_assigned(tree) - {"__all__"})]
+    blocks = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    imports = [n for block in blocks for n in block.body if isinstance(n, ast.ImportFrom)]
+    imported = {(alias.name, f"{n.module}") for n in imports for alias in n.names}
+    tables = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == _TABLE]
+    modules = ast.literal_eval(tables[0]) if tables else {}
+    lazy = {(name, f"{PACKAGE}.{module}") for module, names in modules.items() for name in names.split()}
+    allowed = (ast.ImportFrom, ast.Assign, ast.Expr, ast.If)
+    hooks = ("__getattr__", "__dir__")
+    others = [n for n in tree.body if not isinstance(n, allowed) and getattr(n, "name", "") not in hooks]
+    found += [f"line {node.lineno} is no import" for node in others]
+    found += [f"{name} is defined here" for name in sorted(_assigned(tree) - {"__all__", _TABLE})]
     if listed is None or listed != sorted(listed, key=_order):
         found.append("__all__ is missing or not sorted")
-    public = {name for name in imported if name != "annotations"}
-    found += [f"{name} is not both imported and in __all__" for name in sorted(public ^ set(listed or ()))]
-    return found
+    found += [f"{name} is not both imported from {module} and in {_TABLE}" for name, module in sorted(imported ^ lazy)]
+    public = {name for name, _ in lazy} | {"__version__"}
+    return found + [f"{name} is not both in {_TABLE} and in __all__" for name in sorted(public ^ set(listed or ()))]
 
 
 def environment_access(sources: Sources, allowed: Mapping[str, str] = ENVIRONMENT) -> list[str]:

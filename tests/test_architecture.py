@@ -195,16 +195,21 @@ def test_every_rule_has_a_violation() -> None:
 
 
 def test_the_package_names_what_it_imports() -> None:
-    """parallelize/__init__.py only imports, and its `__all__` is sorted and complete."""
+    """parallelize/__init__.py only imports, also lazily, and its `__all__` is sorted and complete."""
     assert architecture.public_names(PACKAGE["parallelize/__init__.py"]) == []
+
+
+CHECKED = "if TYPE_CHECKING:\n    "
 
 
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        ("from a import b\n__all__ = []", "b is not both"),
+        (f"{CHECKED}from parallelize.a import b\n__all__ = ['b']", "b is not both imported from parallelize.a and"),
+        (f"{CHECKED}from parallelize.a import b\n_NAMES_BY_MODULE = {{'c': 'b'}}", "b is not both imported"),
+        ("_NAMES_BY_MODULE = {'a': 'b'}\n__all__ = []", "b is not both in _NAMES_BY_MODULE and in __all__"),
         ("__all__ = ['b']", "b is not both"),
-        ("from a import b, c\n__all__ = ['c', 'b']", "not sorted"),
+        ("__all__ = ['c', 'b']", "not sorted"),
         ("import os\n__all__ = []", "line 1 is no import"),
         ("x = 1\n__all__ = []", "x is defined here"),
     ],
@@ -226,7 +231,35 @@ assert not {{"apex", "submitit"}} & sys.modules.keys()
 
 def test_importing_starts_nothing(run_script: Callable[..., object]) -> None:
     """Importing the package starts no process or thread and imports no optional package."""
-    run_script(INERT.format(lines="import parallelize"))
+    run_script(INERT.format(lines="from parallelize import *"))
+
+
+UNUSED = """
+import sys
+from parallelize import {names}
+slow = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "sympy", "parallelize.cli"]
+assert not [each for each in slow if each in sys.modules], [each for each in slow if each in sys.modules]
+"""
+
+
+@pytest.mark.parametrize("names", ["distributed, parallel_model, shard_loader", "*"])
+def test_importing_leaves_out_what_takes_a_second(names: str, run_script: Callable[..., object]) -> None:
+    """The package adds little to torch's own import: sharded tensors and the compiler are imported when used."""
+    run_script(UNUSED.format(names=names))
+
+
+SHOWN = """
+import sys
+from parallelize.cli.main import main
+assert main([{option!r}]) == 0
+assert not [each for each in ("torch", "numpy", "cloudpickle") if each in sys.modules]
+"""
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_the_command_line_shows_its_help_without_torch(option: str, run_script: Callable[..., object]) -> None:
+    """`parallelize --version` and `parallelize --help` answer at once."""
+    run_script(SHOWN.format(option=option))
 
 
 @pytest.mark.parametrize(

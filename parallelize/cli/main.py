@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from parallelize.cli import doctor, run
 from parallelize.errors import ConfigError, did_you_mean
 from parallelize.version import __version__
 
@@ -50,8 +49,12 @@ def _dispatch(words: list[str]) -> int:
         sys.stdout.write(f"parallelize {__version__}\n")
         return 0
     if command == "doctor":
+        from parallelize.cli import doctor  # imports torch, as run does
+
         return doctor.doctor(rest, os.environ, _write)
     if command == "run":
+        from parallelize.cli import run
+
         return run.run(rest, os.environ)
     raise ConfigError(
         f"parallelize {command}", why="no such command", fix=did_you_mean(command, ("doctor", "run", "--version"))

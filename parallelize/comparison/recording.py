@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from parallelize.backends.sharded_tensors import full_tensor
 from parallelize.call.function_ref import FunctionRef
 from parallelize.data.merged_source import MergedRanks
 from parallelize.inplace.forward_routing import routed_models
@@ -178,7 +176,11 @@ class _Recorder:
 
     def _elements(self, value: torch.Tensor) -> torch.Tensor:
         """Return up to _MAX_ELEMENTS elements on the CPU; a collective if the tensor is sharded."""
-        full = full_tensor(value) if isinstance(value, DTensor) else value.detach()
+        full = value.detach()
+        if hasattr(value, "full_tensor"):  # a DTensor, whose class takes a second to import
+            from parallelize.backends.sharded_tensors import full_tensor
+
+            full = full_tensor(value)
         if not self._is_main:
             return torch.empty(0)
         full = (full.to_dense() if full.layout is not torch.strided else full).reshape(-1)

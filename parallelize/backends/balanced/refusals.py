@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from parallelize.errors import ConfigError
@@ -34,8 +34,6 @@ _COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
 _UNSUPPORTED = (
     DataParallel,
     DistributedDataParallel,
-    FSDPModule,
-    FullyShardedDataParallel,
     nn.SyncBatchNorm,
     torch.jit.ScriptModule,
 )
@@ -46,6 +44,13 @@ class CannotSplitError(ConfigError):
 
     def __init__(self, what: str, *, why: str, fix: str) -> None:
         super().__init__(what, why=why, fix=f"{fix}; or {_NO_SPLIT}")
+
+
+def _fsdp_classes() -> Iterator[type]:
+    """Yield FSDP's classes if they are imported, which takes a second and which every instance needs."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        yield from (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
 
 
 def check_supported(inner: Inner) -> None:
@@ -62,7 +67,7 @@ def check_supported(inner: Inner) -> None:
             fix="compile its blocks instead: for block in model.blocks: block.compile(); or use backend='ddp'",
         )
     for name, module in inner.model.named_modules():
-        if isinstance(module, _UNSUPPORTED):
+        if isinstance(module, (*_UNSUPPORTED, *_fsdp_classes())):
             raise ConfigError(
                 f"{name or 'the model'} is a {type(module).__name__}",
                 why="it has its own threads, processes or graph, which cannot be split into stages",
