@@ -123,7 +123,9 @@ def is_user_code(module: object) -> bool:
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in ("", "parallelize"):
         return False
-    path = getattr(sys.modules.get(module), "__file__", None) or ""
+    # Modules in compiled code, such as those in torch._C, have no file of their own.
+    paths = (getattr(sys.modules.get(name), "__file__", None) for name in (module, top))
+    path = next(filter(None, paths), "")
     return "site-packages" not in path and "dist-packages" not in path
 
 

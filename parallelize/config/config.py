@@ -17,6 +17,7 @@ from parallelize.plugins.base import Amp, Backend, Launcher
 __all__ = ["ENV_PREFIX", "Config"]
 
 ENV_PREFIX = "PARALLELIZE_"
+_NO_OPTIONS = ("PARALLELIZE_PRELOAD",)  # 0: the fork server imports none of the caller's modules
 
 # Option names of other libraries -> our name, for the "did you mean" of an unknown option.
 _FOREIGN_NAMES = {
@@ -129,7 +130,7 @@ class Config:
         changes: dict[str, Any] = {}
         faults: list[Fault] = []
         for variable, text in sorted(environ.items()):
-            if not variable.startswith(ENV_PREFIX) or not text.strip():
+            if not variable.startswith(ENV_PREFIX) or not text.strip() or variable in _NO_OPTIONS:
                 continue
             name = variable.removeprefix(ENV_PREFIX).lower()
             if name not in FROM_TEXT or variable != _variable(name):

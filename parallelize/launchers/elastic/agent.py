@@ -64,7 +64,7 @@ class Agent(LocalElasticAgent):
     Args:
         spec: torch elastic's description of the workers: role, number, entry point, rendezvous.
         files: files for the workers' stdout and stderr.
-        environ: the caller's variables.
+        environ: the workers' variables.
         start_method: "forkserver", or "spawn" on systems without it.
         after_start: called with the attempt number after the workers of that attempt were started.
         control_plane: exchange with the other nodes.

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import multiprocessing.util
 import os
-import re
 import signal
 import sys
 import threading
@@ -14,21 +13,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
+from parallelize.launchers.elastic.server_imports import REQUEST, ServerImports
+
 __all__ = ["starting_processes"]
 
 _PRELOADED_MODULES = ["parallelize.launchers.elastic.preload"]
-# Variables that libraries read when they are imported, which the fork server does once for all calls. Not the number of
-# threads, which workers set.
-_READ_AT_IMPORT = re.compile(r"(PY)?TORCH(?!ELASTIC_)|NCCL_|GLOO_|LD_|MKL_|OMP_(?!NUM_THREADS)|KMP_")
-_settings_of: dict[int, dict[str, str]] = {}  # by the pid of a fork server
+_imports_by_pid: dict[int, ServerImports] = {}  # of the fork server
 
 _start_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def starting_processes(environ: Mapping[str, str], *, by_fork_server: bool) -> Iterator[None]:
-    """Prepare this process, with these variables, to start workers inside the context; one thread at a time."""
-    with _start_lock, _paused_garbage_collection(), _hidden_main_module(), _callers_sys_path(), _blocked_signals():
+    """Prepare this process to start workers with these variables inside the context; one thread at a time."""
+    with (
+        _start_lock,
+        _paused_garbage_collection(),
+        _hidden_main_module(),
+        _changed_commands(environ),
+        _blocked_signals(),
+    ):
         if by_fork_server:
             multiprocessing.set_forkserver_preload(_PRELOADED_MODULES)
             _ensure_own_fork_server(environ)
@@ -36,10 +40,10 @@ def starting_processes(environ: Mapping[str, str], *, by_fork_server: bool) -> I
 
 
 def _ensure_own_fork_server(environ: Mapping[str, str]) -> None:
-    """Start a fork server, or a new one if this process was forked since, or has changed what libraries read."""
+    """Start a fork server, or a new one if this process was forked since, or has changed what the server imported."""
     server: Any = forkserver._forkserver
-    settings = {name: value for name, value in environ.items() if _READ_AT_IMPORT.match(name)}
-    if server._forkserver_pid is not None and _settings_of.get(server._forkserver_pid, settings) != settings:
+    imports = _imports_by_pid.get(server._forkserver_pid)
+    if imports is not None and not imports.are_current(environ):
         threading.Thread(target=_wait_for, args=[server._forkserver_pid], daemon=True).start()
         _forget(server)
     try:
@@ -47,7 +51,8 @@ def _ensure_own_fork_server(environ: Mapping[str, str]) -> None:
     except ChildProcessError:
         _forget(server)
         server.ensure_running()
-    _settings_of.setdefault(server._forkserver_pid, settings)
+    if server._forkserver_pid not in _imports_by_pid:  # started by the caller
+        _imports_by_pid[server._forkserver_pid] = ServerImports.of_caller(environ)
 
 
 def _wait_for(pid: int) -> None:
@@ -57,15 +62,15 @@ def _wait_for(pid: int) -> None:
 
 
 def _forget(server: Any) -> None:
-    _settings_of.clear()  # a later fork server may get the same pid
+    _imports_by_pid.clear()  # a later fork server may get the same pid
     os.close(server._forkserver_alive_fd)
     server.__init__()
     server.set_forkserver_preload(_PRELOADED_MODULES)
 
 
 @contextlib.contextmanager
-def _callers_sys_path() -> Iterator[None]:
-    """Start Python processes with the caller's sys.path.
+def _changed_commands(environ: Mapping[str, str]) -> Iterator[None]:
+    """Start Python processes with the caller's sys.path, and the fork server with the list of what it imports.
 
     multiprocessing starts them by `python -c`, which puts the current directory first: a `tqdm.py` there, which the
     caller does not import, would replace the installed package. sys.path that multiprocessing sends comes too late.
@@ -77,7 +82,14 @@ def _callers_sys_path() -> Iterator[None]:
     def start(executable: bytes, arguments: Sequence[Any], fds: Sequence[int]) -> Any:
         code = arguments.index("-c") + 1
         first = f"import sys; sys.path[:] = {path!r}; {arguments[code]}"
-        return spawnv_passfds(executable, [*arguments[:code], first, *arguments[code + 1 :]], fds)
+        command = [*arguments[:code], first, *arguments[code + 1 :]]
+        if "multiprocessing.forkserver" not in first:
+            return spawnv_passfds(executable, command, fds)
+        imports = ServerImports.of_caller(environ)
+        with imports.request(environ) as request:
+            pid = spawnv_passfds(executable, [*command, f"{REQUEST}{request}"], [*fds, request])
+        _imports_by_pid[pid] = imports
+        return pid
 
     util.spawnv_passfds = start
     try:

@@ -45,8 +45,8 @@ class ElasticLauncher(Launcher):
     With several nodes the same script runs on each, and each starts its own processes.
 
     Args:
-        start_method: "forkserver" (the fork server imports torch once, so that a later call starts in a fraction of a
-            second) or "spawn"; None: "forkserver" where the system supports it.
+        start_method: "forkserver" (the fork server imports torch, and the installed modules that the caller has
+            imported, once; with PARALLELIZE_PRELOAD=0 only torch) or "spawn"; None: "forkserver" where it exists.
         heartbeat_timeout: seconds after which a node without a heartbeat is lost, and the call fails on all nodes; a
             process that is stopped for less, as by the migration of its virtual machine, continues.
     """
@@ -159,7 +159,7 @@ class _NodeRun:
         self._agent = Agent(
             spec,
             self._files,
-            environ=environ,
+            environ=variables,
             start_method=start_method,
             after_start=self._after_start,
             control_plane=control_plane,

@@ -1,14 +1,101 @@
-"""Modules that the fork server imports once, before it forks the first worker; none of them initializes a GPU.
+"""Imports that the fork server makes once, before it forks the first worker, so that no worker pays for them.
+
+First torch, then the modules that the caller has imported. A forked process lacks the threads, connections and GPUs of
+its parent: if an import of the caller's modules starts one of them, the fork server starts again without these modules.
+(Threads of BLAS and OpenMP do no harm: they are started again in a forked process by the libraries' own handlers.)
 
 The fork server is started with SIGINT blocked, so that Ctrl-C does not interrupt these imports. This module unblocks it
 at the end: the fork server ignores SIGINT, but the processes that it starts must not inherit the blocked signal.
 """
 
-import torch._dynamo  # DistributedDataParallel imports it, which takes a second per rank
-import torch.distributed.elastic.multiprocessing  # noqa: F401 - every worker starts in a function of torch's module
+from __future__ import annotations
 
-from parallelize.worker.shutdown import unblock_sigint
+import contextlib
+import gc
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 __all__ = []
 
-unblock_sigint()
+_REQUEST = "--parallelize-preload="  # as in server_imports, which imports torch
+_TORCH = (
+    "torch._dynamo",  # DistributedDataParallel imports it, which takes a second per rank
+    "torch.distributed.fsdp",
+    "torch.distributed.elastic.multiprocessing",  # every worker starts in a function of torch's module
+    "torch.utils.serialization",  # torch.load imports it
+    "parallelize.worker.main",
+)
+_OPEN_FILES = Path("/proc/self/fd")
+_FORKABLE = ("/dev/null", "/dev/urandom", "/dev/random", "/dev/shm/")  # noqa: S108 - a path to compare with
+
+
+def _preload(request: dict[str, Any]) -> None:
+    """Import torch and the requested modules, with the requested environment variables."""
+    before = os.environ.copy()
+    os.environ.update(request["environ"])
+    for name in _TORCH:
+        import_module(name)
+    files = _unforkable_files()
+    _import_silently(request["modules"])
+    if threading.active_count() > 1 or _unforkable_files() - files:
+        modules = [name for name in request["modules"] if name.startswith("parallelize.")]
+        _start_again({"environ": request["environ"], "modules": modules})
+    os.environ.clear()
+    os.environ.update(before)
+    gc.collect()
+    gc.freeze()  # so that collections in workers do not copy the pages of these modules
+
+
+def _import_silently(modules: Sequence[str]) -> None:
+    """Import modules whose output and errors the caller's own import has shown, or a worker's will show."""
+    with _silenced():
+        for name in modules:
+            with contextlib.suppress(BaseException):
+                import_module(name)
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    streams = [os.dup(number) for number in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, stream in zip((1, 2), streams, strict=True):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.close(nowhere)
+
+
+def _unforkable_files() -> set[str]:
+    """Return what this process has open and must not share with forked ones: sockets, pipes, devices such as GPUs."""
+    found = set()
+    for each in _OPEN_FILES.iterdir() if _OPEN_FILES.exists() else ():
+        with contextlib.suppress(OSError):
+            found.add(str(each.readlink()))
+    return {each for each in found if not each.startswith(_FORKABLE) and (":" in each or each.startswith("/dev/"))}
+
+
+def _start_again(request: object) -> None:
+    number, written = os.pipe()
+    os.set_inheritable(number, True)  # noqa: FBT003 - set_inheritable takes no keyword
+    with os.fdopen(written, "w") as file:
+        json.dump(request, file)
+    command = [*sys.orig_argv[:-1], f"{_REQUEST}{number}"]
+    os.execv(sys.executable, command)  # noqa: S606 - the same program
+
+
+if sys.argv[-1].startswith(_REQUEST):
+    with os.fdopen(int(sys.argv[-1].removeprefix(_REQUEST))) as opened:
+        _preload(json.load(opened))
+import_module("parallelize.worker.shutdown").unblock_sigint()

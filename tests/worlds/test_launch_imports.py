@@ -1,0 +1,121 @@
+"""Modules that the caller has imported are imported once, by the fork server, and again when a file has changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+PLAIN = """
+import os
+with open(os.environ["IMPORTS"], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+VALUE = 1
+"""
+THREADED = (
+    PLAIN
+    + """
+import threading
+thread = threading.Thread(target=threading.Event().wait, daemon=True)
+thread.start()
+"""
+)
+CONNECTED = PLAIN + "import socket\nopened = socket.socket()\n"
+ENDING = PLAIN + "import sys\nif sys.argv[0] == '-c':\n    sys.exit('not here')\n"
+
+SCRIPT = """
+import os, pathlib, sys
+import pack.inner
+from parallelize import distributed
+from parallelize.launchers.elastic.plugin import ElasticLauncher
+
+@distributed(processes=2)
+def train():
+    import pack.inner
+    value = pack.inner.VALUE
+    alive = pack.inner.thread.is_alive() if hasattr(pack.inner, "thread") else None
+    return value, alive
+
+def imports():
+    return len(set(pathlib.Path(os.environ["IMPORTS"]).read_text().split()))
+
+if __name__ == "__main__":
+    print(train.all_ranks(), imports())
+    print(train.all_ranks(), imports())
+    if len(sys.argv) > 1:
+        file = pathlib.Path(pack.inner.__file__)
+        file.write_text(file.read_text().replace("VALUE = 1", "VALUE = 22"))
+        print(train.all_ranks(), imports())
+"""
+
+
+@pytest.fixture
+def call(tmp_path: Path, run_script: Run) -> Callable[..., list[str]]:
+    """Return a function that writes an installed package with a module, runs the script, and returns what it prints."""
+
+    def run(module: str, *args: str, folder: str = "site-packages", **variables: str) -> list[str]:
+        package = tmp_path / folder / "pack"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "inner.py").write_text(module)
+        path = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{package.parent}"
+        env = {"PYTHONPATH": path, "IMPORTS": str(tmp_path / "imports"), "PYTHONDONTWRITEBYTECODE": "1", **variables}
+        return run_script(SCRIPT, args=args, env=env, timeout_s=100).stdout.splitlines()
+
+    return run
+
+
+def test_a_module_of_the_caller_is_imported_once_for_all_calls(call: Callable[..., list[str]]) -> None:
+    """The caller and the fork server import it, and no worker; a file that has changed is imported again."""
+    assert call(PLAIN, "edit") == ["[(1, None), (1, None)] 2", "[(1, None), (1, None)] 2", "[(22, None), (22, None)] 3"]
+
+
+def test_a_module_of_the_users_own_is_imported_by_each_worker(call: Callable[..., list[str]]) -> None:
+    """Edits between calls take effect, as in a notebook: only installed packages are imported in advance."""
+    found = call(PLAIN, "edit", folder="own")
+    assert found == ["[(1, None), (1, None)] 3", "[(1, None), (1, None)] 5", "[(22, None), (22, None)] 7"]
+
+
+def test_a_variable_turns_it_off(call: Callable[..., list[str]]) -> None:
+    """With PARALLELIZE_PRELOAD=0 each worker imports the modules."""
+    assert call(PLAIN, PARALLELIZE_PRELOAD="0") == ["[(1, None), (1, None)] 3", "[(1, None), (1, None)] 5"]
+
+
+@pytest.mark.parametrize(("module", "alive"), [(THREADED, True), (CONNECTED, None)])
+def test_a_module_that_starts_a_thread_or_connects_is_imported_by_each_worker(
+    module: str, alive: bool | None, call: Callable[..., list[str]]
+) -> None:
+    """Forked processes lack the fork server's threads and share its sockets: it starts again without the module."""
+    # The caller and the fork server, which keeps its process ID, and two workers per call.
+    assert call(module) == [f"{[(1, alive)] * 2} 4", f"{[(1, alive)] * 2} 6"]
+
+
+def test_a_module_that_fails_in_the_fork_server_is_left_to_the_workers(call: Callable[..., list[str]]) -> None:
+    """An import that even ends the process does not end the fork server, and is silent."""
+    assert call(ENDING) == ["[(1, None), (1, None)] 4", "[(1, None), (1, None)] 6"]
+
+
+THREADS = """
+import numpy, threadpoolctl
+from parallelize import distributed
+
+@distributed(processes=2)
+def train():
+    return {each["num_threads"] for each in threadpoolctl.threadpool_info() if each["internal_api"] == "openblas"}
+
+print(train())
+"""
+
+
+def test_numpy_uses_the_threads_of_a_rank(run_script: Run) -> None:
+    """The fork server's libraries read the workers' OMP_NUM_THREADS: ranks do not each use all cores."""
+    if importlib.util.find_spec("threadpoolctl") is None:
+        pytest.skip("reads the number of threads by threadpoolctl")
+    cores = len(os.sched_getaffinity(0))
+    assert run_script(THREADS, env={"OMP_NUM_THREADS": ""}).stdout.strip() == str({max(1, cores // 2)})
