@@ -1,11 +1,20 @@
 """torch elastic's agent, which starts, monitors and stops the workers of one node.
 
 caller ── Agent.run ──> rendezvous ──> fork server ──> worker (own process group) ──> its children
-│  every 20 ms: has a worker exited?
+│  until a worker has exited or all have returned, here and on the other nodes
 └─ one failed: SIGTERM to the other workers, SIGKILL to every process group, then FAILED or a restart
 
-Unlike LocalElasticAgent, it detects failures within 20 ms, kills the workers' child processes too, and detects a worker
-that exits with code 0 before its function returns.
+What it overrides, and why:
+    _start_workers     signals are deferred: an interrupted start would leave orphans; the workers of a past attempt are
+                       released; a fork server that imports modules once
+    _monitor_workers   torch elastic looks every 0.1 s, waits forever for a worker that exits with code 0 before its
+                       function returns, for 30 s for the others if one is killed, and knows nothing of other nodes
+    _exit_barrier      the control plane has waited for the other nodes
+    _shutdown          SIGTERM leaves time for `finally` blocks; SIGKILL goes to workers' child processes, too, and a
+                       process that it cannot end is not waited for
+    run                files and the store are released before it returns
+    Rendezvous         a store of its own for each attempt, without a delay (rendezvous.py)
+    RankFiles          files by rank, which are known before the workers start (worker_output.py)
 """
 
 from __future__ import annotations
@@ -28,9 +37,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from parallelize.errors import LaunchError
 from parallelize.launchers.elastic.control_plane import SingleNode
 from parallelize.launchers.elastic.failures import WorkerExit
 from parallelize.launchers.elastic.fork_server import starting_processes
+from parallelize.launchers.elastic.signals import StopSignals
 from parallelize.launchers.elastic.worker_output import RankFiles
 from parallelize.torch_private import self_test
 
@@ -66,6 +77,7 @@ class Agent(LocalElasticAgent):
         files: files for the workers' stdout and stderr.
         environ: the workers' variables.
         start_method: "forkserver", or "spawn" on systems without it.
+        signals: handlers of stop signals, installed again after each start.
         after_start: called with the attempt number after the workers of that attempt were started.
         control_plane: exchange with the other nodes.
     """
@@ -77,13 +89,14 @@ class Agent(LocalElasticAgent):
         *,
         environ: Mapping[str, str],
         start_method: str,
+        signals: StopSignals,
         after_start: Callable[[int], None],
         control_plane: SingleNode,
     ) -> None:
         _require_overridable_agent()
         super().__init__(spec, files, start_method=start_method)
         self._uses_fork_server = start_method == "forkserver"
-        self._after_start = after_start
+        self._signals, self._after_start = signals, after_start
         self._environ, self._files, self._control_plane = environ, files, control_plane
         self._success: RunResult | None = None
 
@@ -109,10 +122,12 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._success = None
         self._close_files()  # of the previous attempt
-        with _deferred_signals():
-            with starting_processes(self._environ, by_fork_server=self._uses_fork_server):
-                started: dict[int, Any] = super()._start_workers(worker_group)
-            self._after_start(self.attempt)
+        with (
+            starting_processes(self._environ, by_fork_server=self._uses_fork_server),
+            _deferred_signals(self._signals),
+        ):
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        self._after_start(self.attempt)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -233,13 +248,17 @@ def _send_signal(pid: int | None, number: signal.Signals, *, of_group: bool) -> 
 
 
 @contextlib.contextmanager
-def _deferred_signals() -> Iterator[None]:
+def _deferred_signals(signals: StopSignals) -> Iterator[None]:
     """Defer signals that arrive while processes start: an interrupted start would leave orphaned processes.
 
-    At each start torch elastic installs a handler that raises an exception. When this block ends, our handlers have
-    been installed again, and receive the deferred signals.
+    At each start torch elastic installs a handler that raises an exception. When this block ends, our handlers are
+    installed again, and receive the deferred signals.
+
+    Raises:
+        LaunchError: the fork server ended. A signal that a whole process group receives, as from `timeout`, ends it.
     """
     received: list[int] = []
+    lost: LaunchError | None = None
 
     def defer(signum: int, frame: FrameType | None) -> None:
         del frame
@@ -249,7 +268,16 @@ def _deferred_signals() -> Iterator[None]:
     torch_api._terminate_process_handler = defer
     try:
         yield
+    except (EOFError, ConnectionError) as exc:
+        lost = LaunchError(
+            "the fork server, which starts the worker processes, has ended",
+            why=f"it was killed, or ran out of memory while it imported modules ({type(exc).__name__})",
+            fix="see the kernel's log, or use ElasticLauncher(start_method='spawn')",
+        )
     finally:
         torch_api._terminate_process_handler = original
+        signals.install()
     for number in received:
         signal.raise_signal(number)
+    if lost is not None:
+        raise lost from None

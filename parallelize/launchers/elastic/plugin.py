@@ -126,7 +126,7 @@ class _NodeRun:
         *,
         start_method: str,
     ) -> None:
-        self._layout, self._signals = task.layout, signals
+        self._layout = task.layout
         config, self._control_plane = self._layout.config, control_plane
         self._files = RankFiles(folder / "logs" if config.logs in ("rank0", "all") else Path(config.logs))
         self._tails: list[OutputTail] = []
@@ -161,6 +161,7 @@ class _NodeRun:
             self._files,
             environ=variables,
             start_method=start_method,
+            signals=signals,
             after_start=self._after_start,
             control_plane=control_plane,
         )
@@ -177,8 +178,7 @@ class _NodeRun:
         return self._control_plane.collect_outcomes(attempt)
 
     def _after_start(self, attempt: int) -> None:
-        """Install our signal handlers again, show the output of the new attempt, and log a restart."""
-        self._signals.install()
+        """Show the output of the new attempt, and log a restart."""
         config = self._layout.config
         for rank in (each for each in self._control_plane.ranks if each == 0 or config.logs == "all"):
             prefix = f"[rank {rank}] " if config.logs == "all" else ""

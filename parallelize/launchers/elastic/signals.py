@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import threading
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -50,21 +52,26 @@ class StopSignals:
         Raises:
             LaunchError: a stop signal arrived, and the caller's handler returned instead of raising.
         """
-        stopped: _StopRequested | None = None
+        stopped_by: int | None = None
         if threading.current_thread() is threading.main_thread():
             self._callers_handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
             self.install()
         try:
             yield self
         except _StopRequested as request:
-            stopped = request
+            stopped_by = request.number
+            # An interrupted start refers to semaphores: Python would print a warning if a default handler of the signal
+            # ended this process before they are closed.
+            request.__context__ = None
+            traceback.clear_frames(request.__traceback__)
+            gc.collect()
         finally:
             for number, handler in self._callers_handlers.items():
                 signal.signal(number, handler)
-        if stopped is not None:
-            _redeliver(stopped.number)
+        if stopped_by is not None:
+            _redeliver(stopped_by)
             raise LaunchError(
-                f"stopped by {signal.Signals(stopped.number).name}",
+                f"stopped by {signal.Signals(stopped_by).name}",
                 why="this process's own handler of the signal returned, after the workers had been stopped",
                 fix="raise an exception in that handler to end the program, or call the function again",
             )
