@@ -28,6 +28,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
@@ -45,9 +46,9 @@ from parallelize.launchers.elastic.signals import StopSignals
 from parallelize.launchers.elastic.worker_output import RankFiles
 from parallelize.torch_private import self_test
 
-__all__ = ["MONITOR_INTERVAL_S", "STOP_GRACE_S", "Agent"]
+__all__ = ["STOP_GRACE_S", "Agent"]
 
-MONITOR_INTERVAL_S = 0.02
+_ASK_NODES_EVERY_S = 0.02
 STOP_GRACE_S = 3.0  # between SIGTERM and SIGKILL: time for the `finally` blocks of the other workers
 _KILL_TIMEOUT_S = 15.0  # a driver takes seconds to free the memory of a process
 _SIGTERM_EXIT_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM)
@@ -131,6 +132,7 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._wait_for_a_worker()
         exits = self._find_early_exits(worker_group)
         if exits or self._control_plane.has_failed(self.attempt):
             self._control_plane.fail(self.attempt)
@@ -148,6 +150,13 @@ class Agent(LocalElasticAgent):
         if self._success is not None and self._control_plane.all_done(self.attempt):
             return self._success
         return RunResult(state=WorkerState.HEALTHY)
+
+    def _wait_for_a_worker(self) -> None:
+        """Wait until a worker returns or exits, or until it is time to ask the other nodes again."""
+        context: Any = self._pcontext
+        running = [local for local in range(len(self._processes())) if not self._has_returned(local)]
+        watched = [(self._processes()[local].sentinel, context._ret_vals[local]._reader) for local in running]
+        connection.wait([each for pair in watched for each in pair], _ASK_NODES_EVERY_S)
 
     def _exit_barrier(self) -> None:
         """Skip torch elastic's barrier: `control_plane.all_done` has already waited for the other nodes."""

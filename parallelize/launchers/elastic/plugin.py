@@ -22,7 +22,7 @@ from parallelize.call.torch_settings import TorchSettings
 from parallelize.cluster.network import gloo_interface, resolvable_address
 from parallelize.cluster.world import Node
 from parallelize.errors import ConfigError, LaunchError
-from parallelize.launchers.elastic.agent import MONITOR_INTERVAL_S, Agent
+from parallelize.launchers.elastic.agent import Agent
 from parallelize.launchers.elastic.control_plane import MultiNode, SingleNode
 from parallelize.launchers.elastic.failures import caller_exception
 from parallelize.launchers.elastic.rendezvous import Rendezvous
@@ -153,7 +153,7 @@ class _NodeRun:
             args=(setup,),
             rdzv_handler=self._rendezvous,
             max_restarts=config.max_restarts,
-            monitor_interval=MONITOR_INTERVAL_S,
+            monitor_interval=1e-3,  # the agent waits for the workers itself
             local_addr=control_plane.address,
         )
         self._agent = Agent(
