@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +100,44 @@ def test_a_module_that_starts_a_thread_or_connects_is_imported_by_each_worker(
 def test_a_module_that_fails_in_the_fork_server_is_left_to_the_workers(call: Callable[..., list[str]]) -> None:
     """An import that even ends the process does not end the fork server, and is silent."""
     assert call(ENDING) == ["[(1, None), (1, None)] 4", "[(1, None), (1, None)] 6"]
+
+
+SLOW = "import sys, time\nif sys.argv[0] == '-c':\n    time.sleep(2)\n"
+ANNOUNCED = """
+import pack
+from parallelize import distributed
+
+@distributed(processes=2)
+def train():
+    return 1
+
+train()
+train()
+"""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_first_call_of_more_than_a_second_says_what_it_starts(is_terminal: bool, tmp_path: Path) -> None:
+    """One line on a terminal, none elsewhere and none for a call that starts at once."""
+    package = tmp_path / "site-packages" / "pack"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(SLOW)
+    script = tmp_path / "script.py"
+    script.write_text(ANNOUNCED)
+    path = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{package.parent}"
+    reading, writing = os.openpty() if is_terminal else os.pipe()
+    subprocess.run(
+        [sys.executable, script], stderr=writing, env={**os.environ, "PYTHONPATH": path}, timeout=100, check=True
+    )
+    os.write(writing, b"END\n")
+    shown = b""
+    while b"END" not in shown:
+        shown += os.read(reading, 4096)
+    os.close(reading)
+    os.close(writing)
+    first = shown.decode().splitlines()[0]
+    line = "parallelize: starting 2 processes of train, which import torch and what this program has imported"
+    assert first == (line if is_terminal else "END")
 
 
 THREADS = """

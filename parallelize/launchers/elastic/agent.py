@@ -43,7 +43,7 @@ from parallelize.launchers.elastic.control_plane import SingleNode
 from parallelize.launchers.elastic.failures import WorkerExit
 from parallelize.launchers.elastic.fork_server import starting_processes
 from parallelize.launchers.elastic.signals import StopSignals
-from parallelize.launchers.elastic.worker_output import RankFiles
+from parallelize.launchers.elastic.worker_output import RankFiles, announced
 from parallelize.torch_private import self_test
 
 __all__ = ["STOP_GRACE_S", "Agent"]
@@ -123,7 +123,9 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._success = None
         self._close_files()  # of the previous attempt
+        what = f"starting {worker_group.spec.local_world_size} processes of {worker_group.spec.role}"
         with (
+            announced(f"{what}, which import torch and what this program has imported"),
             starting_processes(self._environ, by_fork_server=self._uses_fork_server),
             _deferred_signals(self._signals),
         ):
