@@ -128,7 +128,8 @@ class _NodeRun:
     ) -> None:
         self._layout = task.layout
         config, self._control_plane = self._layout.config, control_plane
-        self._files = RankFiles(folder / "logs" if config.logs in ("rank0", "all") else Path(config.logs))
+        is_temporary = config.logs in ("rank0", "all")
+        self._files = RankFiles(folder / "logs" if is_temporary else Path(config.logs), keeps_all=not is_temporary)
         self._tails: list[OutputTail] = []
         self._earlier_errors: list[BaseException] = []
         self._rendezvous = Rendezvous(control_plane, timeout=config.timeout)
@@ -167,7 +168,7 @@ class _NodeRun:
         )
 
     def result(self) -> list[Outcome]:
-        with forwarded(self._tails):
+        with forwarded(self._tails, self._files):
             try:
                 result = self._agent.run()
             finally:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import ctypes
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -20,6 +21,8 @@ __all__ = ["OutputTail", "RankFiles", "announced", "forwarded", "open_standard_s
 
 _POLL_EVERY_S = 0.03
 _END_BYTES = 64 << 10
+_KEPT_BYTES = 1 << 20
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2  # of <linux/falloc.h>
 _ANNOUNCED_AFTER_S = 1.0
 
 
@@ -59,10 +62,12 @@ class RankFiles(LogsSpecs):
 
     Args:
         folder: folder of the files; created if missing.
+        keeps_all: whether the files keep all text, as the user's log directory does; False: the last 1 MiB of each.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, keeps_all: bool = True) -> None:
         super().__init__(str(folder))
+        self._keeps_all = keeps_all
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
 
@@ -93,11 +98,30 @@ class RankFiles(LogsSpecs):
                 self._remove_old_files(rank)
         return LogsDest(stdouts=outs, stderrs=errs, error_files=errors)
 
+    def trim(self, shown: Mapping[Path, int]) -> None:
+        """Free the disk space of all but the last 1 MiB of each file; sizes do not change.
+
+        Args:
+            shown: number of bytes that were shown, of the files that are shown.
+        """
+        for path in () if self._keeps_all else self._folder.iterdir():
+            end = min(path.stat().st_size, shown.get(path, sys.maxsize)) - _KEPT_BYTES
+            if end > _KEPT_BYTES and path.stat().st_blocks * 512 > 2 * _KEPT_BYTES:
+                with path.open("r+b") as file:
+                    _punch_hole(file.fileno(), end)
+
     def _remove_old_files(self, rank: int) -> None:
         """Remove the files of an earlier run: their text would be shown until a worker truncates them."""
         for path in self._folder.iterdir():
             if re.fullmatch(rf"rank{rank}(\.\d+)?\.(out|err)", path.name):
                 path.unlink()
+
+
+def _punch_hole(number: int, end: int) -> None:
+    """Free the blocks of an open file before `end`. Where the file system cannot, the file grows."""
+    fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
+    if fallocate is not None:
+        fallocate(number, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(end))
 
 
 def _read_end(path: Path) -> str:
@@ -119,7 +143,7 @@ class OutputTail:
     path: Path
     to: TextIO | None
     prefix: str = ""
-    _offset: int = 0
+    offset: int = 0
     _pending: str = ""
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
@@ -129,11 +153,11 @@ class OutputTail:
         """Copy new text: complete lines if there is a prefix, else complete characters; everything if `is_last`."""
         try:
             with self.path.open("rb") as file:
-                file.seek(self._offset)
+                file.seek(self.offset)
                 new = file.read()
         except FileNotFoundError:
             return
-        self._offset += len(new)
+        self.offset += len(new)
         text = self._pending + self._decoder.decode(new, final=is_last)
         end = len(text) if is_last or not self.prefix else max(text.rfind("\n"), text.rfind("\r")) + 1
         self._pending = text[end:]
@@ -153,7 +177,7 @@ class OutputTail:
 
 
 @contextlib.contextmanager
-def forwarded(tails: Sequence[OutputTail]) -> Iterator[None]:
+def forwarded(tails: Sequence[OutputTail], files: RankFiles) -> Iterator[None]:
     """Copy new text of the files in a thread while the block runs, and the remaining text when the block ends."""
     done = threading.Event()
 
@@ -161,6 +185,7 @@ def forwarded(tails: Sequence[OutputTail]) -> Iterator[None]:
         while not done.wait(_POLL_EVERY_S):
             for tail in tails:
                 tail.forward(is_last=False)
+            files.trim({tail.path: tail.offset for tail in tails})
 
     thread = threading.Thread(target=forward_new, name="parallelize-output", daemon=True)
     thread.start()

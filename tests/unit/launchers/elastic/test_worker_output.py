@@ -81,7 +81,10 @@ def test_a_closed_console_is_no_failure(tmp_path: Path) -> None:
     closed = io.StringIO()
     closed.close()
     (tmp_path / "rank0.out").write_text("text\n")
-    with forwarded([OutputTail(tmp_path / "rank0.out", closed), OutputTail(tmp_path / "missing", io.StringIO())]):
+    with forwarded(
+        [OutputTail(tmp_path / "rank0.out", closed), OutputTail(tmp_path / "missing", io.StringIO())],
+        RankFiles(tmp_path),
+    ):
         pass
 
 
@@ -94,7 +97,7 @@ class WriteOnly:
 def test_a_missing_or_incomplete_console_is_no_failure(console: Any, tmp_path: Path) -> None:
     """sys.stdout is None without a terminal, and a GUI may replace it by any object."""
     (tmp_path / "rank0.out").write_text("text\n")
-    with forwarded([OutputTail(tmp_path / "rank0.out", console)]):
+    with forwarded([OutputTail(tmp_path / "rank0.out", console)], RankFiles(tmp_path)):
         pass
 
 
