@@ -21,7 +21,8 @@ from parallelize.call.module_sync import restore
 from parallelize.call.task import Outcome, Task, name_of
 from parallelize.call.unreturned import describe
 from parallelize.cluster.devices import probe
-from parallelize.cluster.world import Node, detect
+from parallelize.cluster.environment import detect
+from parallelize.cluster.world import Node
 from parallelize.comparison.compare import compare_runs
 from parallelize.comparison.report import Comparison
 from parallelize.config.config import Config

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallelize.backends.ddp_engine import DDPEngine
 from parallelize.cluster.devices import probe
-from parallelize.cluster.world import World, detect
+from parallelize.cluster.environment import detect
+from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.errors import ConfigError

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallelize.cluster.devices import Hardware
+from parallelize.cluster.environment import detect, detect_node, number_of_pods
 from parallelize.cluster.slurm_allocation import Allocation, current_allocation, sbatch_lines
-from parallelize.cluster.world import Node, World, detect, detect_node
+from parallelize.cluster.world import Node, World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.errors import ConfigError, Fault
@@ -35,8 +36,8 @@ class Placement:
 def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Placement:
     """Return the placement of a request.
 
-    If srun or mpirun has started one process per node and the request needs several, this process starts the workers
-    of its node. A process that torchrun has started is always a worker itself.
+    If srun, mpirun or a pod has started one process per node and the request needs several, this process starts the
+    workers of its node. A process that torchrun has started is always a worker itself.
     In a Slurm job, the number of nodes and the GPUs default to those of the allocation.
 
     Args:
@@ -66,12 +67,13 @@ def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Pla
 def _place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Placement:
     world = detect(environ)
     if world is None:
-        layout = compute_layout(config, hardware)
+        layout = compute_layout(config.changed(num_nodes=config.num_nodes or number_of_pods(environ)), hardware)
         return Placement(layout, node=detect_node(environ) if layout.num_nodes > 1 else None)
-    if world.local_world_size == 1 and "RANK" not in environ and config.num_nodes in (None, world.num_nodes):
+    if world.local_world_size == 1 and not environ.get("LOCAL_RANK") and config.num_nodes in (None, world.num_nodes):
         layout = compute_layout(config.changed(num_nodes=world.num_nodes), hardware)
         if layout.local_world_size > 1:
-            return Placement(layout, node=Node(world.master_addr, world.master_port, world.node_rank))
+            node = Node(world.master_addr, world.master_port, world.node_rank)
+            return Placement(layout, node=node if world.num_nodes > 1 else None)
     return Placement(compute_layout(config, hardware, world), world)
 
 

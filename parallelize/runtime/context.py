@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from parallelize.cluster.devices import probe, set_device_order
-from parallelize.cluster.world import World, detect
+from parallelize.cluster.environment import detect
+from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.hang_detection.watchdog import Watchdog

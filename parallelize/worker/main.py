@@ -29,8 +29,9 @@ from parallelize.call.module_sync import TrainingState
 from parallelize.call.task import Outcome, Task
 from parallelize.call.torch_settings import TorchSettings
 from parallelize.call.unreturned import UnreturnedChanges
+from parallelize.cluster.environment import detect
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
-from parallelize.cluster.world import World, detect
+from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.errors import LaunchError
 from parallelize.runtime.context import Runtime, activate, current

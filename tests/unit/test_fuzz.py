@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from parallelize import ConfigError
 from parallelize.backends.balanced.plan import Plan
 from parallelize.checkpoint.save_schedule import SaveSchedule
+from parallelize.cluster.environment import detect, detect_node
 from parallelize.cluster.hostlist import first_host, tasks_on
-from parallelize.cluster.world import Node, World, detect, detect_node
+from parallelize.cluster.world import Node, World
 
 NAMES = [
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),

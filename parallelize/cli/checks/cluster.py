@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parallelize.cli.findings import Check, Finding, fault, warning
+from parallelize.cluster.environment import detect
 from parallelize.cluster.slurm_allocation import current_allocation
-from parallelize.cluster.world import World, detect
+from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, Fault
 from parallelize.launchers.slurm.commands import query
 
