@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         SyncError,
         WorkerError,
     )
+    from parallelize.launchers.ray.plugin import RayLauncher
     from parallelize.launchers.slurm.job import Job
     from parallelize.launchers.slurm.plugin import SlurmLauncher
     from parallelize.model import no_sync, parallel_model
@@ -46,6 +47,7 @@ __all__ = [
     "MissingDependencyError",
     "ParallelizeError",
     "Plan",
+    "RayLauncher",
     "SlurmLauncher",
     "SyncError",
     "WorkerError",
@@ -85,6 +87,7 @@ _NAMES_BY_MODULE = {
     "data.shard_loader": "shard_loader",
     "decorator": "distributed",
     "errors": "ConfigError LaunchError MissingDependencyError ParallelizeError SyncError WorkerError",
+    "launchers.ray.plugin": "RayLauncher",
     "launchers.slurm.job": "Job",
     "launchers.slurm.plugin": "SlurmLauncher",
     "model": "no_sync parallel_model",

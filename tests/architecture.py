@@ -65,6 +65,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "cli.run_script": "sets the GPUs of the script that it runs, as this process numbers them",
     "decorator": "public entry point: passes the variables to config and world as a mapping",
     "launchers.elastic.preload": "runs in the fork server only, and sets what libraries read when they are imported",
+    "launchers.ray.node": "its actors are processes on other machines: pass their variables on",
     "launchers.slurm.step": "a separate program that srun starts: passes its variables on",
     "model": "public entry point: passes the variables to config and world as a mapping",
     "runtime.context": "entry point of rank(), device(), ...: passes the variables on as a mapping",

@@ -21,11 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from parallelize.call.task import Outcome, Task
-from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import Node
-from parallelize.config.config import Config
-from parallelize.config.gpus import Gpus
-from parallelize.config.layout import Layout, compute_layout
+from parallelize.config.layout import Layout
 from parallelize.config.options import duration
 from parallelize.errors import ConfigError, Fault
 from parallelize.launchers.batch_launcher import BatchLauncher
@@ -137,26 +134,6 @@ class SlurmLauncher(BatchLauncher):
             if name.lstrip("-").replace("_", "-") in _RESERVED_OPTIONS:
                 fix = "use num_nodes=, gpus=, processes=, folder=, stop_before= or submit_many() instead"
                 yield Fault(f"sbatch={{{name!r}: ...}}", "the launcher sets this option itself", fix)
-
-    def plan(self, config: Config) -> Layout:
-        """Return the layout of the job, with as many GPUs on each node as `config` requests."""
-        config = config.changed(launcher=None, num_nodes=config.num_nodes or 1)
-        gpus = config.gpus
-        if gpus is not None and gpus.indices is not None:
-            raise ConfigError(
-                f"{gpus.as_option} with launcher='slurm'",
-                why="Slurm decides which GPUs of a node a job gets",
-                fix=f"use gpus={len(gpus.indices)}",
-            )
-        if gpus == Gpus.ALL or (gpus is None and config.processes is None):
-            reason = "neither gpus= nor processes= is a number"
-            raise ConfigError(
-                reason if gpus is None else f"{gpus.as_option} with launcher='slurm'",
-                why="a Slurm job requests a fixed number of GPUs before its nodes are known",
-                fix="use gpus=4 (on each node), or processes=2 to run on CPUs",
-            )
-        count = 0 if gpus is None else gpus.count or 0
-        return compute_layout(config, Hardware("cuda", count) if count else Hardware())
 
     def launch(self, task: Task, *, node: Node | None, environ: Mapping[str, str]) -> list[Outcome]:
         """Submit the call, show the state and output of its job until the job ends, and return the outcomes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import signal
 import socket
@@ -15,18 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from parallelize.call.task import Outcome, Task
-from parallelize.cluster.devices import probe
+from parallelize.call.task import Outcome
 from parallelize.cluster.network import is_local_address, source_address_for
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import Node, World
-from parallelize.config.layout import compute_layout
 from parallelize.errors import LaunchError
+from parallelize.launchers.batch_launcher import run_task
 from parallelize.launchers.slurm import commands
 from parallelize.launchers.slurm.job_folder import JobFolder
-from parallelize.plugins import registry
 
 __all__ = ["Step", "main"]
 
@@ -75,21 +70,17 @@ class Step:
         return 0
 
     def _run_call(self) -> list[Outcome]:
-        task = Task.read(self.folder.task_file(self.index), device=torch.device("cpu"))
-        layout = compute_layout(task.layout.config, probe())
-        task = dataclasses.replace(task, layout=layout)
-        launcher = registry.get("launchers", "elastic")()
+        task_file = self.folder.task_file(self.index)
         environ = {**self.environ, STOP_FILE_VARIABLE: str(self.folder.stop_file(self.job, self.attempt))}
-        outcomes: list[Outcome] = launcher.launch(task, node=self._rendezvous(layout.num_nodes), environ=environ)
-        return outcomes
+        return run_task(task_file, node=self._rendezvous(), environ=environ)
 
     @property
     def _node_rank(self) -> int:
         return int(self.environ["SLURM_NODEID"])
 
-    def _rendezvous(self, num_nodes: int) -> Node | None:
+    def _rendezvous(self) -> Node | None:
         """Exchange the address of node 0 through the job's folder, since host names may not resolve."""
-        if num_nodes == 1:
+        if int(self.environ["SLURM_STEP_NUM_NODES"]) == 1:
             return None
         path = self.folder.rendezvous_file(self.job, self.attempt)
         if self._node_rank == 0:

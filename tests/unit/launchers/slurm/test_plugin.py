@@ -158,7 +158,7 @@ def test_all_faults_come_at_once() -> None:
 )
 def test_a_job_needs_numbers_of_gpus_or_processes(asked: dict[str, Any], named: str, tmp_path: Path) -> None:
     """A job cannot request all GPUs of an unknown node, or certain ones."""
-    with pytest.raises(ConfigError, match="Slurm") as refused:
+    with pytest.raises(ConfigError, match="launcher='slurm'") as refused:
         distributed(launcher="slurm", **asked)(train).sbatch_script(tmp_path / "job.sh")
     assert named in str(refused.value)
 
