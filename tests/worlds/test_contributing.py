@@ -1,8 +1,10 @@
-"""The example backend in CONTRIBUTING works as a plug-in of another distribution."""
+"""The example backend and launcher in CONTRIBUTING work as plug-ins of another distribution."""
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,12 +54,14 @@ except ValueError as error:
 
 @pytest.fixture
 def my_package(tmp_path: Path) -> Path:
-    """A package with the code block of CONTRIBUTING, and the metadata of a distribution with its entry point."""
+    """A package with the code blocks of CONTRIBUTING, and the metadata of a distribution with its entry point."""
     text = GUIDE.read_text()
     (code,) = re.findall(r"<!-- backend -->\n```python\n(.*?)```", text, re.DOTALL)
     (entry_point,) = re.findall(r"```toml\n\[project.entry-points.\"([\w.]+)\"\]\n(.*?)\n```", text, re.DOTALL)
+    (launcher,) = re.findall(r"<!-- launcher -->\n```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "one_by_one.py").write_text(code)
+    (tmp_path / "my_package" / "by_ssh.py").write_text(launcher)
     info = tmp_path / "my_package-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
@@ -95,6 +99,55 @@ def test_the_guides_backend_on_the_command_line(my_package: Path) -> None:
     assert (done.stdout, done.returncode) == ("one_by_one\n", 0), done.stderr
 
 
+# "ssh" is a script that runs the command here.
+CALLS = """
+import sys
+import torch.distributed as dist
+from parallelize import distributed, rank
+from my_package.by_ssh import SSHLauncher
+
+def total(failing):
+    if rank() == failing:
+        raise KeyError("of the user")
+    sent = [None] * dist.get_world_size()
+    dist.all_gather_object(sent, rank())
+    return sum(sent)
+
+launcher = SSHLauncher(hosts=["127.0.0.1", "localhost"], folder=sys.argv[1], port=int(sys.argv[2]))
+call = distributed(launcher=launcher, processes=2, num_nodes=2)(total)
+print(call.all_ranks(None))
+try:
+    call(3)
+except KeyError as error:
+    print(error, error.__notes__[0].partition(" on ")[0])
+try:
+    call.options(num_nodes=3)(None)
+except ValueError as error:
+    print("num_nodes=2" in str(error))
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200)
+def test_the_guides_launcher(
+    my_package: Path, tmp_path: Path, run_script: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """A call on two hosts returns all values, raises the worker's exception, and needs one node per host."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/sh\nshift 2\nexec sh -c "$*"\n')
+    ssh.chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environ = {
+        "PYTHONPATH": f"{my_package}:{os.environ.get('PYTHONPATH', '')}",
+        "PATH": f"{ssh.parent}:{os.environ['PATH']}",
+    }
+    done = run_script(CALLS, env=environ, args=(str(tmp_path), str(port)), timeout_s=170)
+    assert done.stdout.splitlines() == ["[6, 6, 6, 6]", "'of the user' rank 3 of 4", "True"]
+
+
 def test_files_and_environments_in_the_guide_exist() -> None:
     """Files and tox environments that CONTRIBUTING names exist."""
     text = GUIDE.read_text()
@@ -103,6 +156,6 @@ def test_files_and_environments_in_the_guide_exist() -> None:
         assert f"[testenv:{environment}]" in (root / "tox.ini").read_text() or environment == "tests", environment
     named = re.findall(r"\b((?:parallelize/|tests/|launchers/)?[\w/]+\.py)\b", text)
     assert len(named) > 10
-    for name in set(named) - {"parallelize/backends/one_by_one.py"}:
+    for name in set(named) - {"parallelize/backends/one_by_one.py", "parallelize/launchers/ssh.py"}:
         inside = list((root / "parallelize").rglob(Path(name).name))
         assert (root / name).exists() or inside, name
