@@ -55,6 +55,7 @@ BENCHMARKS = {
     "launch": Benchmark(
         quick=("--rounds", "1", "--measures", "first", "--contenders", "parallelize", "torch.multiprocessing.spawn")
     ),
+    "scale": Benchmark(quick=("--counts", "1", "4", "--seconds", "1", "--processes", "1", "2")),
     "scaling": Benchmark(
         full=("--svg", "{folder}/scaling-curve.svg"),
         quick=("--rounds", "1", "--seconds", "0.2", "--counts", "1", "2", "--svg", "{folder}/scaling-curve.svg"),
