@@ -256,6 +256,9 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "multiprocessing.process": {
         "_children": ("abandon a worker that SIGKILL does not end", "a program whose GPU hangs does not exit"),
     },
+    "multiprocessing.queues.SimpleQueue": {
+        "_reader": ("wait until a worker returns", "the elastic launcher fails"),
+    },
     "multiprocessing.forkserver": {
         "_forkserver": ("discard the fork server that a forked process inherited", "calls in a forked process fail"),
     },
