@@ -20,6 +20,8 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from parallelize import distributed  # noqa: F401 - its import sets CUDA_DEVICE_ORDER, before the first test
+
 # Processes and threads may take this long to end; only a failing test waits this long.
 GRACE_S = 30.0
 
