@@ -17,7 +17,7 @@ It cannot show:
 - cuDNN, cuBLAS and their precisions (TF32, the accumulation of fp16), Triton and `torch.compile` for CUDA: the numbers
   are those of the CPU's kernels.
 - CUDA graphs.
-- Memory pressure: the statistics count allocations, and nothing runs out of memory.
+- Fragmentation: memory runs out when the allocated bytes reach `torch.cuda.set_per_process_memory_fraction` of 8 GiB.
 - Speed: events measure a simulated time, in which copies run at 25 GB/s, `torch.cuda._sleep` at 1 GHz, kernels take
   a microsecond, and the host no time at all.
 - Sparse and quantized tensors, CUDA IPC (`torch.multiprocessing`), and an order between threads of the host: they share

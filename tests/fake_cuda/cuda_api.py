@@ -159,6 +159,8 @@ def _memory(library: ModuleType) -> dict[str, Any]:
         "_cuda_resetPeakMemoryStats": library.reset_peak,
         "_cuda_resetAccumulatedMemoryStats": lambda device: None,
         "_cuda_emptyCache": library.release_cached,
+        "_cuda_setMemoryFraction": lambda fraction, device: library.set_memory_fraction(device, fraction),
+        "_cuda_getMemoryFraction": library.memory_fraction,
         "_cuda_ipc_collect": lambda: None,
         "_cuda_getAllocatorBackend": lambda: "native",
     }

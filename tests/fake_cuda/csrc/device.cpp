@@ -17,12 +17,12 @@ namespace fake_cuda {
 namespace {
 
 constexpr int kPhysicalDevices = 2;
-constexpr size_t kMemory = size_t{8} << 30;
 
 thread_local int the_device = 0;
 thread_local int64_t the_stream_ids[kPhysicalDevices] = {};
 std::atomic<int64_t> next_stream_id{1};
 std::atomic<int> the_sync_debug_mode{0};
+std::atomic<double> the_memory_fractions[kPhysicalDevices] = {1.0, 1.0};
 
 // As the CUDA driver reads the variable: the first entry that is no device ends the list.
 std::vector<int> visible_devices() {
@@ -67,6 +67,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(the_device));
     if (bytes == 0) return {nullptr, nullptr, &release, device};
+    check_memory(the_device, bytes);
     auto block = fake_cuda::allocate(the_device, current_stream(the_device), bytes);
     return {block, block, &release, device};
   }
@@ -224,6 +225,23 @@ int physical_device(int device) {
 
 int current_device() {
   return the_device;
+}
+
+void set_memory_fraction(int device, double fraction) {
+  the_memory_fractions[device] = fraction;
+}
+
+double memory_fraction(int device) {
+  return the_memory_fractions[device];
+}
+
+void check_memory(int device, size_t bytes) {
+  auto limit = static_cast<size_t>(kMemory * memory_fraction(device));
+  auto used = statistics(device).current;
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, used + bytes <= limit, "CUDA out of memory. Tried to allocate ", bytes / 1048576.0, " MiB. GPU ",
+      device, " has a total capacity of ", kMemory / 1048576.0, " MiB of which ", (limit > used ? limit - used : 0) / 1048576.0,
+      " MiB is free.");
 }
 
 void set_current_device(int device) {

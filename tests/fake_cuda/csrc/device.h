@@ -17,6 +17,12 @@ int current_device();
 void set_current_device(int device);
 StreamKey current_stream(int device);
 
+constexpr size_t kMemory = size_t{8} << 30;
+// torch.cuda.set_per_process_memory_fraction: the allocator raises OutOfMemoryError beyond it.
+void set_memory_fraction(int device, double fraction);
+double memory_fraction(int device);
+void check_memory(int device, size_t bytes);
+
 c10::Allocator* device_allocator();
 const at::Generator& default_generator(int device);
 

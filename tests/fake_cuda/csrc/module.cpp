@@ -39,6 +39,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return elapsed_ms(*reinterpret_cast<Clock*>(first), *reinterpret_cast<Clock*>(last));
   });
   m.def("resize_storage", &resize_storage);
+  m.def("set_memory_fraction", &set_memory_fraction);
+  m.def("memory_fraction", &memory_fraction);
   m.def("release_cached", &release_cached);
   m.def("reset_peak", [index](int device) { reset_peak(index(device)); });
   m.def("statistics", [index](int device) {
