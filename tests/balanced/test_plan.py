@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -10,12 +11,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from balanced.models import CASES, Gpt, batch_of, loss_of, pipelined, plan_for, rows, seeded
+from balanced.models import CASES, Gpt, assert_equal_gradients, batch_of, loss_of, pipelined, plan_for, rows, seeded
 from torch import nn
 
 from parallelize import parallel_model
 from parallelize.backends.balanced.plan import Plan, plan
 from parallelize.backends.balanced.plugin import BalancedBackend
+from parallelize.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -259,3 +261,39 @@ def test_a_plan_made_without_dropout_works_for_a_model_with_it(recompute: bool) 
             model.eval()(torch.randn(8, 8))
         model.train()
         assert_masks_of_backward_are_those_of_forward(model)
+
+
+class Scarce(nn.Module):
+    """Runs out of memory with more than `most` samples, as an accelerator does."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError(f"{len(x)} samples")
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("most", [2, 16])
+def test_running_out_of_memory_is_a_measurement(most: int) -> None:
+    """A batch that fits in micro-batches only is planned, compared on as many samples as fit, and trains."""
+    model, x = seeded(lambda: Scarce(most)), torch.randn(32, 8)
+    alone = copy.deepcopy(model.layers)
+    loss_of(alone(x)).backward()
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=32 // most)):
+        loss_of(model(x)).backward()
+    assert (plan(model).is_split, plan(model).samples) == (True, 32)
+    assert_equal_gradients(model.layers, alone)
+
+
+def test_a_model_of_which_no_sample_fits() -> None:
+    """An error tells the number of samples."""
+    model = Scarce(0)
+    with (
+        parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4)),
+        pytest.raises(ConfigError, match="a forward of 1 samples does not fit"),
+    ):
+        model(torch.randn(32, 8))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -222,3 +224,74 @@ def test_all_devices_of_a_measurement_are_synchronized() -> None:
             torch.cuda._sleep(50_000_000)
     synchronized_time(*devices)
     assert all(torch.cuda.current_stream(device).query() for device in devices)
+
+
+class Wide(nn.Module):
+    """Blocks with few weights, each of which keeps 32 KiB per sample."""
+
+    def __init__(self, blocks: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(2**13), nn.Tanh()) for _ in range(blocks))
+        self.head = nn.Linear(2**13, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def allocated(device: int) -> float:
+    return torch.cuda.memory_allocated(device) / 2**20
+
+
+@contextlib.contextmanager
+def limited(mebibytes: float) -> Iterator[None]:
+    """Limit what this process allocates on each GPU."""
+    devices = range(torch.cuda.device_count())
+    for device in devices:
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(mebibytes * 2**20 / total, device)
+    try:
+        yield
+    finally:
+        for device in devices:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@pytest.mark.gpu2
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("memory", [None, 2**33])
+def test_a_batch_that_no_device_can_hold(memory: int | None) -> None:
+    """A batch of 32 MiB of activations trains on two limited devices, also if memory= promises more."""
+    model = seeded(Wide)
+    x = torch.randn(64, 2**13)
+    alone = copy.deepcopy(model)
+    loss_of(alone(x)).backward()
+    backend = BalancedBackend(devices=("cuda:0", "cuda:1"), memory=memory, optimizer_state=0.0)
+    with limited(28), parallel_model(model, backend=backend):
+        loss_of(model(x)).backward()
+        made = plan(model)
+        assert made.is_split
+        for device in range(2):
+            torch.cuda.reset_peak_memory_stats(device)
+        model.zero_grad()
+        loss_of(model(x)).backward()
+        for name, predicted in zip(made.devices, made.memory_bytes, strict=True):
+            assert torch.cuda.max_memory_allocated(name) < 1.5 * predicted
+    assert_equal_gradients(model, alone, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu2
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_step_that_runs_out_of_memory() -> None:
+    """An error in forward or backward names the device, the predicted bytes, and options."""
+    model = seeded(Wide)
+    x = torch.randn(64, 2**13, device="cuda:0")
+    with parallel_model(model, backend=BalancedBackend(devices=("cuda:1", "cuda:0"), microbatches=4)):
+        loss, limit = loss_of(model(x[:8])), allocated(0) + 0.06
+        with limited(limit), pytest.raises(torch.OutOfMemoryError, match=r"cuda:[01] .*\n.*bytes: \d+ on cuda:0, \d+"):
+            model(x)
+        with limited(limit), pytest.raises(torch.OutOfMemoryError, match=r"predicted bytes(.|\n)*memory="):
+            loss.backward()
+        model(x)

@@ -188,24 +188,27 @@ class BatchValidation:
             if is_assumed and any(each != values[0] for each in values):
                 kind.assumed_means.add(position)
         if torch.is_grad_enabled() and not kind.is_reentrant:
-            self._compare_gradients(inputs, joined)
+            self._compare_gradients(inputs, second, joined)
 
-    def _compare_gradients(self, inputs: Any, joined: Sequence[Any]) -> None:
-        """Compare the gradients of some parameters, of the same weighted sum of all outputs that can be joined."""
+    def _compare_gradients(self, inputs: Any, whole: Sequence[Any], joined: Sequence[Any]) -> None:
+        """Compare the gradients of some parameters, of the same weighted sum of all outputs that can be joined.
+
+        Args:
+            inputs: those of the batch.
+            whole: outputs of the full batch, see `_detached`.
+            joined: outputs of the micro-batches; backward frees their graph before the full batch gets one.
+        """
         named = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad and each.is_leaf]
         named = named[:: math.ceil(len(named) / _MAX_PARAMETERS) or 1]
-        whole = list(leaves(self.whole(inputs)))
-        pairs = [
-            (one, other)
-            for one, other in zip(whole, joined, strict=True)
-            if _differentiable([one]) and _differentiable([other])
-        ]
-        if not named or not pairs:
+        pairs = enumerate(zip(whole, joined, strict=True))
+        used = [i for i, (one, other) in pairs if one is not None and one.requires_grad and _differentiable([other])]
+        if not named or not used:
             return
         parameters = [each for _, each in named]
-        expected, found = (_gradients(outputs, parameters) for outputs in zip(*pairs, strict=True))
+        found = _gradients([joined[i] for i in used], parameters)
+        expected = _gradients([each for i, each in enumerate(leaves(self.whole(inputs))) if i in used], parameters)
         largest = max((each.abs().max().item() for each in expected if each is not None), default=0.0)
-        rounding = 4 * max(_rounding(each) for each, _ in pairs)
+        rounding = 4 * max(_rounding(whole[i]) for i in used)
         for (name, parameter), one, other in zip(named, expected, found, strict=True):
             pair = [torch.zeros_like(parameter) if each is None else each.to_dense() for each in (one, other)]
             difference = _difference(*pair, rounding=rounding, least=1e-3 * largest)
@@ -214,8 +217,9 @@ class BatchValidation:
 
 
 def _detached(output: Any) -> list[Any]:
-    """Return the tensors of an output, without graphs, and None for objects, which may hold other tensors."""
-    return [each.detach() if isinstance(each, torch.Tensor) else None for each in leaves(output)]
+    """Return the tensors of an output without graphs, but requiring grad as before; None for objects."""
+    found = (each if isinstance(each, torch.Tensor) else None for each in leaves(output))
+    return [each if each is None else each.detach().requires_grad_(each.grad_fn is not None) for each in found]
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:

@@ -13,12 +13,13 @@ from torch import nn
 from typing_extensions import override
 
 from parallelize.backends.balanced import refusals, units
+from parallelize.backends.balanced.fit import PlannerOptions
 from parallelize.backends.balanced.hardware import device_specs
 from parallelize.backends.balanced.microbatch_run import active_run
 from parallelize.backends.balanced.opaque_inputs import opaque_inputs
 from parallelize.backends.balanced.pipeline import Pipeline
-from parallelize.backends.balanced.plan import Plan, remember, signature
-from parallelize.backends.balanced.planner import Planner, PlannerOptions
+from parallelize.backends.balanced.plan import Plan, plan, remember, signature
+from parallelize.backends.balanced.planner import Planner
 from parallelize.backends.balanced.stage_placement import ModelPlacement
 from parallelize.backends.balanced.stage_threads import stages_on
 from parallelize.backends.ddp_engine import DDPOptions, build_ddp_engine
@@ -77,9 +78,9 @@ class BalancedEngine(Engine):
                 return _UnsplitModel(self._inner, device, self._options.output_device)(*args, **kwargs)
             self._set_up(args, kwargs)
         assert self._runner is not None  # set up above
-        if self._ddp_engine is None or is_local:
-            return self._runner(*args, **kwargs)
-        return self._ddp_engine.module(*args, **kwargs)
+        runner = self._runner if self._ddp_engine is None or is_local else self._ddp_engine.module
+        with plan(self._inner.model).explaining_out_of_memory():
+            return runner(*args, **kwargs)
 
     @override
     def is_reduction_complete(self, *, in_backward: bool) -> bool:

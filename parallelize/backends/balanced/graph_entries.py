@@ -10,7 +10,7 @@ all micro-batches in this way, too, and are right. torch.autograd.grad is not ch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,9 +47,16 @@ def _nodes(tensors: Any) -> Iterator[Any]:
 
 
 class GraphEntries:
-    """Check of each backward pass, called by `weigh_losses`; the weights of losses stay as they are."""
+    """Check of each backward pass, called by `weigh_losses`; the weights of losses stay as they are.
+
+    Args:
+        context: context in which backward passes run.
+    """
 
     is_uniform = True
+
+    def __init__(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._context = context
 
     @contextlib.contextmanager
     def during(self, roots: tuple[torch.Tensor | GradientEdge, ...], batch_weight: float) -> Iterator[None]:
@@ -68,7 +75,8 @@ class GraphEntries:
                 fix="return the tensor from forward; or use BalancedBackend(microbatches=1), which does not split "
                 "batches, or backend='ddp'",
             )
-        yield None
+        with self._context():
+            yield None
 
 
 def _entries(roots: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Microbatch]:

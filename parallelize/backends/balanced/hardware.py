@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import nn
 
 from parallelize.errors import ConfigError
 
-__all__ = ["DeviceSpec", "device_specs", "synchronized_time"]
+__all__ = ["DeviceSpec", "device_out_of_memory", "device_specs", "synchronized_time"]
 
 # Usable fraction of a GPU's free memory; the rest is for workspaces and fragmentation.
 _USABLE = 0.9
@@ -71,6 +72,12 @@ def device_specs(
     ]
 
 
+def device_out_of_memory(error: torch.OutOfMemoryError) -> str | None:
+    """Return the name of the device that has run out of memory; None: the error does not tell."""
+    found = re.search(r"GPU (\d+)", str(error))
+    return None if found is None else f"cuda:{found[1]}"
+
+
 def synchronized_time(*devices: torch.device) -> float:
     """Wait until the devices have finished their queued work; return the time in seconds."""
     for device in set(devices):
@@ -88,8 +95,10 @@ def _kind(device: torch.device) -> str:
 def _usable_bytes(device: torch.device, model: nn.Module | None) -> float:
     if device.type != "cuda":
         return math.inf
-    free, _ = torch.cuda.mem_get_info(device)
-    spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    free = min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved)
+    spare = reserved - torch.cuda.memory_allocated(device)
     parameters = () if model is None else model.parameters()
     model_bytes = sum(each.numel() * each.element_size() for each in parameters if each.device == device)
     return (free + spare + model_bytes) * _USABLE

@@ -22,6 +22,7 @@ from parallelize.backends.balanced.microbatch_run import ModuleHooks, user_hooks
 from parallelize.backends.balanced.microbatch_split_join import (
     SplitBatch,
     batch_size,
+    first_samples,
     join_outputs,
     named_leaves,
     names_not_per_sample,
@@ -92,7 +93,7 @@ class Pipeline(nn.Module):
             borders=border_units(inner.model, plan.events, plan.bounds),
         )
         self._cleanup.callback(hooks.close)
-        self._cleanup.enter_context(weigh_losses(GraphEntries()))
+        self._cleanup.enter_context(weigh_losses(GraphEntries(plan.explaining_out_of_memory)))
 
     def close(self) -> None:
         """Remove the hooks, and end the threads."""
@@ -212,21 +213,31 @@ class Pipeline(nn.Module):
             batch = self._split(inputs, count)
             try:
                 outputs = self._executor.run(self._call, batch, is_threaded=False, buffers=buffers)
-            except ConfigError:
+            except (ConfigError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 raise refusals.split_failure(split_dims(inputs, dim=self._batch_dim), error) from error
             return SplitRows([list(leaves(output)) for output in outputs], batch.sizes)
 
         devices = dict.fromkeys([self._executor.output_device, *(stage.device for stage in self._executor.stages)])
-        kind = BatchValidation(
+        validation = BatchValidation(
             model=self.inner.model,
             whole=self._run_whole,
             split=split,
             devices=list(devices),
             normalizes=self._norms.is_training,
             adds_unknown=self.inner.average == "sum",
-        ).run(inputs)
+        )
+        samples, kind = batch_size(inputs, dim=self._batch_dim), None
+        while kind is None:
+            try:
+                kind = validation.run(inputs)
+            except torch.OutOfMemoryError:  # the full batch may need more memory than micro-batches: compare a part
+                samples //= 2
+                if samples < 2:
+                    raise
+            inputs = first_samples(inputs, samples, dim=self._batch_dim, whole_inputs=self._plan.whole_inputs)
+            count = self._microbatches(inputs)
         # Without a graph, the number of targets of a loss is not known.
         has_loss = any(isinstance(each, tuple) for form in kind.dims for each in form)
         return None if has_loss and not torch.is_grad_enabled() else kind

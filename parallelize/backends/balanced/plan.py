@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from parallelize.backends.balanced.hardware import device_out_of_memory
 from parallelize.backends.balanced.schedule import ideal_speedup
 from parallelize.errors import ConfigError
 
@@ -21,6 +24,7 @@ __all__ = ["Plan", "plan", "remember", "signature"]
 
 _FORMAT = 2
 _BAR = 24
+_BYTES = "predicted bytes:"
 
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
@@ -75,6 +79,25 @@ class Plan:
         """Return the speedup over one device, measured if possible, else predicted; None: not known."""
         step = self.measured_s or self.predicted_s
         return None if self.unsplit_s is None or not step else self.unsplit_s / step
+
+    @contextlib.contextmanager
+    def explaining_out_of_memory(self) -> Iterator[None]:
+        """Raise an out-of-memory error of a step with the bytes that the plan predicts."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if _BYTES in str(error):
+                raise
+            pairs = zip(self.devices, self.memory_bytes, strict=False)
+            predicted = ", ".join(f"{size:.0f} on {device}" for device, size in pairs) or "not known"
+            text = ConfigError(
+                f"{device_out_of_memory(error) or 'a device'} is out of memory in a step of backend='balanced'",
+                why=f"{_BYTES} {predicted}, "
+                f"for batches of {self.samples} samples like the first one; {str(error).splitlines()[0]}",
+                fix="use smaller batches, BalancedBackend(recompute=True), the true optimizer_state=, or a smaller "
+                "memory= than these bytes, for which the model is planned again",
+            )
+            raise torch.OutOfMemoryError(str(text)) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""

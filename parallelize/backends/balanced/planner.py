@@ -14,34 +14,26 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallelize.backends.balanced import refusals, units
-from parallelize.backends.balanced.hardware import DeviceSpec, synchronized_time
-from parallelize.backends.balanced.microbatch_split_join import (
-    batch_size,
-    first_samples,
-    names_not_per_sample,
-    split_dims,
-)
+from parallelize.backends.balanced.fit import Fit, PlannerOptions, first_fit, trained_share
+from parallelize.backends.balanced.hardware import DeviceSpec, device_out_of_memory, synchronized_time
+from parallelize.backends.balanced.microbatch_split_join import batch_size, names_not_per_sample, split_dims
 from parallelize.backends.balanced.opaque_inputs import copy_opaque_inputs
 from parallelize.backends.balanced.pipeline import Pipeline
 from parallelize.backends.balanced.plan import Plan, signature
-from parallelize.backends.balanced.profiling import Profiler, module_bytes, module_seconds, profile_model, run_backward
+from parallelize.backends.balanced.profiling import Profiler, run_backward
 from parallelize.backends.balanced.schedule import (
-    Memory,
-    Profile,
     Schedule,
-    best_schedule,
     candidates,
-    fits_device,
     ideal_speedup,
-    needed_cap,
+    unsplit_bytes,
 )
 from parallelize.backends.balanced.side_effects import ModelState, clone_inference_tensors
 from parallelize.backends.balanced.stage_placement import ModelPlacement, initial_stages, spec_of
@@ -49,52 +41,15 @@ from parallelize.backends.balanced.stage_threads import stages_on
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
 
-__all__ = ["Planner", "PlannerOptions"]
+__all__ = ["Planner"]
 
 _log = logging.getLogger(__name__)
 
 # The model is split only if the speedup is at least this.
 _MIN_SPEEDUP = 1.03
 _MAX_TIMED_PLANS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Granularity:
-    """Limits each unit to 1 / `units_per_device` of the mean cost per device; None: units as small as possible."""
-
-    cost: Literal["time", "bytes"]
-    units_per_device: int | None
-    recompute: bool
-
-
-_BALANCED = _Granularity(cost="time", units_per_device=8, recompute=False)
-_LOW_MEMORY = _Granularity(cost="bytes", units_per_device=2, recompute=True)
-_FINEST = _Granularity(cost="bytes", units_per_device=None, recompute=False)
-# Granularities to try, in this order, for each value of the option `recompute`.
-_GRANULARITIES: Mapping[bool | str, Sequence[_Granularity]] = {
-    "auto": (_BALANCED, _LOW_MEMORY, _FINEST, replace(_FINEST, recompute=True)),
-    True: (replace(_LOW_MEMORY, cost="time"), _LOW_MEMORY, replace(_FINEST, recompute=True)),
-    False: (_BALANCED, _FINEST),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannerOptions:
-    """The options of BalancedBackend that affect the plan; `microbatches=None`: choose the fastest number."""
-
-    microbatches: int | None = None
-    recompute: bool | Literal["auto"] = "auto"
-    optimizer_state: float = 2.0
-    batch_dim: int = 0
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """A schedule that fits the devices, and the measurements from which it was made."""
-
-    schedule: Schedule
-    profile: Profile
-    memory: Memory
+# Fraction of the memory limits that is left to the next plan, if one has run out of memory.
+_SHRUNK = 0.8
 
 
 @dataclass(kw_only=True)
@@ -108,6 +63,7 @@ class Planner:
     placement: ModelPlacement
     options: PlannerOptions
     _samples: int = 1
+    _predicted: dict[str, float] = field(default_factory=dict)  # bytes on each device of what runs
     _whole_inputs: tuple[str, ...] = ()
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -118,45 +74,78 @@ class Planner:
         """
         self._devices = {self.output_device, *(torch.device(spec.device) for spec in self.device_specs)}
         model, dim = self.inner.model, self.options.batch_dim
-        state = ModelState(model, self._devices).restored()
-        with torch.inference_mode(mode=False), torch.enable_grad(), state, warnings.catch_warnings():
+        self._state = ModelState(model, self._devices)
+        with torch.inference_mode(mode=False), torch.enable_grad(), self._state.restored(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the step itself gives forward's warnings
             inputs = clone_inference_tensors((args, kwargs))
             try:
                 self._samples = batch_size(inputs, dim=dim)
                 self._whole_inputs = tuple(sorted(names_not_per_sample(inputs, dim=dim)))
-                return self._plan_units(inputs)
+                found = self._plan_units(inputs)
             except refusals.CannotSplitError as error:
                 why = f"the first batch cannot be split: {error}"
-            self.options = replace(self.options, microbatches=1)
-            _log.warning("%s", why)
-            return replace(self._plan_units(inputs), why=why)
+                _log.warning("%s", why)
+                self.options = replace(self.options, microbatches=1)
+                found = replace(self._plan_units(inputs), why=why)
+        if found.is_split:
+            _log.info("%s", found)
+        return found
 
     def _plan_units(self, inputs: Any) -> Plan:
         model, output = self.inner.model, self.output_device
-        ratio = 1 + _trained_share(model) * (1 + self.options.optimizer_state)
+        ratio = 1 + trained_share(model) * (1 + self.options.optimizer_state)
         stages, routes = initial_stages(model, self.device_specs, output_device=output, memory_ratio=ratio)
         self.placement.move(units.module_stages(model, routes), stages)
         if not routes:
             return self._leave_unsplit("the model calls no submodules, so there is nowhere to split it")
         spec = spec_of(output, self.device_specs)
-        is_alone = len(stages) == 1
-        if self.options.microbatches == 1 and is_alone and math.isinf(spec.cap_bytes):
+        if self.options.microbatches == 1 and len(stages) == 1 and math.isinf(spec.cap_bytes):
             return self._leave_unsplit("microbatches=1 runs the model as it is")
         profiler = Profiler(
-            inner=self.inner, stages=stages, routes=routes, output_device=output, batch_dim=self.options.batch_dim
+            inner=self.inner,
+            stages=stages,
+            routes=routes,
+            output_device=output,
+            batch_dim=self.options.batch_dim,
+            sizes=(self._least_samples(),) * 2,
         )
+        while True:
+            try:
+                return self._plan_within_caps(profiler, inputs)
+            except torch.OutOfMemoryError as error:
+                self._lower_caps(error)
+
+    def _plan_within_caps(self, profiler: Profiler, inputs: Any) -> Plan:
+        given: dict[str, Any] = {"options": self.options, "specs": self.device_specs, "placement": self.placement}
         with self._explained_split_failure(profiler, inputs):
-            fit = self._first_fit(profiler, inputs)
-        if is_alone and fits_device(fit.profile, spec, memory=fit.memory):
-            self.placement.move(units.module_stages(model, routes), stages)
+            fit = first_fit(profiler, inputs, samples=self._samples, **given)
+        bytes_, spec = unsplit_bytes(fit.profile, memory=fit.memory), spec_of(self.output_device, self.device_specs)
+        if len(profiler.stages) == 1 and bytes_ <= spec.cap_bytes:
+            self.placement.move(units.module_stages(self.inner.model, profiler.routes), profiler.stages)
             if self.options.microbatches == 1:
                 return self._leave_unsplit("microbatches=1 runs the model as it is")
+            self._predicted = {spec.device: bytes_}
             fit = replace(fit, profile=replace(fit.profile, unsplit_s=self._seconds(self.inner, inputs)))
-        plan = self._choose(fit, inputs)
-        if plan.is_split:
-            _log.info("%s", plan)
-        return plan
+        return self._choose(fit, inputs)
+
+    def _lower_caps(self, error: torch.OutOfMemoryError) -> None:
+        """Lower the memory limit of the device that has run out of memory, in what the planner has run last."""
+        full = device_out_of_memory(error)
+
+        def lower(spec: DeviceSpec) -> DeviceSpec:
+            used = min(spec.cap_bytes, self._predicted.get(spec.device, math.inf))
+            return spec if full not in {None, spec.device} else replace(spec, cap_bytes=_SHRUNK * used)
+
+        before, self.device_specs = self.device_specs, [lower(spec) for spec in self.device_specs]
+        if self.device_specs == before:
+            raise error
+        _log.info("more memory was needed than predicted (%s): planning again", str(error).splitlines()[0])
+
+    def _least_samples(self) -> int:
+        """Return the size of the smallest micro-batch: two samples for batch norm, all if batches are not split."""
+        if self.options.microbatches == 1:
+            return self._samples
+        return 2 if self._samples >= 4 and any(isinstance(m, _BatchNorm) for m in self.inner.model.modules()) else 1
 
     @contextlib.contextmanager
     def _explained_split_failure(self, profiler: Profiler, inputs: Any) -> Iterator[None]:
@@ -164,8 +153,9 @@ class Planner:
         try:
             yield
         except Exception as error:
-            if isinstance(error, ConfigError):
+            if isinstance(error, (ConfigError, torch.OutOfMemoryError)):
                 raise
+            self._state.restore()  # a smaller micro-batch has moved the pointers of queues
             profiler.run(inputs)  # raises the user's error, if it is of the full batch
             raise refusals.split_failure(split_dims(inputs, dim=self.options.batch_dim), error) from error
 
@@ -179,56 +169,13 @@ class Planner:
             found.append(synchronized_time(*self._devices) - began)
         return min(found[1:])
 
-    def _first_fit(self, profiler: Profiler, inputs: Any) -> _Fit:
-        """Return the best schedule of the first granularity with which the model fits.
-
-        Small units balance best; large units need the least memory when recomputed; the smallest possible units fit
-        where no others do. The memory limit in the error is that of units chosen by bytes, since units chosen by time
-        differ between runs.
-
-        Raises:
-            ConfigError: no schedule fits.
-        """
-        microbatch = self._microbatch(inputs)
-        seconds = module_seconds(profiler, microbatch)
-        bytes_kept = module_bytes(profiler, microbatch, called=seconds)
-        outermost = units.choose_units(self.inner.model, bytes_kept, at_most=math.inf)
-        totals: dict[str, tuple[Mapping[int, float], float]] = {
-            "time": (seconds, sum(profiler.run(microbatch).forward_s)),
-            "bytes": (bytes_kept, sum(bytes_kept.get(id(each), 0.0) for each in outermost)),
-        }
-        stage_of = {id(module): stage for module, stage in units.module_stages(self.inner.model, profiler.routes)}
-        needed = math.inf
-        for granularity in _GRANULARITIES[self.options.recompute]:
-            costs, total = totals[granularity.cost]
-            parts = granularity.units_per_device
-            at_most = total / (parts * len(self.device_specs)) if parts else -1.0
-            chosen = units.choose_units(self.inner.model, costs, at_most=at_most)
-            split_profiler = replace(profiler, routes={id(module): [stage_of[id(module)]] for module in chosen})
-            self.placement.move(units.module_stages(self.inner.model, split_profiler.routes), profiler.stages)
-            measured = profile_model(
-                split_profiler, inputs, samples=self._samples, is_never_split=self.options.microbatches == 1
-            )
-            measured = replace(measured, trained_share=_trained_share(self.inner.model))
-            memory = Memory(optimizer_state=self.options.optimizer_state, recompute=granularity.recompute)
-            constraints: dict[str, Any] = {"microbatches": self.options.microbatches, "memory": memory}
-            schedule = best_schedule(measured, self.device_specs, **constraints)
-            if schedule is not None:
-                return _Fit(schedule, measured, memory)
-            if granularity.cost == "bytes":
-                needed = min(needed, needed_cap(measured, self.device_specs, **constraints))
-        raise refusals.too_large(needed, [spec.device for spec in self.device_specs], is_measured=True)
-
-    def _microbatch(self, inputs: Any) -> Any:
-        """Return the inputs of a trial micro-batch: half of the batch, or all of it if batches are not split."""
-        count = 1 if self.options.microbatches == 1 else 2
-        return first_samples(inputs, max(1, self._samples // count), dim=self.options.batch_dim)
-
-    def _choose(self, fit: _Fit, inputs: Any) -> Plan:
+    def _choose(self, fit: Fit, inputs: Any) -> Plan:
         plan = self._make_plan(fit, fit.schedule)
         unsplit_s = fit.profile.unsplit_s
         if self.options.microbatches is not None or unsplit_s is None:
-            return plan
+            if all(torch.device(each).type == "cpu" for each in plan.devices):
+                return plan
+            return replace(plan, measured_s=self._split_s(plan, inputs)[0])  # tells whether it fits
         if len(plan.devices) == 1:
             count = len(self.device_specs)
             why = "only one device" if count == 1 else f"no split over {count} devices is predicted to be faster"
@@ -252,10 +199,11 @@ class Planner:
 
     def _split_s(self, plan: Plan, inputs: Any) -> tuple[float, ConfigError | None]:
         """Return the seconds of a step by a plan, and why its batch was not split; None: it was."""
+        self._predicted = dict(zip(plan.devices, plan.memory_bytes, strict=False))
         with self.pipeline(plan) as pipeline:
             return self._seconds(pipeline, inputs), pipeline.refusal
 
-    def _alternatives(self, fit: _Fit) -> list[Schedule]:
+    def _alternatives(self, fit: Fit) -> list[Schedule]:
         """Return the best split for each other number of micro-batches, the shortest predicted step first."""
         every = candidates(fit.profile, self.device_specs, microbatches=None, memory=fit.memory)
         best_of: dict[int, Schedule] = {fit.schedule.microbatches: fit.schedule}
@@ -264,7 +212,7 @@ class Planner:
                 best_of.setdefault(each.microbatches, each)
         return list(best_of.values())[1:]
 
-    def _make_plan(self, fit: _Fit, schedule: Schedule) -> Plan:
+    def _make_plan(self, fit: Fit, schedule: Schedule) -> Plan:
         measured = fit.profile
         fits = measured.unsplit_s is not None
         least_s = (measured.unsplit_s or 0.0) / self._largest_speedup(schedule)  # a shorter prediction is noise
@@ -309,11 +257,6 @@ class Planner:
         unsplit = replace(unsplit, is_split=False, devices=devices, why=f"no gain: {why}; consider backend='ddp'")
         _log.warning("%s", unsplit)
         return unsplit
-
-
-def _trained_share(model: nn.Module) -> float:
-    total = sum(each.numel() for each in model.parameters())
-    return sum(each.numel() for each in model.parameters() if each.requires_grad) / max(1, total)
 
 
 def _ms(seconds: float) -> str:

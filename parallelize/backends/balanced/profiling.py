@@ -1,7 +1,9 @@
 """Profiling on the first batch: seconds of each unit's forward and backward, and bytes that autograd saves.
 
-Units run in one thread, on micro-batches of two sizes. A unit's forward lasts until the next unit begins. Its backward
-begins when the gradient of the next unit's input is computed, and ends when that of its own input is.
+Units run in one thread, on micro-batches of two sizes. Under a memory limit, a first forward of the smallest size keeps
+nothing for backward: what it would have kept shows which sizes fit. If none does, backward is taken for twice as long.
+A unit's forward lasts until the next unit begins. Its backward begins when the gradient of the next unit's input is
+computed, and ends when that of its own input is.
 
     seconds   │            x        A line through both gives the time for a micro-batch of b samples:
               │     x      ╎            fixed + per_sample * b
@@ -13,13 +15,14 @@ begins when the gradient of the next unit's input is computed, and ends when tha
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from parallelize.backends.balanced.batchnorm import BatchNorms
@@ -31,7 +34,7 @@ from parallelize.backends.balanced.opaque_inputs import copy_opaque_inputs
 from parallelize.backends.balanced.schedule import Profile, UnitCall
 from parallelize.backends.balanced.stage_threads import Stage
 from parallelize.backends.balanced.threaded_backward import compute_gradients, has_reentrant_checkpoint
-from parallelize.backends.balanced.units import module_names, parameter_bytes
+from parallelize.backends.balanced.units import module_names, module_stages, parameter_bytes
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves
 
@@ -104,13 +107,58 @@ class _Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Profiler:
-    """Runs and measures micro-batches of a model; `routes` maps the id of a unit to the stages of its calls."""
+    """Runs and measures micro-batches of a model.
+
+    Args:
+        routes: id of a unit -> the stages of its calls.
+        sizes: number of samples of the smaller and of the larger micro-batch.
+        has_backward: whether tensors are saved for backward, which is measured, too.
+    """
 
     inner: Inner
     stages: tuple[Stage, ...]
     routes: Mapping[int, Sequence[int]]
     output_device: torch.device
     batch_dim: int
+    sizes: tuple[int, int]
+    has_backward: bool = True
+
+    def fitted(self, inputs: Any, *, samples: int, caps: Sequence[float]) -> Profiler:
+        """Return a profiler with the sizes of micro-batches that fit the stages, up to half of the batch.
+
+        Args:
+            inputs: those of the batch.
+            samples: number of its samples.
+            caps: bytes that each stage may use.
+        """
+        least, model = self.sizes[0], self.inner.model
+        if all(map(math.isinf, caps)):
+            return replace(self, sizes=(max(least, samples // 16), max(least, samples // 2)))
+        counting = replace(self, has_backward=False)
+        timings = counting.run(first_samples(inputs, least, dim=self.batch_dim), counts_saved=True)
+        modules = dict(model.named_modules())
+        saved, kept = [0] * len(caps), [0] * len(caps)
+        for name, each in zip(timings.calls, timings.saved_bytes, strict=True):
+            saved[self.routes[id(modules[name])][0]] += each
+        for module, stage in module_stages(model, self.routes):
+            kept[stage] += 2 * sum(each.nbytes for each in module.parameters(recurse=False))  # and gradients
+        fitting = [(cap - k) * least / s for cap, k, s in zip(caps, kept, saved, strict=True) if s]
+        most = min(fitting, default=math.inf)
+        if most < least:
+            return counting
+        small, large = (max(least, int(min(samples // part, most))) for part in (16, 2))
+        return replace(self, sizes=(small, large))
+
+    def smaller(self) -> Profiler | None:
+        """Return a profiler that needs less memory; None: there is none."""
+        small, large = self.sizes
+        if large > small:
+            return replace(self, sizes=(small, max(small, large // 2)))
+        return replace(self, has_backward=False) if self.has_backward else None
+
+    def microbatch(self, inputs: Any, size: int | None = None) -> Any:
+        """Return the inputs of a micro-batch of a size, by default the larger one."""
+        return first_samples(inputs, size or self.sizes[1], dim=self.batch_dim)
 
     def run(self, inputs: Any, *, counts_saved: bool = False) -> Timings:
         """Measure forward and backward of one micro-batch; with `counts_saved`, also the bytes that autograd saves."""
@@ -123,12 +171,12 @@ class Profiler:
             norms = BatchNorms(model)
             hooks = ModuleHooks(model, self.stages, self.routes, norms, output_device=self.output_device)
             stack.callback(hooks.close)
-            if counts_saved:
-                stack.enter_context(_count_saved_bytes(clock.timings, model))
+            if counts_saved or not self.has_backward:
+                stack.enter_context(_count_saved_bytes(clock.timings, (model, inputs), keeps=self.has_backward))
             stack.enter_context(run.active())
             output = self.inner(*args, **kwargs)
             clock.end_forward()
-        if run_backward(model, output):
+        if self.has_backward and run_backward(model, output):
             clock.end_backward()
         else:
             clock.timings.backward_s = [2 * each for each in clock.timings.forward_s]
@@ -145,15 +193,12 @@ def run_backward(model: nn.Module, output: Any) -> bool:
     return True
 
 
-def profile_model(profiler: Profiler, inputs: Any, *, samples: int, is_never_split: bool = False) -> Profile:
-    """Profile a model at two micro-batch sizes; with `is_never_split`, on the full batch only."""
+def profile_model(profiler: Profiler, inputs: Any, *, samples: int) -> Profile:
+    """Profile a model on a batch with this many samples, at two micro-batch sizes."""
     modules = dict(profiler.inner.model.named_modules())
-    has_batchnorm = any(isinstance(module, _BatchNorm) for module in modules.values())
-    least = 2 if samples >= 4 and has_batchnorm else 1
-    small, large = (samples, samples) if is_never_split else (max(least, samples // 16), max(least, samples // 2))
-    sizes = [small, large] if small < large else [large]
-    rows = [_fastest(profiler, first_samples(inputs, size, dim=profiler.batch_dim)) for size in sizes]
-    memory = profiler.run(first_samples(inputs, large, dim=profiler.batch_dim), counts_saved=True)
+    small, large = profiler.sizes
+    rows = [_fastest(profiler, profiler.microbatch(inputs, size)) for size in dict.fromkeys(profiler.sizes)]
+    memory = profiler.run(profiler.microbatch(inputs), counts_saved=True)
     few, many = rows[0], rows[-1]
     if few.calls != many.calls:
         few = many  # the calls depend on the data: use one size only
@@ -242,16 +287,22 @@ def _fit_line(at_small: float, at_large: float, small: int, large: int) -> tuple
 
 
 @contextlib.contextmanager
-def _count_saved_bytes(timings: Timings, model: nn.Module) -> Iterator[None]:
-    """Count the bytes that autograd saves in each unit call; each storage is counted once, parameters are not."""
-    seen = {each.untyped_storage().data_ptr() for each in model.parameters()}
+def _count_saved_bytes(timings: Timings, known: tuple[nn.Module, Any], *, keeps: bool) -> Iterator[None]:
+    """Count the bytes that autograd saves in each unit call: each storage once, those of parameters and inputs never.
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    Without `keeps`, nothing is saved, and backward is impossible.
+    """
+    refer: Any = StorageWeakRef
+    tensors = (*known[0].parameters(), *(each for each in leaves(known[1]) if isinstance(each, torch.Tensor)))
+    seen = {refer(each.untyped_storage()) for each in tensors}
+
+    def pack(tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen and timings.saved_bytes:
-            seen.add(storage.data_ptr())
+        reference = refer(storage)  # not data_ptr, which the next tensor has if nothing is kept
+        if reference not in seen and timings.saved_bytes:
+            seen.add(reference)
             timings.saved_bytes[-1] += storage.nbytes()
-        return tensor
+        return tensor if keeps else None
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield

@@ -19,6 +19,7 @@ __all__ = [
     "UnjoinedOutput",
     "another_model",
     "check_supported",
+    "forward_too_large",
     "not_sample_by_sample",
     "split_failure",
     "stateful",
@@ -126,14 +127,22 @@ def not_sample_by_sample(what: str, difference: float) -> CannotSplitError:
     )
 
 
-def too_large(needed_bytes: float, devices: Sequence[str], *, is_measured: bool) -> ConfigError:
-    """Build the error for a model that no split fits; `is_measured`: whether the bytes include activations."""
-    what = "the best split" if is_measured else "even without activations, the best split"
+def too_large(needed_bytes: float, devices: Sequence[str], *, what: str = "the best split") -> ConfigError:
+    """Build the error for a model that no split fits."""
     return ConfigError(
         f"the model does not fit on {', '.join(devices)}",
         why=f"{what} needs {needed_bytes / 2**20:.1f} MiB ({needed_bytes:.0f} bytes) on every device",
         fix="use more or larger devices or a smaller batch, raise memory=, or save memory: "
         "BalancedBackend(recompute='auto', optimizer_state=...)",
+    )
+
+
+def forward_too_large(samples: int, reason: str) -> ConfigError:
+    """Build the error for a model whose forward runs out of memory with few samples, without keeping activations."""
+    return ConfigError(
+        f"a forward of {samples} samples does not fit on the devices",
+        why=reason,
+        fix="use larger devices or smaller submodules, which can be on different devices",
     )
 
 

@@ -34,10 +34,10 @@ __all__ = [
     "UnitCall",
     "best_schedule",
     "candidates",
-    "fits_device",
     "ideal_speedup",
     "needed_cap",
     "step_s",
+    "unsplit_bytes",
 ]
 
 # Maximum number of device orders that are tried.
@@ -164,9 +164,9 @@ def needed_cap(profile: Profile, devices: _Specs, *, microbatches: int | None, m
     return smallest_cap(_memory(profile, m=m, memory=memory), len(devices))
 
 
-def fits_device(profile: Profile, spec: DeviceSpec, *, memory: Memory) -> bool:
-    """Return whether a device can hold the model and, without recomputation, the activations of the full batch."""
-    return math.fsum(_memory(profile, m=1, memory=replace(memory, recompute=False))) <= spec.cap_bytes
+def unsplit_bytes(profile: Profile, *, memory: Memory) -> float:
+    """Return the bytes of the model and, without recomputation, of the activations of the full batch."""
+    return math.fsum(_memory(profile, m=1, memory=replace(memory, recompute=False)))
 
 
 def _microbatch_counts(profile: Profile) -> list[int]:

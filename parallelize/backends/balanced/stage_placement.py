@@ -102,7 +102,8 @@ def initial_stages(
     )
     if split_points is None or not leaf_modules:
         needed_bytes = smallest_cap(sizes, len(order))
-        raise refusals.too_large(needed_bytes, [spec.device for spec in specs], is_measured=False)
+        what = "even without activations, the best split"
+        raise refusals.too_large(needed_bytes, [spec.device for spec in specs], what=what)
     stages = stages_on([torch.device(spec.device) for spec in order])
     intervals = enumerate(itertools.pairwise(split_points))
     return stages, {id(module): [stage] for stage, (i, j) in intervals for module in leaf_modules[i:j]}

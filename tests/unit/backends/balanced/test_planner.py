@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from parallelize.backends.balanced.fit import PlannerOptions
 from parallelize.backends.balanced.hardware import DeviceSpec
-from parallelize.backends.balanced.planner import Planner, PlannerOptions
+from parallelize.backends.balanced.planner import Planner
 from parallelize.backends.balanced.schedule import Memory, Profile, Schedule, UnitCall, best_schedule
 from parallelize.backends.balanced.stage_placement import ModelPlacement
 

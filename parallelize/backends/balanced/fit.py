@@ -1,0 +1,136 @@
+"""Fit: the units, the sizes of which decide whether a model fits the devices, and the fastest schedule of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from parallelize.backends.balanced import refusals, units
+from parallelize.backends.balanced.hardware import DeviceSpec
+from parallelize.backends.balanced.profiling import Profiler, module_bytes, module_seconds, profile_model
+from parallelize.backends.balanced.schedule import Memory, Profile, Schedule, best_schedule, needed_cap
+from parallelize.backends.balanced.stage_placement import ModelPlacement, spec_of
+
+__all__ = ["Fit", "PlannerOptions", "first_fit", "trained_share"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Granularity:
+    """Limits each unit to 1 / `units_per_device` of the mean cost per device; None: units as small as possible."""
+
+    cost: Literal["time", "bytes"]
+    units_per_device: int | None
+    recompute: bool
+
+
+_BALANCED = _Granularity(cost="time", units_per_device=8, recompute=False)
+_LOW_MEMORY = _Granularity(cost="bytes", units_per_device=2, recompute=True)
+_FINEST = _Granularity(cost="bytes", units_per_device=None, recompute=False)
+# Granularities to try, in this order, for each value of the option `recompute`.
+_GRANULARITIES: Mapping[bool | str, Sequence[_Granularity]] = {
+    "auto": (_BALANCED, _LOW_MEMORY, _FINEST, replace(_FINEST, recompute=True)),
+    True: (replace(_LOW_MEMORY, cost="time"), _LOW_MEMORY, replace(_FINEST, recompute=True)),
+    False: (_BALANCED, _FINEST),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerOptions:
+    """The options of BalancedBackend that affect the plan; `microbatches=None`: choose the fastest number."""
+
+    microbatches: int | None = None
+    recompute: bool | Literal["auto"] = "auto"
+    optimizer_state: float = 2.0
+    batch_dim: int = 0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A schedule that fits the devices, and the measurements from which it was made."""
+
+    schedule: Schedule
+    profile: Profile
+    memory: Memory
+
+
+def first_fit(profiler: Profiler, inputs: Any, *, samples: int, specs: Sequence[DeviceSpec], **given: Any) -> Fit:
+    """Return the best schedule that fits, measured with the largest micro-batch that the devices can run.
+
+    Args:
+        profiler: profiler whose units are the submodules without submodules.
+        inputs: those of the batch.
+        samples: number of samples of the batch.
+        specs: specs of the devices.
+        given: further keyword arguments of `_first_fit`.
+
+    Raises:
+        ConfigError: no schedule fits.
+    """
+    caps = [spec_of(stage.device, specs).cap_bytes for stage in profiler.stages]
+    fitted: Profiler | None = None
+    while True:
+        try:
+            fitted = fitted or profiler.fitted(inputs, samples=samples, caps=caps)
+            return _first_fit(fitted, inputs, samples=samples, specs=specs, **given)
+        except torch.OutOfMemoryError as error:
+            fitted = None if fitted is None else fitted.smaller()
+            if fitted is None:
+                raise refusals.forward_too_large(profiler.sizes[0], str(error).splitlines()[0]) from error
+
+
+def _first_fit(
+    profiler: Profiler,
+    inputs: Any,
+    *,
+    samples: int,
+    options: PlannerOptions,
+    specs: Sequence[DeviceSpec],
+    placement: ModelPlacement,
+) -> Fit:
+    """Return the best schedule of the first granularity with which the model fits.
+
+    Small units balance best; large units need the least memory when recomputed; the smallest possible units fit
+    where no others do. The memory limit in the error is that of units chosen by bytes, since units chosen by time
+    differ between runs.
+
+    Raises:
+        ConfigError: no schedule fits.
+    """
+    microbatch = profiler.microbatch(inputs)
+    seconds = module_seconds(profiler, microbatch)
+    bytes_kept = module_bytes(profiler, microbatch, called=seconds)
+    outermost = units.choose_units(profiler.inner.model, bytes_kept, at_most=math.inf)
+    totals: dict[str, tuple[Mapping[int, float], float]] = {
+        "time": (seconds, sum(profiler.run(microbatch).forward_s)),
+        "bytes": (bytes_kept, sum(bytes_kept.get(id(each), 0.0) for each in outermost)),
+    }
+    stage_of = {id(module): stage for module, stage in units.module_stages(profiler.inner.model, profiler.routes)}
+    needed = math.inf
+    for granularity in _GRANULARITIES[options.recompute]:
+        costs, total = totals[granularity.cost]
+        parts = granularity.units_per_device
+        at_most = total / (parts * len(specs)) if parts else -1.0
+        chosen = units.choose_units(profiler.inner.model, costs, at_most=at_most)
+        split_profiler = replace(profiler, routes={id(module): [stage_of[id(module)]] for module in chosen})
+        placement.move(units.module_stages(profiler.inner.model, split_profiler.routes), profiler.stages)
+        measured = profile_model(split_profiler, inputs, samples=samples)
+        measured = replace(measured, trained_share=trained_share(profiler.inner.model))
+        memory = Memory(optimizer_state=options.optimizer_state, recompute=granularity.recompute)
+        constraints: dict[str, Any] = {"microbatches": options.microbatches, "memory": memory}
+        schedule = best_schedule(measured, specs, **constraints)
+        if schedule is not None:
+            return Fit(schedule, measured, memory)
+        if granularity.cost == "bytes":
+            needed = min(needed, needed_cap(measured, specs, **constraints))
+    raise refusals.too_large(needed, [spec.device for spec in specs])
+
+
+def trained_share(model: nn.Module) -> float:
+    """Return the fraction of a model's parameters that require grad."""
+    total = sum(each.numel() for each in model.parameters())
+    return sum(each.numel() for each in model.parameters() if each.requires_grad) / max(1, total)
