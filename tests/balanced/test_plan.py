@@ -6,6 +6,7 @@ import copy
 import logging
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -297,3 +298,34 @@ def test_a_model_of_which_no_sample_fits() -> None:
         pytest.raises(ConfigError, match="a forward of 1 samples does not fit"),
     ):
         model(torch.randn(32, 8))
+
+
+class Queue(nn.Module):
+    """Writes each batch into a queue, at a pointer that only a full batch keeps aligned."""
+
+    def __init__(self, *, is_buffer: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        self.register_buffer("queue", torch.zeros(16, 16))
+        self.at = 0
+        if is_buffer:
+            del self.at
+            self.register_buffer("at", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, at = self.layers(x), int(self.at)
+        self.queue[at : at + len(y)] = y.detach()
+        self.at = self.at * 0 + (at + len(y)) % len(self.queue)
+        return y
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_a_queue_that_only_full_batches_fit(is_buffer: bool) -> None:
+    """Smaller micro-batches of planning leave the pointer where it was; where devices have limits, too."""
+    model = seeded(lambda: Queue(is_buffer=is_buffer))
+    backend = BalancedBackend(devices=("cpu", "cpu"), memory=10**7, microbatches=2)
+    with warnings.catch_warnings(), parallel_model(model, backend=backend):
+        warnings.simplefilter("ignore")  # such batches are not split
+        for steps in range(1, 4):
+            loss_of(model(torch.ones(8, 16))).backward()
+            assert int(model.at) == 8 * steps % 16

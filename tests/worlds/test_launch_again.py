@@ -53,6 +53,20 @@ def test_variables_that_torch_reads_at_import_apply_to_the_next_call(monkeypatch
     assert imported_settings() == before
 
 
+@distributed(processes=2)
+def server() -> int:
+    return os.getppid()
+
+
+def test_the_folder_that_the_first_optimizer_sets_keeps_the_fork_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """TORCHINDUCTOR_CACHE_DIR, which importing torch._dynamo sets in the caller, does not start the server again."""
+    before = server()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert server() == before
+
+
 def test_a_call_after_a_failed_one() -> None:
     """A call succeeds after one that failed."""
 

@@ -55,6 +55,7 @@ def test_a_started_block_trains_like_a_with_block(options: dict[str, Any]) -> No
     assert not torch.equal(outcomes[0][0], next(net().parameters()))
 
 
+@pytest.mark.slow
 def test_the_users_error_ends_a_started_block() -> None:
     """The caller gets the function's exception, also in the process of the caller."""
 
@@ -82,6 +83,7 @@ def test_stop_ends_the_block() -> None:
     distributed(processes=2)(check)()
 
 
+@pytest.mark.slow
 def test_a_plain_script_may_start_one(run_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """It ends with the process, without an error."""
     script = """

@@ -108,6 +108,7 @@ class Planner:
             output_device=output,
             batch_dim=self.options.batch_dim,
             sizes=(self._least_samples(),) * 2,
+            restore=self._state.restore,
         )
         while True:
             try:
@@ -155,7 +156,6 @@ class Planner:
         except Exception as error:
             if isinstance(error, (ConfigError, torch.OutOfMemoryError)):
                 raise
-            self._state.restore()  # a smaller micro-batch has moved the pointers of queues
             profiler.run(inputs)  # raises the user's error, if it is of the full batch
             raise refusals.split_failure(split_dims(inputs, dim=self.options.batch_dim), error) from error
 
@@ -163,6 +163,7 @@ class Planner:
         """Return the seconds of forward and backward, the best of three runs after a warm-up; store no gradients."""
         found = []
         for _ in range(4):
+            self._state.restore()
             args, kwargs = copy_opaque_inputs(inputs)
             began = synchronized_time(*self._devices)
             run_backward(self.inner.model, call(*args, **kwargs))

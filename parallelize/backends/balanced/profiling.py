@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,6 +112,8 @@ class Profiler:
     Args:
         routes: id of a unit -> the stages of its calls.
         sizes: number of samples of the smaller and of the larger micro-batch.
+        restore: restores the model's buffers and numbers, before each micro-batch: those of another size would leave
+            the pointers of queues at places that are no multiples of a batch.
         has_backward: whether tensors are saved for backward, which is measured, too.
     """
 
@@ -121,6 +123,7 @@ class Profiler:
     output_device: torch.device
     batch_dim: int
     sizes: tuple[int, int]
+    restore: Callable[[], None]
     has_backward: bool = True
 
     def fitted(self, inputs: Any, *, samples: int, caps: Sequence[float]) -> Profiler:
@@ -162,6 +165,7 @@ class Profiler:
 
     def run(self, inputs: Any, *, counts_saved: bool = False) -> Timings:
         """Measure forward and backward of one micro-batch; with `counts_saved`, also the bytes that autograd saves."""
+        self.restore()
         args, kwargs = copy_opaque_inputs(inputs)
         model, devices = self.inner.model, {self.output_device, *(stage.device for stage in self.stages)}
         clock = _Clock(module_names(model), devices)

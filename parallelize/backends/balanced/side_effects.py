@@ -58,12 +58,15 @@ class RNGState:
 
 
 class ModelState:
-    """Copy of a model's current buffers and modes, its gradients, and the RNG states of `devices`."""
+    """Copy of a model's buffers, its modules' modes and other numbers, its gradients, and RNG states of `devices`."""
 
     def __init__(self, model: nn.Module, devices: Collection[torch.device]) -> None:
         self.rng = RNGState(devices)
         self._gradients = [(each, each.grad) for each in model.parameters() if each.is_leaf]
-        self._modes = [(module, module.training) for module in model.modules()]
+        self._numbers = [
+            (module, {name: value for name, value in vars(module).items() if type(value) in {bool, int, float}})
+            for module in model.modules()
+        ]
         self._buffers = [
             (module, name, buffer, buffer.detach().clone())
             for module in model.modules()
@@ -71,7 +74,7 @@ class ModelState:
         ]
 
     def restore(self) -> None:
-        """Restore buffers, modes, gradients that were replaced, and RNG states."""
+        """Restore buffers, numbers, gradients that were replaced, and RNG states."""
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
                 if getattr(module, name) is not buffer:
@@ -80,8 +83,8 @@ class ModelState:
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
-        for module, mode in self._modes:
-            module.training = mode
+        for module, numbers in self._numbers:
+            vars(module).update(numbers)
         self.rng.restore()
 
     @contextlib.contextmanager

@@ -22,7 +22,8 @@ REQUEST = "--parallelize-preload="  # last argument of a fork server, with the d
 # Variables that libraries read when they are imported, which the fork server does once for all calls. Not the number of
 # threads, which workers set.
 _READ_AT_IMPORT = re.compile(
-    r"(PY)?TORCH(?!ELASTIC_)|NCCL_|GLOO_|LD_|MKL_|OMP_(?!NUM_THREADS)|KMP_|PARALLELIZE_PRELOAD$"
+    # Not the folder that importing torch._dynamo sets, as the first optimizer of a process does.
+    r"(PY)?TORCH(?!ELASTIC_|INDUCTOR_CACHE_DIR$)|NCCL_|GLOO_|LD_|MKL_|OMP_(?!NUM_THREADS)|KMP_|PARALLELIZE_PRELOAD$"
 )
 _EXCLUDED = sys.stdlib_module_names | {"torch", "mpi4py"}  # torch is always imported; importing mpi4py starts MPI
 
