@@ -72,10 +72,11 @@ class IterableStyleSource(Source[T]):
         """Return this process's shard of an epoch, from a position on."""
         dataset, sharded = self.copy.loader.dataset, self._sharded
         self.listeners.set_epoch(position.epoch)
+        split = self._split(position)
         return EpochShard(
-            fetch=iter,
-            split=self._split(position),
-            stream=self._batches(position.epoch),
+            # Made here and not held by the shard, so that a dataset and its workers end with the loop.
+            fetch=lambda _shard: itertools.islice(self._batches(position.epoch), split.start, split.limit),
+            split=split,
             own_fingerprint=functools.partial(shuffle_fingerprint, dataset) if sharded is None else sharded.fingerprint,
         )
 
@@ -90,7 +91,8 @@ class IterableStyleSource(Source[T]):
         return {"world_size": self._world.world_size, **seed, **(batches if is_within_epoch else {})}
 
     def _split(self, position: Position) -> EpochSplit:
-        split = EpochSplit(start=position.start, world_size=1, group=1)
+        limit: Any = self._options.limit  # an int; the length of a dataset may be an estimate
+        split = EpochSplit(start=position.start, world_size=1, group=1, limit=limit)
         loader: Any = self.loader
         if self._divides == "nothing" and hasattr(loader.dataset, "__len__"):
             workers, size, world = max(loader.num_workers, 1), loader.batch_size or 1, self._world
@@ -99,7 +101,7 @@ class IterableStyleSource(Source[T]):
             counts = [samples.steps(worker * world.world_size + world.rank) for worker in range(workers)]
             total = sum(each // size if loader.drop_last else -(-each // size) for each in counts)
             split = dataclasses.replace(split, total=total)
-        return split.limited(self._options.limit)
+        return split
 
     def _batches(self, epoch: int) -> Iterator[T]:
         # The dataset cannot seek: batches before the position are made and discarded.

@@ -19,6 +19,15 @@ __all__ = ["LoaderCopy"]
 T = TypeVar("T")
 
 _COLLATES = (default_collate, default_convert)
+_PLAIN = frozenset({torch.Tensor, range, int, float, complex, bool, str, bytes, type(None)})
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether reading all items of a value runs none of the user's code."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))
+    return kind in _PLAIN or (kind is dict and all(map(_is_plain, value.values())))
 
 
 class _ShardedSampler:
@@ -160,11 +169,13 @@ class LoaderCopy(Generic[T]):
 
     def _draws_nothing(self) -> bool:
         """Return whether making a batch runs none of the user's code, which may draw random numbers."""
+        is_torchs = type(self.loader) is DataLoader and self.loader.collate_fn in _COLLATES
+        if not is_torchs or not self._sampler.has_order:  # the __iter__ of a subclass may draw, too
+            return False
         dataset: Any = self.loader.dataset
-        while type(dataset) is Subset:
+        while type(dataset) is Subset and _is_plain(dataset.indices):
             dataset = dataset.dataset
-        is_plain = type(dataset) in (TensorDataset, list, tuple, range) and self.loader.collate_fn in _COLLATES
-        return is_plain and self._sampler.has_order
+        return _is_plain(dataset.tensors if type(dataset) is TensorDataset else dataset)
 
     def close(self) -> None:
         """Shut down persistent workers."""

@@ -95,7 +95,8 @@ class _MergedSource(Source[T]):
 
     def shard(self, position: Position) -> EpochShard[T]:
         shards = [each.shard(position) for each in self._sources]
-        return dataclasses.replace(shards[0], fetch=lambda _own: self._batches(shards))
+        fingerprint = shards[0].fingerprint  # of the units that it draws
+        return dataclasses.replace(shards[0], fetch=lambda _own: self._batches(shards), own_fingerprint=fingerprint)
 
     def _batches(self, shards: Sequence[EpochShard[T]]) -> Iterator[T]:
         for step, batches in enumerate(itertools.zip_longest(*(each.batches() for each in shards))):

@@ -65,9 +65,11 @@ class EpochSplit:
         """
         if limit is None:
             return self
-        steps = dataclasses.replace(self, start=0).known_steps(0)
+        full = dataclasses.replace(self, start=0)
+        # An endless sampler may have the length sys.maxsize, of which a fraction is taken, too.
+        steps = full.known_steps(0) if type(limit) is int else full.steps(0)
         allowed = int(limit) if steps is None else limit_in_steps(limit, steps)
-        return dataclasses.replace(self, limit=allowed * self.group)
+        return dataclasses.replace(self, limit=min(allowed * self.group, sys.maxsize))
 
     @property
     def end(self) -> int:

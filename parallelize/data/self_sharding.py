@@ -22,7 +22,9 @@ __all__ = ["is_loader_of_batches", "number_of_shards", "own_sharding", "shuffle_
 
 # Attributes for a sampler's number of shards; torch, Lightning and timm use the first, Accelerate the second.
 _NUM_SHARDS_ATTRIBUTES = ("num_replicas", "num_processes", "num_shards", "world_size", "_num_replicas", "_world_size")
-_RANK_ATTRIBUTE = re.compile(r".*rank|_?(shard|process|replica)(_?(id|idx|index))?")
+_RANK_ATTRIBUTE = re.compile(
+    r".*rank|_?((cur|current|my|this|own)_?)?(shard|process|replica)(_?(id|idx|index|no|num|number))?"
+)
 
 # Functions, classes and variables that code uses to shard by process. A constructor often queries the rank for other
 # reasons, such as a download by rank 0, so there only the world size counts.

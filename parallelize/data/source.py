@@ -6,12 +6,16 @@ import abc
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from parallelize.data.epoch_shard import EpochShard, Position
 
 __all__ = ["EpochListeners", "Source"]
 
 T = TypeVar("T")
+
+# Sampler or dataset -> the epoch that a loader has set last: two loaders may share it.
+_set_by_a_loader: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
 
 
 class Source(abc.ABC, Generic[T]):
@@ -59,6 +63,9 @@ class EpochListeners:
         for each in self._listeners:
             each.set_epoch(epoch)
         self._last_set = self._current()
+        for each, current in zip(self._listeners, self._last_set, strict=True):
+            with contextlib.suppress(TypeError):  # it cannot be hashed, or referenced weakly
+                _set_by_a_loader[each] = current
 
     @contextlib.contextmanager
     def at(self, epoch: int) -> Iterator[None]:
@@ -75,8 +82,13 @@ class EpochListeners:
 
     def epoch_set_by_user(self) -> int | None:
         """Return the epoch that the user has set on a sampler or dataset since the last `set_epoch` here, or None."""
-        epochs = zip(self._last_set, self._current(), strict=True)
-        return next((current for last_set, current in epochs if current not in (None, last_set)), None)
+        for each, last_set, current in zip(self._listeners, self._last_set, self._current(), strict=True):
+            known = {None, last_set}
+            with contextlib.suppress(TypeError):
+                known.add(_set_by_a_loader.get(each))
+            if current not in known:
+                return current
+        return None
 
     def _current(self) -> list[int | None]:
         epochs = (getattr(each, "epoch", None) for each in self._listeners)

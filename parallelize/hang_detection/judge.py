@@ -29,7 +29,7 @@ import torch.distributed as dist
 from parallelize.hang_detection import deadlock
 from parallelize.hang_detection.rank_state import RankState
 
-__all__ = ["Judge"]
+__all__ = ["Judge", "existing_keys"]
 
 _REPORTED = 1 << 40
 _ANSWER_TIMEOUT_S = 2.5
@@ -77,14 +77,8 @@ class Judge:
     def states(self, ranks: Iterable[int]) -> list[RankState]:
         """Return the latest state of each of these ranks that has published one."""
         # Written by the same user's run.
-        return [pickle.loads(each) for each in self._store.multi_get(self._existing([f"state/{r}" for r in ranks]))]
-
-    def _existing(self, keys: list[str]) -> list[str]:
-        """Return the keys that exist, by few requests if few are missing."""
-        if not keys or self._store.check(keys):
-            return keys
-        middle = len(keys) // 2
-        return [*self._existing(keys[:middle]), *self._existing(keys[middle:])] if middle else []
+        keys = existing_keys(self._store, [f"state/{rank}" for rank in ranks])
+        return [pickle.loads(each) for each in self._store.multi_get(keys)]
 
     def publish_state(self, state: RankState) -> None:
         """Publish the state of this rank."""
@@ -109,7 +103,7 @@ class Judge:
         begins = idle_s is not None and not self._first_request
         number = self._store.add("request", int(begins))
         if idle_s is None:
-            self._first_request, self._line_due_s = 0, _FIRST_LINE_S
+            self._first_request, self._line_due_s, self._suspected = 0, _FIRST_LINE_S, (None, 0)
             self.resign()
         elif begins:
             self._first_request = number
@@ -128,7 +122,9 @@ class Judge:
         if self._first_request and not self._is_judge:
             self._is_judge = self._store.compare_set("judge", "", str(self.rank)).decode() == str(self.rank)
         if self._is_judge and number != self._own_request:  # another rank waits, too
-            self._pause_s, self._asked_at = _FIRST_PAUSE_S, time.monotonic()
+            self._pause_s = _FIRST_PAUSE_S
+            # The requests of many ranks do not extend the time to answer: one of them may never do so.
+            self._asked_at = time.monotonic() if self._asked_at is None else self._asked_at
 
     def _search(self, idle_s: float) -> deadlock.HangReport | None:
         """Read the requested states; return the report of a confirmed deadlock, or of a timeout."""
@@ -149,7 +145,7 @@ class Judge:
         report = self._keep_waiting(idle_s, states)
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
         dues_s = [due_s for due_s in (self._line_due_s, self.timeout_s - _ABORT_MARGIN_S) if due_s > idle_s]
-        self._ask_at = time.monotonic() + min(self._pause_s, *(due_s - idle_s for due_s in dues_s))
+        self._ask_at = time.monotonic() + min([self._pause_s, *(due_s - idle_s for due_s in dues_s)])
         return report
 
     def _ask(self) -> int:
@@ -187,8 +183,11 @@ class Judge:
             observe: returns this rank's state, with the number `answered`.
         """
         self.answered = self._first_request = self._ask()
+        is_first = self._store.add("diagnosing", 1) == 1
+        if not is_first:
+            self.answered = self._store.add("request", 0)  # so that this state answers the request of the first
         self.publish_state(observe())
-        if self.answered > _REPORTED or self._store.add("diagnosing", 1) > 1:
+        if self.answered > _REPORTED or not is_first:
             return self._report()
         while (states := self._settled_states()) is None:
             time.sleep(0.05)
@@ -209,3 +208,11 @@ class Judge:
 
     def _set(self, key: str, value: object) -> None:
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # set() accepts bytes too
+
+
+def existing_keys(store: dist.Store, keys: list[str]) -> list[str]:
+    """Return the keys that exist, by few requests if few are missing."""
+    if not keys or store.check(keys):
+        return keys
+    middle = len(keys) // 2
+    return [*existing_keys(store, keys[:middle]), *existing_keys(store, keys[middle:])] if middle else []

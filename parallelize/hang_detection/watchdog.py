@@ -175,8 +175,9 @@ class _WatchedBlock:
         is_waiting = idle_s >= _SUSPECT_AFTER_S and (
             stack_frames.is_in_distributed(stack_frames.stack_of(frame)) or self._recorder.has_pending()
         )
-        if self.store_wait is not None:
-            self.store_wait.check(self.judge)
+        store_wait = self.store_wait  # the main thread may reset it
+        if store_wait is not None:
+            store_wait.check(self.judge)
         status: Status = "waiting" if is_waiting else "running"
         report = self.judge.check(
             idle_s if is_waiting else None,

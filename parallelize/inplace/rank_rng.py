@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parallelize.backends.balanced.side_effects import default_generator
+from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.runtime.context import Runtime
 
 __all__ = ["random_numbers_per_rank"]
@@ -77,7 +78,7 @@ def _warn_of_equal(hashes: Sequence[Mapping[str, str]]) -> None:
         warnings.warn(
             f"split_rng=False, and {' and '.join(equal)} draw the same numbers on {len(hashes)} ranks: dropout masks, "
             "noise and augmentation are the same on all of them; drop split_rng=False, or seed each rank differently",
-            stacklevel=7,  # the user's with statement
+            stacklevel=user_stacklevel(),
         )
 
 

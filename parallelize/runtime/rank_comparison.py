@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallelize.errors import SyncError
+from parallelize.hang_detection.judge import existing_keys
 from parallelize.runtime import context
 from parallelize.runtime.process_group import default_store
 
@@ -21,6 +22,7 @@ _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # of the splitmix64 generator, as int64
 _ROUNDING = 1e-4
 _FIRST_POLL_S, _MAX_POLL_S = 0.0002, 0.05
+_FIRST_LOOK_S, _MAX_LOOK_S = 0.25, 8.0  # pauses between looks at the posts of all ranks
 
 # Meetings so far by topic, per process group: later groups have other counts.
 _meetings: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
@@ -136,10 +138,14 @@ class Meeting:
     def _poll(self, expected: int) -> str:
         """Poll for the number of ranks that have come: a blocking wait would hold the store's lock."""
         run, pause_s = context.current(), _FIRST_POLL_S
+        look_s, look_at = _FIRST_LOOK_S, time.monotonic() + _FIRST_LOOK_S
         end = time.monotonic() + run.config.timeout.total_seconds()
         with run.watchdog.waiting_in_store(self._missing_ranks) as failure:
             while self._store.add(self._counter, 0) < expected:
-                absent = (failure() or self._other_topic()) if pause_s == _MAX_POLL_S else ""
+                absent = failure()
+                if not absent and time.monotonic() >= look_at:
+                    absent, look_s = self._other_topic(), min(2 * look_s, _MAX_LOOK_S)
+                    look_at = time.monotonic() + look_s
                 if not absent and time.monotonic() > end:
                     absent = f"ranks {self._missing_ranks()} have not come within timeout={run.config.timeout}"
                 if absent:
@@ -160,8 +166,10 @@ class Meeting:
     def _posts(self) -> list[tuple[int, str]]:
         """Return the number and topic of the latest meeting of each rank."""
         keys = [_key_of(rank) for rank in range(self._world_size)]
-        texts = [self._store.get(key).decode() if self._store.check([key]) else "-1 " for key in keys]
-        return [(int(number), topic) for number, _, topic in (each.partition(" ") for each in texts)]
+        posted = existing_keys(self._store, keys)
+        texts = dict(zip(posted, self._store.multi_get(posted), strict=True))
+        posts = (texts.get(key, b"-1 ").decode().partition(" ") for key in keys)
+        return [(int(number), topic) for number, _, topic in posts]
 
 
 def _key_of(rank: int) -> str:

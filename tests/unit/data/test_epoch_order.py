@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -353,3 +355,19 @@ def test_a_stateful_loader_is_shuffled_alike_on_all_ranks(workers: int) -> None:
                 epoch += [index for batch in loader for index in batch]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(20))
     assert epochs[0] != epochs[1]
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(100))
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+
+@pytest.mark.parametrize("limit", [0.5, 1.0])
+def test_a_fraction_of_an_endless_sampler_is_endless(limit: float) -> None:
+    """Its length is the largest integer."""
+    with as_rank(0, 2):
+        loader = DataLoader(TensorDataset(torch.arange(100)), batch_size=4, sampler=Endless())
+        assert len(list(itertools.islice(shard_loader(loader, limit=limit), 10))) == 10

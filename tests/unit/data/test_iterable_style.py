@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
+import warnings
 
 import pytest
 from ranks import as_rank, keep_sigchld_handler, values
@@ -323,3 +325,42 @@ def test_optional_packages_are_not_imported():
         "sys.exit(bool({'webdataset', 'datasets', 'torchdata', 'litdata', 'streaming'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+class Locked(IterableDataset):
+    """Holds a lock while it is iterated over, as one that reads a file or a connection."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __iter__(self):
+        assert self.lock.acquire(timeout=5), "the last epoch's iterator is still open"
+        try:
+            yield from range(100)
+        finally:
+            self.lock.release()
+
+
+@pytest.mark.parametrize("limit", [2, None])
+def test_a_dataset_ends_with_the_loop(limit):
+    """Its iterator is closed after `limit` batches or a break, before the next epoch begins."""
+    with as_rank(0, 2):
+        loader = shard_loader(DataLoader(Locked(), batch_size=4), limit=limit, divides="nothing")
+        for _ in range(2):
+            for _ in loader:
+                if limit is None:
+                    break
+            assert not loader.dataset.lock.locked()
+
+
+class Underestimated(Everything):
+    def __len__(self):
+        return self.length // 2
+
+
+def test_a_limit_is_not_cut_to_an_estimated_length():
+    """An int is a number of batches, of those that come."""
+    with warnings.catch_warnings(), as_rank(0, 2):
+        warnings.simplefilter("ignore")  # torch: the length is wrong
+        loader = shard_loader(DataLoader(Underestimated(40), batch_size=4), limit=4, divides="nothing")
+        assert len(list(loader)) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -148,12 +149,11 @@ def test_a_limit_is_a_count_or_a_fraction(steps, fraction, count):
 def test_a_fraction_needs_the_length_of_the_epoch(steps, batch, fraction):
     """A fraction limits an epoch of known length in whole steps; one of unknown length is limited by a count only."""
     total = (steps + 1) * batch  # at least two steps: half of them are at least one
-    split = EpochSplit.limited(total, limit=fraction, start=0, world_size=1, group=batch)
-    assert split.limit == int(fraction * (steps + 1)) * batch
-    assert EpochSplit.limited(None, limit=3, start=5, world_size=1, group=batch) == EpochSplit(
-        total=0, world_size=1, group=batch, start=5, limit=3 * batch
-    )
-    assert EpochSplit.limited(total, limit=None, start=1, world_size=1, group=batch).limit is None
+    split = EpochSplit(total=total, world_size=1, group=batch)
+    assert split.limited(fraction).limit == int(fraction * (steps + 1)) * batch
+    unknown = EpochSplit(start=5, world_size=1, group=batch)
+    assert unknown.limited(3) == dataclasses.replace(unknown, limit=3 * batch)
+    assert split.limited(None).limit is None
 
 
 @given(st.integers(0, 50), st.integers(0, 2**40))

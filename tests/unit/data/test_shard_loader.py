@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections import Counter
+from collections import Counter, UserDict
 
 import numpy as np
 import pytest
@@ -978,3 +978,99 @@ def test_only_rank_0_has_a_progress_bar(capsys):
             bar = capsys.readouterr().err
             assert ("train: 100%" in bar and "9/9" in bar) == (rank == 0)
             assert bool(bar) == (rank == 0)
+
+
+class Mixing(DataLoader):
+    """Draws in its __iter__, as one that mixes samples."""
+
+    def __iter__(self):
+        for (x,) in super().__iter__():
+            yield x, torch.rand(()).item(), random.random(), np.random.rand()
+
+
+class LazyTensor:
+    """Stands for a tensor, and augments what is read of it."""
+
+    def size(self, dim):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor(index) + torch.rand(())
+
+
+class LazyRow(UserDict):
+    def __getitem__(self, name):
+        return super().__getitem__(name) + random.random()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Mixing(TensorDataset(torch.arange(8)), batch_size=2),
+        lambda: DataLoader(TensorDataset(LazyTensor()), batch_size=2),
+        lambda: DataLoader([LazyRow(x=index) for index in range(8)], batch_size=2),
+    ],
+    ids=["loader", "tensor", "row"],
+)
+def test_user_code_draws_from_the_seed(make):
+    """Whatever of the user's code makes a batch; ranks draw other numbers."""
+
+    def run(rank, state):
+        torch.manual_seed(state)
+        random.seed(state)
+        np.random.seed(state)
+        with as_rank(rank, 2):
+            return [repr(batch) for batch in shard_loader(make(), seed=3)]
+
+    assert run(0, 1) == run(0, 2)
+    assert run(0, 1) != run(1, 1)
+
+
+class Own(Sampler):
+    """Shards by itself, with WebDataset's and TorchData's names."""
+
+    def __init__(self, rank, world_size):
+        self.num_shards, self.cur_shard = world_size, rank
+
+    def __iter__(self):
+        return iter(range(self.cur_shard, 12, self.num_shards))
+
+    def __len__(self):
+        return 12 // self.num_shards
+
+
+def test_a_sampler_with_its_current_shard_is_not_sharded_twice():
+    """Each sample comes once."""
+    results = []
+    for rank in range(2):
+        with as_rank(rank, 2):
+            loader = DataLoader(numbers(12), batch_size=2, sampler=Own(rank, 2))
+            results += values(shard_loader(loader))
+    assert sorted(results) == numbers(12)
+
+
+class OfDataset(Dataset):
+    """A dataset with its own epoch, as many have for augmentation."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.epoch
+
+
+def test_two_loaders_of_one_dataset_count_their_own_epochs():
+    """The epoch that one has set is not taken by the other for one that the user has set."""
+    dataset = OfDataset()
+    training, evaluation = (shard_loader(DataLoader(dataset, batch_size=4)) for _ in range(2))
+    seen = []
+    for _ in range(3):
+        seen += [int(batch[0]) for batch in training]
+        for _ in range(3):
+            list(evaluation)
+    assert (seen, training.epoch) == ([0, 1, 2], 3)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import cProfile
 import logging
+import math
 import pstats
+import threading
+import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,3 +148,62 @@ def test_a_proof_takes_time_in_proportion_to_the_ranks(status: Status) -> None:
         return pstats.Stats(profile).total_calls  # type: ignore[attr-defined,no-any-return]  # not in the stub
 
     assert calls(256) < 6 * calls(64)
+
+
+@pytest.mark.parametrize("idle_s", [598.0, 700.0])
+def test_a_judge_goes_on_when_nothing_is_due(idle_s: float) -> None:
+    """After the last line before the timeout, and after the timeout."""
+    world = World(4)
+    for judge in world.judges:
+        judge._line_due_s = 480.0
+    assert world.check(rounds=6, idle_s=idle_s) == [None] * 4
+    assert world.judges[0]._ask_at < math.inf
+
+
+def test_a_suspicion_ends_with_the_wait() -> None:
+    """The same deadlock in the next wait is confirmed by newer states, too."""
+    world = World(2)
+    world.leave(1)
+    judge = world.judges[0]
+    while judge._suspected[0] is None:
+        assert world.check(rounds=1) == [None]
+    world.status[0] = "running"
+    world.check(rounds=1)
+    assert judge._suspected == (None, 0)
+
+
+def test_requests_of_others_do_not_extend_the_time_to_answer() -> None:
+    """A rank that never answers does not keep the judge from evaluating what the others have answered."""
+    world = World(3)
+    judge = world.judges[0]
+    world._check(0, 3.0)
+    asked_at = judge._asked_at
+    assert asked_at is not None
+    world.judges[1].request_states()
+    world._check(0, 3.0)
+    assert judge._asked_at == asked_at
+
+
+def test_ranks_that_fail_together_are_all_in_the_report() -> None:
+    """The first may count itself after others have published their states."""
+    size = 8
+    world, begun = World(size), threading.Barrier(size)
+    reports: dict[int, deadlock.HangReport] = {}
+
+    def explain(rank: int) -> None:
+        def observe() -> RankState:
+            time.sleep(0.01 * (rank + 1))  # reads the flight recorder
+            return replace(world.state(rank), location=f"a.py:{1 if rank else 9}")
+
+        world.status[rank] = "waiting"
+        begun.wait()
+        reports[rank] = world.judges[rank].explain("timed out", observe)
+
+    threads = [threading.Thread(target=explain, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "have not answered" not in reports[0].what
+    assert "has not answered" not in reports[0].what
+    assert all(report == reports[0] for report in reports.values())
