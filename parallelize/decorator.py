@@ -264,8 +264,10 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, all_ranks: bool) -> Any:
         function: Any = self.__wrapped__
-        if active() is not None:
-            value = function(*args, **kwargs)
+        run = active()
+        if run is not None:
+            with run.ending_blocks():
+                value = function(*args, **kwargs)
             return gather_values(value) if all_ranks else value
         refuse_during_task_load(name_of(function))
         config = self._self_config.merged(os.environ)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["STATEFUL", "global_variables", "holds_state", "is_a", "is_user_code", "members", "walk"]
+__all__ = ["STATEFUL", "global_variables", "holds_state", "is_a", "is_user_code", "members", "namespace", "walk"]
 
 STATEFUL = (nn.Module, Optimizer, LRScheduler)
 _ATOMS = (str, bytes, bytearray, int, float, complex, type(None), types.ModuleType, types.CodeType)
@@ -124,9 +124,18 @@ def is_user_code(module: object) -> bool:
     if top in sys.stdlib_module_names or top in ("", "parallelize"):
         return False
     # Modules in compiled code, such as those in torch._C, have no file of their own.
-    paths = (getattr(sys.modules.get(name), "__file__", None) for name in (module, top))
+    paths = (namespace(sys.modules.get(name)).get("__file__") for name in (module, top))
     path = next(filter(None, paths), "")
     return "site-packages" not in path and "dist-packages" not in path
+
+
+def namespace(module: object) -> Mapping[str, Any]:
+    """Return a module's variables; getattr would import a lazy module, which may fail."""
+    try:
+        found: Mapping[str, Any] = object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return {}
+    return found
 
 
 def members(name: str, item: object) -> dict[str, object]:

@@ -103,7 +103,11 @@ def _torchrun(environ: Mapping[str, str]) -> World | None:
         # A script may export only RANK and WORLD_SIZE, copied from srun or mpirun: the rest is in their variables.
         for detect_launcher in _OTHER_LAUNCHERS:
             world = detect_launcher(environ)
-            if world is not None and (world.rank, world.world_size) == (rank, world_size):
+            if world is None:
+                continue
+            # RANK alone may be a pod's, a node's (WORLD_SIZE then counts processes) or left in a shell.
+            is_several = "LOCAL_RANK" not in environ and world.world_size > 1
+            if is_several or (world.rank, world.world_size) == (rank, world_size):
                 return world
     if "LOCAL_RANK" not in environ:
         return _pod(environ)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
@@ -16,6 +17,8 @@ __all__ = ["ModelContext", "model_context"]
 
 P = ParamSpec("P")
 M = TypeVar("M")
+
+_open: list[Any] = []  # contexts of this process, in the order of their beginning
 
 
 class ModelContext(contextlib.AbstractContextManager[M], contextlib.ContextDecorator, Generic[M]):
@@ -34,12 +37,14 @@ class ModelContext(contextlib.AbstractContextManager[M], contextlib.ContextDecor
         block = self._enter()
         models = block.__enter__()
         self._entered.append(block)
+        _open.append(self)
         return models
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
     ) -> bool | None:
         """End the block; the models are plain models again."""
+        _open.pop(len(_open) - 1 - _open[::-1].index(self))
         return self._entered.pop().__exit__(kind, error, traceback)
 
     def start(self) -> M:
@@ -53,14 +58,28 @@ class ModelContext(contextlib.AbstractContextManager[M], contextlib.ContextDecor
         run = context.active()  # before a block of a plain script has a run of its own
         models = self.__enter__()
         if run is None:
-            atexit.register(self.stop)
+            atexit.register(self._end_at_exit)
         else:
             run.at_end.push(self._end)
         return models
 
     def stop(self) -> None:
-        """End the block that `start` has begun; no-op if it has ended."""
+        """End the block that `start` has begun; no-op if it has ended.
+
+        Raises:
+            ConfigError: a block that has begun later goes on.
+        """
+        if self._entered and _open[-1] is not self:
+            raise ConfigError(
+                "stop() of a parallel_model block while one that has begun later goes on",
+                why="that block has taken over the random numbers and hooks of this one",
+                fix="stop the later one first, or begin both as one: parallel_model(model, other).start()",
+            )
         self._end(None, None, None)
+
+    def _end_at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # the exception that ends this script: other ranks do not end it
+        self._end(None if error is None else type(error), error, None if error is None else error.__traceback__)
 
     def _end(self, *error: Any) -> None:
         while self._entered:

@@ -69,6 +69,16 @@ class Runtime:
         """The device of this process's model and batches."""
         return self.devices[0]
 
+    @contextlib.contextmanager
+    def ending_blocks(self) -> Iterator[None]:
+        """End what is begun in the block of a decorated function; what an outer function has begun goes on."""
+        outer = self.at_end.pop_all()
+        try:
+            with self.at_end:
+                yield
+        finally:
+            self.at_end.push(outer)
+
 
 set_device_order(os.environ)  # on import: a device that is used before the first call has an index, too
 

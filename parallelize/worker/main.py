@@ -177,7 +177,7 @@ def _call(task: Task, stop: StopHandler) -> Any:
 
 def call_function(task: Task) -> Any:
     """Return the function's value; blocks that it has started end before."""
-    with current().at_end:
+    with current().ending_blocks():
         return task.function(*task.args, **task.kwargs)
 
 

@@ -27,6 +27,7 @@ thread = threading.Thread(target=threading.Event().wait, daemon=True)
 thread.start()
 """
 )
+RANDOM = PLAIN + "import random\ngenerator = random.Random()\n"
 CONNECTED = PLAIN + "import socket\nopened = socket.socket()\n"
 ENDING = PLAIN + "import sys\nif sys.argv[0] == '-c':\n    sys.exit('not here')\n"
 
@@ -88,11 +89,11 @@ def test_a_variable_turns_it_off(call: Callable[..., list[str]]) -> None:
     assert call(PLAIN, PARALLELIZE_PRELOAD="0") == ["[(1, None), (1, None)] 3", "[(1, None), (1, None)] 5"]
 
 
-@pytest.mark.parametrize(("module", "alive"), [(THREADED, True), (CONNECTED, None)])
-def test_a_module_that_starts_a_thread_or_connects_is_imported_by_each_worker(
+@pytest.mark.parametrize(("module", "alive"), [(THREADED, True), (CONNECTED, None), (RANDOM, None)])
+def test_a_module_that_cannot_be_shared_is_imported_by_each_worker(
     module: str, alive: bool | None, call: Callable[..., list[str]]
 ) -> None:
-    """Forked processes lack the fork server's threads and share its sockets: it starts again without the module."""
+    """Forked processes lack the fork server's threads, and share its sockets and the state of its generators."""
     # The caller and the fork server, which keeps its process ID, and two workers per call.
     assert call(module) == [f"{[(1, alive)] * 2} 4", f"{[(1, alive)] * 2} 6"]
 

@@ -104,3 +104,26 @@ def test_a_block_that_is_used_as_the_model_is_named(use: Callable[[Any], object]
     """The error says what to write."""
     with pytest.raises(ConfigError, match=r"(?s)it is a context manager.*\.start\(\)"):
         use(parallel_model(net()))
+
+
+def test_a_block_ends_with_the_function_that_has_started_it() -> None:
+    """Also if another decorated function calls that one; a block that is not the last one is not stopped."""
+
+    @distributed()
+    def inner(model: nn.Module) -> None:
+        parallel_model(model).start()
+
+    def outer() -> None:
+        first, second = parallel_model(net()), net()
+        first.start()
+        for _ in range(2):
+            inner(second)
+            assert "forward" not in vars(second)
+        later = parallel_model(second)
+        later.start()
+        with pytest.raises(ConfigError, match="stop the later one first"):
+            first.stop()
+        later.stop()
+        first.stop()
+
+    distributed(processes=2)(outer)()

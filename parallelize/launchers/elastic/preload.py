@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import json
+import logging
 import os
+import random
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -41,11 +45,19 @@ def _preload(request: dict[str, Any]) -> None:
     os.environ.update(request["environ"])
     for name in _TORCH:
         import_module(name)
-    files = _unforkable_files()
-    _import_silently(request["modules"])
-    if threading.active_count() > 1 or _unforkable_files() - files:
-        modules = [name for name in request["modules"] if name.startswith("parallelize.")]
-        _start_again({"environ": request["environ"], "modules": modules})
+    _write_through()
+    threads, files = threading.active_count(), _unforkable_files()  # sitecustomize or a debugger may start threads
+    modules, generators = set(sys.modules), _generators()
+    with _without_console_handlers():
+        _import_silently(request["modules"])
+    safe = [name for name in request["modules"] if name.partition(".")[0] == "parallelize"]
+    if safe != request["modules"] and (
+        threading.active_count() > threads
+        or _unforkable_files() - files
+        or _generators() - generators
+        or _user_modules(modules)
+    ):
+        _start_again({"environ": request["environ"], "modules": safe})
     os.environ.clear()
     os.environ.update(before)
     gc.collect()
@@ -58,6 +70,44 @@ def _import_silently(modules: Sequence[str]) -> None:
         for name in modules:
             with contextlib.suppress(BaseException):
                 import_module(name)
+
+
+def _write_through() -> None:
+    """Replace sys.stdout and sys.stderr, which imported modules may keep, by ones that lose no text in a worker."""
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(number, "wb", closefd=False), "utf-8", "backslashreplace", write_through=True)
+        for number in (1, 2)
+    )
+
+
+@contextlib.contextmanager
+def _without_console_handlers() -> Iterator[None]:
+    """Remove the root logger's handlers that a module adds, as by basicConfig: workers get those of the caller."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = [
+        each
+        for each in root.handlers
+        if each in handlers or getattr(each, "stream", None) not in (sys.stdout, sys.stderr)
+    ]
+    root.setLevel(level)
+
+
+def _generators() -> set[int]:
+    """Return the ids of the modules' own random generators: every rank of every call would draw the same numbers."""
+    numpy: Any = sys.modules.get("numpy")
+    kinds = (random.Random, *(() if numpy is None else (numpy.random.Generator, numpy.random.RandomState)))
+    namespace = import_module("parallelize.call.reachable").namespace
+    values = (value for module in list(sys.modules.values()) for value in list(namespace(module).values()))
+    return {id(each) for each in values if issubclass(type(each), kinds) and type(each) is not random.SystemRandom}
+
+
+def _user_modules(known: AbstractSet[str]) -> bool:
+    """Whether an installed module has imported one of the user's own, which may change between calls."""
+    reachable = import_module("parallelize.call.reachable")
+    new = {name: module for name, module in list(sys.modules.items()) if name not in known}
+    return any(reachable.namespace(each).get("__file__") and reachable.is_user_code(name) for name, each in new.items())
 
 
 @contextlib.contextmanager

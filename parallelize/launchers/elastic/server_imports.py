@@ -8,12 +8,12 @@ import re
 import sys
 import tempfile
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallelize.call.reachable import is_a, is_user_code
+from parallelize.call.reachable import is_a, is_user_code, namespace
 
 __all__ = ["REQUEST", "ServerImports"]
 
@@ -50,8 +50,8 @@ class ServerImports:
         anything. The caller's own modules are left to the workers: they change between calls, as in a notebook.
         """
         packages = {"parallelize"} if environ.get("PARALLELIZE_PRELOAD") == "0" else {"parallelize", *_used_packages()}
-        loaded = {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] in packages}
-        files = {file for each in loaded.values() if isinstance(file := getattr(each, "__file__", None), str)}
+        loaded = [name for name in list(sys.modules) if name.partition(".")[0] in packages]
+        files = _files(loaded)
         # Installing another version of any package changes its folder of metadata, beside the packages.
         folders = {each for each in sys.path if each.endswith(("site-packages", "dist-packages"))}
         modified = {path: _modified(path) for path in files | folders}
@@ -59,7 +59,8 @@ class ServerImports:
 
     def are_current(self, environ: Mapping[str, str]) -> bool:
         """Whether a fork server that has made these imports serves a caller with these variables."""
-        return self.settings == _settings(environ) and all(_modified(path) == at for path, at in self.modified.items())
+        is_same = self.settings == _settings(environ) and _files(self.modules) <= self.modified.keys()
+        return is_same and all(_modified(path) == at for path, at in self.modified.items())
 
     @contextlib.contextmanager
     def request(self, environ: Mapping[str, str]) -> Iterator[int]:
@@ -75,11 +76,17 @@ def _settings(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if _READ_AT_IMPORT.match(name)}
 
 
+def _files(names: Iterable[str]) -> set[str]:
+    """Return the files from which this process has loaded modules, which may be others than before."""
+    found = (namespace(sys.modules.get(name)).get("__file__") for name in names)
+    return {file for file in found if isinstance(file, str)}
+
+
 def _used_packages() -> set[str]:
     """Return the names of the packages from which the user's modules, and __main__, have imported anything."""
     users = [module for name, module in list(sys.modules.items()) if is_user_code(name)]
-    values = [value for module in users for value in list(getattr(module, "__dict__", {}).values())]
-    names: list[Any] = [value.__name__ for value in values if is_a(value, types.ModuleType)]
+    values = [value for module in users for value in list(namespace(module).values())]
+    names: list[Any] = [namespace(value).get("__name__") for value in values if is_a(value, types.ModuleType)]
     names += [value.__module__ for value in values if is_a(value, (type, types.FunctionType))]
     known = {name for name in names if is_a(name, str) and not is_user_code(name)}
     return {name.partition(".")[0] for name in known} - _EXCLUDED

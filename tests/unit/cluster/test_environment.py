@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -195,6 +196,15 @@ def open_mpi(rank, local_rank, **changes):
         "MASTER_ADDR": "n1",
         **changes,
     }
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 8)])
+def test_a_rank_in_the_environment_does_not_hide_other_launchers(rank, world_size):
+    """Of a pod with one process, of a node, or left in a shell: the tasks that mpirun has started are one world."""
+    environ = {**open_mpi(2, 0), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    assert detect({**environ, "MASTER_ADDR": "n1", "MASTER_PORT": "29400"}) == dataclasses.replace(
+        detect(open_mpi(2, 0)), master_addr="n1", master_port=29400
+    )
 
 
 def mpich(rank, local_rank):
