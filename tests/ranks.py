@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.runtime.context import Runtime, _active
 
-__all__ = ["as_rank", "keep_sigchld_handler", "values"]
+__all__ = ["as_rank", "keep_sigchld_handler", "values", "without_leak_report"]
 
 
 @contextlib.contextmanager
@@ -37,3 +38,8 @@ def values(batches: Iterable[torch.Tensor]) -> list[Any]:
 def keep_sigchld_handler() -> None:
     """Install the SIGCHLD handler that torch installs with the first DataLoader workers and never removes."""
     torch.utils.data._utils.signal_handling._set_SIGCHLD_handler()
+
+
+def without_leak_report(errors: str) -> str:
+    """Return a program's stderr without what nanobind prints at exit: triton, with torch 2.15, leaks objects."""
+    return re.sub(r"^(nanobind: | - |See https://nanobind).*\n?", "", errors, flags=re.MULTILINE)
