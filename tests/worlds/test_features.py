@@ -75,9 +75,10 @@ def test_a_script_is_run_by_python_or_by_torchrun(
         def train(number):
             return all_reduce(number, "sum")
 
-        print(train(21))
+        print(f"<{train(21)}>", flush=True)
     """
-    assert run_script(script, launcher=launcher).stdout.split() == ["42"] * (2 if launcher else 1)
+    # Of torchrun's processes, one may end its line after the other has begun its own.
+    assert run_script(script, launcher=launcher).stdout.count("<42>") == (2 if launcher else 1)
 
 
 def test_the_caller_is_interrupted() -> None:
