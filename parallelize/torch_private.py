@@ -112,6 +112,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
     },
     "torch._C": {
+        "_functorch": ("run under transforms of torch.func on one thread", 'backend="balanced" fails'),
         "_current_graph_task_id": ("identify the running backward, if any", "every backend with gradients fails"),
     },
     "torch._C._autograd": {
@@ -123,6 +124,18 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "torch.overrides": {
         "_get_current_function_mode_stack": ("read and replace the function modes of a thread", "calls and amp fail"),
+    },
+    "torch.utils": {
+        "_python_dispatch": ("find the parameters that forward writes", 'backend="balanced" fails'),
+    },
+    "torch.utils._python_dispatch": {
+        "_get_current_dispatch_mode_stack": ("run under dispatch modes on one thread", 'backend="balanced" fails'),
+    },
+    "torch._ops.OpOverload": {
+        "_schema": ("find the arguments that an operation writes", 'backend="balanced" fails'),
+    },
+    "torch.autograd.forward_ad": {
+        "_current_level": ("run under forward-mode differentiation on one thread", 'backend="balanced" fails'),
     },
     "torch.utils._device": {
         "DeviceContext": ("read the default device", "calls fail"),
@@ -143,6 +156,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_load_state_dict_post_hooks": ("detect modules that customize state-dict loading", "load fails"),
         "_metadata": ("keep the version numbers in a state dict", "old state dicts load wrongly"),
         "_is_replica": ("distinguish DataParallel's replica from the model", 'backend="dp" fails'),
+    },
+    "torch.nn.modules.module": {
+        "_global_forward_hooks": ("compare a batch again when a hook is new", 'backend="balanced" fails'),
+        "_global_forward_pre_hooks": ("compare a batch again when a hook is new", 'backend="balanced" fails'),
     },
     "torch.nn.parallel.replicate": {
         "_former_parameters": ("get the parameters of a replica", 'amp="O2" with backend="dp" fails'),

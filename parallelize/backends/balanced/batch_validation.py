@@ -1,12 +1,13 @@
 """Validation of micro-batches: compares them with the full batch, for every new kind of batch.
 
-A kind is new if a module has another mode, value of a Boolean attribute or forward hook, an argument another name or
-number of dimensions, an output another form, or grad mode has changed. The full batch runs through the stages, too:
+A kind is new if a module has another mode, value of a Boolean or str attribute, forward hook or pre-hook, an argument
+another name, number of dimensions, or Boolean or str value, an output another form, or grad mode has changed. The full
+batch runs through the stages, too:
 
-side effects    tensors used outside of the output, state stored on the model, random numbers
+side effects    tensors used outside of the output, state stored on the model or its parameters, random numbers
 dimensions      in which dimension each output is joined
 values          whether the micro-batches compute the same outputs and gradients: in the current modes, or, if these
-                draw random numbers or normalize over a batch, in evaluation mode
+                draw random numbers or normalize over a batch, with torch's own modules in evaluation mode
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.captured_tensors import CapturedTensors
@@ -31,6 +33,8 @@ from parallelize.backends.balanced.microbatch_split_join import (
     output_form,
     scalar_weights,
 )
+from parallelize.backends.balanced.opaque_inputs import copy_inputs
+from parallelize.backends.balanced.output_comparison import difference, is_constant, is_equal, rounding, sampled
 from parallelize.backends.balanced.side_effects import (
     ModelState,
     RNGState,
@@ -44,11 +48,6 @@ from parallelize.runtime.containers import leaves
 
 __all__ = ["BatchKind", "BatchValidation", "SplitRows"]
 
-# The largest relative difference that counts as rounding, by the dtype of an output; of gradients, four times as much.
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
-_ROUNDING_OF_HALF = 5e-2
-_MAX_PARAMETERS = 8  # whose gradients are compared
-
 
 @dataclass
 class BatchKind:
@@ -60,6 +59,7 @@ class BatchKind:
         is_reentrant: whether a reentrant checkpoint computes gradients by itself.
         assumed_means: positions of scalars of which only the comparison shows that they are means over samples.
         dims: form of the output -> the dimensions in which outputs are joined.
+        constants: form of the output -> the full batch's outputs that are not per sample, such as counts, by position.
     """
 
     draws: bool = False
@@ -67,6 +67,7 @@ class BatchKind:
     is_reentrant: bool = False
     assumed_means: set[int] = field(default_factory=set)
     dims: dict[Form, Dims] = field(default_factory=dict)
+    constants: dict[Form, dict[int, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class BatchValidation:
 
     model: nn.Module
     whole: Callable[[Any], Any]
-    split: Callable[[Any, Sequence[str]], SplitRows]
+    split: Callable[[Any, BatchKind], SplitRows]
     devices: Sequence[torch.device]
     normalizes: bool
     adds_unknown: bool
@@ -105,9 +106,12 @@ class BatchValidation:
             ConfigError: forward accumulates gradients.
         """
         before, drawn = ModelState(self.model, self.devices), python_rng_state()
-        with before.restored(), warnings.catch_warnings():
+        with before.restored(keeps_caches=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the step itself gives forward's warnings
-            first = self._whole(inputs)
+            with before.watching():
+                first = self._whole(inputs)
+            if before.written:
+                raise refusals.stateful(before.written)
             before.restore()
             kind, rng = BatchKind(), RNGState(self.devices)
             second = self._whole_again(kind, inputs)
@@ -117,10 +121,10 @@ class BatchValidation:
             self._compare(kind, inputs, first, second, compares_values=is_comparable)
             if not is_comparable:
                 before.restore()
-                self.model.eval()
                 with torch.backends.cudnn.flags(enabled=False):  # cuDNN has no backward of an RNN in evaluation mode
-                    self._compare(kind, inputs, self._whole(inputs), self._whole(inputs), compares_values=True)
-        if python_rng_state() != drawn:
+                    self._compare_in_evaluation(kind, inputs)
+            draws_python = python_rng_state() != drawn
+        if draws_python:
             warnings.warn(
                 f"forward of {type(self.model).__name__} draws from random or numpy.random: under backend='balanced' "
                 "micro-batches draw other numbers than the full batch would. Draw with torch, or before the call.",
@@ -136,14 +140,49 @@ class BatchValidation:
             )
         return kind
 
+    def _compare_in_evaluation(self, kind: BatchKind, inputs: Any) -> None:
+        """Compare with torch's own modules in evaluation mode or, if forward still draws numbers, all modules.
+
+        Not by `eval`, which may change more than the mode: LoRA merges weights there.
+        """
+        own = [each for each in self.model.modules() if isinstance(each, _BatchNorm) or _is_of_torch(each)]
+        first: list[Any] = []
+        second: list[Any] = []
+        for modules in (own, list(self.model.modules())):
+            for each in modules:
+                vars(each)["training"] = False
+            rng = RNGState(self.devices)
+            try:
+                first, second = self._whole(inputs), self._whole(inputs)
+            except (ConfigError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise refusals.CannotSplitError(
+                    f"forward fails in evaluation mode ({type(error).__name__})",
+                    why="micro-batches of a forward that draws random numbers are compared with the batch in that mode",
+                    fix="let forward run in evaluation mode, too",
+                ) from error
+            if not rng.has_changed():
+                break
+        self._compare(kind, inputs, first, second, compares_values=True)
+
     def _whole(self, inputs: Any) -> list[Any]:
-        return _detached(self.whole(inputs))
+        return _detached(self.whole(copy_inputs(inputs)))
 
     def _whole_again(self, kind: BatchKind, inputs: Any) -> list[Any]:
         """Return the outputs of the full batch, and record side effects; a first run has filled lasting caches."""
         captured = CapturedTensors(self.model)
+        inputs = copy_inputs(inputs)
+        tensors = [each for each in leaves(inputs) if isinstance(each, torch.Tensor) and not each.is_inference()]
+        given = [(each, each._version) for each in tensors]
         with changed_gradients(self.model) as accumulated, changed_attributes(self.model) as changed, captured:
             output = self.whole(inputs)
+        if any(version != each._version for each, version in given):
+            raise refusals.CannotSplitError(
+                "forward changes an argument in place",
+                why="micro-batches are slices of one tensor, which autograd then takes for changed",
+                fix="copy the argument first",
+            )
         kind.is_reentrant = has_reentrant_checkpoint(_differentiable(leaves(output)))
         output = _detached(output)
         if accumulated:
@@ -169,19 +208,25 @@ class BatchValidation:
     def _compare(
         self, kind: BatchKind, inputs: Any, first: list[Any], second: list[Any], *, compares_values: bool
     ) -> None:
-        split = self.split(inputs, kind.buffers)
+        split = self.split(inputs, kind)
         if any(output_form(row) != output_form(second) for row in split.rows):
             return  # micro-batches return different values: joining them returns placeholders
         weights = scalar_weights(split.rows, split.sizes, inputs=inputs, adds_unknown=self.adds_unknown)
         dims = kind.dims.setdefault(output_form(second, weights), infer_batch_dims(second, split.rows))
-        is_random = any(_difference(*pair) > 0 for pair in zip(first, second, strict=True))
+        constants = {i: each for i, each in enumerate(second) if is_constant(each, i, dims, weights)}
+        kind.constants.setdefault(output_form(second, weights), constants)
+        for position, value in constants.items():
+            parts = [row[position] for row in split.rows]
+            if all(is_equal(each, parts[0]) for each in parts) and not is_equal(parts[0], value):
+                raise refusals.not_sample_by_sample(f"output {position} of the model", math.inf)
+        is_random = any(difference(*pair) > 0 for pair in zip(first, second, strict=True))
         if not compares_values or is_random:
             return
         joined = join_outputs(split.rows, device=self.devices[0], dims=dims, weights=weights)
         for position, (one, other) in enumerate(zip(second, joined, strict=True)):
-            difference = _difference(one, other)
-            if difference > 0:
-                raise refusals.not_sample_by_sample(f"output {position} of the model", difference)
+            found = difference(one, other)
+            if found > 0:
+                raise refusals.not_sample_by_sample(f"output {position} of the model", found)
         for position, (_, count) in weights.items():
             values = [row[position] for row in split.rows]
             is_assumed = count.kind == "unknown" and not self.adds_unknown and values[0].requires_grad
@@ -191,7 +236,7 @@ class BatchValidation:
             self._compare_gradients(inputs, second, joined)
 
     def _compare_gradients(self, inputs: Any, whole: Sequence[Any], joined: Sequence[Any]) -> None:
-        """Compare the gradients of some parameters, of the same weighted sum of all outputs that can be joined.
+        """Compare gradients of the parameters, of the same weighted sum of all outputs that can be joined.
 
         Args:
             inputs: those of the batch.
@@ -199,27 +244,41 @@ class BatchValidation:
             joined: outputs of the micro-batches; backward frees their graph before the full batch gets one.
         """
         named = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad and each.is_leaf]
-        named = named[:: math.ceil(len(named) / _MAX_PARAMETERS) or 1]
         pairs = enumerate(zip(whole, joined, strict=True))
-        used = [i for i, (one, other) in pairs if one is not None and one.requires_grad and _differentiable([other])]
+        used = [
+            i
+            for i, (one, other) in pairs
+            if isinstance(one, torch.Tensor) and one.requires_grad and _differentiable([other])
+        ]
         if not named or not used:
             return
         parameters = [each for _, each in named]
-        found = _gradients([joined[i] for i in used], parameters)
-        expected = _gradients([each for i, each in enumerate(leaves(self.whole(inputs))) if i in used], parameters)
-        largest = max((each.abs().max().item() for each in expected if each is not None), default=0.0)
-        rounding = 4 * max(_rounding(whole[i]) for i in used)
-        for (name, parameter), one, other in zip(named, expected, found, strict=True):
-            pair = [torch.zeros_like(parameter) if each is None else each.to_dense() for each in (one, other)]
-            difference = _difference(*pair, rounding=rounding, least=1e-3 * largest)
-            if difference > 0:
-                raise refusals.not_sample_by_sample(f"the gradient of {name}", difference)
+        found = [*map(sampled, _gradients([joined[i] for i in used], parameters))]
+        again = [each for i, each in enumerate(leaves(self.whole(copy_inputs(inputs)))) if i in used]
+        expected = [*map(sampled, _gradients(again, parameters))]
+        largest = max((each.abs().max().item() for each in expected if each is not None and each.numel()), default=0.0)
+        tolerance = 4 * max(rounding(whole[i]) for i in used)
+        for (name, _), one, other in zip(named, expected, found, strict=True):
+            like = one if other is None else other
+            if like is None:
+                continue
+            pair = [torch.zeros_like(like) if each is None else each for each in (one, other)]
+            relative = difference(*pair, rounding=tolerance, least=1e-3 * largest)
+            if relative > 0:
+                raise refusals.not_sample_by_sample(f"the gradient of {name}", relative)
 
 
 def _detached(output: Any) -> list[Any]:
-    """Return the tensors of an output without graphs, but requiring grad as before; None for objects."""
-    found = (each if isinstance(each, torch.Tensor) else None for each in leaves(output))
-    return [each if each is None else each.detach().requires_grad_(each.grad_fn is not None) for each in found]
+    """Return the leaves of an output: tensors without graphs, but requiring grad as before; None for objects."""
+    found = (each if isinstance(each, (torch.Tensor, bool, int, float, str)) else None for each in leaves(output))
+    return [
+        each.detach().requires_grad_(each.grad_fn is not None) if isinstance(each, torch.Tensor) else each
+        for each in found
+    ]
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
@@ -229,21 +288,3 @@ def _differentiable(values: Any) -> list[torch.Tensor]:
 def _gradients(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     seeds = [torch.arange(each.numel(), device=each.device).cos().view(each.shape).to(each.dtype) for each in outputs]
     return compute_gradients(outputs, seeds, inputs=parameters)
-
-
-def _rounding(value: torch.Tensor) -> float:
-    is_half = torch.is_autocast_enabled(value.device.type)
-    return _ROUNDING_OF_HALF if is_half else _ROUNDING.get(value.dtype, _ROUNDING_OF_HALF)
-
-
-def _difference(one: Any, other: Any, *, rounding: float | None = None, least: float = 1e-6) -> float:
-    """Return the largest difference, relative to the largest value of `one`, at least `least`; 0 if it is rounding."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return 0.0
-    if one.shape != other.shape:
-        return math.inf
-    if not one.is_floating_point() or one.numel() == 0:
-        return 0.0
-    wide, narrow = (each.detach().double().cpu().nan_to_num() for each in (one, other))
-    relative = ((wide - narrow).abs().max() / wide.abs().max().clamp_min(max(least, 1e-6))).item()
-    return relative if relative > (rounding or _ROUNDING.get(one.dtype, _ROUNDING_OF_HALF)) else 0.0

@@ -112,6 +112,12 @@ class BatchNorms:
         tracked.restore(norm)
         self._locks[id(module)].release()
 
+    def restore(self) -> None:
+        """Restore the batch norms in which a call has been interrupted by what is no Exception, such as Ctrl-C."""
+        for key in tuple(self._before):
+            self._before.pop(key).restore(self._modules[key])
+            self._locks[key] = threading.RLock()
+
     def update(self, of_each: Sequence[Moments]) -> None:
         """Update the running statistics from the moments of all micro-batches."""
         with torch.no_grad():

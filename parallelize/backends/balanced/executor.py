@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from parallelize.backends.balanced import refusals
-from parallelize.backends.balanced.batchnorm import BatchNorms
+from parallelize.backends.balanced.batchnorm import BatchNorms, Moments
 from parallelize.backends.balanced.device_transfer import DeviceTransfer
 from parallelize.backends.balanced.microbatch_run import MicrobatchRun, active_run
 from parallelize.backends.balanced.microbatch_split_join import SplitBatch
@@ -60,8 +60,10 @@ class Executor:
         with self._recomputing():
             return run.call(functools.partial(call, *args, **kwargs))
 
-    def run(self, call: Call, batch: SplitBatch, *, is_threaded: bool, buffers: Sequence[str] = ()) -> list[Any]:
-        """Return the model's output for each micro-batch of a batch.
+    def run(
+        self, call: Call, batch: SplitBatch, *, is_threaded: bool, buffers: Sequence[str] = ()
+    ) -> tuple[list[Any], list[Moments]]:
+        """Return the model's output for each micro-batch of a batch, and the moments that batch norms have computed.
 
         Args:
             call: calls the model's forward.
@@ -87,10 +89,13 @@ class Executor:
             for index in range(len(batch.sizes))
         ]
         calls = [functools.partial(run.call, _bound(call, batch, index)) for index, run in enumerate(runs)]
-        with self._recomputing():
-            outputs = self._in_threads(calls) if is_threaded else self._one_by_one(calls, buffers)
-        self.norms.update([run.moments for run in runs])
-        return outputs
+        try:
+            with self._recomputing():
+                outputs = self._in_threads(calls) if is_threaded else self._one_by_one(calls, buffers)
+        except BaseException:
+            self.norms.restore()
+            raise
+        return outputs, [run.moments for run in runs]
 
     def _transfer(self, copies: dict[Any, Any] | None = None) -> DeviceTransfer | None:
         devices = {self.output_device, *(stage.device for stage in self.stages)}

@@ -188,8 +188,11 @@ class _Hook:
 
 
 def user_hooks(module: nn.Module) -> list[Any]:
-    """Return the forward hooks of a module, without those of `ModuleHooks`."""
-    return [each for each in module._forward_hooks.values() if not isinstance(each, _Hook)]
+    """Return the forward hooks and forward pre-hooks of a module, without those of `ModuleHooks`."""
+    if not module._forward_hooks and not module._forward_pre_hooks:
+        return []
+    every = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return [each for each in every if not isinstance(each, _Hook)]
 
 
 class ModuleHooks:

@@ -25,6 +25,7 @@ from parallelize.runtime.loss_counts import LossCount, attach_count, join_weight
 __all__ = [
     "Form",
     "SplitBatch",
+    "Weights",
     "batch_size",
     "first_samples",
     "infer_batch_dims",
@@ -59,6 +60,10 @@ def batch_size(inputs: Any, *, dim: int) -> int:
             fix="pass the padded tensor with its lengths, and pack it in forward",
         )
     for leaf in leaves(inputs):
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            raise CannotSplitError(
+                "an input of the model is a nested tensor", why="it has no slices", fix="pass a padded tensor"
+            )
         if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
             return leaf.shape[dim]
     raise CannotSplitError(
@@ -226,10 +231,15 @@ def scalar_weights(
         inputs: the inputs of the model.
         adds_unknown: whether scalars that are neither a known mean nor a known sum are added.
     """
+    scalars = {i: each for i, each in enumerate(zip(*rows, strict=True)) if all(_is_scalar(one) for one in each)}
+    found = {
+        i: join_weights(each, samples=sizes, inputs=inputs, adds_unknown=adds_unknown) for i, each in scalars.items()
+    }
+    # `loss.detach()` is joined as the loss.
+    of_losses = {scalars[i][0].data_ptr(): each for i, each in found.items() if scalars[i][0].requires_grad}
     return {
-        position: join_weights(values, samples=sizes, inputs=inputs, adds_unknown=adds_unknown)
-        for position, values in enumerate(zip(*rows, strict=True))
-        if all(_is_scalar(each) for each in values)
+        i: each if scalars[i][0].requires_grad else of_losses.get(scalars[i][0].data_ptr(), each)
+        for i, each in found.items()
     }
 
 
@@ -268,7 +278,10 @@ def _is_scalar(value: Any) -> bool:
 def _join_scalars(
     values: tuple[torch.Tensor, ...], weights: Sequence[float | torch.Tensor], count: LossCount, *, device: torch.device
 ) -> torch.Tensor:
-    parts = [value.to(device) * _weight(weight, value, device) for value, weight in zip(values, weights, strict=True)]
+    # A mean over no targets is nan.
+    pairs = [pair for pair in zip(values, weights, strict=True) if not isinstance(pair[1], float) or pair[1] != 0.0]
+    pairs = pairs or list(zip(values, weights, strict=True))
+    parts = [value.to(device) * _weight(weight, value, device) for value, weight in pairs]
     joined: torch.Tensor = sum(parts[1:], parts[0])
     if joined.requires_grad:
         attach_count(joined, count)

@@ -18,7 +18,7 @@ from torch import nn
 from parallelize.backends.balanced.microbatch_split_join import named_leaves, rebuild
 from parallelize.errors import ConfigError
 
-__all__ = ["copy_opaque_inputs", "opaque_inputs"]
+__all__ = ["copy_inputs", "opaque_inputs"]
 
 _PLAIN_TYPES = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, type),
@@ -32,15 +32,19 @@ def opaque_inputs(inputs: Any) -> dict[str, Any]:
     return {name: leaf for name, leaf in named_leaves(inputs) if _is_opaque(leaf)}
 
 
-def copy_opaque_inputs(inputs: Any) -> Any:
-    """Return the inputs with opaque inputs copied, so that planning does not modify the user's objects.
+def copy_inputs(inputs: Any) -> Any:
+    """Return copies of the inputs, without their graphs, so that planning does not modify the user's objects.
 
     Raises:
         ConfigError: an object cannot be copied, for example because it holds a tensor with an autograd graph.
     """
-    if not opaque_inputs(inputs):
-        return inputs
-    return rebuild(inputs, [_copy(name, leaf) if _is_opaque(leaf) else leaf for name, leaf in named_leaves(inputs)])
+    return rebuild(inputs, [_copied(name, leaf) for name, leaf in named_leaves(inputs)])
+
+
+def _copied(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return _copy(name, leaf) if _is_opaque(leaf) else leaf
 
 
 def _is_opaque(leaf: Any) -> bool:

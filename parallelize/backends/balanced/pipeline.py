@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 import warnings
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from parallelize.backends.balanced.graph_entries import GraphEntries, mark_joine
 from parallelize.backends.balanced.microbatch_run import ModuleHooks, user_hooks
 from parallelize.backends.balanced.microbatch_split_join import (
     SplitBatch,
+    Weights,
     batch_size,
     first_samples,
     join_outputs,
@@ -31,10 +33,11 @@ from parallelize.backends.balanced.microbatch_split_join import (
     scalar_weights,
     split_dims,
 )
-from parallelize.backends.balanced.opaque_inputs import opaque_inputs
+from parallelize.backends.balanced.opaque_inputs import copy_inputs, opaque_inputs
+from parallelize.backends.balanced.output_comparison import is_equal
 from parallelize.backends.balanced.plan import Plan, remember
 from parallelize.backends.balanced.side_effects import RNGState
-from parallelize.backends.balanced.stage_threads import StageThreads, stages_on
+from parallelize.backends.balanced.stage_threads import StageThreads, is_bound_to_thread, stages_on
 from parallelize.backends.balanced.threaded_backward import connect
 from parallelize.backends.balanced.units import border_units, unit_routes
 from parallelize.errors import ConfigError
@@ -43,6 +46,30 @@ from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.weighted_backward import weigh_losses
 
 __all__ = ["Pipeline"]
+
+
+def _code(hook: Any) -> Any:
+    """Return what is equal for hooks that a loop registers anew for each step."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return getattr(hook, "__code__", type(hook))
+
+
+def _may_be_clamped(weights: Weights, sizes: Sequence[int]) -> bool:
+    """Return whether a sum of several samples is divided by 1 or less: the divisor may be `count.clamp(min=1)`."""
+    found = (
+        part * count.count <= 1.0
+        for parts, count in weights.values()
+        if count.kind == "mean" and count.loss == "Sum" and isinstance(count.count, float)
+        for part, size in zip(parts, sizes, strict=True)
+        if isinstance(part, float) and size > 1
+    )
+    return any(found)
+
+
+def _global_hooks() -> list[Any]:
+    found = (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks)
+    return [hook for hooks in found for hook in hooks.values()]
 
 
 class Pipeline(nn.Module):
@@ -141,13 +168,14 @@ class Pipeline(nn.Module):
 
     def _key(self, inputs: Any) -> Any:
         """Return what distinguishes kinds of batches, see `batch_validation`."""
-        flags = [value for each in self._moded for value in vars(each).values() if value is True or value is False]
+        flags = [value for each in self._moded for value in vars(each).values() if type(value) in {bool, str}]
         # Not the hooks' ids: a loop may register the same function anew for each step.
         hooks = tuple(
-            getattr(each, "__code__", type(each)) for m in self._moded if m._forward_hooks for each in user_hooks(m)
+            _code(each) for each in (*(hook for m in self._moded for hook in user_hooks(m)), *_global_hooks())
         )
-        names = tuple(name for name, _ in named_leaves(inputs))
-        return tuple(flags), hooks, names, torch.is_grad_enabled(), self.inner.method
+        names = tuple((name, leaf if isinstance(leaf, bool) else None) for name, leaf in named_leaves(inputs))
+        modes = tuple(each for each in (*inputs[0], *inputs[1].values()) if isinstance(each, str))
+        return tuple(flags), hooks, names, modes, torch.is_grad_enabled(), self.inner.method
 
     def _check_parameter_hooks(self, kind: BatchKind) -> None:
         """Raise CannotSplitError if a reentrant checkpoint would call hooks of parameters for each micro-batch."""
@@ -161,28 +189,46 @@ class Pipeline(nn.Module):
             )
 
     def _run_microbatches(self, inputs: Any, kind: BatchKind, count: int) -> Any:
-        is_free = not kind.draws and not kind.buffers and not self._has_replaced_parameters()
-        is_threaded = self._executor.threads is not None and is_free
+        is_threaded = self._is_threaded(kind)
         is_bounded = is_threaded and torch.is_grad_enabled()
-        before = RNGState([stage.device for stage in self._executor.stages]) if is_threaded else None
+        before = RNGState([stage.device for stage in self._executor.stages])
+        buffers = [(each, each.clone()) for each in map(self.inner.model.get_buffer, kind.buffers)]
         batch = self._split(inputs, count, is_bounded=is_bounded)
-        outputs = self._executor.run(self._call, batch, is_threaded=is_threaded, buffers=kind.buffers)
-        kind.draws = kind.draws or (before is not None and before.has_changed())
+        outputs, moments = self._executor.run(self._call, batch, is_threaded=is_threaded, buffers=kind.buffers)
+        kind.draws = kind.draws or (is_threaded and before.has_changed())
         rows = [list(leaves(output)) for output in outputs]
         if len({len(row) for row in rows}) > 1:
+            self._norms.update(moments)
             counts = " and ".join(map(str, sorted({len(row) for row in rows})))
             return refusals.UnjoinedOutput(refusals.unjoinable(f"micro-batches return {counts} values", "they differ"))
         adds_unknown = self.inner.average == "sum"
         weights = scalar_weights(rows, batch.sizes, inputs=inputs, adds_unknown=adds_unknown)
         form = output_form(rows[0], weights)
-        if form not in kind.dims:
-            found = self._validate(inputs, count)
+        if form not in kind.dims or _may_be_clamped(weights, batch.sizes):
+            try:
+                found = self._validate(inputs, count)
+            except refusals.CannotSplitError:  # the batch runs again, whole
+                before.restore()
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+                raise
             kind.dims[form] = {} if found is None else found.dims.get(form, {})
+            kind.constants[form] = {} if found is None else found.constants.get(form, {})
+        self._norms.update(moments)
         if is_bounded and self._executor.threads is not None:
             connect(rows, bounds=batch.bounds, submit=self._executor.threads.backward)
         values = join_outputs(rows, device=self._executor.output_device, dims=kind.dims[form], weights=weights)
+        for position, constant in kind.constants.get(form, {}).items():
+            if not isinstance(values[position], refusals.UnjoinedOutput) and not is_equal(values[position], constant):
+                what = f"output {position} of the model, {values[position]}"
+                why = f"in an earlier batch, micro-batches and the full batch had {constant}; it may be a count"
+                values[position] = refusals.UnjoinedOutput(refusals.unjoinable(what, why))
         mark_joined(values)
         return rebuild(outputs[0], values)
+
+    def _is_threaded(self, kind: BatchKind) -> bool:
+        is_free = not kind.draws and not kind.buffers and not self._has_replaced_parameters()
+        return self._executor.threads is not None and is_free and not is_bound_to_thread()
 
     def _has_replaced_parameters(self) -> bool:
         """Return whether torch.func.functional_call has replaced parameters by results of operations.
@@ -209,10 +255,11 @@ class Pipeline(nn.Module):
                 fix="pass tensors, alone or in containers",
             )
 
-        def split(inputs: Any, buffers: Sequence[str]) -> SplitRows:
-            batch = self._split(inputs, count)
+        def split(inputs: Any, kind: BatchKind) -> SplitRows:
+            batch = self._split(copy_inputs(inputs), count)
             try:
-                outputs = self._executor.run(self._call, batch, is_threaded=False, buffers=buffers)
+                is_threaded = self._is_threaded(kind)
+                outputs, _ = self._executor.run(self._call, batch, is_threaded=is_threaded, buffers=kind.buffers)
             except (ConfigError, torch.OutOfMemoryError):
                 raise
             except Exception as error:

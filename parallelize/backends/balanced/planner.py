@@ -25,7 +25,7 @@ from parallelize.backends.balanced import refusals, units
 from parallelize.backends.balanced.fit import Fit, PlannerOptions, first_fit, trained_share
 from parallelize.backends.balanced.hardware import DeviceSpec, device_out_of_memory, synchronized_time
 from parallelize.backends.balanced.microbatch_split_join import batch_size, names_not_per_sample, split_dims
-from parallelize.backends.balanced.opaque_inputs import copy_opaque_inputs
+from parallelize.backends.balanced.opaque_inputs import copy_inputs
 from parallelize.backends.balanced.pipeline import Pipeline
 from parallelize.backends.balanced.plan import Plan, signature
 from parallelize.backends.balanced.profiling import Profiler, run_backward
@@ -109,6 +109,7 @@ class Planner:
             batch_dim=self.options.batch_dim,
             sizes=(self._least_samples(),) * 2,
             restore=self._state.restore,
+            watching=self._state.watching,
         )
         while True:
             try:
@@ -164,7 +165,7 @@ class Planner:
         found = []
         for _ in range(4):
             self._state.restore()
-            args, kwargs = copy_opaque_inputs(inputs)
+            args, kwargs = copy_inputs(inputs)
             began = synchronized_time(*self._devices)
             run_backward(self.inner.model, call(*args, **kwargs))
             found.append(synchronized_time(*self._devices) - began)

@@ -30,7 +30,7 @@ from parallelize.backends.balanced.device_transfer import DeviceTransfer
 from parallelize.backends.balanced.hardware import synchronized_time
 from parallelize.backends.balanced.microbatch_run import MicrobatchRun, ModuleHooks
 from parallelize.backends.balanced.microbatch_split_join import first_samples
-from parallelize.backends.balanced.opaque_inputs import copy_opaque_inputs
+from parallelize.backends.balanced.opaque_inputs import copy_inputs
 from parallelize.backends.balanced.schedule import Profile, UnitCall
 from parallelize.backends.balanced.stage_threads import Stage
 from parallelize.backends.balanced.threaded_backward import compute_gradients, has_reentrant_checkpoint
@@ -124,6 +124,7 @@ class Profiler:
     batch_dim: int
     sizes: tuple[int, int]
     restore: Callable[[], None]
+    watching: Callable[[], contextlib.AbstractContextManager[None]]
     has_backward: bool = True
 
     def fitted(self, inputs: Any, *, samples: int, caps: Sequence[float]) -> Profiler:
@@ -166,7 +167,7 @@ class Profiler:
     def run(self, inputs: Any, *, counts_saved: bool = False) -> Timings:
         """Measure forward and backward of one micro-batch; with `counts_saved`, also the bytes that autograd saves."""
         self.restore()
-        args, kwargs = copy_opaque_inputs(inputs)
+        args, kwargs = copy_inputs(inputs)
         model, devices = self.inner.model, {self.output_device, *(stage.device for stage in self.stages)}
         clock = _Clock(module_names(model), devices)
         transfer = DeviceTransfer(devices) if len(devices) > 1 else None
@@ -176,9 +177,10 @@ class Profiler:
             hooks = ModuleHooks(model, self.stages, self.routes, norms, output_device=self.output_device)
             stack.callback(hooks.close)
             if counts_saved or not self.has_backward:
-                stack.enter_context(_count_saved_bytes(clock.timings, (model, inputs), keeps=self.has_backward))
+                stack.enter_context(_count_saved_bytes(clock.timings, (model, (args, kwargs)), keeps=self.has_backward))
             stack.enter_context(run.active())
-            output = self.inner(*args, **kwargs)
+            with self.watching():
+                output = self.inner(*args, **kwargs)
             clock.end_forward()
         if self.has_backward and run_backward(model, output):
             clock.end_backward()

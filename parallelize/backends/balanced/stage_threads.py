@@ -23,10 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from parallelize.runtime.function_modes import function_modes, replace_function_modes
 
-__all__ = ["Stage", "StageThreads", "ThreadLocalState", "saved_tensors_hooks", "stages_on"]
+__all__ = ["Stage", "StageThreads", "ThreadLocalState", "is_bound_to_thread", "saved_tensors_hooks", "stages_on"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,12 @@ class StageThreads:
         """Cancel queued tasks, and join all threads after their current tasks."""
         for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def is_bound_to_thread() -> bool:
+    """Return whether this thread has state that `ThreadLocalState` lacks: torch.func, dispatch modes, dual numbers."""
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return is_transformed or bool(_get_current_dispatch_mode_stack()) or forward_ad._current_level >= 0
 
 
 def saved_tensors_hooks() -> Any:

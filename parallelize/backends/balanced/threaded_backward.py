@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from parallelize.backends.balanced.stage_threads import ThreadLocalState
+from parallelize.runtime.gradients import reaches_any
 
 __all__ = ["compute_gradients", "connect", "has_reentrant_checkpoint"]
 
@@ -39,9 +40,11 @@ def connect(rows: Sequence[list[Any]], *, bounds: Sequence[torch.Tensor], submit
     places = [
         [i for i, each in enumerate(row) if isinstance(each, torch.Tensor) and each.grad_fn is not None] for row in rows
     ]
-    flat = [row[i] for row, place in zip(rows, places, strict=True) for i in place]
-    leaves = _leaves(flat, bounds)
-    if not flat or leaves is None:
+    used = [[row[i] for i in place] for row, place in zip(rows, places, strict=True)]
+    flat = [each for row in used for each in row]
+    leaves = _leaves(used, bounds)
+    # A backward of the micro-batches would go on behind an input that was computed with parameters of the model.
+    if not flat or leaves is None or reaches_any(bounds, leaves):
         return
     found: Any = _Backward.apply(flat, [*map(len, places)], submit, *bounds, *leaves)  # type: ignore[no-untyped-call]  # torch's
     connected = iter(found)
@@ -52,7 +55,7 @@ def connect(rows: Sequence[list[Any]], *, bounds: Sequence[torch.Tensor], submit
 
 def has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
     """Return whether gradients of given tensors cannot be computed, since a reentrant checkpoint runs a backward."""
-    return _leaves(outputs, ()) is None
+    return _leaves([outputs], ()) is None
 
 
 def compute_gradients(
@@ -99,11 +102,17 @@ class _Backward(torch.autograd.Function):
         parts = [[next(pairs) for _ in range(size)] for size in ctx.sizes]
         # Recomputed forwards set and restore the random number generator, in several threads at once.
         rng_state, state = torch.get_rng_state(), ThreadLocalState()
+        of_each: list[Sequence[torch.Tensor | None]]
         with _without_hooks(leaves):
-            futures = [ctx.submit(state.run, lambda part=part: _part(part, leaves)) for part in reversed(parts)]
-            concurrent.futures.wait(futures)
+            try:
+                futures = [ctx.submit(state.run, lambda part=part: _part(part, leaves)) for part in reversed(parts)]
+            except RuntimeError:  # the block has ended, and with it the threads
+                of_each = [_part(part, leaves) for part in reversed(parts)]
+            else:
+                concurrent.futures.wait(futures)
+                of_each = [each.result() for each in futures]
         torch.set_rng_state(rng_state)
-        return None, None, None, *map(_sum, zip(*(each.result() for each in futures), strict=True))
+        return None, None, None, *map(_sum, zip(*of_each, strict=True))
 
 
 def _part(
@@ -138,20 +147,41 @@ def _without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             each._backward_hooks = hooks
 
 
-def _leaves(outputs: Sequence[torch.Tensor], bounds: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Return the leaves of the outputs' graphs up to `bounds`, in a fixed order; None for a reentrant checkpoint."""
-    nodes: list[Any] = [each.grad_fn for each in outputs]
-    seen: set[Any] = {each.grad_fn for each in bounds}
+def _leaves(rows: Sequence[Sequence[torch.Tensor]], bounds: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return the leaves of the outputs' graphs up to `bounds`, in a fixed order; None if they are computed elsewhere.
+
+    None: a reentrant checkpoint, or nodes that several micro-batches share, such as those of a tensor that was computed
+    before this forward: hooks of it would see the gradients of one micro-batch at a time.
+    """
+    ends = {each.grad_fn for each in bounds}
+    seen: set[Any] = set()
     found: dict[int, torch.Tensor] = {}
+    for row in rows:
+        inner = set()
+        for node in _nodes(row, ends):
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, torch.Tensor):
+                found.setdefault(id(leaf), leaf)
+            elif node.name() == "CheckpointFunctionBackward" or (node in seen and not _is_cast(node)):
+                return None
+            else:
+                inner.add(node)
+        seen |= inner
+    return list(found.values())
+
+
+def _nodes(outputs: Sequence[torch.Tensor], ends: Collection[Any]) -> Iterator[Any]:
+    """Yield the nodes of the outputs' graphs up to `ends`, in a fixed order."""
+    nodes: list[Any] = [each.grad_fn for each in outputs]
+    seen: set[Any] = {None, *ends}
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return None
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor):
-            found.setdefault(id(leaf), leaf)
-        nodes.extend(following for following, _ in node.next_functions)
-    return list(found.values())
+        if node not in seen:
+            seen.add(node)
+            yield node
+            nodes.extend(following for following, _ in node.next_functions)
+
+
+def _is_cast(node: Any) -> bool:
+    """Return whether a node casts a leaf, as autocast does once for all micro-batches."""
+    return node.name().startswith("ToCopyBackward") and hasattr(node.next_functions[0][0], "variable")
