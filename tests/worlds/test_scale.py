@@ -13,6 +13,8 @@ sys.path.append(str(BENCHMARKS))
 
 from report import tables_of  # noqa: E402 - benchmarks/ is not a package
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.timeout(150)
 def test_requests_per_rank_are_bounded() -> None:
