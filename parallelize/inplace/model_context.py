@@ -44,7 +44,7 @@ class ModelContext(contextlib.AbstractContextManager[M], contextlib.ContextDecor
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
     ) -> bool | None:
         """End the block; the models are plain models again."""
-        _open.pop(len(_open) - 1 - _open[::-1].index(self))
+        _open.remove(self)
         return self._entered.pop().__exit__(kind, error, traceback)
 
     def start(self) -> M:
