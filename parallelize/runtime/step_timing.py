@@ -1,7 +1,7 @@
 """Report on rank 0's stderr after an epoch: step times of each process, and the process that the others waited for.
 
 Processes that train together wait for each other in collectives, so their step times are equal. The slow process is
-the one that starts most collectives last; torch's flight recorder has the start times.
+the one that starts collectives last by most seconds in all; torch's flight recorder has the start times.
 
 No collective is run: each process writes its times to the store, and rank 0 waits for them for at most one second.
 """
@@ -13,7 +13,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -141,17 +141,23 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _slowest_text(timings: Sequence[StepTiming]) -> Iterator[str]:
-    """Yield a phrase about the rank that starts most collectives last, if its delay is significant."""
+    """Yield a phrase about the rank that the others wait for most, if its delay is significant."""
     common = set.intersection(*(set(timing.collective_starts) for timing in timings)) if len(timings) > 1 else set()
     if len(common) < _MIN_COLLECTIVES:
         return
-    starts = [{timing.rank: timing.collective_starts[name] for timing in timings} for name in common]
-    last, count = Counter(max(each, key=lambda rank: each[rank]) for each in starts).most_common(1)[0]
-    late_s = sum(each[last] - min(each.values()) for each in starts) / len(starts)
-    slowest = next(timing for timing in timings if timing.rank == last)
-    if 2 * count <= len(starts) or late_s < max(_MIN_LATE_S, _MIN_LATE_FRACTION * slowest.step_s):
+    late_s: dict[int, float] = defaultdict(
+        float
+    )  # by last rank; in a short collective, chance decides which one that is
+    for name in common:
+        by_rank = {timing.rank: timing.collective_starts[name] for timing in timings}
+        last = max(by_rank, key=lambda rank: by_rank[rank])
+        late_s[last] += by_rank[last] - min(by_rank.values())
+    rank, total_s = max(late_s.items(), key=lambda item: item[1])
+    slowest = next(timing for timing in timings if timing.rank == rank)
+    mean_s = total_s / len(common)
+    if 3 * total_s <= 2 * sum(late_s.values()) or mean_s < max(_MIN_LATE_S, _MIN_LATE_FRACTION * slowest.step_s):
         return
     extra_wait_s = slowest.data_s - min(timing.data_s for timing in timings)
-    reason = "it waits for data" if 2 * extra_wait_s >= late_s else "it computes longer, or its device is shared"
-    delay = f"{late_s * 1000:.3g} ms after the first rank"
-    yield f"rank {last} slows down the others: it starts collectives {delay}; {reason}"
+    reason = "it waits for data" if 2 * extra_wait_s >= mean_s else "it computes longer, or its device is shared"
+    delay = f"{mean_s * 1000:.3g} ms after the first rank"
+    yield f"rank {rank} slows down the others: it starts collectives {delay}; {reason}"

@@ -48,6 +48,23 @@ def test_alternating_delays_name_no_slow_rank() -> None:
     assert "slows" not in report_line(both, world_size=2, label="")
 
 
+def test_short_collectives_hide_no_slow_rank() -> None:
+    """After each long wait come short collectives, in which the other rank is last by chance."""
+    both = [
+        StepTiming(
+            rank,
+            10,
+            0.1,
+            0.0,
+            collective_starts={
+                f"0/{n}": n + (0.03 if n % 3 == 0 else 0.001) * (rank == (n % 3 == 0)) for n in range(9)
+            },
+        )
+        for rank in range(2)
+    ]
+    assert "rank 1 slows down the others: it starts collectives 10 ms" in report_line(both, world_size=2, label="")
+
+
 def test_few_common_collectives_name_no_slow_rank() -> None:
     """Two late starts may be a coincidence."""
     both = [
