@@ -1,4 +1,17 @@
-"""Train a plain PyTorch function on every device, without changing its loop."""
+"""Train a plain PyTorch function on every device, without changing its loop.
+
+- Calls: `distributed`, which makes a `DistributedFunction`; `Job` of a submitted call; launchers with options:
+  `SlurmLauncher`, `RayLauncher`
+- Models: `parallel_model`, `no_sync`; backends with options: `DDPBackend`, `DDP2Backend`, `DPBackend`, `FSDPBackend`,
+  `BalancedBackend`, `plan`, `Plan`; mixed precision with options: `Amp`
+- Data: `shard_loader`, which makes a `ShardedLoader`
+- Checkpoints: `save`, `load`, `checkpoints`, `should_stop`
+- This process: `rank`, `local_rank`, `world_size`, `is_main`, `device`
+- Communication: `all_reduce`, `all_gather`, `broadcast`, `barrier`, `main_first`
+- Errors: `ParallelizeError`, `ConfigError`, `LaunchError`, `MissingDependencyError`, `SyncError`, `WorkerError`
+
+Authors of backends and launchers subclass the classes of `parallelize.plugins.base`.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,7 +30,8 @@ if TYPE_CHECKING:
     from parallelize.checkpoint.saving import save
     from parallelize.collectives import all_gather, all_reduce, barrier, broadcast, main_first
     from parallelize.data.shard_loader import shard_loader
-    from parallelize.decorator import distributed
+    from parallelize.data.sharded_loader import ShardedLoader
+    from parallelize.decorator import DistributedFunction, distributed
     from parallelize.errors import (
         ConfigError,
         LaunchError,
@@ -41,6 +55,7 @@ __all__ = [
     "DDP2Backend",
     "DDPBackend",
     "DPBackend",
+    "DistributedFunction",
     "FSDPBackend",
     "Job",
     "LaunchError",
@@ -48,6 +63,7 @@ __all__ = [
     "ParallelizeError",
     "Plan",
     "RayLauncher",
+    "ShardedLoader",
     "SlurmLauncher",
     "SyncError",
     "WorkerError",
@@ -85,7 +101,8 @@ _NAMES_BY_MODULE = {
     "checkpoint.saving": "save",
     "collectives": "all_gather all_reduce barrier broadcast main_first",
     "data.shard_loader": "shard_loader",
-    "decorator": "distributed",
+    "data.sharded_loader": "ShardedLoader",
+    "decorator": "DistributedFunction distributed",
     "errors": "ConfigError LaunchError MissingDependencyError ParallelizeError SyncError WorkerError",
     "launchers.ray.plugin": "RayLauncher",
     "launchers.slurm.job": "Job",

@@ -1,9 +1,10 @@
-"""Every public name has a docstring that the generated reference finds."""
+"""Every public name has a docstring that the generated reference finds, and the pages of guides link to each other."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import reference
@@ -52,3 +53,15 @@ def test_types_of_inherited_fields_are_resolved() -> None:
     assert "CommHook" in str(inspect.signature(Options))
     reference.resolve_fields(Options)
     assert "Literal['fp16'" in str(inspect.signature(Options))
+
+
+def test_links_of_guides_are_those_of_pages() -> None:
+    """A guide's link leads to its page, any other into the checkout."""
+    root = Path(reference.__file__).parents[1]
+    site = root / "build/docs"
+    readme = {"source": root / "README.md", "page": site / "index.html"}
+    assert reference.page_link("examples/guides/data.md", **readme) == "guides/data.html"
+    assert reference.page_link("LICENSE", **readme) == "../../LICENSE"
+    guide = {"source": root / "examples/guides/faq.md", "page": site / "guides/faq.html"}
+    assert reference.page_link("data.md", **guide) == "data.html"
+    assert reference.page_link("../11_resume.py", **guide) == "../../../examples/11_resume.py"
