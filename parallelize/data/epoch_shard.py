@@ -62,6 +62,15 @@ class EpochShard(Generic[T]):
         """Number of units of the full epoch; None: unknown."""
         return None if self.order is None else len(self.order)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what is saved of an interrupted epoch: its number of units, or the hash of the first of a stream.
+
+        That hash is comparable where all processes together take as many units in a step.
+        """
+        if self.order is not None:
+            return {"units": len(self.order)}
+        return {"first": [self.split.group, self.fingerprint()]} if self.fingerprint() else {}
+
     def batches(self) -> Iterator[T]:
         """Return an iterator over this process's batches, as the user's loader makes them; call it only once."""
         return self.fetch(self)

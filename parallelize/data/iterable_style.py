@@ -73,11 +73,15 @@ class IterableStyleSource(Source[T]):
         dataset, sharded = self.copy.loader.dataset, self._sharded
         self.listeners.set_epoch(position.epoch)
         split = self._split(position)
+        fingerprint = functools.partial(shuffle_fingerprint, dataset) if sharded is None else sharded.fingerprint
+        first: list[str] = []
+        if self._world.world_size == 1:  # the dataset draws from the global generators, whose states may not repeat
+            fingerprint = functools.partial(sample_fingerprint, first)
         return EpochShard(
             # Made here and not held by the shard, so that a dataset and its workers end with the loop.
-            fetch=lambda _shard: itertools.islice(self._batches(position.epoch), split.start, split.limit),
+            fetch=lambda _shard: itertools.islice(self._batches(position.epoch, first), split.start, split.limit),
             split=split,
-            own_fingerprint=functools.partial(shuffle_fingerprint, dataset) if sharded is None else sharded.fingerprint,
+            own_fingerprint=fingerprint,
         )
 
     def steps(self, position: Position) -> int | None:
@@ -103,11 +107,15 @@ class IterableStyleSource(Source[T]):
             split = dataclasses.replace(split, total=total)
         return split
 
-    def _batches(self, epoch: int) -> Iterator[T]:
+    def _batches(self, epoch: int, first: list[str]) -> Iterator[T]:
         # The dataset cannot seek: batches before the position are made and discarded.
         if self._sharded is not None:
             self._sharded.start_epoch(epoch)
-        yield from self.copy.iterate(Position(epoch=epoch))
+        batches = self.copy.iterate(Position(epoch=epoch))
+        for batch in itertools.islice(batches, 1):
+            first[:] = [sample_fingerprint([batch])]
+            yield batch
+        yield from batches
 
 
 @dataclass(eq=False, repr=False)

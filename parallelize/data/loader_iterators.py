@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.runtime.rank_consistency import ConsistencyCheck
@@ -20,6 +20,7 @@ class EpochProgress(Generic[T]):
     def __init__(self, shard: EpochShard[T], position: Position) -> None:
         self.shard, self.position = shard, position
         self.weight = BatchWeight()
+        self.facts: dict[str, Any] = {}  # see EpochShard.facts
         self.check: ConsistencyCheck | None = None
         self.summary: object = None
         self.steps = 0  # batches that were yielded

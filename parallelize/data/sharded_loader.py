@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -37,7 +39,7 @@ class ShardedLoader(Generic[T]):
         self._options = options
         self._source, self._run, self._name = source, run, name
         self._position = Position()  # of the next `iter()`, unless an iterator has advanced since it was set
-        self._units: int | None = None  # of the epoch of a loaded state; None: unknown
+        self._epoch_facts: dict[str, Any] = {}  # of the epoch of a loaded state: see EpochShard.facts
         self._iterators = LoaderIterators[T]()
         self._report_count = 0
 
@@ -72,8 +74,9 @@ class ShardedLoader(Generic[T]):
         position = self._next_position()
         self._iterators.release()
         shard = self._source.shard(position)
-        if position == self._position and None not in (self._units, shard.units) and shard.units != self._units:
-            raise _other_state_error("units", self._units, shard.units)
+        saved_units = self._epoch_facts.get("units")
+        if position == self._position and None not in (saved_units, shard.units) and shard.units != saved_units:
+            raise _other_state_error("units", saved_units, shard.units)
         return self._iterate(EpochProgress(shard, position))
 
     def __enter__(self) -> ShardedLoader[T]:
@@ -96,8 +99,8 @@ class ShardedLoader(Generic[T]):
         """Set the epoch of the next `iter()`, and start that epoch from its beginning."""
         self._start_at(Position(epoch=epoch))
 
-    def _start_at(self, position: Position, units: int | None = None) -> None:
-        self._position, self._units, self._iterators = position, units, LoaderIterators()
+    def _start_at(self, position: Position, epoch_facts: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._position, self._epoch_facts, self._iterators = position, dict(epoch_facts), LoaderIterators()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as plain values; equal on all processes that have made equally many steps.
@@ -108,13 +111,13 @@ class ShardedLoader(Generic[T]):
         Raises:
             ConfigError: within an epoch, the order in which workers finish their batches is not recorded.
         """
-        progress, position, units = self._iterators.current, self._position, self._units
+        progress, position, facts = self._iterators.current, self._position, self._epoch_facts
         if progress is not None and progress.is_exhausted:
-            position, units = Position(epoch=progress.position.epoch + 1), None
+            position, facts = Position(epoch=progress.position.epoch + 1), {}
         elif progress is not None:
             taken = 0 if progress.is_closed and progress.steps <= 1 else progress.steps
             start = progress.shard.start_after(taken) if taken else progress.position.start
-            position, units = Position(epoch=progress.position.epoch, start=start), progress.shard.units
+            position, facts = Position(epoch=progress.position.epoch, start=start), progress.facts
         self._iterators.warn_if_ambiguous()
         if position.start:
             self._require_recorded_order("state_dict within an epoch")
@@ -122,7 +125,7 @@ class ShardedLoader(Generic[T]):
             "epoch": position.epoch,
             "start": position.start,
             "world_size": self._run.world.world_size,
-            **({"units": units} if position.start and units is not None else {}),
+            **(facts if position.start else {}),
             **self._source.identity(is_within_epoch=True),
         }
 
@@ -141,7 +144,7 @@ class ShardedLoader(Generic[T]):
             if state.get(name) != expected:
                 raise _other_state_error(name, state.get(name), expected)
         position = Position(epoch=state["epoch"], start=state["start"])
-        self._start_at(position, state.get("units") if position.start else None)
+        self._start_at(position, {key: state[key] for key in ("units", "first") if key in state and position.start})
 
     def gather(self, results: Any) -> Any:
         """Gather per-sample results of all processes in dataset order; a collective: every process has to call it.
@@ -192,6 +195,8 @@ class ShardedLoader(Generic[T]):
             stack.callback(lambda: self._iterators.close(progress))  # those of now, if a state was loaded since
             for batch in self._batches(progress):
                 if progress.steps == 0:
+                    progress.facts = progress.shard.facts()
+                    self._warn_of_another_order(progress)
                     progress.check = self._register_check(progress)
                     progress.summary = register_loader(self._source.batch_summary())
                 if is_weighted:
@@ -222,6 +227,18 @@ class ShardedLoader(Generic[T]):
         except Exception as exc:
             add_data_location(exc, f"rank {self._run.world.rank}")
             raise
+
+    def _warn_of_another_order(self, progress: EpochProgress[T]) -> None:
+        """Warn if a stream that is resumed does not begin as it did when the state was saved."""
+        saved, now = (facts.get("first", [0, ""]) for facts in (self._epoch_facts, progress.facts))
+        if progress.position != self._position or saved == now or saved[0] != now[0]:
+            return
+        warnings.warn(
+            f"the resumed epoch {self._position.epoch} of {self._name} begins with other samples than when its state "
+            "was saved, so that samples may be repeated or skipped, unless only their augmentation differs: the data "
+            "draws from generators that are not seeded. Use shard_loader(loader, seed=0), or seed its own generators.",
+            stacklevel=4,
+        )
 
     def _register_check(self, progress: EpochProgress[T]) -> ConsistencyCheck | None:
         """Register the epoch, length and order, which ranks compare at the model's first step."""

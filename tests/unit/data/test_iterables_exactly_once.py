@@ -195,6 +195,49 @@ def test_a_resumed_iterable_dataset_yields_the_rest(kind, workers):
             assert flat([*first, *resumed]) == flat(full)
 
 
+def own_generator():
+    return random.Random().sample(range(LENGTH), LENGTH)
+
+
+def own_generator_of_batches():
+    yield from own_generator()
+
+
+@pytest.mark.parametrize(
+    ("make", "world_size", "seed", "is_repeated"),
+    [
+        (lambda: DataLoader(Stream(shuffled_by_random), batch_size=3), 1, None, False),
+        (lambda: DataLoader(Stream(shuffled_by_random), batch_size=3), 1, 4, True),
+        (lambda: DataLoader(Stream(shuffled_by_random), batch_size=3), 2, None, True),
+        (lambda: DataLoader(Stream(shuffled_by_torch), batch_size=3, num_workers=1), 1, None, False),
+        (lambda: DataLoader(Stream(shuffled_by_torch), batch_size=3, num_workers=1), 1, 4, True),
+        (lambda: DataLoader(Stream(shuffled_by_torch), batch_size=3, num_workers=2), 1, None, True),
+        (lambda: DataLoader(Stream(), batch_size=3), 1, None, True),
+        (lambda: DataLoader(Stream(own_generator), batch_size=3), 2, None, False),
+        (own_generator_of_batches, 2, None, False),
+        (shuffle_buffer, 1, None, True),
+    ],
+)
+def test_an_order_that_is_not_repeated_after_resuming_is_named(make, world_size, seed, is_repeated):
+    """Samples would be lost: a warning says how to repeat it. A state of a state has the same facts."""
+    state = random.getstate()
+    with as_rank(0, world_size), torch.random.fork_rng(devices=[]):
+        random.seed(1), torch.manual_seed(1)
+        interrupted = shard_loader(make(), seed=seed)
+        resumed = shard_loader(make(), seed=seed)
+        batches = iter(interrupted)
+        next(batches), next(batches), next(batches)
+        if isinstance(interrupted, DataLoader):
+            next(iter(interrupted))  # a look, with another order
+        resumed.load_state_dict(interrupted.state_dict())
+        assert resumed.state_dict() == interrupted.state_dict()
+        rest = list(batches)
+        with contextlib.nullcontext() if is_repeated else pytest.warns(UserWarning, match="begins with other samples"):
+            assert (repr(list(resumed)) == repr(rest)) == is_repeated
+        list(resumed)  # later epochs are not compared
+    random.setstate(state)
+
+
 def test_epochs_of_a_shuffling_dataset_differ():
     """With persistent workers, too: all workers draw the order of the same epoch."""
     for arguments in ({}, {"num_workers": 2, "persistent_workers": True}):
