@@ -191,7 +191,9 @@ def _names_used(pending: list[Any], owner: type) -> set[str]:
         texts = {text for each in codes for text in each.co_consts if isinstance(text, str) and text.isupper()}
         # The value is a module also for one that the code imports by a dotted name.
         named = {name: namespace.get(name, sys.modules.get(name)) for each in codes for name in each.co_names}
-        spaces = [namespace, *(vars(value) for value in named.values() if isinstance(value, types.ModuleType))]
+        modules = [value for value in named.values() if isinstance(value, types.ModuleType)]
+        # The names of this package are not in it before their first use.
+        spaces = [namespace, *(vars(context if each is sys.modules["parallelize"] else each) for each in modules)]
         values = [space[name] for space in spaces for name in named if name in space]
         found |= (named.keys() - {*_OWN_FUNCTIONS.values()} | texts) & (_WORLD_SIZE_NAMES | _RANK_NAMES)
         found |= {own for function, own in _OWN_FUNCTIONS.items() if any(each is function for each in values)}

@@ -430,8 +430,9 @@ class OfRank(OfFiles):
         return iter(range(par.rank(), self.length, self.num_shards))
 
 
-def test_a_number_of_files_is_no_sharding():
-    """Of a sampler's num_shards, unless the sampler tells or queries a rank."""
+def test_a_number_of_files_is_no_sharding(monkeypatch):
+    """Of a sampler's num_shards, unless the sampler tells or queries a rank, also before the first query."""
+    monkeypatch.delitem(vars(par), "rank", raising=False)
     given = OfRank(8)
     told = OfFiles(8)
     told.shard_id = 1
