@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parallelize.call.function_ref import FunctionRef
-from parallelize.data.merged_source import MergedRanks
+from parallelize.data.select_source import MergedRanks
 from parallelize.inplace.forward_routing import routed_models
 from parallelize.runtime.context import current, device
 from parallelize.runtime.gradients import is_in_backward, parameters_of

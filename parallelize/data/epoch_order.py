@@ -6,7 +6,7 @@ import hashlib
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
@@ -20,7 +20,6 @@ __all__ = [
     "is_exactly",
     "order_fingerprint",
     "sampler_seed",
-    "stream_order",
     "stream_rng",
 ]
 
@@ -46,13 +45,8 @@ class Permutation(Sequence[int]):
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, position: int) -> int: ...
-    @overload
-    def __getitem__(self, position: slice) -> list[int]: ...
-    def __getitem__(self, position: int | slice) -> int | list[int]:
-        picked: int | list[int] = self.indices[position].tolist()
-        return picked
+    def __getitem__(self, position: Any) -> Any:
+        return self.indices[position].tolist()
 
     @property
     def indices(self) -> torch.Tensor:
@@ -112,22 +106,6 @@ def _listed(units: Iterator[Any], *, at_most: int) -> Sequence[Any] | None:
             return None
     order: Sequence[Any] = listed
     return order
-
-
-def stream_order(sampler: Any, *, seed: int, epoch: int, chunk_size: int) -> Iterator[Any]:
-    """Yield the same units as `draw_order` returns, for a sampler or another iterable of unknown length.
-
-    `chunk_size` units are drawn at a time; between chunks, the global generators have the caller's state.
-    """
-    rng = stream_rng(sampler, seed=seed, epoch=epoch)
-    units: Iterator[Any] | None = None
-    while True:
-        with rng.use():
-            units = iter(sampler) if units is None else units
-            chunk = list(itertools.islice(units, chunk_size))
-        yield from chunk
-        if len(chunk) < chunk_size:
-            return
 
 
 def stream_rng(sampler: Any, *, seed: int, epoch: int) -> IsolatedRNG:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
+from torch import Tensor
+
+from parallelize.collectives import all_gather
 from parallelize.data.epoch_order import Permutation, order_fingerprint
-from parallelize.data.gather_results import gather_in_dataset_order, indices_of
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.sampler_arithmetic import EpochSplit
 from parallelize.errors import ConfigError
+from parallelize.runtime.containers import map_leaves
 
-__all__ = ["EpochShard", "Position"]
+__all__ = ["EpochShard", "Position", "indices_of", "rows_in_dataset_order"]
 
 T = TypeVar("T")
 
@@ -56,11 +61,6 @@ class EpochShard(Generic[T]):
     own_fingerprint: Callable[[], str] | None = None
 
     _first_units = ""  # hash of those of the stream, once they are drawn
-
-    @property
-    def units(self) -> int | None:
-        """Number of units of the full epoch; None: unknown."""
-        return None if self.order is None else len(self.order)
 
     def facts(self) -> dict[str, Any]:
         """Return what is saved of an interrupted epoch: its number of units, or the hash of the first of a stream.
@@ -115,16 +115,6 @@ class EpochShard(Generic[T]):
         if isinstance(self.order, Permutation):
             self.order.release()
 
-    def gather(self, results: Any, *, steps: int) -> Any:
-        """Gather the results of all processes for the first `steps` steps, in dataset order; a collective."""
-        if self.order is None:
-            raise ConfigError(
-                "gather on a loader without indices",
-                why="results are ordered by the indices that were iterated",
-                fix="use parallelize.all_gather",
-            )
-        return gather_in_dataset_order(results, split=self.split, order=self.order, rank=self.rank, steps=steps)
-
     def samples(self, step: int | None = None) -> int | None:
         """Count the samples that all processes take in a step, or in all steps, without padding; None if unknown."""
         split = self.split
@@ -144,7 +134,101 @@ class EpochShard(Generic[T]):
         local, all_positions = self.split.unique_positions(self.rank, step), self.split.global_positions(step)
         return self._samples_at(local) * self.split.world_size / self._samples_at(all_positions)
 
-    def _samples_at(self, positions: range) -> int:
-        if self.order is None or self.is_grouped:
-            return len(positions)
-        return sum(len(indices_of(self.order[position])) for position in positions)
+    def _samples_at(self, positions: Sequence[int]) -> int:
+        order: Any = self.order
+        return (
+            len(positions) if self.is_grouped else sum(len(indices_of(order[each % len(order)])) for each in positions)
+        )
+
+    def gather(self, results: Any, *, steps: int) -> Any:
+        """All-gather the results of the first `steps` steps: one row per sample, sorted by index, without repeats.
+
+        Raises:
+            ConfigError: the loader has no indices, a tensor has another number of rows, or a leaf is not a tensor.
+        """
+        if self.order is None:
+            raise ConfigError(
+                "gather on a loader without indices",
+                why="results are ordered by the indices that were iterated",
+                fix="use parallelize.all_gather",
+            )
+        # Every process computes which samples each process was given, so only step counts and results are sent.
+        counts, gathered_rows = rows_in_dataset_order(self.split, self.order, all_gather(steps))
+        count, longest = counts[self.rank], max(counts)
+        last = max(steps - 1, 0)  # only the last step repeats units
+        repeated = self.split.positions(self.rank, last)[len(self.split.unique_positions(self.rank, last)) :]
+        total = count + self._samples_at(repeated if steps else ())
+
+        def padded(leaf: Any) -> Tensor:
+            _check_rows(leaf, total)
+            local: Tensor = leaf[:count]
+            return torch.cat([local, local.new_zeros((longest - count, *local.shape[1:]))])
+
+        gathered = all_gather(map_leaves(padded, results))  # (longest, *S) -> (W, longest, *S)
+        return map_leaves(lambda leaf: leaf.flatten(0, 1)[gathered_rows.to(leaf.device)], gathered)
+
+
+def rows_in_dataset_order(
+    split: EpochSplit, order: Sequence[Any], steps_by_rank: Sequence[int]
+) -> tuple[list[int], Tensor]:
+    """Return the number of samples of each process, without repeats, and their rows, sorted by index.
+
+    Row `k` of process `r` is counted as `r * longest + k`. Rows of repeated units, the last ones of a process, are left
+    out, and of an index that several rows have, all but the first.
+    """
+    by_rank = [_indices(split, order, rank, steps) for rank, steps in enumerate(steps_by_rank)]
+    counts = [len(each) for each in by_rank]
+    rows = torch.cat([torch.arange(count) + rank * max(counts) for rank, count in enumerate(counts)])
+    if all(isinstance(each, Tensor) for each in by_rank):
+        indices, positions = torch.sort(torch.cat(by_rank), stable=True)
+        is_first = torch.ones_like(indices, dtype=torch.bool)
+        is_first[1:] = indices[1:] != indices[:-1]
+        return counts, rows[positions[is_first]]
+    row_of_index: dict[Any, int] = {}
+    for row, index in zip(rows.tolist(), itertools.chain.from_iterable(by_rank), strict=True):
+        row_of_index.setdefault(index, row)
+    return counts, torch.tensor(list(row_of_index.values()), dtype=torch.int64)
+
+
+def _indices(split: EpochSplit, order: Sequence[Any], rank: int, steps: int) -> Any:
+    """Return the indices of a process's samples without those that repeat a unit: a tensor, or a list of any keys."""
+    # A process takes every W-th position, over all of its steps.
+    end = split.positions(rank, steps - 1).stop if steps else split.start
+    taken = slice(split.start + rank, min(end, split.end, split.total), split.world_size)
+    if taken.start >= taken.stop:
+        return torch.empty(0, dtype=torch.int64)
+    if isinstance(order, Permutation):
+        return order.indices[taken].long()
+    units: Sequence[Any] = order[taken]
+    is_flat = set(map(type, units)) == {int}
+    indices = units if is_flat else [index for unit in units for index in indices_of(unit)]
+    return torch.tensor(indices, dtype=torch.int64) if is_flat or set(map(type, indices)) == {int} else indices
+
+
+def indices_of(unit: Any) -> Sequence[Any]:
+    """Return the indices in a unit, which is an index or a batch of them; converts tensors and NumPy numbers."""
+    if type(unit) is int:
+        return (unit,)
+    unit = _to_python(unit)
+    if isinstance(unit, (Sequence, AbstractSet)) and not isinstance(unit, (str, bytes)):
+        return [_to_python(each) for each in unit]
+    return (unit,)
+
+
+def _to_python(index: Any) -> Any:
+    return index.tolist() if hasattr(index, "tolist") else index
+
+
+def _check_rows(leaf: Any, total: int) -> None:
+    if not isinstance(leaf, Tensor):
+        raise ConfigError(
+            f"gather of a {type(leaf).__name__}",
+            why="only tensors have one row per sample",
+            fix="use loader.gather(torch.cat(outputs)), or torch.tensor(values)",
+        )
+    if leaf.ndim == 0 or len(leaf) != total:
+        raise ConfigError(
+            f"gather of a tensor of shape {list(leaf.shape)}",
+            why=f"this process was given {total} samples in this epoch, and each needs one row",
+            fix="collect the output of every batch since iter(), and use loader.gather(torch.cat(outputs))",
+        )

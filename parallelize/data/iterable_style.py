@@ -1,4 +1,4 @@
-"""Source for a DataLoader over an iterable dataset: each worker of each process yields its shard of the samples."""
+"""Sources of data without indices: DataLoaders over iterable datasets, and iterables of ready-made batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
@@ -14,24 +15,24 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, _utils, get_worker_info
 
 from parallelize.cluster.world import World
-from parallelize.data.dataloader_workers import GlobalWorkerInfo
+from parallelize.data.epoch_order import stream_rng
 from parallelize.data.epoch_shard import EpochShard, Position
-from parallelize.data.loader_copy import LoaderCopy
-from parallelize.data.loader_options import Divides, LoaderOptions, check_iterable_options
+from parallelize.data.loader_copy import GlobalWorkerInfo, LoaderCopy
+from parallelize.data.loader_options import Divides, LoaderOptions, check_length_options
 from parallelize.data.rng import IsolatedRNG, derive_seed
 from parallelize.data.sample_fingerprint import sample_fingerprint
-from parallelize.data.sampler_arithmetic import EpochSplit, Tail, shard_stream
+from parallelize.data.sampler_arithmetic import EpochSplit, Tail
 from parallelize.data.self_sharding import shuffle_fingerprint
 from parallelize.data.source import EpochListeners, Source
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime
 from parallelize.torch_private import unsupported
 
-__all__ = ["IterableStyleSource", "ShardedIterableDataset"]
+__all__ = ["BatchIterableSource", "IterableStyleSource", "ShardedIterableDataset"]
 
 T = TypeVar("T")
 
-_MAX_COMPARED_SAMPLES = 16
+_MAX_COMPARED = 16
 
 
 class IterableStyleSource(Source[T]):
@@ -50,7 +51,7 @@ class IterableStyleSource(Source[T]):
         options: LoaderOptions,
         run: Runtime,
     ) -> None:
-        check_iterable_options(options, f"the iterable {type(loader.dataset).__name__}", has_length=False)
+        _check_options(options, f"the iterable {type(loader.dataset).__name__}", has_length=False)
         self.copy, self._options, self._world, self._divides = copy, options, run.world, divides
         dataset: Any = copy.loader.dataset
         self.listeners = EpochListeners([dataset])
@@ -72,7 +73,7 @@ class IterableStyleSource(Source[T]):
         """Return this process's shard of an epoch, from a position on."""
         dataset, sharded = self.copy.loader.dataset, self._sharded
         self.listeners.set_epoch(position.epoch)
-        split = self._split(position)
+        split = self.split(position)
         fingerprint = functools.partial(shuffle_fingerprint, dataset) if sharded is None else sharded.fingerprint
         first: list[str] = []
         if self._world.world_size == 1:  # the dataset draws from the global generators, whose states may not repeat
@@ -84,17 +85,14 @@ class IterableStyleSource(Source[T]):
             own_fingerprint=fingerprint,
         )
 
-    def steps(self, position: Position) -> int | None:
-        """Count this process's batches from a position on; None if the dataset has no length or shards itself."""
-        return self._split(position).known_steps(0)
-
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
         """Return the world size, the seed of the samples, and what determines the samples of each batch."""
         loader, seed = self.loader, {} if self._sharded is None else {"seed": self._sharded.seed}
         batches = {"batch_size": loader.batch_size, "num_workers": max(loader.num_workers, 1)}
         return {"world_size": self._world.world_size, **seed, **(batches if is_within_epoch else {})}
 
-    def _split(self, position: Position) -> EpochSplit:
+    def split(self, position: Position) -> EpochSplit:
+        """Return the number of batches, if it is known: the dataset has a length, and does not shard itself."""
         limit: Any = self._options.limit  # an int; the length of a dataset may be an estimate
         split = EpochSplit(start=position.start, world_size=1, group=1, limit=limit)
         loader: Any = self.loader
@@ -116,6 +114,83 @@ class IterableStyleSource(Source[T]):
             first[:] = [sample_fingerprint([batch])]
             yield batch
         yield from batches
+
+
+class BatchIterableSource(Source[T]):
+    """Source for an iterable of batches; if it is a sequence, only this process's batches are accessed.
+
+    With divides="processes" all of its batches are for this process. `occurrence`, the number of loaders that the same
+    line of code has made before in this run, is added to the seed.
+
+    Raises:
+        ConfigError: an option is set that only a DataLoader supports.
+    """
+
+    def __init__(
+        self, batches: Iterable[T], *, divides: Divides | None, options: LoaderOptions, world: World, occurrence: int
+    ) -> None:
+        self._has_length = hasattr(batches, "__len__")
+        name = f"a {type(batches).__name__} of batches"
+        _check_options(options, name, has_length=self._has_length)
+        if divides == "workers":
+            raise ConfigError(
+                f"divides='workers' with {name}",
+                why="it is iterated in this process, which has no workers",
+                fix="use divides='processes' if it shards its batches over the processes, or divides='nothing'",
+            )
+        self.loader: Any = batches
+        self._options, self._world_size = options, world.world_size
+        self._is_own = divides == "processes"
+        self.rank, self._shards = (0, 1) if self._is_own else (world.rank, world.world_size)
+        self._is_sequence = not self._is_own and hasattr(batches, "__getitem__") and self._has_length
+        self._seed = (options.seed or 0) + occurrence
+        self.listeners = EpochListeners([batches])
+
+    def shard(self, position: Position) -> EpochShard[T]:
+        """Return this process's shard of an epoch, from a position on."""
+        self.listeners.set_epoch(position.epoch)
+        split, loader, rank = self.split(position), self.loader, self.rank
+        if self._is_own:
+            return EpochShard(fetch=iter, split=split, stream=loader, own_fingerprint=str)
+        if not self._is_sequence:
+            rng = stream_rng(loader, seed=self._seed, epoch=position.epoch)
+            return EpochShard(fetch=rng.draw, split=split, stream=loader, rank=rank)
+        # Lists are compared, as each rank may shuffle its own. Other sequences may make a new batch at each access.
+        first = loader[:_MAX_COMPARED] if isinstance(loader, (list, tuple)) and self._shards > 1 else ()
+        return EpochShard(
+            fetch=lambda indices: (self.loader[index] for index in indices),
+            split=split,
+            order=range(len(loader)),
+            rank=rank,
+            data=sample_fingerprint(first),
+        )
+
+    def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:  # noqa: ARG002 - the same for both
+        """Return the seed that is set while a stream is iterated, or the world size if the iterable shards itself."""
+        if self._is_own:
+            return {"world_size": self._world_size}
+        return {} if self._is_sequence else {"seed": self._seed}
+
+    def split(self, position: Position) -> EpochSplit:
+        """Return how the batches are sharded, whose number may be unknown."""
+        total, size = len(self.loader) if self._has_length else sys.maxsize, self._shards
+        split = EpochSplit(total=total, start=position.start, world_size=size, group=size, tail=self._options.tail)
+        return split.limited(self._options.limit)
+
+
+def _check_options(options: LoaderOptions, name: str, *, has_length: bool) -> None:
+    """Check that data without indices supports the options.
+
+    Raises:
+        ConfigError: an option needs the indices or the length.
+    """
+    if options.batch == "global":
+        raise ConfigError(
+            f"batch='global' with {name}",
+            why="batches are not split between processes: each process, or worker, makes its own",
+            fix="use batch='per_process', and the batch size of one process",
+        )
+    check_length_options(options, name if has_length else f"{name}, which has no length", needs_limit=not has_length)
 
 
 @dataclass(eq=False, repr=False)
@@ -172,30 +247,21 @@ class ShardedIterableDataset(IterableDataset[T]):
             return
         shown = info.of_this_process() if self.divides == "nothing" else info
         rng = IsolatedRNG(derive_seed("iterable", self.seed, int(self._shared[0])))
-        with contextlib.ExitStack() as drawing:
-            drawing.enter_context(rng.use())
-            drawing.enter_context(_worker_info(shown))
+        with rng.use(), _worker_info(shown):
             samples = iter(self.unsharded)
             stream: Iterator[Any] = itertools.chain(list(itertools.islice(samples, 1)), samples)
-            is_own = self._is_sharded_by_workers(shown)
-            if not is_own:
-                stream = shard_stream(
-                    self._compared(stream, info, shown),
-                    shard_index=info.shard_index,
-                    num_shards=info.num_shards,
-                    tail=self.tail,
-                )
-            else:
-                drawing.close()
-                drawing.enter_context(_worker_info(shown))
-            for number, sample in enumerate(stream, start=1):
-                if number % self.batch_size:
-                    yield sample
-                    continue
-                drawing.close()  # collate_fn, and in this process the training loop, draw from other states
-                yield sample
-                drawing.enter_context(contextlib.nullcontext() if is_own else rng.use())
-                drawing.enter_context(_worker_info(shown))
+        is_own = self._is_sharded_by_workers(shown)
+        if not is_own:
+            stream = self._compared(stream, info, shown)
+            split = EpochSplit(world_size=info.num_shards, group=info.num_shards, tail=self.tail)
+            stream = split.units_of_stream(stream, info.shard_index)
+        while True:
+            # Not while batches are used: collate_fn, and in this process the training loop, draw from other states.
+            with contextlib.nullcontext() if is_own else rng.use(), _worker_info(shown):
+                drawn = list(itertools.islice(stream, self.batch_size))
+            yield from drawn
+            if len(drawn) < self.batch_size:
+                return
 
     def _is_sharded_by_workers(self, shown: GlobalWorkerInfo | None) -> bool:
         """Return whether the dataset has sharded itself by get_worker_info(), after its first sample.
@@ -220,10 +286,10 @@ class ShardedIterableDataset(IterableDataset[T]):
         Raises:
             ConfigError: the dataset shards itself by num_workers from a later sample on, or though `divides` denies it.
         """
-        is_first_worker = info.shard_index < self.world.world_size
-        # The number that rank 0 draws for its first batch; other ranks draw more.
-        count = min(info.num_shards * (self.batch_size - 1) + 1, _MAX_COMPARED_SAMPLES)
-        hashes: list[str] = []
+        if info.shard_index < self.world.world_size:
+            # The number that rank 0 draws for its first batch; other ranks draw more.
+            count = min(info.num_shards * (self.batch_size - 1) + 1, _MAX_COMPARED)
+            stream = itertools.chain(self._hashed(list(itertools.islice(stream, count))), stream)
         for sample in stream:
             if shown is not None and shown.num_shards > 1 and "num_workers" in shown.read:
                 when = "after its first sample" if self.divides is None else f"with divides={self.divides!r}"
@@ -232,13 +298,11 @@ class ShardedIterableDataset(IterableDataset[T]):
                     why="it shards itself over the workers: sharding it again would skip samples",
                     fix="use divides='workers' if all of its samples are sharded so",
                 )
-            if is_first_worker and len(hashes) < count:
-                hashes.append(sample_fingerprint([sample], has_floats=self.divides is None))
-                if len(hashes) == count:
-                    self._shared[1] = int(sample_fingerprint(hashes), 16)
             yield sample
-        if is_first_worker and len(hashes) < count:
-            self._shared[1] = int(sample_fingerprint(hashes), 16)
+
+    def _hashed(self, first: list[Any]) -> list[Any]:
+        self._shared[1] = int(sample_fingerprint(first, has_floats=self.divides is None), 16)
+        return first
 
 
 @contextlib.contextmanager

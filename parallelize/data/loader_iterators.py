@@ -26,7 +26,6 @@ class EpochProgress(Generic[T]):
         self.steps = 0  # batches that were yielded
         self.is_exhausted = self.is_closed = False  # closed: exhausted, or abandoned before its end
         self.time = 0  # of the latest batch: a count of the batches of all iterators
-        self.is_superseded = False  # by two iterators, one after the other, since its latest batch
 
     @property
     def is_loop(self) -> bool:
@@ -38,7 +37,7 @@ class LoaderIterators(Generic[T]):
     """The iterators since an epoch or a state was set, of which one goes on: its position is the loader's."""
 
     def __init__(self) -> None:
-        self._open: list[EpochProgress[T]] = []
+        self._open: list[EpochProgress[T]] = []  # by their latest batch
         self._has_warned = False
         self._closed: EpochProgress[T] | None = None  # the latest loop, or else the latest look at a first batch
         self._time = 0
@@ -46,22 +45,20 @@ class LoaderIterators(Generic[T]):
     def advance(self, progress: EpochProgress[T]) -> None:
         """Record that an iterator is about to yield a batch."""
         self._time += 1
-        progress.time, progress.is_superseded = self._time, False
-        if progress not in self._open:
-            self._open.append(progress)
-        if progress.steps == 2 and self._closed is not None and self._closed.is_loop:
-            for each in self._open:
-                each.is_superseded |= each.time < self._closed.time
+        progress.time = self._time
+        if not self._open or self._open[-1] is not progress:
+            self._open = [*(each for each in self._open if each is not progress), progress]
+        if progress.steps == 2:  # iterators without a batch since the last loop, the second one since, are left
+            self._open = [each for each in self._open if each.time > self._closed_loop_time]
 
     def close(self, progress: EpochProgress[T]) -> None:
         """Record that an iterator has ended, or was left."""
         progress.is_closed = True
         # Ranks do not compare an evaluation that they have left.
         progress.check = progress.summary = None
-        if progress in self._open:
-            self._open.remove(progress)
-        elif progress.steps:  # an epoch or a state was set since its latest batch
+        if progress.steps and progress not in self._open:  # it is left, or an epoch or a state was set
             return
+        self._open = [each for each in self._open if each is not progress]
         if progress.is_loop or self._closed is None or not self._closed.is_loop:
             self._closed = progress
 
@@ -73,8 +70,8 @@ class LoaderIterators(Generic[T]):
     @property
     def latest_loop(self) -> EpochProgress[T] | None:
         """The loop with the latest batch; the epoch after it is the next one."""
-        closed = [] if self._closed is None else [self._closed]
-        return max((each for each in [*self._open, *closed] if each.is_loop), key=lambda each: each.time, default=None)
+        loops = [each for each in (self._closed, *self._open) if each is not None and each.is_loop]
+        return max(loops, key=lambda each: each.time, default=None)
 
     @property
     def current(self) -> EpochProgress[T] | None:
@@ -82,13 +79,13 @@ class LoaderIterators(Generic[T]):
 
         A loop over the same loader inside of it, and a look at a first batch, do not end it.
         """
-        loops = [each for each in self._open if each.is_loop and not each.is_superseded]
-        if loops:
-            return max(loops, key=lambda each: each.time)
-        closed = self._closed
-        since = closed.time if closed is not None and closed.is_loop else 0
-        looks = [each for each in self._open if not each.is_loop and each.time > since]
-        return max(looks, key=lambda each: each.time, default=closed)
+        loops = [each for each in self._open if each.is_loop]
+        looks = [each for each in self._open if each.time > self._closed_loop_time]
+        return loops[-1] if loops else looks[-1] if looks else self._closed
+
+    @property
+    def _closed_loop_time(self) -> int:
+        return self._closed.time if self._closed is not None and self._closed.is_loop else 0
 
     def warn_if_ambiguous(self) -> None:
         """Warn, once, if it is unknown whether the current iterator goes on, because a later one has ended."""

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from parallelize.data.sampler_arithmetic import TAILS, Tail
 from parallelize.errors import ConfigError, Fault, did_you_mean
 
-__all__ = [
-    "BATCHES",
-    "DIVIDES",
-    "Batch",
-    "Divides",
-    "LoaderOptions",
-    "check_iterable_options",
-    "fraction_without_length_error",
-]
+__all__ = ["Batch", "Divides", "LoaderOptions", "check_length_options"]
 
 Batch = Literal["per_process", "global"]
-BATCHES: tuple[Batch, ...] = ("per_process", "global")
 
 Divides = Literal["nothing", "workers", "processes"]
 """How an iterable dataset shards itself: not at all ("nothing"), over the "workers" that get_worker_info() returns, or
 over the "processes" (and workers)."""
-DIVIDES: tuple[Divides, ...] = ("nothing", "workers", "processes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,75 +42,61 @@ class LoaderOptions:
             raise ConfigError.of(faults)
 
     def _faults(self) -> Iterator[Fault]:
-        choices = (
-            ("tail", self.tail, TAILS),
-            ("batch", self.batch, BATCHES),
-            ("divides", self.divides, (None, *DIVIDES)),
-        )
-        for name, value, known in choices:
+        choices = (("tail", TAILS), ("batch", get_args(Batch)), ("divides", (None, *get_args(Divides))))
+        for name, known in choices:
+            value = getattr(self, name)
             if value not in known:
                 yield Fault(f"{name}={value!r}", "the value is unknown", did_you_mean(str(value), filter(None, known)))
-        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):
-            yield Fault(f"seed={self.seed!r}", "a seed is an integer from 0 to 2**63 - 1", "use seed=0")
-        if self.limit is not None and not _is_limit(self.limit):
-            yield Fault(
-                f"limit={self.limit!r}",
+        limit: Any = self.limit
+        is_fraction = isinstance(limit, float) and 0.0 < limit <= 1.0
+        others = (
+            ("seed", _is_int(self.seed, 0, 2**63, or_none=True), "a seed is an integer from 0 to 2**63 - 1", "seed=0"),
+            (
+                "limit",
+                is_fraction or _is_int(limit, 1, or_none=True),
                 "it is neither a number of batches nor a fraction of them",
-                "use limit=100 for the first 100 batches of each process, limit=0.1 for a tenth of them, or limit=None",
-            )
-        if not _is_one_of(self.progress, bool, str):
-            yield Fault(f"progress={self.progress!r}", "it is neither a bool nor a label", "use progress='train'")
-        for name, flag in (("report", self.report), ("to_device", self.to_device)):
-            if not _is_one_of(flag, bool):
-                yield Fault(f"{name}={flag!r}", "it is not a bool", "use True or False")
-        if not (_is_int(self.prefetch) and 0 <= self.prefetch <= 64):
-            yield Fault(
-                f"prefetch={self.prefetch!r}",
+                "limit=100 for the first 100 batches of each process, limit=0.1 for a tenth of them, or limit=None",
+            ),
+            ("progress", _is_one_of(self.progress, bool, str), "it is neither a bool nor a label", "progress='train'"),
+            ("report", _is_one_of(self.report, bool), "it is not a bool", "True or False"),
+            ("to_device", _is_one_of(self.to_device, bool), "it is not a bool", "True or False"),
+            (
+                "prefetch",
+                _is_int(self.prefetch, 0, 65),
                 "it is the number of batches copied to the device ahead of the loop, from 0 to 64",
-                "use prefetch=2",
-            )
+                "prefetch=2",
+            ),
+        )
+        for name, is_valid, why, fix in others:
+            if not is_valid:
+                yield Fault(f"{name}={getattr(self, name)!r}", why, f"use {fix}")
 
 
-def check_iterable_options(options: LoaderOptions, name: str, *, has_length: bool) -> None:
-    """Check that data without indices supports the options.
+def check_length_options(options: LoaderOptions, name: str, *, needs_limit: bool = True) -> None:
+    """Check that no option needs the length of data that has none; `name` is the data's, for the error.
 
     Raises:
-        ConfigError: an option needs the indices or the length.
+        ConfigError: the tail is "weighted", or the limit is a fraction.
     """
     if options.tail == "weighted":
         raise ConfigError(
             f"tail='weighted' with {name}",
             why="the weight of a process's last batch depends on the number of samples, which is unknown",
-            fix="use tail='pad' or 'drop', or a DataLoader of a map-style dataset",
+            fix="use tail='pad' or 'drop', or a map-style dataset with a sampler whose __len__ bounds its samples",
         )
-    if options.batch == "global":
+    if needs_limit and isinstance(options.limit, float):
         raise ConfigError(
-            f"batch='global' with {name}",
-            why="batches are not split between processes: each process, or worker, makes its own",
-            fix="use batch='per_process', and the batch size of one process",
+            f"limit={options.limit!r} with {name}",
+            why="a fraction needs the total number of batches",
+            fix="use a number of batches, as in limit=100",
         )
-    if isinstance(options.limit, float) and not has_length:
-        raise fraction_without_length_error(options.limit, name)
-
-
-def fraction_without_length_error(limit: float, name: str) -> ConfigError:
-    """Build the error for a limit that is a fraction of data without a length."""
-    return ConfigError(
-        f"limit={limit!r} with {name}, which has no length",
-        why="a fraction needs the total number of batches",
-        fix="use a number of batches, as in limit=100",
-    )
 
 
 def _is_one_of(value: object, *types: type) -> bool:
     return isinstance(value, types)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_limit(value: object) -> bool:
-    if isinstance(value, float):
-        return 0.0 < value <= 1.0
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _is_int(value: Any, low: int, end: float = float("inf"), *, or_none: bool = False) -> bool:
+    return (value is None and or_none) or (
+        isinstance(value, int) and not isinstance(value, bool) and low <= value < end
+    )

@@ -10,17 +10,10 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
 from parallelize.cluster.world import World
-from parallelize.data.epoch_order import (
-    MAX_LISTED,
-    draw_order,
-    is_exactly,
-    order_fingerprint,
-    sampler_seed,
-    stream_order,
-)
+from parallelize.data.epoch_order import MAX_LISTED, draw_order, is_exactly, order_fingerprint, sampler_seed, stream_rng
 from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_copy import LoaderCopy
-from parallelize.data.loader_options import LoaderOptions, fraction_without_length_error
+from parallelize.data.loader_options import LoaderOptions, check_length_options
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.sampler_arithmetic import EpochSplit
 from parallelize.data.self_sharding import number_of_shards
@@ -44,12 +37,13 @@ class MapStyleSource(Source[T]):
     """
 
     def __init__(self, loader: DataLoader[T], *, copy: LoaderCopy[T], options: LoaderOptions, world: World) -> None:
-        self.copy, self.loader, self._options, self._world = copy, copy.loader, options, world
+        self.copy, self.loader, self._options = copy, copy.loader, options
         batches: Any = loader.batch_sampler
         self._sharder = _find_distributed_sampler(loader, world)
         self.is_sharded_by_user = self._sharder is not None
-        if self._sharder is not None:
-            _check_pre_sharded(options, type(self._sharder).__name__)
+        # This process's shard, and the number of shards; a loader that its sampler shards is not sharded again.
+        self.rank, self._shards = (0, 1) if self.is_sharded_by_user else (world.rank, world.world_size)
+        self._world_size = world.world_size
         # Indices if torch's BatchSampler groups them; without a batch size, each unit is a batch, or a single item.
         is_grouped = self._sharder is None and is_exactly(batches, BatchSampler)
         sampler = loader.sampler if batches is None else batches.sampler if is_grouped else batches
@@ -62,7 +56,6 @@ class MapStyleSource(Source[T]):
         self._seed = (options.seed or 0) if has_random_seed else sampler_seed(sampler, options.seed or 0)
         self._group = self._group_size()
         inner = getattr(sampler, "sampler", None)
-        self._samplers = EpochListeners([sampler, inner])
         self.listeners = EpochListeners([sampler, inner, self._sharder, loader.dataset])
         self._data = _dataset_text(loader.dataset)
 
@@ -71,50 +64,48 @@ class MapStyleSource(Source[T]):
         self.listeners.set_epoch(position.epoch)
         fetch = functools.partial(self.copy.iterate_shard, position=position)
         length, sampler, tail, order = _length_of(self._sampler), self._sampler, self._options.tail, None
-        if self._sharder is not None:  # each process has other batches
-            return EpochShard(fetch=fetch, split=self._split(length, position), stream=sampler, own_fingerprint=str)
+        if self.is_sharded_by_user:  # each process has other batches
+            return EpochShard(fetch=fetch, split=self.split(position), stream=sampler, own_fingerprint=str)
         if length is not None:
             max_listed = MAX_LISTED if tail in ("pad", "drop") else 2**31
             order = draw_order(sampler, seed=self._seed, epoch=position.epoch, max_listed=max_listed)
-        if order is None and tail == "weighted":
-            raise _weighted_error(f"the endless {type(sampler).__name__}")
+        if order is None:
+            check_length_options(self._options, f"the endless {type(sampler).__name__}", needs_limit=False)
+        rng = stream_rng(sampler, seed=self._seed, epoch=position.epoch)
         return EpochShard(
             fetch=fetch,
             split=self._split(length if order is None else len(order), position),
             order=order,
-            stream=stream_order(sampler, seed=self._seed, epoch=position.epoch, chunk_size=self._group),
-            rank=self._world.rank,
+            stream=rng.draw(sampler, size=self._group),
+            rank=self.rank,
             is_grouped=self._batch_size is not None,
             data=self._data,
         )
 
-    def steps(self, position: Position) -> int | None:
-        """Count this process's batches from a position on; None if the sampler has no length."""
-        with self._samplers.at(position.epoch):
-            split = self._split(_length_of(self._sampler), position)
-        return split.known_steps(self._world.rank if self._sharder is None else 0)
+    def split(self, position: Position) -> EpochSplit:
+        """Return how the units are sharded, whose number is what the sampler tells."""
+        return self._split(_length_of(self._sampler), position)
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
         """Return the seed and the number of indices; that of batches may depend on the epoch, and a sampler's order."""
-        if self._sharder is not None:
+        if self.is_sharded_by_user:
             batch_size = {"batch_size": getattr(self._sampler, "batch_size", None)} if is_within_epoch else {}
-            return {"world_size": self._world.world_size, **batch_size}
+            return {"world_size": self._world_size, **batch_size}
         is_of_batches = self._batch_size is None and self.loader.batch_sampler is not None
         return {"seed": self._seed} if is_of_batches else {"units": _length_of(self._sampler), "seed": self._seed}
 
     def batch_summary(self) -> str:
         """Return the batch size per process and the global one, or the name of the sampler that shards the loader."""
-        if self._sharder is not None:
+        if self.is_sharded_by_user:
             return f"already sharded by its {type(self._sharder).__name__}: left as it is"
-        processes = self._world.world_size
         unit = "" if self._batch_size is not None else " of the sampler's batches"
-        return f"{self._group / processes:g} x {processes} processes = {self._group} global{unit}"
+        return f"{self._group / self._shards:g} x {self._shards} processes = {self._group} global{unit}"
 
     def _split(self, length: int | None, position: Position) -> EpochSplit:
         return EpochSplit(
             total=sys.maxsize if length is None else length,
             start=position.start,
-            world_size=self._world.world_size if self._sharder is None else 1,
+            world_size=self._shards,
             group=self._group,
             tail=self._options.tail,
             drop_last=self._drop_last,
@@ -122,22 +113,26 @@ class MapStyleSource(Source[T]):
 
     def _check_options(self) -> None:
         """Raise a ConfigError for options that the sampler does not support."""
-        tail, limit, name = self._options.tail, self._options.limit, type(self._sampler).__name__
-        if self._drop_last and tail == "exact":
+        options, name = self._options, type(self._sampler).__name__
+        if self.is_sharded_by_user and (options.tail, options.batch) != ("pad", "per_process"):
+            option = f"tail={options.tail!r}" if options.tail != "pad" else f"batch={options.batch!r}"
+            raise ConfigError(
+                f"{option} with a loader that {type(self._sharder).__name__} already shards",
+                why="the loader is left as it is: its sampler decides which samples are repeated or left out",
+                fix=f"remove {type(self._sharder).__name__}: shard_loader shards the loader itself",
+            )
+        if self._drop_last and options.tail == "exact":
             raise ConfigError(
                 "tail='exact' with DataLoader(drop_last=True)",
                 why="tail='exact' yields each sample once, and drop_last=True leaves out the last ones",
                 fix="use DataLoader(drop_last=False), or tail='drop'",
             )
-        if _length_of(self._sampler) is None and tail == "weighted":
-            raise _weighted_error(f"{name}, which has no length")
-        if _length_of(self._sampler) is None and isinstance(limit, float):
-            raise fraction_without_length_error(limit, name)
+        if _length_of(self._sampler) is None:
+            check_length_options(options, f"{name}, which has no length")
 
     def _group_size(self) -> int:
         """Return the number of units that all processes together take in a step."""
-        size, options = self._batch_size, self._options
-        processes = self._world.world_size if self._sharder is None else 1
+        size, options, processes = self._batch_size, self._options, self._shards
         if options.batch == "per_process":
             return (size or 1) * processes
         if size is None:
@@ -215,22 +210,3 @@ def _length_of(sized: Any) -> int | None:
         return len(sized)
     except Exception:  # noqa: BLE001 - samplers raise TypeError, ValueError (PyG's) or NotImplementedError
         return None
-
-
-def _check_pre_sharded(options: LoaderOptions, sampler_name: str) -> None:
-    for option, default in (("tail", "pad"), ("batch", "per_process")):
-        value = getattr(options, option)
-        if value != default:
-            raise ConfigError(
-                f"{option}={value!r} with a loader that {sampler_name} already shards",
-                why="the loader is left as it is: its sampler decides which samples are repeated or left out",
-                fix=f"remove {sampler_name}: shard_loader shards the loader itself",
-            )
-
-
-def _weighted_error(sampler: str) -> ConfigError:
-    return ConfigError(
-        f"tail='weighted' with {sampler}",
-        why="the weight of a process's last batch depends on the number of samples",
-        fix="give the sampler a __len__ that bounds its samples, or use tail='pad'",
-    )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["IsolatedRNG", "derive_seed", "get_state", "is_generator", "with_rng"]
+__all__ = ["IsolatedRNG", "derive_seed", "get_state", "is_generator"]
 
 T = TypeVar("T")
 
@@ -65,16 +65,18 @@ class IsolatedRNG:
             if numpy_bits is not None:
                 numpy.random.set_bit_generator(numpy_bits)
 
-
-def with_rng(batches: Iterator[T], rng: IsolatedRNG, *, seeds: Iterable[int | None] = ()) -> Iterator[T]:
-    """Yield batches, made while the global generators have the states of an isolated RNG, which each seed restarts."""
-    for seed in itertools.chain(seeds, itertools.repeat(None)):
-        with rng.use(seed):
-            try:
-                batch = next(batches)
-            except StopIteration:
+    def draw(
+        self, units: Iterable[T], *, size: int = 1, seeds: Iterable[int | None] = itertools.repeat(None)
+    ) -> Iterator[T]:
+        """Yield units, of which `size` at a time are drawn from the stream; each seed restarts it (see `use`)."""
+        iterator: Iterator[T] | None = None
+        for seed in seeds:
+            with self.use(seed):
+                iterator = iter(units) if iterator is None else iterator
+                drawn = list(itertools.islice(iterator, size))
+            yield from drawn
+            if len(drawn) < size:
                 return
-        yield batch
 
 
 class _Access(NamedTuple):

@@ -23,14 +23,14 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from parallelize.errors import ConfigError
 
-__all__ = ["TAILS", "EpochSplit", "Tail", "limit_in_steps", "shard_stream"]
+__all__ = ["TAILS", "EpochSplit", "Tail", "limit_in_steps"]
 
 Tail = Literal["pad", "drop", "exact", "weighted"]
-TAILS: tuple[Tail, ...] = ("pad", "drop", "exact", "weighted")
+TAILS: tuple[Tail, ...] = get_args(Tail)
 
 T = TypeVar("T")
 
@@ -106,8 +106,7 @@ class EpochSplit:
 
     def unique_positions(self, rank: int, step: int) -> range:
         """Return the positions that a process takes in a step, without those that repeat a unit."""
-        first = self.start + step * self.group
-        return range(first + rank, min(first + self.group, self.end, self.total), self.world_size)
+        return self.global_positions(step)[rank :: self.world_size]
 
     def global_positions(self, step: int) -> range:
         """Return the positions that all processes together take in a step, without those that repeat a unit."""
@@ -132,13 +131,30 @@ class EpochSplit:
 
     def batches_of_stream(self, stream: Iterable[T], rank: int) -> Iterator[list[T]]:
         """Yield each batch of a process, from units whose number is unknown."""
-        units = shard_stream(
-            stream, shard_index=rank, num_shards=self.world_size, tail=self.tail, start=self.start, limit=self.limit
-        )
-        size = self.group // self.world_size
+        units, size = self.units_of_stream(stream, rank), self.group // self.world_size
         while batch := list(itertools.islice(units, size)):
             if len(batch) == size or not self.drop_last:
                 yield batch
+
+    def units_of_stream(self, stream: Iterable[T], rank: int) -> Iterator[T]:
+        """Yield the units of a process, from those of an epoch, whose number is unknown, from its beginning."""
+        first: list[T] = []
+        pending: list[T] = []
+        total, size = self.start, self.world_size
+        for total, unit in enumerate(itertools.islice(stream, self.limit), start=1):
+            if len(first) < size - 1:
+                first.append(unit)
+            if total <= self.start:
+                continue
+            owner = (total - 1 - self.start) % size
+            if owner == rank:
+                pending.append(unit)
+            # "drop" yields a unit only if every other process has one, too.
+            if pending and (self.tail != "drop" or owner == size - 1):
+                yield pending.pop()
+        missing = (self.start - total) % size if total > self.start else 0
+        if self.tail == "pad" and rank >= size - missing:
+            yield first[(rank - (size - missing)) % len(first)]
 
 
 def limit_in_steps(limit: float, steps: int) -> int:
@@ -155,41 +171,3 @@ def limit_in_steps(limit: float, steps: int) -> int:
             fix="use limit=1 for a single batch, or a larger fraction",
         )
     return allowed
-
-
-def shard_stream(
-    stream: Iterable[T],
-    *,
-    shard_index: int,
-    num_shards: int,
-    tail: Tail = "pad",
-    start: int = 0,
-    limit: int | None = None,
-) -> Iterator[T]:
-    """Yield one shard of a stream of unknown length: the same units as with `EpochSplit`, which needs the length.
-
-    Args:
-        stream: the units of an epoch from its beginning, the same for every shard.
-        shard_index: index of this shard, from 0.
-        num_shards: number of shards of the stream.
-        tail: "pad", "drop" or "exact"; "weighted" needs the length.
-        start: number of units of the epoch that are already consumed.
-        limit: the maximum number of units of the epoch to consume; None: all.
-    """
-    first: list[T] = []
-    pending: list[T] = []
-    total = start
-    for total, unit in enumerate(itertools.islice(stream, limit), start=1):
-        if len(first) < num_shards - 1:
-            first.append(unit)
-        if total <= start:
-            continue
-        owner = (total - 1 - start) % num_shards
-        if owner == shard_index:
-            pending.append(unit)
-        # "drop" yields a unit only if every other shard has one, too.
-        if pending and (tail != "drop" or owner == num_shards - 1):
-            yield pending.pop()
-    missing = (start - total) % num_shards if total > start else 0
-    if tail == "pad" and missing and shard_index >= num_shards - missing:
-        yield first[(shard_index - (num_shards - missing)) % len(first)]

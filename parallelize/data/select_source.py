@@ -1,33 +1,87 @@
-"""Selection of the `Source` class for a user's loader."""
+"""Selection of the `Source` for a user's loader, or of several ranks' merged for the one process of `train.compare`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from parallelize.data.batch_iterables import BatchIterableSource
-from parallelize.data.dataloader_workers import WorkerInit
-from parallelize.data.iterable_style import IterableStyleSource
-from parallelize.data.loader_copy import LoaderCopy
+from parallelize.cluster.world import World
+from parallelize.data.epoch_shard import EpochShard, Position
+from parallelize.data.iterable_style import BatchIterableSource, IterableStyleSource
+from parallelize.data.loader_copy import LoaderCopy, WorkerInit
 from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.map_style import MapStyleSource
+from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.self_sharding import is_loader_of_batches, own_sharding
 from parallelize.data.source import Source
 from parallelize.errors import ConfigError
+from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.context import Runtime
 
-__all__ = ["select_source"]
+__all__ = ["MergedRanks", "source_for"]
+
+_merged_ranks: ContextVar[MergedRanks | None] = ContextVar("parallelize_merged_ranks", default=None)
 
 
-def select_source(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence: int) -> Source[Any]:
-    """Return the `Source` for a loader; `occurrence` counts those that its line of code has made before in this run.
+@dataclass(frozen=True)
+class MergedRanks:
+    """The ranks whose batches this process reads: all of them in a run with one process, else its own.
+
+    `on_batch` is called for each batch of any loader, with the hash of each rank's samples.
+    """
+
+    ranks: Sequence[int]
+    world_size: int
+    on_batch: Callable[[tuple[str, ...]], None]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Let shard_loader read the batches of these ranks inside the context."""
+        token = _merged_ranks.set(self)
+        try:
+            yield
+        finally:
+            _merged_ranks.reset(token)
+
+
+def source_for(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence: int) -> Any:
+    """Return the `Source` for a loader; it merges ranks while a MergedRanks is active.
+
+    A loader with tail="exact" is not merged: it is for evaluation, and its results may be gathered. `occurrence` counts
+    the loaders that the same line of code has made before in this run.
 
     Raises:
-        ConfigError: the object is not a loader, cannot be sharded, or does not support the options.
+        ConfigError: the object is not a loader, cannot be sharded or, by several ranks, merged, or does not support the
+            options.
     """
+    merged = _merged_ranks.get()
+    if merged is None or options.tail == "exact":
+        return _source_of(loader, options=options, run=run, occurrence=occurrence)
+    loaders = itertools.tee(loader, len(merged.ranks)) if isinstance(loader, Iterator) else itertools.repeat(loader)
+    sources: list[Source[Any]] = []
+    for rank, each in zip(merged.ranks, loaders, strict=False):
+        # local rank 0: this process's device
+        world = World(rank=rank, world_size=merged.world_size, local_world_size=merged.world_size)
+        rank_run = run if run.world.world_size > 1 else dataclasses.replace(run, world=world)
+        sources.append(_source_of(each, options=options, run=rank_run, occurrence=occurrence))
+        if len(merged.ranks) > 1 and (options.divides == "processes" or sources[0].is_sharded_by_user):
+            raise ConfigError(
+                f"compare with a {type(loader).__name__} that is sharded outside of shard_loader",
+                why="one process cannot read the batches of all ranks from it",
+                fix="remove its own sharding, such as a DistributedSampler: shard_loader shards the loader itself",
+            )
+    return _MergedSource(sources, merged.on_batch)
+
+
+def _source_of(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence: int) -> Source[Any]:
     is_loader = isinstance(loader, DataLoader)
     if not is_loader:
         _check_is_batch_iterable(loader)
@@ -72,3 +126,63 @@ def _check_is_batch_iterable(loader: Any) -> None:
             why="it is not an iterable of batches",
             fix="pass a DataLoader, or a list or another iterable of batches",
         )
+
+
+class _MergedSource:
+    """Merges the batches of several sources, one per rank; all else is that of the first.
+
+    If the loader collates samples, its collate function is called once on the samples of all ranks, so that padding is
+    that of the merged batch. Ready-made batches are concatenated.
+    """
+
+    def __init__(self, sources: Sequence[Source[Any]], on_batch: Callable[[tuple[str, ...]], None]) -> None:
+        self._sources, self._on_batch, self._first = sources, on_batch, sources[0]
+        self._collate: Any = None
+        if self._first.copy is not None and self._first.loader.batch_sampler is not None:
+            self._collate = self._first.copy.loader.collate_fn
+            for each in sources:
+                each.copy.set_attributes(collate_fn=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._first, name)
+
+    def shard(self, position: Position) -> EpochShard[Any]:
+        """Return the shards of an epoch, merged."""
+        shards = [each.shard(position) for each in self._sources]
+        fingerprint = shards[0].fingerprint  # of the units that it draws
+        return dataclasses.replace(shards[0], fetch=lambda _own: self._batches(shards), own_fingerprint=fingerprint)
+
+    def _batches(self, shards: Sequence[EpochShard[Any]]) -> Iterator[Any]:
+        for step, batches in enumerate(itertools.zip_longest(*(each.batches() for each in shards))):
+            self._on_batch(tuple(sample_fingerprint([each]) for each in batches))
+            # tail="weighted" gives a rank without samples a batch of weight 0, which one process does not read.
+            ranks: Any = zip(batches, shards, strict=True)
+            held = [each for each, shard in ranks if each is not None and (len(shards) == 1 or shard.weight(step) > 0)]
+            if self._collate is not None:
+                yield self._collate(list(itertools.chain.from_iterable(held)))
+            else:
+                yield held[0] if len(held) == 1 else _concatenate(held)
+
+    def close(self) -> None:
+        """Shut down the loaders' persistent workers."""
+        for each in self._sources:
+            each.close()
+
+
+def _concatenate(batches: Sequence[Any]) -> Any:
+    """Concatenate the tensors of ready-made batches, leaf by leaf; other leaves must be equal."""
+    joined = iter([_join_leaves(column) for column in zip(*map(leaves, batches), strict=True)])
+    return map_leaves(lambda _leaf: next(joined), batches[0])
+
+
+def _join_leaves(column: Sequence[Any]) -> Any:
+    first = column[0]
+    if isinstance(first, torch.Tensor) and first.ndim and len({each.shape[1:] for each in column}) == 1:
+        return torch.cat(list(column))
+    if not hasattr(first, "shape") and all(each == first for each in column):
+        return first
+    raise ConfigError(
+        f"compare with ready-made batches that contain a {type(first).__name__} for each rank",
+        why="only tensors of equal sample shapes can be concatenated to the batch of one process",
+        fix="pass shard_loader a DataLoader(dataset, batch_size=...), which collates samples",
+    )

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from torch.utils.data import DataLoader
 
 from parallelize.data.loader_options import Batch, Divides, LoaderOptions
-from parallelize.data.merged_source import source_for
 from parallelize.data.sampler_arithmetic import Tail
+from parallelize.data.select_source import source_for
 from parallelize.data.sharded_loader import ShardedLoader
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime, active, current
@@ -117,35 +117,30 @@ def _already_sharded(loader: ShardedLoader[T], options: LoaderOptions) -> Sharde
 
 def _make(loader: Iterable[T], options: LoaderOptions, call_site: str) -> ShardedLoader[T]:
     run = current()
-    source = source_for(loader, options=options, run=run, occurrence=_occurrences.next(call_site))
+    occurrence = _made.count(call_site)
+    source = source_for(loader, options=options, run=run, occurrence=occurrence)
     summary = source.batch_summary()
     if summary and run.world.is_main:
         _log.info("%s: %s", call_site, summary)
-    _made_at[call_site] += 1
-    name = call_site if _made_at[call_site] == 1 else f"{call_site} ({_made_at[call_site]})"
+    name = f"{call_site} ({occurrence + 1})" if occurrence else call_site
     return ShardedLoader(source, options=options, run=run, name=name)
 
 
-# Line of code -> number of loaders it has made: a second loader of a line gets another name.
-_made_at: Counter[str] = Counter()
-
-
-class _Occurrences:
-    """Counts each line's loaders in a run, because a stream that is made anew for each epoch needs a new seed."""
+class _MadeInRun:
+    """Counts the loaders that each line has made in a run: each has another name, and a stream another seed."""
 
     def __init__(self) -> None:
-        self._run: Runtime | None = None
-        self._counts: Counter[str] = Counter()
+        self.run, self.counts = active(), Counter[str]()
 
-    def next(self, call_site: str) -> int:
-        """Count a new loader of a line, and return how many the line has made before in the active run."""
-        if self._run is not active():
-            self._run, self._counts = active(), Counter()
-        self._counts[call_site] += 1
-        return self._counts[call_site] - 1
+    def count(self, call_site: str) -> int:
+        """Return how many loaders a line has made before in the active run."""
+        if self.run is not active():
+            self.run, self.counts = active(), Counter()
+        self.counts[call_site] += 1
+        return self.counts[call_site] - 1
 
 
-_occurrences = _Occurrences()
+_made = _MadeInRun()
 
 _ByOptions = MutableMapping[LoaderOptions, ShardedLoader[Any]]
 

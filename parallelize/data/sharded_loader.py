@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from parallelize.data.dataloader_workers import add_data_location
 from parallelize.data.device_prefetch import move_batches
 from parallelize.data.epoch_shard import EpochShard, Position
+from parallelize.data.loader_copy import add_data_location
 from parallelize.data.loader_iterators import EpochProgress, LoaderIterators
 from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.source import Source
@@ -74,9 +74,10 @@ class ShardedLoader(Generic[T]):
         position = self._next_position()
         self._iterators.release()
         shard = self._source.shard(position)
-        saved_units = self._epoch_facts.get("units")
-        if position == self._position and None not in (saved_units, shard.units) and shard.units != saved_units:
-            raise _other_state_error("units", saved_units, shard.units)
+        if position == self._position and shard.order is not None:
+            units, saved = len(shard.order), self._epoch_facts.get("units", len(shard.order))
+            if units != saved:
+                raise _other_state_error("units", saved, units)
         return self._iterate(EpochProgress(shard, position))
 
     def __enter__(self) -> ShardedLoader[T]:

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from parallelize.data.epoch_shard import EpochShard, Position
+from parallelize.data.sampler_arithmetic import EpochSplit
 
 __all__ = ["EpochListeners", "Source"]
 
@@ -26,6 +27,8 @@ class Source(abc.ABC, Generic[T]):
     copy: Any = None
     """The LoaderCopy that makes the batches, if the loader is a DataLoader."""
     listeners: EpochListeners
+    rank: int = 0
+    """Index of this process's shard in `split`."""
     is_sharded_by_user = False
 
     @abc.abstractmethod
@@ -33,12 +36,17 @@ class Source(abc.ABC, Generic[T]):
         """Return this process's shard of an epoch, from a position on; runs no collective."""
 
     @abc.abstractmethod
-    def steps(self, position: Position) -> int | None:
-        """Count this process's batches from a position on; None if unknown."""
+    def split(self, position: Position) -> EpochSplit:
+        """Return how the units of an epoch, from a position on, are sharded."""
 
     @abc.abstractmethod
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
         """Return the values that a saved state, within an epoch or between two, must match, as plain data."""
+
+    def steps(self, position: Position) -> int | None:
+        """Count this process's batches from a position on; None if unknown."""
+        with self.listeners.at(position.epoch):
+            return self.split(position).known_steps(self.rank)
 
     def batch_summary(self) -> str:
         """Return a description of the batch size per process and the global one, for logs; may be empty."""
@@ -69,7 +77,7 @@ class EpochListeners:
 
     @contextlib.contextmanager
     def at(self, epoch: int) -> Iterator[None]:
-        """Set an epoch in the block, on every sampler that tells its epoch, and then the previous one."""
+        """Set an epoch in the block, on all that tell their epoch, and then the previous one."""
         current = zip(self._listeners, self._current(), strict=True)
         changed = [(each, previous) for each, previous in current if previous not in (None, epoch)]
         for each, _ in changed:

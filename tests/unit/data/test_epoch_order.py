@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 from parallelize import shard_loader
 from parallelize.data.epoch_order import Permutation, draw_order, order_fingerprint
-from parallelize.data.gather_results import indices_of, rows_in_dataset_order
+from parallelize.data.epoch_shard import indices_of, rows_in_dataset_order
 from parallelize.data.rng import IsolatedRNG
 from parallelize.data.sampler_arithmetic import TAILS, EpochSplit
 

@@ -127,6 +127,17 @@ def test_an_iterator_that_is_never_continued_does_not_hold_the_position() -> Non
     assert resumed(loader.state_dict()) == full(0)[3:]
 
 
+def test_an_old_iterator_that_is_collected_does_not_turn_the_epoch_back() -> None:
+    """The next epoch is that after the latest loop."""
+    loader = make()
+    left = iter(loader)
+    assert [next(left), next(left)] == full(0)[:2]
+    assert [list(loader), list(loader)] == [full(1), full(2)]
+    del left
+    assert loader.epoch == 3
+    assert list(loader) == full(3)
+
+
 def test_results_of_a_loop_are_gathered_after_a_look() -> None:
     """gather takes the rows of the loop."""
     loader = make()

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from parallelize import ConfigError
 from parallelize.data.epoch_order import Permutation
-from parallelize.data.sampler_arithmetic import TAILS, EpochSplit, limit_in_steps, shard_stream
+from parallelize.data.sampler_arithmetic import TAILS, EpochSplit, limit_in_steps
 
 splits = st.builds(
     lambda total, world_size, batch, tail, drop_last: EpochSplit(
@@ -172,14 +172,11 @@ def test_a_permutation_is_deterministic_and_complete(length, seed):
     st.integers(0, 40) | st.none(),
 )
 def test_a_stream_is_sharded_as_if_its_length_were_known(total, num_shards, tail, start, limit):
-    """Every shard has the units that `EpochSplit` gives it, from any start and up to any limit."""
+    """Every process has the same units, from any start and up to any limit."""
     start = min(start, total)
     split = EpochSplit(total=total, world_size=num_shards, group=num_shards, tail=tail, start=start, limit=limit)
     for shard_index in range(num_shards):
-        shard = shard_stream(
-            iter(range(total)), shard_index=shard_index, num_shards=num_shards, tail=tail, start=start, limit=limit
-        )
-        units = list(shard)
+        units = list(split.units_of_stream(iter(range(total)), shard_index))
         if limit is None or limit >= total or tail != "pad":
             assert units == flat([list(batch) for batch in split.batches(range(total), shard_index)])
         else:  # padding repeats the first units below the limit, not those of the epoch

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from parallelize import ConfigError, shard_loader
-from parallelize.data.merged_source import MergedRanks
+from parallelize.data.select_source import MergedRanks
 
 DATA = list(torch.arange(22.0))
 
