@@ -184,7 +184,7 @@ class LoaderCopy(Generic[T]):
         # The __iter__ of a subclass may draw, too.
         return not is_torchs or not self._sampler.has_order or not self._has_plain_dataset
 
-    @property
+    @functools.cached_property
     def _has_plain_dataset(self) -> bool:
         dataset: Any = self.loader.dataset
         while type(dataset) is Subset and _is_plain(dataset.indices):
