@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,10 +30,12 @@ class Position:
     Args:
         epoch: number of the epoch, from 0.
         start: number of units of that epoch that are already consumed; each `Source` class defines its unit.
+        facts: what is known of an interrupted epoch (see `EpochShard.facts`).
     """
 
     epoch: int = 0
     start: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,7 +43,7 @@ class EpochShard(Generic[T]):
     """One process's shard of the rest of one epoch.
 
     Args:
-        fetch: function that makes batches from the units of each step, which may be iterated again.
+        fetch: function that makes the batches of this shard, or of the units of each step; called only once.
         split: how the units are sharded; the number of a stream's units may be an estimate.
         rank: rank of this process.
         order: all units of the epoch; None if they are not known in advance.
@@ -70,10 +72,6 @@ class EpochShard(Generic[T]):
         if self.order is not None:
             return {"units": len(self.order)}
         return {"first": [self.split.group, self.fingerprint()]} if self.fingerprint() else {}
-
-    def batches(self) -> Iterator[T]:
-        """Return an iterator over this process's batches, as the user's loader makes them; call it only once."""
-        return self.fetch(self)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the unit or the list of units of each step."""

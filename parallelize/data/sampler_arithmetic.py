@@ -27,7 +27,7 @@ from typing import Literal, TypeVar, get_args
 
 from parallelize.errors import ConfigError
 
-__all__ = ["TAILS", "EpochSplit", "Tail", "limit_in_steps"]
+__all__ = ["TAILS", "EpochSplit", "Tail"]
 
 Tail = Literal["pad", "drop", "exact", "weighted"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
@@ -58,17 +58,22 @@ class EpochSplit:
     limit: int | None = None
 
     def limited(self, limit: float | None) -> EpochSplit:
-        """Return this split with a limit in steps of the full epoch.
+        """Return this split with a limit: a number of steps of the full epoch, or a fraction of them, rounded down.
 
         Raises:
             ConfigError: the limit is a fraction that allows less than one step.
         """
         if limit is None:
             return self
-        full = dataclasses.replace(self, start=0)
+        steps = dataclasses.replace(self, start=0).steps(0)
         # An endless sampler may have the length sys.maxsize, of which a fraction is taken, too.
-        steps = full.known_steps(0) if type(limit) is int else full.steps(0)
-        allowed = int(limit) if steps is None else limit_in_steps(limit, steps)
+        allowed = min(limit, steps) if isinstance(limit, int) else int(limit * steps)
+        if allowed == 0 and steps > 0:
+            raise ConfigError(
+                f"limit={limit!r} of {steps} batches",
+                why="that is less than one batch",
+                fix="use limit=1 for a single batch, or a larger fraction",
+            )
         return dataclasses.replace(self, limit=min(allowed * self.group, sys.maxsize))
 
     @property
@@ -155,19 +160,3 @@ class EpochSplit:
         missing = (self.start - total) % size if total > self.start else 0
         if self.tail == "pad" and rank >= size - missing:
             yield first[(rank - (size - missing)) % len(first)]
-
-
-def limit_in_steps(limit: float, steps: int) -> int:
-    """Convert a limit to a number of steps: a fraction of `steps`, a float, is rounded down.
-
-    Raises:
-        ConfigError: the limit is a fraction that allows less than one step.
-    """
-    allowed = min(limit, steps) if isinstance(limit, int) else int(limit * steps)
-    if allowed == 0 and steps > 0:
-        raise ConfigError(
-            f"limit={limit!r} of {steps} batches",
-            why="that is less than one batch",
-            fix="use limit=1 for a single batch, or a larger fraction",
-        )
-    return allowed

@@ -153,7 +153,7 @@ class _MergedSource:
         return dataclasses.replace(shards[0], fetch=lambda _own: self._batches(shards), own_fingerprint=fingerprint)
 
     def _batches(self, shards: Sequence[EpochShard[Any]]) -> Iterator[Any]:
-        for step, batches in enumerate(itertools.zip_longest(*(each.batches() for each in shards))):
+        for step, batches in enumerate(itertools.zip_longest(*(each.fetch(each) for each in shards))):
             self._on_batch(tuple(sample_fingerprint([each]) for each in batches))
             # tail="weighted" gives a rank without samples a batch of weight 0, which one process does not read.
             ranks: Any = zip(batches, shards, strict=True)

@@ -93,26 +93,23 @@ def shard_loader(
         divides=divides,
     )
     if issubclass(type(loader), ShardedLoader):  # isinstance checks the class of the user's loader
-        return _already_sharded(cast("Any", loader), options)
-    by_options = _sharded_loaders_of(loader)
-    key = dataclasses.replace(options, progress=False)  # a new progress label does not restart the epochs
-    sharded = by_options.get(key)
-    if sharded is None:
-        frame = sys._getframe(1)
-        call_site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        sharded = by_options[key] = _make(loader, options, call_site)
-    sharded._options = options
-    return sharded
-
-
-def _already_sharded(loader: ShardedLoader[T], options: LoaderOptions) -> ShardedLoader[T]:
-    if options not in (loader._options, LoaderOptions()):
+        sharded = cast("ShardedLoader[T]", loader)
+        if options in (sharded._options, LoaderOptions()):
+            return sharded
         raise ConfigError(
             "shard_loader was called on a loader that it returned, with other options",
             why="the data would be sharded twice, and part of it skipped",
             fix="pass the DataLoader itself to each shard_loader",
         )
-    return loader
+    by_options = _sharded_loaders_of(loader)
+    key = dataclasses.replace(options, progress=False)  # a new progress label does not restart the epochs
+    found = by_options.get(key)
+    if found is None:
+        frame = sys._getframe(1)
+        call_site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        found = by_options[key] = _make(loader, options, call_site)
+    found._options = options
+    return found
 
 
 def _make(loader: Iterable[T], options: LoaderOptions, call_site: str) -> ShardedLoader[T]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -39,7 +38,6 @@ class ShardedLoader(Generic[T]):
         self._options = options
         self._source, self._run, self._name = source, run, name
         self._position = Position()  # of the next `iter()`, unless an iterator has advanced since it was set
-        self._epoch_facts: dict[str, Any] = {}  # of the epoch of a loaded state: see EpochShard.facts
         self._iterators = LoaderIterators[T]()
         self._report_count = 0
 
@@ -75,7 +73,7 @@ class ShardedLoader(Generic[T]):
         self._iterators.release()
         shard = self._source.shard(position)
         if position == self._position and shard.order is not None:
-            units, saved = len(shard.order), self._epoch_facts.get("units", len(shard.order))
+            units, saved = len(shard.order), self._position.facts.get("units", len(shard.order))
             if units != saved:
                 raise _other_state_error("units", saved, units)
         return self._iterate(EpochProgress(shard, position))
@@ -100,8 +98,8 @@ class ShardedLoader(Generic[T]):
         """Set the epoch of the next `iter()`, and start that epoch from its beginning."""
         self._start_at(Position(epoch=epoch))
 
-    def _start_at(self, position: Position, epoch_facts: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self._position, self._epoch_facts, self._iterators = position, dict(epoch_facts), LoaderIterators()
+    def _start_at(self, position: Position) -> None:
+        self._position, self._iterators = position, LoaderIterators()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as plain values; equal on all processes that have made equally many steps.
@@ -112,13 +110,13 @@ class ShardedLoader(Generic[T]):
         Raises:
             ConfigError: within an epoch, the order in which workers finish their batches is not recorded.
         """
-        progress, position, facts = self._iterators.current, self._position, self._epoch_facts
+        progress, position = self._iterators.current, self._position
         if progress is not None and progress.is_exhausted:
-            position, facts = Position(epoch=progress.position.epoch + 1), {}
+            position = Position(epoch=progress.position.epoch + 1)
         elif progress is not None:
             taken = 0 if progress.is_closed and progress.steps <= 1 else progress.steps
             start = progress.shard.start_after(taken) if taken else progress.position.start
-            position, facts = Position(epoch=progress.position.epoch, start=start), progress.facts
+            position = Position(epoch=progress.position.epoch, start=start, facts=progress.facts)
         self._iterators.warn_if_ambiguous()
         if position.start:
             self._require_recorded_order("state_dict within an epoch")
@@ -126,7 +124,7 @@ class ShardedLoader(Generic[T]):
             "epoch": position.epoch,
             "start": position.start,
             "world_size": self._run.world.world_size,
-            **(facts if position.start else {}),
+            **(position.facts if position.start else {}),
             **self._source.identity(is_within_epoch=True),
         }
 
@@ -144,8 +142,8 @@ class ShardedLoader(Generic[T]):
         for name, expected in self._source.identity(is_within_epoch=bool(state["start"])).items():
             if state.get(name) != expected:
                 raise _other_state_error(name, state.get(name), expected)
-        position = Position(epoch=state["epoch"], start=state["start"])
-        self._start_at(position, {key: state[key] for key in ("units", "first") if key in state and position.start})
+        facts = {name: state[name] for name in ("units", "first") if name in state and state["start"]}
+        self._start_at(Position(epoch=state["epoch"], start=state["start"], facts=facts))
 
     def gather(self, results: Any) -> Any:
         """Gather per-sample results of all processes in dataset order; a collective: every process has to call it.
@@ -211,7 +209,7 @@ class ShardedLoader(Generic[T]):
             progress.weight.end_epoch()
 
     def _batches(self, progress: EpochProgress[T]) -> Iterator[T]:
-        batches = progress.shard.batches()
+        batches = progress.shard.fetch(progress.shard)
         device, options = self._run.device, self._options
         if options.to_device and device != torch.device("cpu"):
             are_fresh = getattr(self._source.loader, "num_workers", 0) > 0
@@ -231,13 +229,13 @@ class ShardedLoader(Generic[T]):
 
     def _warn_of_another_order(self, progress: EpochProgress[T]) -> None:
         """Warn if a stream that is resumed does not begin as it did when the state was saved."""
-        saved, now = (facts.get("first", [0, ""]) for facts in (self._epoch_facts, progress.facts))
-        if progress.position != self._position or saved == now or saved[0] != now[0]:
+        saved, now = (facts.get("first", [0, ""]) for facts in (progress.position.facts, progress.facts))
+        if saved == now or saved[0] != now[0]:
             return
         warnings.warn(
-            f"the resumed epoch {self._position.epoch} of {self._name} begins with other samples than when its state "
-            "was saved, so that samples may be repeated or skipped, unless only their augmentation differs: the data "
-            "draws from generators that are not seeded. Use shard_loader(loader, seed=0), or seed its own generators.",
+            f"the resumed epoch {progress.position.epoch} of {self._name} begins with other samples than when its "
+            "state was saved, so that samples may be repeated or skipped, unless only their augmentation differs: the "
+            "data draws from generators that are not seeded. Use shard_loader(loader, seed=0), or seed its generators.",
             stacklevel=4,
         )
 

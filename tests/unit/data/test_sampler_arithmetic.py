@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from parallelize import ConfigError
 from parallelize.data.epoch_order import Permutation
-from parallelize.data.sampler_arithmetic import TAILS, EpochSplit, limit_in_steps
+from parallelize.data.sampler_arithmetic import TAILS, EpochSplit
 
 splits = st.builds(
     lambda total, world_size, batch, tail, drop_last: EpochSplit(
@@ -101,8 +101,7 @@ def test_weighted_counts_every_sample_once(split):
 @given(splits, st.integers(0, 20), st.integers(1, 20))
 def test_resuming_equals_an_uninterrupted_epoch(split, at, limit):
     """From any step on, a rank gets the same batches as when it starts there, also with a limit."""
-    limited = limit_in_steps(limit, split.steps(0)) * split.group
-    full = EpochSplit(**{**vars(split), "limit": limited})
+    full = split.limited(limit)
     at = min(at, full.steps(split.world_size - 1))
     rest = EpochSplit(**{**vars(full), "start": full.start_after(at)})
     for rank in range(split.world_size):
@@ -135,14 +134,15 @@ def test_an_uneven_global_batch_is_sharded(total, batch, world_size, tail):
 @given(st.integers(1, 100), st.floats(0.01, 1.0), st.integers(1, 200))
 def test_a_limit_is_a_count_or_a_fraction(steps, fraction, count):
     """An int is the most steps, a float a fraction of them; less than one step is refused."""
-    assert limit_in_steps(count, steps) == min(count, steps)
+    split = EpochSplit(total=steps, world_size=1, group=1)
+    assert split.limited(count).limit == min(count, steps)
     if fraction * steps >= 1:
-        assert limit_in_steps(fraction, steps) == int(fraction * steps)
+        assert split.limited(fraction).limit == int(fraction * steps)
     else:
         with pytest.raises(ConfigError, match=rf"of {steps} batches"):
-            limit_in_steps(fraction, steps)
-    assert limit_in_steps(fraction, 0) == 0
-    assert limit_in_steps(1.0, steps) == steps
+            split.limited(fraction)
+    assert dataclasses.replace(split, total=0).limited(fraction).limit == 0
+    assert split.limited(1.0).limit == steps
 
 
 @given(st.integers(1, 60), st.integers(1, 4), st.floats(0.5, 1.0))
