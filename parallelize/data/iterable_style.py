@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
@@ -52,7 +50,8 @@ class IterableStyleSource(Source[T]):
         run: Runtime,
     ) -> None:
         _check_options(options, f"the iterable {type(loader.dataset).__name__}", has_length=False)
-        self.copy, self._options, self._world, self._divides = copy, options, run.world, divides
+        super().__init__(options, run.world, is_own=True)
+        self.copy, self._divides = copy, divides
         dataset: Any = copy.loader.dataset
         self.listeners = EpochListeners([dataset])
         self.loader = copy.with_user_dataset(loader)
@@ -76,7 +75,7 @@ class IterableStyleSource(Source[T]):
         split = self.split(position)
         fingerprint = functools.partial(shuffle_fingerprint, dataset) if sharded is None else sharded.fingerprint
         first: list[str] = []
-        if self._world.world_size == 1:  # the dataset draws from the global generators, whose states may not repeat
+        if self.world.world_size == 1:  # the dataset draws from the global generators, whose states may not repeat
             fingerprint = functools.partial(sample_fingerprint, first)
         return EpochShard(
             # Made here and not held by the shard, so that a dataset and its workers end with the loop.
@@ -89,21 +88,19 @@ class IterableStyleSource(Source[T]):
         """Return the world size, the seed of the samples, and what determines the samples of each batch."""
         loader, seed = self.loader, {} if self._sharded is None else {"seed": self._sharded.seed}
         batches = {"batch_size": loader.batch_size, "num_workers": max(loader.num_workers, 1)}
-        return {"world_size": self._world.world_size, **seed, **(batches if is_within_epoch else {})}
+        return {"world_size": self.world.world_size, **seed, **(batches if is_within_epoch else {})}
 
-    def split(self, position: Position) -> EpochSplit:
-        """Return the number of batches, if it is known: the dataset has a length, and does not shard itself."""
-        limit: Any = self._options.limit  # an int; the length of a dataset may be an estimate
-        split = EpochSplit(start=position.start, world_size=1, group=1, limit=limit)
+    @property
+    def length(self) -> int | None:
+        """The number of batches, if it is known: the dataset has a length, and does not shard itself."""
         loader: Any = self.loader
-        if self._divides == "nothing" and hasattr(loader.dataset, "__len__"):
-            workers, size, world = max(loader.num_workers, 1), loader.batch_size or 1, self._world
-            shards = workers * world.world_size
-            samples = EpochSplit(total=len(loader.dataset), world_size=shards, group=shards, tail=self._options.tail)
-            counts = [samples.steps(worker * world.world_size + world.rank) for worker in range(workers)]
-            total = sum(each // size if loader.drop_last else -(-each // size) for each in counts)
-            split = dataclasses.replace(split, total=total)
-        return split
+        if self._divides != "nothing" or not hasattr(loader.dataset, "__len__"):
+            return None
+        workers, size, world = max(loader.num_workers, 1), loader.batch_size or 1, self.world
+        shards = workers * world.world_size
+        samples = EpochSplit(total=len(loader.dataset), world_size=shards, group=shards, tail=self.options.tail)
+        counts = [samples.steps(worker * world.world_size + world.rank) for worker in range(workers)]
+        return sum(each // size if loader.drop_last else -(-each // size) for each in counts)
 
     def _batches(self, epoch: int, first: list[str]) -> Iterator[T]:
         # The dataset cannot seek: batches before the position are made and discarded.
@@ -129,20 +126,17 @@ class BatchIterableSource(Source[T]):
     def __init__(
         self, batches: Iterable[T], *, divides: Divides | None, options: LoaderOptions, world: World, occurrence: int
     ) -> None:
-        self._has_length = hasattr(batches, "__len__")
+        super().__init__(options, world, is_own=divides == "processes")
+        self.loader: Any = batches
         name = f"a {type(batches).__name__} of batches"
-        _check_options(options, name, has_length=self._has_length)
+        _check_options(options, name, has_length=hasattr(batches, "__len__"))
         if divides == "workers":
             raise ConfigError(
                 f"divides='workers' with {name}",
                 why="it is iterated in this process, which has no workers",
                 fix="use divides='processes' if it shards its batches over the processes, or divides='nothing'",
             )
-        self.loader: Any = batches
-        self._options, self._world_size = options, world.world_size
-        self._is_own = divides == "processes"
-        self.rank, self._shards = (0, 1) if self._is_own else (world.rank, world.world_size)
-        self._is_sequence = not self._is_own and hasattr(batches, "__getitem__") and self._has_length
+        self._is_sequence = hasattr(batches, "__getitem__") and hasattr(batches, "__len__")
         self._seed = (options.seed or 0) + occurrence
         self.listeners = EpochListeners([batches])
 
@@ -150,13 +144,13 @@ class BatchIterableSource(Source[T]):
         """Return this process's shard of an epoch, from a position on."""
         self.listeners.set_epoch(position.epoch)
         split, loader, rank = self.split(position), self.loader, self.rank
-        if self._is_own:
+        if self.is_own:
             return EpochShard(fetch=iter, split=split, stream=loader, own_fingerprint=str)
         if not self._is_sequence:
             rng = stream_rng(loader, seed=self._seed, epoch=position.epoch)
             return EpochShard(fetch=rng.draw, split=split, stream=loader, rank=rank)
         # Lists are compared, as each rank may shuffle its own. Other sequences may make a new batch at each access.
-        first = loader[:_MAX_COMPARED] if isinstance(loader, (list, tuple)) and self._shards > 1 else ()
+        first = loader[:_MAX_COMPARED] if isinstance(loader, (list, tuple)) and self.shards > 1 else ()
         return EpochShard(
             fetch=lambda indices: (self.loader[index] for index in indices),
             split=split,
@@ -167,15 +161,14 @@ class BatchIterableSource(Source[T]):
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:  # noqa: ARG002 - the same for both
         """Return the seed that is set while a stream is iterated, or the world size if the iterable shards itself."""
-        if self._is_own:
-            return {"world_size": self._world_size}
+        if self.is_own:
+            return {"world_size": self.world.world_size}
         return {} if self._is_sequence else {"seed": self._seed}
 
-    def split(self, position: Position) -> EpochSplit:
-        """Return how the batches are sharded, whose number may be unknown."""
-        total, size = len(self.loader) if self._has_length else sys.maxsize, self._shards
-        split = EpochSplit(total=total, start=position.start, world_size=size, group=size, tail=self._options.tail)
-        return split.limited(self._options.limit)
+    @property
+    def length(self) -> int | None:
+        """The iterable's length."""
+        return len(self.loader) if hasattr(self.loader, "__len__") else None
 
 
 def _check_options(options: LoaderOptions, name: str, *, has_length: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -15,7 +14,6 @@ from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import LoaderOptions, check_length_options
 from parallelize.data.sample_fingerprint import sample_fingerprint
-from parallelize.data.sampler_arithmetic import EpochSplit
 from parallelize.data.self_sharding import number_of_shards
 from parallelize.data.source import EpochListeners, Source
 from parallelize.errors import ConfigError
@@ -37,25 +35,24 @@ class MapStyleSource(Source[T]):
     """
 
     def __init__(self, loader: DataLoader[T], *, copy: LoaderCopy[T], options: LoaderOptions, world: World) -> None:
-        self.copy, self.loader, self._options = copy, copy.loader, options
+        self.copy, self.loader = copy, copy.loader
         batches: Any = loader.batch_sampler
         self._sharder = _find_distributed_sampler(loader, world)
         self.is_sharded_by_user = self._sharder is not None
-        # This process's shard, and the number of shards; a loader that its sampler shards is not sharded again.
-        self.rank, self._shards = (0, 1) if self.is_sharded_by_user else (world.rank, world.world_size)
-        self._world_size = world.world_size
+        super().__init__(options, world, is_own=self.is_sharded_by_user)
         # Indices if torch's BatchSampler groups them; without a batch size, each unit is a batch, or a single item.
         is_grouped = self._sharder is None and is_exactly(batches, BatchSampler)
         sampler = loader.sampler if batches is None else batches.sampler if is_grouped else batches
         self._sampler: Any = sampler
         self._batch_size: int | None = batches.batch_size if is_grouped else None
-        self._drop_last = is_grouped and batches.drop_last
+        self.drop_last = is_grouped and batches.drop_last
         self._check_options()
         # torchdata gives its RandomSampler a generator with a random seed, another one on each process.
         has_random_seed = loader.generator is None and is_exactly(sampler, RandomSampler)
         self._seed = (options.seed or 0) if has_random_seed else sampler_seed(sampler, options.seed or 0)
-        self._group = self._group_size()
+        self.group = self._group_size()
         inner = getattr(sampler, "sampler", None)
+        self.samplers = EpochListeners([sampler, inner])
         self.listeners = EpochListeners([sampler, inner, self._sharder, loader.dataset])
         self._data = _dataset_text(loader.dataset)
 
@@ -63,76 +60,67 @@ class MapStyleSource(Source[T]):
         """Return this process's shard of an epoch, from a position on."""
         self.listeners.set_epoch(position.epoch)
         fetch = functools.partial(self.copy.iterate_shard, position=position)
-        length, sampler, tail, order = _length_of(self._sampler), self._sampler, self._options.tail, None
-        if self.is_sharded_by_user:  # each process has other batches
+        length, sampler, tail, order = self.length, self._sampler, self.options.tail, None
+        if self.is_own:  # each process has other batches
             return EpochShard(fetch=fetch, split=self.split(position), stream=sampler, own_fingerprint=str)
         if length is not None:
             max_listed = MAX_LISTED if tail in ("pad", "drop") else 2**31
             order = draw_order(sampler, seed=self._seed, epoch=position.epoch, max_listed=max_listed)
         if order is None:
-            check_length_options(self._options, f"the endless {type(sampler).__name__}", needs_limit=False)
+            check_length_options(self.options, f"the endless {type(sampler).__name__}", needs_limit=False)
         rng = stream_rng(sampler, seed=self._seed, epoch=position.epoch)
         return EpochShard(
             fetch=fetch,
-            split=self._split(length if order is None else len(order), position),
+            split=self.split(position, None if order is None else len(order)),
             order=order,
-            stream=rng.draw(sampler, size=self._group),
+            stream=rng.draw(sampler, size=self.group),
             rank=self.rank,
             is_grouped=self._batch_size is not None,
             data=self._data,
         )
 
-    def split(self, position: Position) -> EpochSplit:
-        """Return how the units are sharded, whose number is what the sampler tells."""
-        return self._split(_length_of(self._sampler), position)
+    @property
+    def length(self) -> int | None:
+        """The sampler's length."""
+        return _length_of(self._sampler)
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
         """Return the seed and the number of indices; that of batches may depend on the epoch, and a sampler's order."""
-        if self.is_sharded_by_user:
+        if self.is_own:
             batch_size = {"batch_size": getattr(self._sampler, "batch_size", None)} if is_within_epoch else {}
-            return {"world_size": self._world_size, **batch_size}
+            return {"world_size": self.world.world_size, **batch_size}
         is_of_batches = self._batch_size is None and self.loader.batch_sampler is not None
-        return {"seed": self._seed} if is_of_batches else {"units": _length_of(self._sampler), "seed": self._seed}
+        return {"seed": self._seed} if is_of_batches else {"units": self.length, "seed": self._seed}
 
     def batch_summary(self) -> str:
         """Return the batch size per process and the global one, or the name of the sampler that shards the loader."""
-        if self.is_sharded_by_user:
+        if self.is_own:
             return f"already sharded by its {type(self._sharder).__name__}: left as it is"
         unit = "" if self._batch_size is not None else " of the sampler's batches"
-        return f"{self._group / self._shards:g} x {self._shards} processes = {self._group} global{unit}"
-
-    def _split(self, length: int | None, position: Position) -> EpochSplit:
-        return EpochSplit(
-            total=sys.maxsize if length is None else length,
-            start=position.start,
-            world_size=self._shards,
-            group=self._group,
-            tail=self._options.tail,
-            drop_last=self._drop_last,
-        ).limited(self._options.limit)
+        return f"{self.group / self.shards:g} x {self.shards} processes = {self.group} global{unit}"
 
     def _check_options(self) -> None:
         """Raise a ConfigError for options that the sampler does not support."""
-        options, name = self._options, type(self._sampler).__name__
-        if self.is_sharded_by_user and (options.tail, options.batch) != ("pad", "per_process"):
+        options, name = self.options, type(self._sampler).__name__
+        if self.is_own and (options.tail, options.batch) != ("pad", "per_process"):
             option = f"tail={options.tail!r}" if options.tail != "pad" else f"batch={options.batch!r}"
             raise ConfigError(
                 f"{option} with a loader that {type(self._sharder).__name__} already shards",
                 why="the loader is left as it is: its sampler decides which samples are repeated or left out",
                 fix=f"remove {type(self._sharder).__name__}: shard_loader shards the loader itself",
             )
-        if self._drop_last and options.tail == "exact":
+        if self.drop_last and options.tail == "exact":
             raise ConfigError(
                 "tail='exact' with DataLoader(drop_last=True)",
                 why="tail='exact' yields each sample once, and drop_last=True leaves out the last ones",
                 fix="use DataLoader(drop_last=False), or tail='drop'",
             )
-        if _length_of(self._sampler) is None:
+        if self.length is None:
             check_length_options(options, f"{name}, which has no length")
 
     def _group_size(self) -> int:
         """Return the number of units that all processes together take in a step."""
-        size, options, processes = self._batch_size, self._options, self._shards
+        size, options, processes = self._batch_size, self.options, self.shards
         if options.batch == "per_process":
             return (size or 1) * processes
         if size is None:
@@ -141,7 +129,7 @@ class MapStyleSource(Source[T]):
                 why="its sampler makes the batches, which are not split between processes",
                 fix="use batch='per_process', or DataLoader(batch_size=...)",
             )
-        may_be_uneven = options.tail in ("exact", "weighted") and _length_of(self._sampler) is not None
+        may_be_uneven = options.tail in ("exact", "weighted") and self.length is not None
         if size < processes or (size % processes and not may_be_uneven):
             near = max(size // processes, 1) * processes
             raise ConfigError(

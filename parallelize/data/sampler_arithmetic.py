@@ -67,7 +67,7 @@ class EpochSplit:
             return self
         steps = dataclasses.replace(self, start=0).steps(0)
         # An endless sampler may have the length sys.maxsize, of which a fraction is taken, too.
-        allowed = min(limit, steps) if isinstance(limit, int) else int(limit * steps)
+        allowed = limit if isinstance(limit, int) else int(limit * steps)  # a length, and with it `steps`, may be wrong
         if allowed == 0 and steps > 0:
             raise ConfigError(
                 f"limit={limit!r} of {steps} batches",

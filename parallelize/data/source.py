@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
+from parallelize.cluster.world import World
 from parallelize.data.epoch_shard import EpochShard, Position
+from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.sampler_arithmetic import EpochSplit
 
 __all__ = ["EpochListeners", "Source"]
@@ -27,25 +30,45 @@ class Source(abc.ABC, Generic[T]):
     copy: Any = None
     """The LoaderCopy that makes the batches, if the loader is a DataLoader."""
     listeners: EpochListeners
-    rank: int = 0
-    """Index of this process's shard in `split`."""
+    drop_last = False
+    """Whether an incomplete last step is left out."""
     is_sharded_by_user = False
+
+    def __init__(self, options: LoaderOptions, world: World, *, is_own: bool = False) -> None:
+        """Set the number of shards: 1 if `is_own`, that is, if each process has units of its own."""
+        self.options, self.world, self.is_own = options, world, is_own
+        self.rank, self.shards = (0, 1) if is_own else (world.rank, world.world_size)
+        self.group = self.shards  # number of units that all shards together take in a step
+        self.samplers = EpochListeners(())  # those on which the length depends
 
     @abc.abstractmethod
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on; runs no collective."""
 
+    @property
     @abc.abstractmethod
-    def split(self, position: Position) -> EpochSplit:
-        """Return how the units of an epoch, from a position on, are sharded."""
+    def length(self) -> int | None:
+        """Number of units of an epoch, as the data tells; None: unknown."""
 
     @abc.abstractmethod
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
         """Return the values that a saved state, within an epoch or between two, must match, as plain data."""
 
+    def split(self, position: Position, length: int | None = None) -> EpochSplit:
+        """Return how the units of an epoch, from a position on, are sharded; `length`: their number, if counted."""
+        length = self.length if length is None else length
+        return EpochSplit(
+            total=sys.maxsize if length is None else length,
+            start=position.start,
+            world_size=self.shards,
+            group=self.group,
+            tail=self.options.tail,
+            drop_last=self.drop_last,
+        ).limited(self.options.limit)
+
     def steps(self, position: Position) -> int | None:
         """Count this process's batches from a position on; None if unknown."""
-        with self.listeners.at(position.epoch):
+        with self.samplers.at(position.epoch):
             return self.split(position).known_steps(self.rank)
 
     def batch_summary(self) -> str:
@@ -77,7 +100,7 @@ class EpochListeners:
 
     @contextlib.contextmanager
     def at(self, epoch: int) -> Iterator[None]:
-        """Set an epoch in the block, on all that tell their epoch, and then the previous one."""
+        """Set an epoch in the block, on every sampler that tells its epoch, and then the previous one."""
         current = zip(self._listeners, self._current(), strict=True)
         changed = [(each, previous) for each, previous in current if previous not in (None, epoch)]
         for each, _ in changed:

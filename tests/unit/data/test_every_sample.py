@@ -122,6 +122,13 @@ def test_an_endless_sampler_may_have_a_length(length: int) -> None:
     assert first_batches(lambda: Claims(float("inf"), length), 2, 60) == [[each % 100] for each in range(120)]
 
 
+def test_a_limit_is_not_cut_to_the_length_of_an_endless_sampler() -> None:
+    """It is a number of batches, of those that come."""
+    with as_rank(0, 2):
+        loader = DataLoader(range(100), batch_size=1, sampler=Claims(float("inf"), 50), collate_fn=list)
+        assert len(list(shard_loader(loader, limit=60))) == 60
+
+
 def test_a_sampler_that_yields_more_than_its_length_is_read_to_its_end() -> None:
     """As by a DataLoader, and each index is read once."""
     ranks = []

@@ -135,7 +135,7 @@ def test_an_uneven_global_batch_is_sharded(total, batch, world_size, tail):
 def test_a_limit_is_a_count_or_a_fraction(steps, fraction, count):
     """An int is the most steps, a float a fraction of them; less than one step is refused."""
     split = EpochSplit(total=steps, world_size=1, group=1)
-    assert split.limited(count).limit == min(count, steps)
+    assert split.limited(count).steps(0) == min(count, steps)
     if fraction * steps >= 1:
         assert split.limited(fraction).limit == int(fraction * steps)
     else:

@@ -1054,15 +1054,27 @@ class OfDataset(Dataset):
     """A dataset with its own epoch, as many have for augmentation."""
 
     epoch = 0
+    calls = 0
 
     def set_epoch(self, epoch):
         self.epoch = epoch
+        self.calls += 1
 
     def __len__(self):
         return 4
 
     def __getitem__(self, index):
         return self.epoch
+
+
+def test_the_length_does_not_set_the_epoch_of_the_dataset():
+    """That may take long, as it is told once for each epoch."""
+    dataset = OfDataset()
+    loader = shard_loader(DataLoader(dataset, batch_size=4))
+    for epoch in range(3):
+        assert len(loader) == 1
+        list(loader)
+        assert dataset.calls == epoch + 1
 
 
 def test_two_loaders_of_one_dataset_count_their_own_epochs():
