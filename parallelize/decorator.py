@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
 import os
 import sys
 import types
@@ -16,9 +16,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import wrapt
 from typing_extensions import Never, Unpack
 
-from parallelize.call.function_ref import is_importable
+from parallelize.call.function_ref import check_is_plain_function, is_importable
 from parallelize.call.module_sync import restore
 from parallelize.call.task import Outcome, Task, name_of
+from parallelize.call.traceback_folding import folded_traceback
 from parallelize.call.unreturned import describe
 from parallelize.cluster.devices import probe
 from parallelize.cluster.environment import detect
@@ -96,31 +97,14 @@ def distributed(*misplaced: Never, **options: Unpack[Options]) -> Callable[[Call
             why="distributed takes only options, as keyword arguments, and returns a decorator",
             fix="write @distributed() with parentheses above the function, or distributed(...)(function)",
         )
-    config = Config.parse(**options)
+    with folded_traceback:
+        config = Config.parse(**options)
 
     def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
-        _check_is_plain_function(function)
+        check_is_plain_function(function)
         return DistributedFunction(function, config)
 
     return decorate
-
-
-def _check_is_plain_function(function: object) -> None:
-    inner = inspect.unwrap(function) if callable(function) else function
-    inner = inner.__func__ if isinstance(inner, (classmethod, staticmethod)) else inner
-    kinds = {
-        "an async function": inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner),
-        "a generator function": inspect.isgeneratorfunction(inner),
-        "a class": inspect.isclass(inner),
-        f"a {type(inner).__name__}": not callable(inner),
-    }
-    for kind, is_so in kinds.items():
-        if is_so:
-            raise ConfigError(
-                f"@distributed on {kind}: {getattr(inner, '__qualname__', inner)!r}",
-                why="a call must run to completion in another process and return one value",
-                fix="decorate a plain function (def) that returns its result",
-            )
 
 
 class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
@@ -145,12 +129,14 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             ConfigError: the options do not fit this machine, or an argument or the return value cannot be pickled.
             WorkerError: a worker ended without raising an exception. A worker's exception is re-raised as it is.
         """
-        value: R = self._run(args, kwargs, all_ranks=False)
+        with _boundary():
+            value: R = self._run(args, kwargs, all_ranks=False)
         return value
 
     def all_ranks(self, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Run the function in every process of the layout, and return the values of all ranks, in rank order."""
-        values: list[R] = self._run(args, kwargs, all_ranks=True)
+        with _boundary():
+            values: list[R] = self._run(args, kwargs, all_ranks=True)
         return values
 
     def options(self, **changes: Unpack[Options]) -> DistributedFunction[P, R]:
@@ -159,7 +145,8 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         Raises:
             ConfigError: the new options are invalid, or exclude options that are kept.
         """
-        return type(self)(self.__wrapped__, self._self_config.changed(**changes))
+        with folded_traceback:
+            return type(self)(self.__wrapped__, self._self_config.changed(**changes))
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """Submit a call as a job to the cluster's queue, and return immediately.
@@ -171,7 +158,8 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
                 or an argument cannot be pickled.
             LaunchError: the queue cannot be reached from this machine.
         """
-        return self._submit_calls([(args, kwargs)])[0]
+        with folded_traceback:
+            return self._submit_calls([(args, kwargs)])[0]
 
     def submit_many(self, calls: Iterable[Mapping[str, Any]], *, at_most: int | None = None) -> list[Job[R]]:
         """Submit several calls as one job array; raise the same errors as `submit`.
@@ -180,7 +168,8 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             calls: keyword arguments of each call.
             at_most: how many jobs may run at the same time; None: no limit.
         """
-        return self._submit_calls([((), dict(kwargs)) for kwargs in calls], at_most=at_most)
+        with folded_traceback:
+            return self._submit_calls([((), dict(kwargs)) for kwargs in calls], at_most=at_most)
 
     def sbatch_script(self, path: str | os.PathLike[str], /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Write the job script that `submit(*args, **kwargs)` would submit; raise the same errors as `submit`."""
@@ -285,6 +274,11 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             if layout.world_size == 1:
                 return run_in_this_process(task)
             return _launch(task, by=_worker_launcher(layout.config), node=placement.node)
+
+
+def _boundary() -> contextlib.AbstractContextManager[None]:
+    """Return the context of a call; inside a run, hang detection reads the full traceback of an exception."""
+    return folded_traceback if active() is None else contextlib.nullcontext()
 
 
 def _resolve(module: str, qualname: str) -> Any:

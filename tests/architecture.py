@@ -61,6 +61,7 @@ PLUGIN_FOLDERS = frozenset({"backends", "launchers", "precision"})
 
 # The only modules that may use os.environ, each with its reason. All others take a mapping as an argument.
 ENVIRONMENT: Mapping[str, str] = {
+    "call.traceback_folding": "a variable of the process in which an exception is shown; exceptions pass no mapping on",
     "cli.main": "public entry point: passes the variables to its commands as a mapping",
     "cli.run_script": "sets the GPUs of the script that it runs, as this process numbers them",
     "decorator": "public entry point: passes the variables to config and world as a mapping",

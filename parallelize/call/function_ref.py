@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,9 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["FunctionRef", "is_importable", "pickling_module_by_value"]
+from parallelize.errors import ConfigError
+
+__all__ = ["FunctionRef", "check_is_plain_function", "is_importable", "pickling_module_by_value"]
 
 
 @dataclass(frozen=True)
@@ -107,3 +110,22 @@ def _unwrap_chain(module: object, qualname: str) -> Iterator[Any]:
     while item is not None:
         yield item
         item = getattr(item, "__wrapped__", None)
+
+
+def check_is_plain_function(function: object) -> None:
+    """Raise ConfigError for an object whose call returns no value from another process: a class, a generator, ..."""
+    inner = inspect.unwrap(function) if callable(function) else function
+    inner = inner.__func__ if isinstance(inner, (classmethod, staticmethod)) else inner
+    kinds = {
+        "an async function": inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner),
+        "a generator function": inspect.isgeneratorfunction(inner),
+        "a class": inspect.isclass(inner),
+        f"a {type(inner).__name__}": not callable(inner),
+    }
+    for kind, is_so in kinds.items():
+        if is_so:
+            raise ConfigError(
+                f"@distributed on {kind}: {getattr(inner, '__qualname__', inner)!r}",
+                why="a call must run to completion in another process and return one value",
+                fix="decorate a plain function (def) that returns its result",
+            )

@@ -25,11 +25,12 @@ from parallelize.call.imported_state import find_imported_state, install_importe
 from parallelize.call.module_sync import StatefulObjects, signature
 from parallelize.call.reachable import is_a, walk
 from parallelize.call.serialization import dump, dump_for_rank, is_picklable, load
+from parallelize.call.traceback_folding import shorten_chain
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError, WorkerError
 
-__all__ = ["Outcome", "Task", "error_text", "name_of"]
+__all__ = ["Outcome", "Task", "error_text", "format_error", "name_of"]
 
 _CPU = torch.device("cpu")
 _FIX_VALUE = "return plain values, tensors, modules or state_dicts"
@@ -152,12 +153,9 @@ class Outcome:
     @classmethod
     def raised(cls, world: World, error: BaseException) -> Outcome:
         """Build the outcome of a function that has just raised `error`."""
-        cause = error.__cause__
-        if cause is not None:  # a SyncError of the watchdog has the traceback of the torch error it explains
-            is_same = cause.__traceback__ is error.__traceback__
-            # Assigning __traceback__ would fail on an exception that is a frozen dataclass.
-            BaseException.with_traceback(cause, None if is_same else _from_function(cause.__traceback__))
-        text = _format(error, _from_function(error.__traceback__))
+        trace = error.__traceback__
+        shorten_chain(error)
+        text = format_error(error, error.__traceback__ or trace)
         host, pid = socket.gethostname(), os.getpid()
         return cls(world.rank, host, pid, error=error, traceback=text, failed_at=time.time())
 
@@ -219,15 +217,8 @@ def _value_not_pickled() -> Iterator[None]:
         raise WorkerError(exc.faults[0].what, why=exc.faults[0].why, fix=_FIX_VALUE) from exc
 
 
-def _from_function(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback from the user's function inward; the full traceback if it was not reached."""
-    inner = trace
-    while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith("parallelize."):
-        inner = inner.tb_next
-    return inner or trace
-
-
-def _format(error: BaseException, trace: TracebackType | None) -> str:
+def format_error(error: BaseException, trace: TracebackType | None) -> str:
+    """Return what Python prints for an exception with this traceback, causes and notes included."""
     try:
         return "".join(traceback.format_exception(type(error), error, trace))
     except Exception:  # noqa: BLE001 - formatting a SyntaxError fails if its attributes have wrong types

@@ -11,12 +11,13 @@ import traceback
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
+from parallelize.call.traceback_folding import in_users_code
 from parallelize.cli.arguments import Command, help_text, parse
-from parallelize.cli.run_script import run_script, script_traceback
+from parallelize.cli.run_script import run_script
 from parallelize.cli.uses_decorator import uses_decorator
 from parallelize.config.config import ENV_PREFIX
 from parallelize.decorator import distributed
-from parallelize.errors import ConfigError, LaunchError, WorkerError
+from parallelize.errors import ConfigError, LaunchError, ParallelizeError, WorkerError
 
 __all__ = ["run"]
 
@@ -100,7 +101,7 @@ def _run_in_every_process(command: Command) -> int:
     except KeyboardInterrupt:
         raise
     except SystemExit as error:
-        if script_traceback(error) is None:
+        if in_users_code(error.__traceback__) is None:
             raise
         return _exit_code(error)
     except BaseException as error:  # noqa: BLE001 - printed as Python would, or raised again
@@ -118,9 +119,9 @@ def _exit_code(error: SystemExit) -> int:
 def _report_failure(error: BaseException) -> int:
     """Print the script's exception as Python would, and return the exit code; re-raise errors of this package."""
     notes = getattr(error, "__notes__", [])
-    traceback_in_script = script_traceback(error)
-    if traceback_in_script is not None:  # the script ran in this process
-        traceback.print_exception(type(error), error, traceback_in_script)
+    in_script = in_users_code(error.__traceback__)
+    if in_script is not None or not (notes or isinstance(error, ParallelizeError)):  # the script ran in this process
+        traceback.print_exception(type(error), error, in_script)
         return 1
     if isinstance(error, WorkerError) and error.exitcode is not None:
         is_exit = error.faults[0].why.startswith("SystemExit")
@@ -128,7 +129,8 @@ def _report_failure(error: BaseException) -> int:
         sys.stderr.write(f"{message}\n")
         return error.exitcode if error.exitcode > 0 else 128 - error.exitcode
     if notes:  # the rank and traceback of a worker's exception
-        sys.stderr.write("\n".join([*notes, ""]))
+        shown = "".join(traceback.format_exception_only(type(error), error))
+        sys.stderr.write("\n".join([shown.rstrip(), *(note for note in notes if note not in shown), ""]))
         return 1
     if isinstance(error, LaunchError):
         sys.stderr.write(f"{error}\n")

@@ -13,12 +13,11 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from parallelize.config.gpus import Gpus
 from parallelize.runtime import context
 
-__all__ = ["run_script", "script_traceback"]
+__all__ = ["run_script"]
 
 _GPUS_VARIABLE = "PARALLELIZE_GPUS"
 
@@ -36,36 +35,10 @@ def run_script(target: str, arguments: tuple[str, ...], *, is_module: bool) -> N
     """
     _renumber_gpus()
     with _run_atexit_handlers(), _python_argv(target, arguments, is_module=is_module), context.deactivated():
-        _run(target, is_module=is_module)
-
-
-def _run(target: str, *, is_module: bool) -> None:
-    try:
         if is_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(target, run_name="__main__")
-    except BaseException as error:  # noqa: BLE001 - raised again below, without the frames of runpy
-        raised = error
-    else:
-        return
-    raise raised.with_traceback(_without_runpy(raised.__traceback__))
-
-
-def script_traceback(error: BaseException) -> TracebackType | None:
-    """Return the part of an error's traceback inside a script that this process ran; None if it has no such part."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code is not run_script.__code__:
-        traceback = traceback.tb_next
-    return None if traceback is None else _without_runpy(traceback)
-
-
-def _without_runpy(traceback: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the script's first frame on; the full traceback if it has no frame of the script."""
-    inner = traceback
-    while inner is not None and inner.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
-        inner = inner.tb_next
-    return inner or traceback
 
 
 def _renumber_gpus() -> None:

@@ -17,7 +17,8 @@ from parallelize.plugins.base import Amp, Backend, Launcher
 __all__ = ["ENV_PREFIX", "Config"]
 
 ENV_PREFIX = "PARALLELIZE_"
-_NO_OPTIONS = ("PARALLELIZE_PRELOAD",)  # 0: the fork server imports none of the caller's modules
+# PRELOAD=0: the fork server imports none of the caller's modules; TRACEBACK=full: errors show this package's frames
+_NO_OPTIONS = ("PARALLELIZE_PRELOAD", "PARALLELIZE_TRACEBACK")
 
 # Option names of other libraries -> our name, for the "did you mean" of an unknown option.
 _FOREIGN_NAMES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -54,6 +55,24 @@ def call_breakpoint() -> None:
     breakpoint()
 
 
+FAILING = """\
+from parallelize import barrier, distributed, rank
+
+SIZES = {"shard-0": 100}
+
+def samples(shard):
+    return SIZES[shard]
+
+
+@distributed(processes=2)
+def train():
+    print(samples(f"shard-{rank()}"))
+    barrier()
+
+
+train()
+"""
+
 lock = threading.Lock()
 MISTAKES: list[tuple[dict[str, Any], Callable[[], None]]] = [
     ({"gpus": 4}, kill_rank_1),
@@ -84,3 +103,25 @@ def test_quoted_messages_match_the_errors() -> None:
             distributed(**options)(function)()
         first = f"{caught.type.__name__}: {caught.value}".splitlines()[0]
         assert re.fullmatch(pattern, first), first
+
+
+def section(title: str) -> str:
+    """Return the first block of text in a section of the guide."""
+    text = GUIDE.read_text().partition(f"## {title}\n")[2]
+    return text.partition("```text\n")[2].partition("```")[0]
+
+
+def normalized(text: str) -> list[str]:
+    """Return the lines without positions in a line, folders, the host, the pid, and how the other rank ended."""
+    text = re.sub(r"^[ ^~]+\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r'File ".*/', 'File "', text).replace("script.py", "train.py")
+    text = re.sub(r"on \S+ \(pid \d+\)", "on HOST (pid PID)", text)
+    return re.sub(r"(others: rank 0: ).*", r"\1stopped", text).splitlines()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 shows all frames and no notes")
+def test_the_quoted_traceback_is_what_python_shows(run_script: Callable[..., Any]) -> None:
+    """The guide's block of the section on tracebacks is the output of its program, and full has more lines."""
+    folded, full = (run_script(FAILING, check=False, env={"PARALLELIZE_TRACEBACK": how}).stderr for how in ("", "full"))
+    assert normalized(folded) == normalized(section("Tracebacks"))
+    assert "decorator.py" in full

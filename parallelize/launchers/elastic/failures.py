@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallelize.call.task import Outcome, error_text
+from parallelize.call.task import Outcome, error_text, format_error
 from parallelize.errors import ParallelizeError, SyncError, WorkerError
 from parallelize.hang_detection.stack_frames import call_site_in
 
@@ -128,8 +128,9 @@ def _error_of_outcome(outcome: Outcome, world_size: int) -> tuple[BaseException,
         code = error.code if isinstance(error.code, int) else 1
         exitcode = -signal.SIGTERM if was_stopped(outcome) else code
         error = _worker_error(outcome.rank, outcome.host, exitcode, why=f"SystemExit({error.code!r})")
-    where = f"rank {outcome.rank} of {world_size} on {outcome.host} (pid {outcome.pid}) raised this:"
-    return error, [where, outcome.traceback.rstrip()]
+    where = f"rank {outcome.rank} of {world_size} on {outcome.host} (pid {outcome.pid}) raised it:"
+    # Python shows the exception itself above its notes.
+    return error, [where, outcome.traceback.removesuffix(format_error(error, None)).rstrip()]
 
 
 def _error_of_exit(worker_exit: WorkerExit, outcomes: Sequence[Outcome]) -> tuple[BaseException, list[str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from parallelize.call.task import Outcome
+from parallelize.call.traceback_folding import folded_traceback
 from parallelize.errors import WorkerError
 from parallelize.launchers.slurm import commands
 from parallelize.launchers.slurm.job_folder import JobFolder
@@ -107,7 +108,8 @@ class Job(Generic[R]):
             BaseException: the exception that the call raised, with job, rank and traceback as notes.
             WorkerError: the job ended without a result.
         """
-        outcomes = self.outcomes(timeout_s=timeout_s)
+        with folded_traceback:
+            outcomes = self.outcomes(timeout_s=timeout_s)
         value: Any = [each.value for each in outcomes] if self._all_ranks else outcomes[0].value
         return value  # type: ignore[no-any-return]  # the value was pickled
 

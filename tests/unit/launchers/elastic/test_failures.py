@@ -48,7 +48,7 @@ def test_the_earliest_exception_wins(order: list[int]) -> None:
     """It wins on every rank and in every order of the outcomes."""
     error = error_of([raised(rank, at=float(order.index(rank))) for rank in range(4)], [])
     assert str(error) == f"of {order[0]}"
-    assert error.__notes__[0] == f"rank {order[0]} of 4 on host{order[0]} (pid {100 + order[0]}) raised this:"
+    assert error.__notes__[0] == f"rank {order[0]} of 4 on host{order[0]} (pid {100 + order[0]}) raised it:"
 
 
 @pytest.mark.parametrize("line", [GLOO, NCCL])
@@ -172,7 +172,7 @@ def test_an_exception_that_accepts_no_notes_is_replaced() -> None:
     assert isinstance(error, WorkerError)
     assert (error.rank, error.host) == (2, "host2")
     assert str(error).startswith("OddNotesError: full\n")
-    assert error.__notes__[0] == "rank 2 of 4 on host2 (pid 102) raised this:"
+    assert error.__notes__[0] == "rank 2 of 4 on host2 (pid 102) raised it:"
 
 
 class UnprintableError(Exception):

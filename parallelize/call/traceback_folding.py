@@ -1,0 +1,103 @@
+"""Tracebacks without the frames of this package, as they are shown to users; PARALLELIZE_TRACEBACK=full shows all.
+
+raised in the function              shown
+train.py      loss.backward()       train.py      loss.backward()
+torch         _tensor.py, ...       SyncError: ...
+parallelize   ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import cloudpickle
+import torch
+
+from parallelize.errors import ParallelizeError
+
+__all__ = ["folded_traceback", "in_users_code", "shorten_chain"]
+
+_TORCH, _CLOUDPICKLE = (str(Path(each.__file__ or "").parent) + os.sep for each in (torch, cloudpickle))
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+# torch.compiler.disable, which this package uses, calls its function from the second file.
+_OWN = (str(Path(__file__).parents[1]) + os.sep, str(Path(_TORCH, "_dynamo", "external_utils.py")))
+_UNDERNEATH = (_TORCH, _CLOUDPICKLE, "<frozen")
+
+
+class _FoldedTraceback(contextlib.AbstractContextManager[None]):
+    """Context manager around the body of a public function: its exceptions leave without this package's frames.
+
+    It has no state. On Python 3.10 the interpreter keeps the traceback as it was.
+    """
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        # The interpreter re-raises `error` with its __traceback__; contextlib.contextmanager would restore the old one.
+        if error is not None and os.environ.get("PARALLELIZE_TRACEBACK") != "full":
+            shorten_chain(error)
+
+
+folded_traceback = _FoldedTraceback()
+
+
+def shorten_chain(error: BaseException) -> None:
+    """Remove this package's frames from the tracebacks of an exception, its causes and its contexts.
+
+    The frame that raises an exception which this package does not document is kept: it may be a defect of the package.
+    """
+    is_expected = not isinstance(error, Exception) or isinstance(error, ParallelizeError) or hasattr(error, "__notes__")
+    shared, seen, left = error.__traceback__, set[int](), [error]
+    while left:
+        each = left.pop()
+        seen.add(id(each))
+        trace = in_users_code(each.__traceback__, keeps_last=each is error and not is_expected)
+        # Assigning __traceback__ would fail on an exception that is a frozen dataclass.
+        BaseException.with_traceback(each, None if each is not error and each.__traceback__ is shared else trace)
+        left += [link for link in (each.__cause__, each.__context__) if link is not None and id(link) not in seen]
+
+
+def in_users_code(trace: TracebackType | None, *, keeps_last: bool = False) -> TracebackType | None:
+    """Return a traceback without this package's frames; None if no frame of the user's program or packages is left.
+
+    Frames of torch and of the standard library are kept between two frames of the user, and at the end.
+
+    Args:
+        trace: the traceback; not modified.
+        keeps_last: whether the last frame is kept if it is this package's.
+    """
+    entries = list(_entries(trace))
+    kept: list[TracebackType] = []
+    pending: list[TracebackType] = []
+    follows_own = has_user = False
+    for each in entries:
+        file = each.tb_frame.f_code.co_filename
+        is_kept_last = keeps_last and each is entries[-1]
+        if file.startswith(_OWN) and not is_kept_last:
+            pending, follows_own = [], True
+        elif _is_underneath(file) and not is_kept_last:
+            pending.append(each)
+        else:
+            kept += [each] if follows_own else [*pending, each]
+            pending, follows_own, has_user = [], False, True
+    kept += pending
+    if len(kept) == len(entries):
+        return trace
+    inner = None
+    for each in reversed(kept if has_user else []):
+        inner = TracebackType(inner, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return inner
+
+
+def _is_underneath(file: str) -> bool:
+    """Return whether a file is torch's, cloudpickle's or of the standard library."""
+    return file.startswith(_UNDERNEATH) or (file.startswith(_STDLIB) and "-packages" + os.sep not in file)
+
+
+def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next

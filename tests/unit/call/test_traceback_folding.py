@@ -1,0 +1,122 @@
+"""Tracebacks without this package's frames: what remains, in which exceptions, and what stays as it was."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+
+from parallelize import ConfigError, distributed, parallel_model
+from parallelize.call.traceback_folding import in_users_code
+from parallelize.config.gpus import Gpus
+from parallelize.worker.main import call_function
+
+needs_reraise = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 re-raises the old traceback")
+
+
+def functions(trace: TracebackType | None) -> list[str]:
+    return [each.name for each in traceback.extract_tb(trace)]
+
+
+def raised_by(function: Callable[[], Any]) -> BaseException:
+    try:
+        function()
+    except BaseException as error:  # noqa: BLE001 - the tests look at it
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@distributed(processes=1)
+def fail_in_forward() -> None:
+    model = torch.nn.Linear(3, 1)
+    with parallel_model(model):
+        model(torch.ones(2, 4))
+
+
+@distributed(processes=1)
+def chain_of_errors() -> None:
+    try:
+        with parallel_model(torch.nn.Linear(2, 2), backend="ddd"):  # type: ignore[call-arg]  # the mistake
+            pass
+    except ConfigError as error:
+        raise LookupError("outer", 3) from error
+
+
+@distributed(processes=1)
+def nested() -> None:
+    fail_in_forward()
+
+
+@distributed(processes=1)
+def frames_of_a_nested_call() -> list[str]:
+    return functions(raised_by(fail_in_forward).__traceback__)
+
+
+def test_inside_a_run_the_traceback_is_complete() -> None:
+    """Hang detection finds the pending call in it."""
+    assert "_run" in frames_of_a_nested_call()
+
+
+@needs_reraise
+def test_only_the_users_frames_and_the_innermost_ones_of_torch_are_left() -> None:
+    """Frames of torch that lead to this package are folded with it; those that raise are shown."""
+    shown = functions(raised_by(fail_in_forward).__traceback__)
+    assert shown == ["raised_by", "fail_in_forward", "forward"]
+    assert functions(raised_by(nested).__traceback__) == ["raised_by", "nested", "fail_in_forward", "forward"]
+
+
+@needs_reraise
+def test_invalid_options_are_shown_at_the_users_line() -> None:
+    """No frame of the parser follows the line of the decorator or of the call."""
+    assert functions(raised_by(lambda: distributed(backend="dpp")).__traceback__) == ["raised_by", "<lambda>"]
+    assert functions(raised_by(lambda: nested.options(gpus="x")).__traceback__) == ["raised_by", "<lambda>"]
+    assert functions(raised_by(nested.options(processes=None, gpus=512)).__traceback__) == ["raised_by"]
+
+
+@needs_reraise
+def test_the_exception_and_its_causes_stay_the_same() -> None:
+    """Type, arguments and cause are kept; the cause's traceback is folded, too."""
+    error = raised_by(chain_of_errors)
+    assert (type(error), error.args, error.__suppress_context__) == (LookupError, ("outer", 3), True)
+    assert isinstance(error.__cause__, ConfigError)
+    assert error.__context__ is error.__cause__
+    assert functions(error.__cause__.__traceback__) == ["chain_of_errors"]
+
+
+def test_full_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PARALLELIZE_TRACEBACK=full is no option of a call, and keeps the traceback."""
+    monkeypatch.setenv("PARALLELIZE_TRACEBACK", "full")
+    shown = functions(raised_by(fail_in_forward).__traceback__)
+    assert call_function.__name__ in shown
+    assert "_call_impl" in shown
+
+
+def test_a_traceback_without_frames_to_fold_is_the_same_object() -> None:
+    """An exception that the user is handling, which is the context of another one, is not rebuilt."""
+    trace = raised_by(lambda: 1 / 0).__traceback__
+    assert in_users_code(trace) is trace
+    assert in_users_code(None) is None
+
+
+def test_an_exception_without_a_frame_of_the_user_has_none() -> None:
+    """The frames of an error in this package's own code, as of a full disk, are all folded."""
+    assert (
+        in_users_code(raised_by(functools.partial(Gpus.missing_on, Gpus(count=2), "8")).__traceback__.tb_next) is None
+    )
+
+
+@needs_reraise
+def test_a_defect_of_this_package_is_shown() -> None:
+    """An undocumented exception keeps the frame that raises it, unlike a documented one."""
+
+    @distributed(processes=1)
+    def defect() -> None:
+        Gpus(count=2).missing_on("8")  # type: ignore[arg-type]  # the defect
+
+    assert functions(raised_by(defect).__traceback__) == ["raised_by", "defect", "missing_on"]
