@@ -25,6 +25,7 @@ __all__ = [
     "ParallelizeError",
     "SyncError",
     "WorkerError",
+    "add_note",
     "did_you_mean",
 ]
 
@@ -111,6 +112,14 @@ class MissingDependencyError(ParallelizeError, ImportError):
     """An optional package that the request needs cannot be imported; the message has the install command."""
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an exception. Python 3.10 shows no notes; they are stored where 3.11 does."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]  # not in 3.10's stub
+
+
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Return a hint for an unknown name: the most similar known name, if any, and the list of known names.
 
@@ -120,6 +129,7 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
         prefix: text to show before each valid name; not part of the comparison.
     """
     names = {each.casefold(): repr(prefix + each) for each in sorted(known)}
-    near = difflib.get_close_matches(name.casefold(), names, n=1)
+    # Of several similar names one of the same length: "dpp" is a typo of "ddp", although "dp" is more similar.
+    near = sorted(difflib.get_close_matches(name.casefold(), names), key=lambda each: abs(len(each) - len(name)))
     hint = f"did you mean {names[near[0]]}? " if near else ""
     return f"{hint}known: {', '.join(names.values()) or 'none'}"

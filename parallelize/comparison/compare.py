@@ -13,7 +13,7 @@ from parallelize.comparison.recording import RecordedFunction, Recording
 from parallelize.comparison.report import Comparison, compare_recordings
 from parallelize.config.layout import Layout
 from parallelize.config.placement import Placement
-from parallelize.errors import ConfigError, WorkerError
+from parallelize.errors import ConfigError, WorkerError, add_note
 from parallelize.runtime.context import active
 from parallelize.worker.preemption import handle_stop_signals
 
@@ -57,8 +57,7 @@ def _noted(note: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if hasattr(error, "add_note"):  # new in Python 3.11
-            error.add_note(note)
+        add_note(error, note)
         raise
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from parallelize.call import main_module
 from parallelize.call.log_settings import LogSettings
@@ -33,7 +34,7 @@ from parallelize.cluster.environment import detect
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
-from parallelize.errors import LaunchError
+from parallelize.errors import LaunchError, add_note
 from parallelize.runtime.context import Runtime, activate, current
 from parallelize.runtime.user_process_group import replace_group_functions
 from parallelize.worker.shutdown import StopHandler, WorkerShutdown, flush, report_leftover_threads, unblock_sigint
@@ -42,6 +43,7 @@ __all__ = ["WorkerSetup", "active_run", "call_function", "outcome_path", "refuse
 
 _is_loading_task: ContextVar[bool] = ContextVar("parallelize_is_loading_task", default=False)
 
+_ONE_PROCESS = "run in one process, where it works: PARALLELIZE_PROCESSES=1 (or PARALLELIZE_GPUS=1) before the command"
 _AGENT_PREFIX = "TORCHELASTIC_"  # variables set by torch elastic's agent, which started this process
 
 
@@ -178,7 +180,12 @@ def _call(task: Task, stop: StopHandler) -> Any:
 def call_function(task: Task) -> Any:
     """Return the function's value; blocks that it has started end before."""
     with current().ending_blocks():
-        return task.function(*task.args, **task.kwargs)
+        try:
+            return task.function(*task.args, **task.kwargs)
+        except AttributeError as error:
+            if error.name == "module" and isinstance(error.obj, nn.Module):
+                add_note(error, "a model in parallel_model is not wrapped: write model instead of model.module")
+            raise
 
 
 @contextlib.contextmanager
@@ -242,6 +249,7 @@ def _set_up_output(world: World) -> None:
         io.TextIOWrapper(io.FileIO(number, "wb", closefd=False), "utf-8", "backslashreplace", write_through=True)
         for number in (1, 2)
     )
+    sys.stdin = _NoInput(io.FileIO(os.devnull))
     faulthandler.enable()
     sys.breakpointhook = _refuse_breakpoint
     if not world.is_main:
@@ -253,5 +261,18 @@ def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise LaunchError(
         "breakpoint() in a worker process",
         why="several processes cannot share one keyboard: the debugger would wait for input forever",
-        fix="run in one process, where it works: PARALLELIZE_PROCESSES=1 (or PARALLELIZE_GPUS=1) before the command",
+        fix=_ONE_PROCESS,
     )
+
+
+class _NoInput(io.TextIOWrapper):
+    """Standard input of a worker, /dev/null: reading it is an error, and not an input that has ended."""
+
+    def readline(self, *_args: Any) -> NoReturn:
+        raise LaunchError(
+            "input(), or a read from sys.stdin, in a worker process",
+            why="several processes cannot share the terminal or the pipe that the caller reads",
+            fix=f"read it before the call, and pass it as an argument; or {_ONE_PROCESS}",
+        )
+
+    read = readlines = __next__ = readline

@@ -113,6 +113,11 @@ def test_did_you_mean(name, hint):
     assert did_you_mean(name, ["fsdp", "ddp"]) == hint
 
 
+def test_a_name_of_the_same_length_is_preferred():
+    """A typo more often exchanges letters than it adds one; the longer list is that of the backends."""
+    assert did_you_mean("dpp", ["dp", "ddp", "ddp2", "fsdp"]).startswith("did you mean 'ddp'? ")
+
+
 def test_did_you_mean_without_names():
     """Without known names, the hint is "known: none"."""
     assert did_you_mean("x", []) == "known: none"

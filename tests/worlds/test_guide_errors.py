@@ -73,6 +73,16 @@ def train():
 train()
 """
 
+
+def ask() -> None:
+    input("name of the run? ")
+
+
+def unwrap() -> None:
+    with parallel_model(Net()) as model:
+        print(model.module)
+
+
 lock = threading.Lock()
 MISTAKES: list[tuple[dict[str, Any], Callable[[], None]]] = [
     ({"gpus": 4}, kill_rank_1),
@@ -83,6 +93,8 @@ MISTAKES: list[tuple[dict[str, Any], Callable[[], None]]] = [
     ({"processes": 2}, skip_layer),
     ({"processes": 2}, kill_rank_1),
     ({"processes": 2}, call_breakpoint),
+    ({"processes": 2}, ask),
+    ({"processes": 2}, unwrap),
 ]
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -138,12 +139,16 @@ def ask() -> str:
     return input("continue?")
 
 
-def test_input_raises_eof_error() -> None:
-    """Standard input of a worker is empty."""
-    started = time.monotonic()
-    with pytest.raises(EOFError):
-        ask()
-    assert time.monotonic() - started < 20
+@distributed(processes=2)
+def read_lines() -> list[str]:
+    return list(sys.stdin)
+
+
+@pytest.mark.parametrize("function", [ask, read_lines], ids=lambda function: function.__name__)
+def test_reading_standard_input_in_a_worker_is_refused(function: Callable[[], object]) -> None:
+    """It was an EOFError, or no lines, whatever the caller's standard input has."""
+    with pytest.raises(LaunchError, match=r"input\(\), or a read from sys.stdin(.|\n)*before the call"):
+        function()
 
 
 DEBUGGED = """

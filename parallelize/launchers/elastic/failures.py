@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallelize.call.task import Outcome, error_text, format_error
-from parallelize.errors import ParallelizeError, SyncError, WorkerError
+from parallelize.errors import ParallelizeError, SyncError, WorkerError, add_note
 from parallelize.hang_detection.stack_frames import call_site_in
 
 __all__ = ["WorkerExit", "caller_exception", "has_root_cause", "is_secondary", "was_stopped"]
@@ -212,7 +212,7 @@ def _with_notes(error: BaseException, notes: Sequence[str]) -> BaseException:
     """Return the error with the notes added, or a WorkerError in its place if its class refuses notes."""
     try:
         for note in notes:
-            _add_note(error, note)
+            add_note(error, note)
     except Exception as exc:  # noqa: BLE001 - a user's class may raise anything
         stand_in = WorkerError(
             f"{type(error).__name__}: {error_text(error)}",
@@ -221,10 +221,3 @@ def _with_notes(error: BaseException, notes: Sequence[str]) -> BaseException:
         )
         return _with_notes(stand_in, notes)
     return error
-
-
-def _add_note(error: BaseException, text: str) -> None:
-    if hasattr(error, "add_note"):
-        error.add_note(text)
-    else:  # Python 3.10 prints no notes; store them where 3.11 does
-        error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]  # not in 3.10's stub

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from parallelize.call.task import Outcome
 from parallelize.call.traceback_folding import folded_traceback
-from parallelize.errors import WorkerError
+from parallelize.errors import WorkerError, add_note
 from parallelize.launchers.slurm import commands
 from parallelize.launchers.slurm.job_folder import JobFolder
 from parallelize.launchers.slurm.job_state import JobState, query_state
@@ -150,8 +150,5 @@ class Job(Generic[R]):
     def _with_note(self, error: BaseException) -> BaseException:
         tail = "\n".join(self.logs().splitlines()[-_TAIL_LINES:])
         note = f"Slurm job {self.id}; its output is in {self.log}" + (f" and ends with:\n{tail}" if tail else "")
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:  # Python 3.10 prints no notes; store them where 3.11 does
-            error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]  # as add_note does
+        add_note(error, note)
         return error
