@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 from parallelize.data.loader_options import Batch, Divides, LoaderOptions
 from parallelize.data.sampler_arithmetic import Tail
 from parallelize.data.select_source import source_for
-from parallelize.data.sharded_loader import ShardedLoader
+from parallelize.data.sharded_loader import LineOfCode, ShardedLoader
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime, active, current
 
@@ -50,7 +49,8 @@ def shard_loader(
     Iterable datasets and iterables of batches are iterated with the same seed on all processes, each of which keeps its
     share of the samples or batches.
     Another call with the same loader and options (`progress` may differ) returns the same object, so that
-    `for epoch in range(n): for batch in shard_loader(loader)` advances the epoch. Each call of a decorated function
+    `for epoch in range(n): for batch in shard_loader(loader)` advances the epoch. In a decorated function so does
+    `shard_loader(make_loader())`, with a new loader of such a dataset for each epoch. Each call of a decorated function
     begins with epoch 0; a function that trains one epoch per call sets its number with `set_epoch`.
 
     Args:
@@ -114,30 +114,33 @@ def shard_loader(
 
 def _make(loader: Iterable[T], options: LoaderOptions, call_site: str) -> ShardedLoader[T]:
     run = current()
-    occurrence = _made.count(call_site)
+    line = _lines.next(call_site)
+    occurrence = line.made - 1
     source = source_for(loader, options=options, run=run, occurrence=occurrence)
     summary = source.batch_summary()
     if summary and run.world.is_main:
         _log.info("%s: %s", call_site, summary)
-    name = f"{call_site} ({occurrence + 1})" if occurrence else call_site
-    return ShardedLoader(source, options=options, run=run, name=name)
+    name = f"{call_site} ({line.made})" if occurrence else call_site
+    return ShardedLoader(source, options=options, run=run, name=name, line=line)
 
 
-class _MadeInRun:
-    """Counts the loaders that each line has made in a run: each has another name, and a stream another seed."""
+class _Lines:
+    """Counts each line's loaders in a run: each has another name, a stream another seed, one per epoch another order."""
 
     def __init__(self) -> None:
-        self.run, self.counts = active(), Counter[str]()
+        self._run, self._lines = active(), dict[str, LineOfCode]()
 
-    def count(self, call_site: str) -> int:
-        """Return how many loaders a line has made before in the active run."""
-        if self.run is not active():
-            self.run, self.counts = active(), Counter()
-        self.counts[call_site] += 1
-        return self.counts[call_site] - 1
+    def next(self, call_site: str) -> LineOfCode:
+        """Count a new loader of a line in the active run."""
+        if self._run is not active():
+            self._run, self._lines = active(), {}
+        # Without a run, as in a notebook, a line that is executed again has the same order again.
+        line = self._lines.setdefault(call_site, LineOfCode(counts_epochs=active() is not None))
+        line.made += 1
+        return line
 
 
-_made = _MadeInRun()
+_lines = _Lines()
 
 _ByOptions = MutableMapping[LoaderOptions, ShardedLoader[Any]]
 

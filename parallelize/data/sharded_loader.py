@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils.data import DataLoader
 
 from parallelize.data.device_prefetch import move_batches
 from parallelize.data.epoch_shard import EpochShard, Position
@@ -23,9 +25,33 @@ from parallelize.runtime.startup_summary import register_loader
 from parallelize.runtime.step_timing import timed_steps
 from parallelize.runtime.weighted_backward import weigh_batches
 
-__all__ = ["ShardedLoader"]
+__all__ = ["LineOfCode", "ShardedLoader"]
 
 T = TypeVar("T")
+
+
+class LineOfCode:
+    """A line that calls shard_loader, and the loaders that it has made in this run.
+
+    Args:
+        counts_epochs: whether epochs go on from one of its loaders to the next.
+
+    Attributes:
+        made: number of its loaders.
+    """
+
+    def __init__(self, *, counts_epochs: bool) -> None:
+        self.made = 0
+        self._counts_epochs = counts_epochs
+        self._next_epochs: dict[object, int] = {}
+
+    def first_epoch(self, key: object) -> int:
+        """Return the epoch in which a new loader with this key begins: it follows one that had a single epoch."""
+        return self._next_epochs.get(key, 0)
+
+    def end_epoch(self, key: object, *, epoch: int, is_first: bool) -> None:
+        """Record that a loop over a loader with this key has ended, which was its first loop or a later one."""
+        self._next_epochs[key] = epoch + 1 if is_first and self._counts_epochs else 0
 
 
 class ShardedLoader(Generic[T]):
@@ -34,10 +60,12 @@ class ShardedLoader(Generic[T]):
     All other attributes, and the class that `isinstance` checks, are those of the user's loader.
     """
 
-    def __init__(self, source: Source[T], *, options: LoaderOptions, run: Runtime, name: str) -> None:
+    def __init__(self, source: Source[T], *, options: LoaderOptions, run: Runtime, name: str, line: LineOfCode) -> None:
         self._options = options
-        self._source, self._run, self._name = source, run, name
-        self._position = Position()  # of the next `iter()`, unless an iterator has advanced since it was set
+        self._source, self._run, self._name, self._line = source, run, name, line
+        self._loops, self._kind = 0, _kind(source.loader, options)
+        # Of the next `iter()`, unless an iterator has advanced since it was set.
+        self._position = Position(epoch=line.first_epoch(self._kind))
         self._iterators = LoaderIterators[T]()
         self._report_count = 0
 
@@ -191,7 +219,7 @@ class ShardedLoader(Generic[T]):
         with contextlib.ExitStack() as stack:
             if is_weighted:
                 stack.enter_context(weigh_batches(progress.weight))
-            stack.callback(lambda: self._iterators.close(progress))  # those of now, if a state was loaded since
+            stack.callback(self._end_loop, progress)
             for batch in self._batches(progress):
                 if progress.steps == 0:
                     progress.facts = progress.shard.facts()
@@ -207,6 +235,12 @@ class ShardedLoader(Generic[T]):
                 set_loss_over(is_over=True)
             progress.is_exhausted = True
             progress.weight.end_epoch()
+
+    def _end_loop(self, progress: EpochProgress[T]) -> None:
+        self._iterators.close(progress)  # those of now, if a state was loaded since
+        if progress.is_loop and self._kind is not None:
+            self._loops += 1
+            self._line.end_epoch(self._kind, epoch=progress.position.epoch, is_first=self._loops == 1)
 
     def _batches(self, progress: EpochProgress[T]) -> Iterator[T]:
         batches = progress.shard.fetch(progress.shard)
@@ -275,3 +309,11 @@ def _other_state_error(name: str, saved: Any, expected: Any) -> ConfigError:
         why="the rest of the epoch would have other samples, or another order",
         fix=f"restore the loader with {name}={saved!r}, or start an epoch with set_epoch()",
     )
+
+
+def _kind(loader: object, options: LoaderOptions) -> object:
+    """Return what the loaders have in common that one line makes for each epoch; None if it is no DataLoader."""
+    if not isinstance(loader, DataLoader):
+        return None
+    length = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
+    return type(loader.dataset), length, dataclasses.replace(options, progress=False)

@@ -591,6 +591,25 @@ def test_an_epoch_of_one_batch_advances():
     assert values(shard_loader(loader)) != values(shard_loader(loader))
 
 
+def test_a_loader_made_anew_for_each_epoch():
+    """Epochs go on from loader to loader of a line, by kind of dataset, but not after one that had several."""
+    orders = [torch.randperm(12, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(3)]
+
+    def epoch_of(loader):
+        return values(shard_loader(loader))
+
+    with as_rank(0, 1):
+        assert [epoch_of(loader_of(12, batch_size=3, shuffle=True)) for _ in range(3)] == orders
+        assert shard_loader(loader_of(12, batch_size=3)).epoch == 0, "another line"
+        assert epoch_of(loader_of(8, batch_size=4)) == [*range(8)]
+        assert [next(iter(shard_loader(loader_of(12, batch_size=3, shuffle=True)))).tolist() for _ in range(2)] == [
+            orders[0][:3]
+        ] * 2
+        for _ in range(2):  # as folds of a cross-validation
+            fold = loader_of(12, batch_size=3, shuffle=True)
+            assert [values(shard_loader(fold)) for _ in range(3)] == orders
+
+
 def test_every_run_begins_with_epoch_0():
     """A loader made outside and used in two runs starts anew in the second."""
     loader = loader_of(8, batch_size=4, shuffle=True)
