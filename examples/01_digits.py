@@ -24,7 +24,7 @@ class Net(nn.Sequential):
         )
 
 
-@distributed(processes=None if torch.cuda.is_available() else 2)
+@distributed(gpus="auto", processes=2)
 def train(model, dataset, epochs):
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

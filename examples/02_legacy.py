@@ -19,7 +19,7 @@ def legacy_train(model, loader, optimizer, epochs):
             optimizer.step()
 
 
-@distributed(processes=None if torch.cuda.is_available() else 2)
+@distributed(gpus="auto", processes=2)
 def main(model, dataset):
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -50,7 +50,7 @@ def loss_of(model, window):  # B T+1
     return F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
 
 
-@distributed(processes=None if torch.cuda.is_available() else 2, amp="bf16", seed=0)
+@distributed(gpus="auto", processes=2, amp="bf16", seed=0)
 def train(model, windows, unseen, epochs):
     loader = DataLoader(windows, batch_size=16, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from parallelize import distributed, parallel_model, shard_loader
 
 
-@distributed(processes=None if torch.cuda.is_available() else 2, seed=0)
+@distributed(gpus="auto", processes=2, seed=0)
 def train(dataset, epochs):
     generator = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid())
     critic = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))

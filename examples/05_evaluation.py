@@ -10,7 +10,7 @@ import parallelize
 from parallelize import distributed, parallel_model, shard_loader
 
 
-@distributed(processes=None if torch.cuda.is_available() else 2)
+@distributed(gpus="auto", processes=2)
 def train_and_evaluate(model, train_set, test_set, epochs):
     loader = DataLoader(train_set, batch_size=32, shuffle=True)
     test_loader = DataLoader(test_set, batch_size=50)  # 357 samples: 7 full batches and a smaller one

@@ -13,7 +13,7 @@ from parallelize import distributed, no_sync, parallel_model, shard_loader
 MICRO_BATCHES = 4
 
 
-@distributed(processes=None if torch.cuda.is_available() else 2, amp="bf16")
+@distributed(gpus="auto", processes=2, amp="bf16")
 def train(model, dataset, epochs):
     loader = DataLoader(dataset, batch_size=8, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

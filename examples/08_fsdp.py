@@ -24,9 +24,7 @@ class Reader(nn.Module):
         return self.head(self.layers(self.embed(x) + self.place).mean(dim=1))
 
 
-@distributed(
-    backend=FSDPBackend(blocks=[nn.TransformerEncoderLayer]), processes=None if torch.cuda.is_available() else 2
-)
+@distributed(backend=FSDPBackend(blocks=[nn.TransformerEncoderLayer]), gpus="auto", processes=2)
 def train(model, dataset, epochs):
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from parallelize import checkpoints, distributed, parallel_model, rank, shard_loader
 
 
-@distributed(processes=None if torch.cuda.is_available() else 2, seed=0, max_restarts=1)
+@distributed(gpus="auto", processes=2, seed=0, max_restarts=1)
 def train(model, dataset, folder, epochs, killed_at=None):
     loader = shard_loader(DataLoader(dataset, batch_size=32, shuffle=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -18,7 +18,7 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.8)
         self.losses = []
 
-    @distributed(processes=None if torch.cuda.is_available() else 2)
+    @distributed(gpus="auto", processes=2)
     def fit(self, epochs):
         losses = []
         with parallel_model(self.model):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from parallelize import distributed, parallel_model, rank, shard_loader
 
 
-@distributed(backend=os.environ.get("BACKEND", "ddp"), processes=None if torch.cuda.is_available() else 2)
+@distributed(backend=os.environ.get("BACKEND", "ddp"), gpus="auto", processes=2)
 def train(model, dataset, test_images, test_labels, epochs):
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

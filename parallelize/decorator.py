@@ -63,9 +63,10 @@ def distributed(*misplaced: Never, **options: Unpack[Options]) -> Callable[[Call
 
             - backend (str | Backend, "ddp"): how a model runs in parallel: "ddp", "fsdp", "dp", "ddp2", "balanced", or
               an object with options, such as `DDPBackend(static_graph=True)`.
-            - gpus (int | str | list, None): the GPUs of each node: a number, indices, "0,2", -1 for all; None: all of
-              them, or the CPU on a node without GPUs.
-            - processes (int, None): number of processes per node, on the CPU; None: run on `gpus`.
+            - gpus (int | str | list, None): the GPUs of each node: a number, indices, "0,2", "auto" for all; None: all
+              of them, or the CPU on a node without GPUs.
+            - processes (int, None): number of processes per node, on the CPU; with gpus="auto" only where there are no
+              GPUs; None: run on `gpus`.
             - num_nodes (int, None): number of machines; None: from the launcher's environment, else 1.
             - amp (bool | str | Amp, None): mixed precision: True, "bf16", "fp16", a level "O0" to "O3", or an `Amp`.
             - amp_engine (str, "native"): "native" (torch.amp) or "apex".

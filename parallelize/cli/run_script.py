@@ -19,7 +19,7 @@ from parallelize.runtime import context
 
 __all__ = ["run_script"]
 
-_GPUS_VARIABLE = "PARALLELIZE_GPUS"
+_GPUS_VARIABLE, _PROCESSES_VARIABLE = "PARALLELIZE_GPUS", "PARALLELIZE_PROCESSES"
 
 
 def run_script(target: str, arguments: tuple[str, ...], *, is_module: bool) -> None:
@@ -48,6 +48,8 @@ def _renumber_gpus() -> None:
     devices = (device for driven in context.current().layout.devices for device in driven)
     indices = tuple(device.index for device in devices if device.type != "cpu")
     os.environ[_GPUS_VARIABLE] = str(Gpus(indices=indices) if indices else Gpus.NONE)
+    if indices:  # --gpus auto --processes 2 starts processes on the CPU only without GPUs
+        os.environ.pop(_PROCESSES_VARIABLE, None)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ def conflicts(parsed: Mapping[str, Any]) -> list[Fault]:
         fault
         for needs, check in (
             (("gpus", "processes"), _gpus_and_processes),
-            (("backend", "processes"), _backend_and_processes),
+            (("backend", "gpus", "processes"), _backend_and_processes),
             (("backend", "num_nodes"), _backend_and_nodes),
             (("backend", "gpus", "process_group_backend"), _duplicate_gpus),
             (("backend", "amp", "amp_engine"), _backend_and_amp),
@@ -36,16 +36,16 @@ def conflicts(parsed: Mapping[str, Any]) -> list[Fault]:
 
 
 def _gpus_and_processes(gpus: Gpus | None, processes: int | None) -> Iterator[Fault]:
-    if gpus is not None and gpus != Gpus.NONE and processes is not None:
+    if gpus is not None and gpus not in (Gpus.NONE, Gpus.ALL) and processes is not None:
         yield Fault(
             f"{gpus.as_option} with processes={processes}",
             "gpus= starts one process per GPU, and processes= starts processes on the CPU",
-            "drop processes= to run on GPUs, or gpus= to run on the CPU",
+            "drop processes= to run on GPUs, or gpus= to run on the CPU, or use gpus='auto': GPUs if there are any",
         )
 
 
-def _backend_and_processes(backend: Backend, processes: int | None) -> Iterator[Fault]:
-    if backend.process_per == "node" and processes is not None and processes > 1:
+def _backend_and_processes(backend: Backend, gpus: Gpus | None, processes: int | None) -> Iterator[Fault]:
+    if backend.process_per == "node" and gpus != Gpus.ALL and processes is not None and processes > 1:
         yield Fault(
             f"backend={backend.name!r} with processes={processes}",
             f"{backend.name} drives all devices of a node from one process",

@@ -113,7 +113,8 @@ class Config:
         changed = {name for name in ("gpus", "processes") if changes.get(name) is not None}
         if changed == {"processes"} and "gpus" not in changes and self.gpus != Gpus.NONE:
             return {"gpus": None}
-        if changed == {"gpus"} and "processes" not in changes and PARSERS["gpus"]("gpus", changes["gpus"]) != Gpus.NONE:
+        keeps_processes = "processes" in changes or changes.get("gpus") is None
+        if not keeps_processes and PARSERS["gpus"]("gpus", changes["gpus"]) not in (Gpus.NONE, Gpus.ALL):
             return {"processes": None}
         return {}
 

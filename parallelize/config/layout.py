@@ -99,6 +99,8 @@ def compute_layout(config: Config, hardware: Hardware, world: World | None = Non
     num_nodes = config.num_nodes or (world.num_nodes if world is not None else 1)
     config, warnings, faults = _multi_node_backend(config, num_nodes)
     device_type = "cpu" if _on_cpu(config, hardware) else hardware.device_type
+    if config.gpus == Gpus.ALL and config.processes is not None:  # all GPUs, or else these processes
+        config = config.changed(**({"gpus": None} if device_type == "cpu" else {"processes": None}))
     processes = _processes(config, hardware, device_type, world)
     gpu_faults = list(_gpu_faults(config, hardware, device_type, world))
     # If requested GPUs are missing, do not also report options that the CPU does not support.

@@ -325,9 +325,20 @@ def test_several_nodes(tmp_path: Path) -> None:
     assert [out for out, _ in ended] == ["[0, 1]\n", ""]  # rank 0's output, on its node
 
 
+@pytest.mark.slow
+def test_all_gpus_or_else_processes(run: Run) -> None:
+    """On a machine without GPUs, `--gpus auto --processes 2` starts two processes, with and without a decorator."""
+    plain = "from parallelize import all_gather, device, is_main, rank\nranks = all_gather(rank())\n"
+    decorated = "from parallelize import distributed, world_size\nprint(distributed()(lambda: world_size())())\n"
+    script = {"s.py": f"{plain}print(ranks, device()) if is_main() else None\n", "d.py": decorated}
+    without_gpus = {"CUDA_VISIBLE_DEVICES": ""}
+    assert run("--gpus auto --processes 2 s.py", script, env=without_gpus).stdout == "[0, 1] cpu\n"
+    assert run("--gpus auto --processes 2 d.py", script, env=without_gpus).stdout == "2\n"
+
+
 @pytest.mark.parametrize(
     ("requested", "is_worker", "expected"),
-    [("2,3", True, "0,1"), ("2,3", False, "2,3"), ("3,", True, "0,"), ("0", True, "0")],
+    [("2,3", True, "0,1"), ("2,3", False, "2,3"), ("3,", True, "0,"), ("0", True, "0"), ("auto", True, "0,1,2,3")],
 )
 def test_gpus_are_named_as_the_process_numbers_them(
     requested: str, is_worker: bool, expected: str, monkeypatch: pytest.MonkeyPatch
@@ -336,8 +347,10 @@ def test_gpus_are_named_as_the_process_numbers_them(
     layout = compute_layout(Config.parse(gpus=requested), Hardware("cuda", 4))
     token = _active.set(Runtime(World(), layout.renumbered() if is_worker else layout))
     monkeypatch.setenv("PARALLELIZE_GPUS", requested)
+    monkeypatch.setenv("PARALLELIZE_PROCESSES", "2")
     try:
         _renumber_gpus()
     finally:
         _active.reset(token)
     assert os.environ["PARALLELIZE_GPUS"] == expected
+    assert ("PARALLELIZE_PROCESSES" in os.environ) == (expected == "0")

@@ -309,7 +309,7 @@ def backends_where(fits):
             {"gpus": [0, 1], "processes": 2},
             "gpus=[0, 1] with processes=2",
             "gpus= starts one process per GPU, and processes= starts processes on the CPU",
-            "drop processes= to run on GPUs, or gpus= to run on the CPU",
+            "drop processes= to run on GPUs, or gpus= to run on the CPU, or use gpus='auto': GPUs if there are any",
         ),
         (
             {"gpus": [0, 0]},
@@ -372,6 +372,7 @@ def test_an_unsupported_precision_engine():
     "options",
     [
         {"gpus": 0, "processes": 2},
+        {"gpus": "auto", "processes": 2},
         {"gpus": [0, 0], "process_group_backend": "gloo"},
         {"backend": SingleNode(), "processes": 1},
         {"backend": SingleNode(), "num_nodes": 1},
@@ -397,6 +398,10 @@ def test_an_invalid_value_is_one_fault():
         ({"gpus": 4}, {"processes": 2}, (None, 2)),
         ({"processes": 2}, {"gpus": 4}, (Gpus(count=4), None)),
         ({"processes": 2}, {"gpus": None}, (None, 2)),
+        ({"processes": 2}, {"gpus": "auto"}, (Gpus.ALL, 2)),
+        ({"gpus": "auto", "processes": 2}, {"processes": 1}, (None, 1)),
+        ({"gpus": "auto", "processes": 2}, {"gpus": 4}, (Gpus(count=4), None)),
+        ({"gpus": "auto", "processes": 2}, {"seed": 1}, (Gpus.ALL, 2)),
         ({"processes": 2}, {"gpus": 0}, (Gpus.NONE, 2)),
         ({"gpus": 0}, {"processes": 2}, (Gpus.NONE, 2)),
         ({"gpus": 4}, {"seed": 1}, (Gpus(count=4), None)),

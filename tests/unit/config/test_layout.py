@@ -82,6 +82,11 @@ def faults_of(options, machine, world=None):
         ({"gpus": [3, 1]}, FOUR, None, ["cuda:3", "cuda:1"]),
         ({"gpus": "auto"}, FOUR, None, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
         ({"gpus": "auto"}, CPU, None, ["cpu"]),
+        ({"gpus": "auto", "processes": 3}, FOUR, None, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ({"gpus": "auto", "processes": 3}, CPU, None, ["cpu"] * 3),
+        ({"gpus": "auto", "processes": 3}, FOUR, launched(4), ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ({"gpus": "auto", "processes": 3}, CPU, launched(3), ["cpu"] * 3),
+        ({"gpus": "auto", "processes": 3, "backend": Threads()}, FOUR, None, ["cuda:0 cuda:1 cuda:2 cuda:3"]),
         ({"gpus": 0}, FOUR, None, ["cpu"]),
         ({"gpus": 0, "processes": 2}, FOUR, None, ["cpu"] * 2),
         ({"processes": 2}, FOUR, None, ["cpu"] * 2),
@@ -183,6 +188,14 @@ def test_devices(options, machine, world, expected):
             "4 processes on this node, 2 GPU(s)",
             "a launcher has started more processes here than there are GPUs, and each needs its own",
             "start 2 per node, or use gpus=0 to run on the CPU",
+        ),
+        (
+            {"backend": Threads(), "gpus": "auto", "processes": 2},
+            CPU,
+            None,
+            "backend='threads' with processes=2",
+            "threads drives all devices of a node from one process",
+            "use processes=1, or backend='",
         ),
         (
             {"backend": PerNode()},
@@ -288,6 +301,7 @@ def test_auto_without_gpus():
     layout = compute_layout(Config.parse(gpus="auto"), CPU)
     assert layout.warnings == ("gpus='auto' finds no GPU here: running on the CPU. Use processes=1 to silence this.",)
     assert not compute_layout(Config.parse(processes=1), CPU).warnings
+    assert not compute_layout(Config.parse(gpus="auto", processes=1), CPU).warnings
     assert not compute_layout(Config.parse(), CPU).warnings
 
 
@@ -456,6 +470,8 @@ def test_any_request_anywhere(options, backend, machine, world):
 
 def check(layout: Layout, config: Config, machine: Hardware, world: World | None) -> None:
     """Assert the invariants of every layout."""
+    if config.gpus == Gpus.ALL and config.processes is not None:  # all GPUs, or else these processes
+        config = config.changed(**({"gpus": None} if layout.device_type == "cpu" else {"processes": None}))
     assert len(layout.devices) == layout.local_world_size >= 1
     assert all(layout.devices)
     assert {device.type for driven in layout.devices for device in driven} == {layout.device_type}
