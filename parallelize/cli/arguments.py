@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from parallelize.config.config import Config
 from parallelize.config.options import FROM_TEXT, PARSERS
+from parallelize.decorator import distributed
 from parallelize.errors import ConfigError, Fault, did_you_mean
 
 __all__ = ["Command", "help_text", "parse"]
@@ -20,9 +21,10 @@ usage: parallelize run [options] script.py [-- arguments]        or: -m package.
 A script that decorates a function runs once; these options override those in its code.
 Any other script runs in every process: parallel_model, shard_loader, all_reduce ... work anywhere in it.
 With --num-nodes, run the same command on each node, with MASTER_ADDR and MASTER_PORT set.
+Example: parallelize run --gpus auto --processes 2 --amp bf16 train.py -- --epochs 3
 
 """
-_COLUMNS = 110
+_COLUMNS = 119
 
 
 @dataclass(frozen=True)
@@ -115,12 +117,15 @@ def _value_faults(options: Mapping[str, str]) -> list[Fault]:
 
 
 def help_text() -> str:
-    """Return the usage, and a line for each option, taken from the docstring of `Config`."""
-    described = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)$", inspect.getdoc(Config) or "", re.MULTILINE))
+    """Return the usage, and a line for each option, taken from the docstring of `distributed`."""
+    documented = inspect.getdoc(distributed) or ""
+    found = re.findall(r"^ +- (\w+) \(.+, (\S+)\): (.+(?:\n {10}.+)*)$", documented, re.MULTILINE)
     width = max(map(len, FROM_TEXT)) + 2
     lines = []
-    for name in FROM_TEXT:
-        description = " ".join(described.get(name, "").split())
+    for name, default, text in found:
         flag = f"  --{name.replace('_', '-'):<{width}}"
-        lines.append(textwrap.shorten(description, _COLUMNS - len(flag), placeholder=" ...").join([flag, ""]))
+        description = " ".join(text.partition("; ")[0].rstrip(".").split())
+        description += f" ({default})" if default != "None" else ""
+        if name in FROM_TEXT:
+            lines.append(flag + textwrap.shorten(description, _COLUMNS - len(flag), placeholder=" ..."))
     return _USAGE + "\n".join(lines) + "\n"

@@ -41,26 +41,8 @@ _FOREIGN_NAMES = {
 class Config:
     """The options of a run, validated as far as possible without hardware information.
 
-    Create one with `Config.parse`; `Config.parse(**config.options())` is equal to `config`.
-
-    Args:
-        backend: how a model runs in parallel.
-        gpus: the GPUs of each node; None: all of them, or the CPU on a node without GPUs.
-        processes: number of processes per node, on the CPU; None: run on `gpus`.
-        num_nodes: number of machines; None: from the launcher's environment, else 1.
-        amp: mixed precision; None: off.
-        amp_engine: "native" (torch.amp) or "apex".
-        seed: seed of the global random generators; None: do not seed them.
-        timeout: timeout of each collective and of the rendezvous.
-        max_restarts: maximum number of restarts of all workers after a failure.
-        launcher: how processes are started; None: by torch elastic on this machine.
-        logs: ranks whose output is shown ("rank0" or "all"), or a directory for one file per rank.
-        process_group_backend: torch's name ("nccl", "gloo", "cpu:gloo,cuda:nccl"); None: chosen by device.
-        init_connection: function of a World that replaces `init_process_group`; None: call `init_process_group`.
-        wrap: function of (module, World) that returns the module to run in parallel; None: use the backend's module.
-        verify_every: number of steps between comparisons of the parameters across ranks; 0: never compare.
-        update_modules: whether modules, optimizers and schedulers that the caller has come back trained; with False,
-            other changes that stay behind are not named either.
+    `distributed` documents the options. Create one with `Config.parse`; `Config.parse(**config.options())` is equal to
+    `config`.
     """
 
     backend: Backend

@@ -65,13 +65,15 @@ def test_misspelt_options_get_a_suggestion() -> None:
 
 
 def test_help_fits_a_screen() -> None:
-    """One line per option with text from Config's docstring, at most 25 lines of 120 columns."""
+    """One line per option with text from the docstring of `distributed`, at most 25 lines of 120 columns."""
     lines = help_text().splitlines()
     assert len(lines) <= 25
     assert max(map(len, lines)) <= 120
     for name in FROM_TEXT:
         (line,) = (each for each in lines if each.startswith(f"  --{name.replace('_', '-')} "))
         assert len(line.split()) > 2, line
+    assert '"fsdp"' in help_text()
+    assert '("30min")' in help_text()
 
 
 @pytest.mark.parametrize(
