@@ -19,6 +19,8 @@ from parallelize.data.sample_fingerprint import sample_fingerprint
         ({"text": ["a"]}, {"text": ["b"]}),
         ((torch.zeros(1), torch.tensor([1])), (torch.zeros(1), torch.tensor([2]))),
         (1, 2),
+        (torch.tensor(1), torch.tensor(2)),
+        ("a" * 1023 + "b", "a" * 1023 + "c"),
         (object(), "object"),
     ],
 )
@@ -26,6 +28,7 @@ def test_different_samples_have_different_fingerprints(one, other):
     """Numbers, shapes, texts and types count, in any container."""
     assert sample_fingerprint([one]) == sample_fingerprint([one])
     assert sample_fingerprint([one]) != sample_fingerprint([other])
+    assert len(sample_fingerprint([one])) == 8, "it is sent as 4 bytes"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,9 @@ def test_different_samples_have_different_fingerprints(one, other):
     [
         ((torch.rand(2), torch.tensor([1])), (torch.rand(2), torch.tensor([1]))),
         ((np.random.rand(2), 0.5, "a"), (np.random.rand(2), 0.25, "a")),
+        ((torch.tensor(1), "a"), (torch.tensor(2), "a")),
+        ((np.array(1), np.array([3])), (np.array(2), np.array([3]))),
+        ("a" * 1024 + "b", "a" * 1024 + "c"),
         (object(), object()),
         (torch.eye(2).to_sparse(), torch.zeros(2, 2).to_sparse()),
         (torch.zeros(1, device="meta"), torch.zeros(2, device="meta")),
@@ -40,7 +46,7 @@ def test_different_samples_have_different_fingerprints(one, other):
     ],
 )
 def test_leaves_that_may_differ_between_ranks_are_ignored(one, other):
-    """Augmented floats beside labels or text that identify the samples, and leaves that cannot be read."""
+    """Floats and single numbers beside labels or text, what follows 1,024 characters, and unreadable leaves."""
     assert sample_fingerprint([one]) == sample_fingerprint([other])
 
 

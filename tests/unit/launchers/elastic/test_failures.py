@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from parallelize.call.task import Outcome
 from parallelize.errors import SyncError, WorkerError
 from parallelize.launchers.elastic.agent import WorkerExit
-from parallelize.launchers.elastic.failures import caller_exception, was_stopped
+from parallelize.launchers.elastic.failures import caller_exception, has_root_cause, was_stopped
 from parallelize.launchers.elastic.worker_output import RankFiles
 
 GLOO = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -197,3 +197,44 @@ def test_the_fix_names_the_usual_reason_of_a_signal(number: signal.Signals, name
     assert isinstance(error, WorkerError)
     assert error.signal_name == number.name
     assert named in error.faults[0].fix
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "exits", "expected"),
+    [
+        ([raised(0, 1.0)], [], True),
+        ([stopped(0, 1.0)], [], False),
+        ([lost_connection(0, 1.0)], [], False),
+        ([secondary(0, 1.0)], [], False),
+        ([raised(0, 1.0, SyncError("a", why="b", fix="c"))], [], False),
+        ([stopped(0, 1.0), raised(1, 2.0)], [], True),
+        ([stopped(0, 1.0)], [exited(0, 1.0)], False),
+        ([stopped(0, 1.0)], [exited(1, 1.0)], True),
+    ],
+)
+def test_a_failure_with_a_reason_of_its_own(outcomes: list[Outcome], exits: list[WorkerExit], expected: bool) -> None:
+    """A rank that was stopped, or has lost another one, had none; one that exited without an outcome had."""
+    assert has_root_cause(outcomes, exits) is expected
+
+
+def test_of_another_ranks_error_the_first_line_is_shown_to_120_characters() -> None:
+    """A longer text would hide the ranks after it."""
+    error = error_of([raised(0, 1.0), raised(1, 2.0, ValueError("x" * 121)), raised(2, 2.0, KeyError())], [], 3)
+    assert error.__notes__[-1] == f"the others: rank 1: ValueError: {'x' * 120}; rank 2: KeyError"
+
+
+def test_data_of_another_size_is_an_error_of_all_ranks() -> None:
+    """gloo aborts the process that receives it: the lines of the ranks are those in their stacks."""
+    mismatch = "op.preamble.length <= op.nbytes. 8 vs 4"
+    err = (
+        f"what(): gloo::EnforceNotMet [enforce fail at pair.cc:446] {mismatch}. Received data size does not match\n"
+        'Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File "/u/train.py", line 7 in train\n'
+    )
+    trace = f'Traceback (most recent call last):\n  File "/u/train.py", line 3, in train\n{GLOO}\n'
+    aborted = dataclasses.replace(exited(1, 1.0, -6), output=("", err))
+    error = error_of([raised(0, 2.0, RuntimeError(GLOO), trace)], [aborted])
+    assert isinstance(error, SyncError)
+    what, why, _ = str(error).splitlines()
+    assert what.endswith("than its collective expects: rank 0 was at train.py:3; rank 1 was at train.py:7")
+    assert why.endswith(f"({mismatch})")
+    assert error.__notes__[0] == "rank 1 on host1 (pid 101) was ended by gloo"

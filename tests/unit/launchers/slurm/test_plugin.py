@@ -14,7 +14,7 @@ from parallelize import ConfigError, LaunchError, SlurmLauncher, distributed
 from parallelize.config.config import Config
 from parallelize.launchers.slurm.commands import without_job_variables
 from parallelize.launchers.slurm.job_folder import JobFolder
-from parallelize.launchers.slurm.job_script import format_time_limit
+from parallelize.launchers.slurm.job_script import format_memory, format_time_limit
 from parallelize.launchers.slurm.job_state import JobState, query_state
 
 # A job on 12 nodes of 8 GPUs, with a module and variables for NCCL, and a mail at the end.
@@ -110,6 +110,9 @@ def test_a_script_without_options(tmp_path: Path) -> None:
         (" 1-02 ", "1-02"),
         ("1-02:00:00", "1-02:00:00"),
         (90, "90"),
+        (1, "1"),
+        (timedelta(hours=23, minutes=59, seconds=59), "0-23:59:59"),
+        (timedelta(hours=23, minutes=59, seconds=60), "1-00:00:00"),
         (timedelta(days=1, hours=2, minutes=3, seconds=4), "1-02:03:04"),
         (timedelta(seconds=0.5), "0-00:00:01"),
     ],
@@ -119,11 +122,17 @@ def test_times_are_formatted_for_slurm(value: Any, text: str) -> None:
     assert format_time_limit(value) == text
 
 
+def test_sizes_are_formatted_for_slurm() -> None:
+    """A memory size is Slurm's text or megabytes; 0 is all memory of a node."""
+    assert [format_memory(value) for value in (0, 1, " 64G ")] == ["0", "1", "64G"]
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"time": "4 hours"}, "time='4 hours'"),
         ({"time": True}, "time=True"),
+        ({"time": 0}, "time=0"),
         ({"time": timedelta(0)}, "time=datetime.timedelta(0)"),
         ({"mem": "64 gigs"}, "mem='64 gigs'"),
         ({"mem": -1}, "mem=-1"),
