@@ -312,20 +312,24 @@ def unit_call(name: str, forward: float, backward: float) -> UnitCall:
 
 def per_call(found: Plan, model: nn.Module, x: Tensor) -> tuple[list[float], list[float], list[float]]:
     """Return seconds per sample of each unit call of a plan, and its parameter bytes."""
+    from parallelize.backends.balanced.batch import Batch
     from parallelize.backends.balanced.profiling import Profiler, profile_model
+    from parallelize.backends.balanced.side_effects import ModelState
     from parallelize.backends.balanced.stage_threads import stages_on
     from parallelize.plugins.base import Inner, Session
 
     modules = dict(model.named_modules())
-    device = torch.device("cpu")
+    device, batch = torch.device("cpu"), Batch(((x,), {}), dim=0)
     profiler = Profiler(
         inner=Inner(model, original_methods={"forward": model.forward}, session=Session()),
         stages=stages_on([device]),
         routes={id(modules[name]): [0] for name in found.events},
         output_device=device,
-        batch_dim=0,
+        batch=batch,
+        sizes=(max(1, batch.size // 16), max(1, batch.size // 2)),
+        state=ModelState(model, [device]),
     )
-    calls = profile_model(profiler, ((x,), {}), samples=len(x)).calls
+    calls = profile_model(profiler).calls
     return (
         [call.forward_s(1) for call in calls],
         [call.backward_s(1) for call in calls],

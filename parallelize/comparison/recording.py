@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +17,7 @@ from parallelize.data.select_source import MergedRanks
 from parallelize.inplace.forward_routing import routed_models
 from parallelize.runtime.context import current, device
 from parallelize.runtime.gradients import is_in_backward, parameters_of
+from parallelize.runtime.rng_state import RNGState
 
 __all__ = ["RecordedFunction", "RecordedStep", "Recording"]
 
@@ -113,7 +112,7 @@ class _Recorder:
         self._is_main = current().world.is_main
         self._known_optimizers: set[int] = set()
         self._is_in_backward = False
-        self._rng_at_batch: Any = None
+        self._rng_at_batch: RNGState | None = None
 
     @contextlib.contextmanager
     def hooks_installed(self) -> Iterator[None]:
@@ -134,7 +133,7 @@ class _Recorder:
     def record_batch(self, fingerprints: tuple[str, ...]) -> None:
         """Record the hashes of the samples of a batch that shard_loader yields, one for each merged rank."""
         self.recording.fingerprints.append(fingerprints)
-        self._rng_at_batch = _rng_position()
+        self._rng_at_batch = RNGState([device()], has_python=True)
 
     def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         if self._is_in_backward or is_in_backward():  # a reentrant checkpoint, or torch for a subclass of Tensor
@@ -165,7 +164,7 @@ class _Recorder:
                 gradients=tuple(None if each.grad is None else self._elements(each.grad) for each in parameters),
                 weights=tuple(self._elements(each) for each in parameters),
                 learning_rates=tuple(float(group.get("lr", 0.0)) for group in optimizer.param_groups),
-                draws_random_numbers=self._rng_at_batch not in (None, _rng_position()),
+                draws_random_numbers=self._rng_at_batch is not None and self._rng_at_batch.has_changed(),
                 batch_norm=f"{norms[0][0]} ({type(norms[0][1]).__name__})" if norms else "",
                 is_in_block=bool(models),
             )
@@ -200,12 +199,3 @@ def _names(parameters: list[Any], models: list[nn.Module]) -> tuple[str, ...]:
         for name, parameter in model.named_parameters()
     }
     return tuple(names.get(id(each), f"parameter {number}") for number, each in enumerate(parameters))
-
-
-def _rng_position() -> Any:
-    """Return a comparable value that changes when a global generator draws a number."""
-    used, numpy = device(), sys.modules.get("numpy")
-    numpy_state = numpy and numpy.random.get_state()
-    numpy_state = numpy_state and (numpy_state[1].tobytes(), numpy_state[2:])
-    accelerator = b"" if used.type == "cpu" else bytes(torch.get_device_module(used).get_rng_state(used).tolist())
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy_state, accelerator

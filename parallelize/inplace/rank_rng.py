@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize.backends.balanced.side_effects import default_generator
 from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.runtime.context import Runtime
+from parallelize.runtime.rng_state import default_generator
 
 __all__ = ["random_numbers_per_rank"]
 

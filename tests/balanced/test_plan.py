@@ -329,3 +329,26 @@ def test_a_queue_that_only_full_batches_fit(is_buffer: bool) -> None:
         for steps in range(1, 4):
             loss_of(model(torch.ones(8, 16))).backward()
             assert int(model.at) == 8 * steps % 16
+
+
+class Pulse(nn.Module):
+    """Reads a number, so that its batches have no batch dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+
+    def forward(self, level: torch.Tensor) -> torch.Tensor:
+        return self.layers(level * torch.ones(2, 64))
+
+
+def test_a_batch_without_a_batch_dimension_on_a_model_that_fits_on_no_device() -> None:
+    """The model is divided, and the batch runs through its stages as a whole."""
+    model, level = seeded(Pulse), torch.tensor(0.5)
+    alone = copy.deepcopy(model)
+    loss_of(alone(level)).backward()
+    memory = 3 * sum(each.nbytes for each in model.parameters())
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), memory=memory)):
+        loss_of(model(level)).backward()
+        assert (len(plan(model).devices), plan(model).microbatches) == (2, 1)
+    assert_equal_gradients(model, alone)

@@ -23,30 +23,30 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallelize.backends.balanced import refusals
+from parallelize.backends.balanced.batch import copy_inputs
 from parallelize.backends.balanced.captured_tensors import CapturedTensors
 from parallelize.backends.balanced.microbatch_run import user_hooks
-from parallelize.backends.balanced.microbatch_split_join import (
+from parallelize.backends.balanced.outputs import (
     Dims,
     Form,
+    difference,
     infer_batch_dims,
+    is_constant,
+    is_equal,
     join_outputs,
     output_form,
+    rounding,
     scalar_weights,
 )
-from parallelize.backends.balanced.opaque_inputs import copy_inputs
-from parallelize.backends.balanced.output_comparison import difference, is_constant, is_equal, rounding, sampled
-from parallelize.backends.balanced.side_effects import (
-    ModelState,
-    RNGState,
-    changed_attributes,
-    changed_gradients,
-    python_rng_state,
-)
+from parallelize.backends.balanced.side_effects import ModelState
 from parallelize.backends.balanced.threaded_backward import compute_gradients, has_reentrant_checkpoint
 from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves
+from parallelize.runtime.rng_state import RNGState
 
-__all__ = ["BatchKind", "BatchValidation", "SplitRows"]
+__all__ = ["BatchKind", "BatchValidation"]
+
+_MAX_VALUES = 4096  # of each parameter's gradient that are compared
 
 
 @dataclass
@@ -70,60 +70,54 @@ class BatchKind:
     constants: dict[Form, dict[int, Any]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class SplitRows:
-    """Outputs of micro-batches: a flat list for each of them, and the micro-batches' sizes."""
-
-    rows: list[list[Any]]
-    sizes: Sequence[int]
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchValidation:
     """Runs a batch in micro-batches and as a whole, and compares; the model's state is restored.
 
     Args:
         model: the user's model.
+        inputs: those of the batch.
         whole: returns the output for inputs that are not split.
-        split: returns the outputs of micro-batches, given the inputs and the buffers that each of them changes.
+        split: returns a flat list of outputs of each micro-batch, and the micro-batches' sizes.
         devices: devices of the stages; outputs are compared on the first one.
         normalizes: whether batch norm normalizes each micro-batch.
         adds_unknown: see `scalar_weights`.
     """
 
     model: nn.Module
+    inputs: Any
     whole: Callable[[Any], Any]
-    split: Callable[[Any, BatchKind], SplitRows]
+    split: Callable[[BatchKind], tuple[list[list[Any]], Sequence[int]]]
     devices: Sequence[torch.device]
     normalizes: bool
     adds_unknown: bool
 
-    def run(self, inputs: Any) -> BatchKind:
-        """Return what is known of batches like these inputs.
+    def run(self) -> BatchKind:
+        """Return what is known of batches like this one.
 
         Raises:
             CannotSplitError: forward has side effects that micro-batches would see, or they compute something else.
             ConfigError: forward accumulates gradients.
         """
-        before, drawn = ModelState(self.model, self.devices), python_rng_state()
+        before = ModelState(self.model, self.devices)
         with before.restored(keeps_caches=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the step itself gives forward's warnings
             with before.watching():
-                first = self._whole(inputs)
+                first = self._whole()
             if before.written:
                 raise refusals.stateful(before.written)
             before.restore()
             kind, rng = BatchKind(), RNGState(self.devices)
-            second = self._whole_again(kind, inputs)
+            second = self._whole_again(kind)
             kind.draws = rng.has_changed()
             before.restore()
             is_comparable = not kind.draws and not self.normalizes
-            self._compare(kind, inputs, first, second, compares_values=is_comparable)
+            self._compare(kind, first, second, compares_values=is_comparable)
             if not is_comparable:
                 before.restore()
                 with torch.backends.cudnn.flags(enabled=False):  # cuDNN has no backward of an RNN in evaluation mode
-                    self._compare_in_evaluation(kind, inputs)
-            draws_python = python_rng_state() != drawn
+                    self._compare_in_evaluation(kind)
+            draws_python = before.python_rng.has_changed()
         if draws_python:
             warnings.warn(
                 f"forward of {type(self.model).__name__} draws from random or numpy.random: under backend='balanced' "
@@ -140,7 +134,7 @@ class BatchValidation:
             )
         return kind
 
-    def _compare_in_evaluation(self, kind: BatchKind, inputs: Any) -> None:
+    def _compare_in_evaluation(self, kind: BatchKind) -> None:
         """Compare with torch's own modules in evaluation mode or, if forward still draws numbers, all modules.
 
         Not by `eval`, which may change more than the mode: LoRA merges weights there.
@@ -153,7 +147,7 @@ class BatchValidation:
                 vars(each)["training"] = False
             rng = RNGState(self.devices)
             try:
-                first, second = self._whole(inputs), self._whole(inputs)
+                first, second = self._whole(), self._whole()
             except (ConfigError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -164,19 +158,21 @@ class BatchValidation:
                 ) from error
             if not rng.has_changed():
                 break
-        self._compare(kind, inputs, first, second, compares_values=True)
+        self._compare(kind, first, second, compares_values=True)
 
-    def _whole(self, inputs: Any) -> list[Any]:
-        return _detached(self.whole(copy_inputs(inputs)))
+    def _whole(self) -> list[Any]:
+        return _detached(self.whole(copy_inputs(self.inputs)))
 
-    def _whole_again(self, kind: BatchKind, inputs: Any) -> list[Any]:
+    def _whole_again(self, kind: BatchKind) -> list[Any]:
         """Return the outputs of the full batch, and record side effects; a first run has filled lasting caches."""
         captured = CapturedTensors(self.model)
-        inputs = copy_inputs(inputs)
+        inputs = copy_inputs(self.inputs)
         tensors = [each for each in leaves(inputs) if isinstance(each, torch.Tensor) and not each.is_inference()]
         given = [(each, each._version) for each in tensors]
-        with changed_gradients(self.model) as accumulated, changed_attributes(self.model) as changed, captured:
+        before = ModelState(self.model, self.devices)
+        with captured:
             output = self.whole(inputs)
+        accumulated, changed = before.changed_gradients(), before.changed()
         if any(version != each._version for each, version in given):
             raise refusals.CannotSplitError(
                 "forward changes an argument in place",
@@ -205,41 +201,38 @@ class BatchValidation:
             )
         return output
 
-    def _compare(
-        self, kind: BatchKind, inputs: Any, first: list[Any], second: list[Any], *, compares_values: bool
-    ) -> None:
-        split = self.split(inputs, kind)
-        if any(output_form(row) != output_form(second) for row in split.rows):
+    def _compare(self, kind: BatchKind, first: list[Any], second: list[Any], *, compares_values: bool) -> None:
+        rows, sizes = self.split(kind)
+        if any(output_form(row) != output_form(second) for row in rows):
             return  # micro-batches return different values: joining them returns placeholders
-        weights = scalar_weights(split.rows, split.sizes, inputs=inputs, adds_unknown=self.adds_unknown)
-        dims = kind.dims.setdefault(output_form(second, weights), infer_batch_dims(second, split.rows))
+        weights = scalar_weights(rows, sizes, inputs=self.inputs, adds_unknown=self.adds_unknown)
+        dims = kind.dims.setdefault(output_form(second, weights), infer_batch_dims(second, rows))
         constants = {i: each for i, each in enumerate(second) if is_constant(each, i, dims, weights)}
         kind.constants.setdefault(output_form(second, weights), constants)
         for position, value in constants.items():
-            parts = [row[position] for row in split.rows]
+            parts = [row[position] for row in rows]
             if all(is_equal(each, parts[0]) for each in parts) and not is_equal(parts[0], value):
                 raise refusals.not_sample_by_sample(f"output {position} of the model", math.inf)
         is_random = any(difference(*pair) > 0 for pair in zip(first, second, strict=True))
         if not compares_values or is_random:
             return
-        joined = join_outputs(split.rows, device=self.devices[0], dims=dims, weights=weights)
+        joined = join_outputs(rows, device=self.devices[0], dims=dims, weights=weights)
         for position, (one, other) in enumerate(zip(second, joined, strict=True)):
             found = difference(one, other)
             if found > 0:
                 raise refusals.not_sample_by_sample(f"output {position} of the model", found)
         for position, (_, count) in weights.items():
-            values = [row[position] for row in split.rows]
+            values = [row[position] for row in rows]
             is_assumed = count.kind == "unknown" and not self.adds_unknown and values[0].requires_grad
             if is_assumed and any(each != values[0] for each in values):
                 kind.assumed_means.add(position)
         if torch.is_grad_enabled() and not kind.is_reentrant:
-            self._compare_gradients(inputs, second, joined)
+            self._compare_gradients(second, joined)
 
-    def _compare_gradients(self, inputs: Any, whole: Sequence[Any], joined: Sequence[Any]) -> None:
+    def _compare_gradients(self, whole: Sequence[Any], joined: Sequence[Any]) -> None:
         """Compare gradients of the parameters, of the same weighted sum of all outputs that can be joined.
 
         Args:
-            inputs: those of the batch.
             whole: outputs of the full batch, see `_detached`.
             joined: outputs of the micro-batches; backward frees their graph before the full batch gets one.
         """
@@ -253,9 +246,9 @@ class BatchValidation:
         if not named or not used:
             return
         parameters = [each for _, each in named]
-        found = [*map(sampled, _gradients([joined[i] for i in used], parameters))]
-        again = [each for i, each in enumerate(leaves(self.whole(copy_inputs(inputs)))) if i in used]
-        expected = [*map(sampled, _gradients(again, parameters))]
+        found = [*map(_sampled, _gradients([joined[i] for i in used], parameters))]
+        again = [each for i, each in enumerate(leaves(self.whole(copy_inputs(self.inputs)))) if i in used]
+        expected = [*map(_sampled, _gradients(again, parameters))]
         largest = max((each.abs().max().item() for each in expected if each is not None and each.numel()), default=0.0)
         tolerance = 4 * max(rounding(whole[i]) for i in used)
         for (name, _), one, other in zip(named, expected, found, strict=True):
@@ -288,3 +281,11 @@ def _differentiable(values: Any) -> list[torch.Tensor]:
 def _gradients(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     seeds = [torch.arange(each.numel(), device=each.device).cos().view(each.shape).to(each.dtype) for each in outputs]
     return compute_gradients(outputs, seeds, inputs=parameters)
+
+
+def _sampled(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return some values of a gradient, so that only one pass's gradients are in memory; None: there is none."""
+    if gradient is None:
+        return None
+    flat = gradient.to_dense().flatten()
+    return flat[:: max(1, flat.numel() // _MAX_VALUES)].clone()

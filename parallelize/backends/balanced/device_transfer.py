@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from parallelize.runtime.containers import map_leaves
+from parallelize.runtime.containers import leaves, map_leaves
 
-__all__ = ["DeviceTransfer"]
+__all__ = ["DeviceTransfer", "to_device", "write_count"]
 
 _Tensor: Any = torch.Tensor
 _NEVER_MOVED = frozenset({torch.autograd.grad, torch.autograd.backward, _Tensor.backward})
@@ -71,7 +71,7 @@ class DeviceTransfer(TorchFunctionMode):
         def move(leaf: Any) -> Any:
             copy = self._moved(leaf, self.device)
             if copy is not leaf:
-                moved.append((leaf, copy, _version(copy)))
+                moved.append((leaf, copy, write_count(copy)))
             return copy
 
         result = map_leaves(move, args)
@@ -83,7 +83,7 @@ class DeviceTransfer(TorchFunctionMode):
         if not self._arguments or self._arguments[-1][0] is not module:
             return
         for source, copy, version in self._arguments.pop()[1]:
-            if _version(copy) != version:
+            if write_count(copy) != version:
                 source.copy_(copy)
 
     def _moved(self, value: Any, device: torch.device) -> Any:
@@ -100,12 +100,25 @@ class DeviceTransfer(TorchFunctionMode):
         copies = self._parameter_copies if isinstance(tensor, nn.Parameter) else self._copies
         key = id(tensor), device, torch.is_grad_enabled()
         known = copies.get(key)
-        if known is not None and known[1] == _version(tensor) and known[3] == _version(known[2]):
+        if known is not None and known[1] == write_count(tensor) and known[3] == write_count(known[2]):
             copy: torch.Tensor = known[2]
             return copy
         copy = _move(tensor, device)
-        copies[key] = tensor, _version(tensor), copy, _version(copy)  # the tensor is held so that its id stays valid
+        # The tensor is held so that its id stays valid.
+        copies[key] = tensor, write_count(tensor), copy, write_count(copy)
         return copy
+
+
+def to_device(values: Any, device: torch.device) -> Any:
+    """Return nested containers with their tensors on a device; the same containers if all of them are there."""
+    if all(each.device == device for each in leaves(values) if isinstance(each, torch.Tensor)):
+        return values
+    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, values)
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for inference tensors, which do not count this."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -144,8 +157,3 @@ def _is_in_place(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     is_method = name.endswith("_") and not name.endswith("__")
     return is_method or name in _IN_PLACE_METHODS or (name.startswith("__i") and name.endswith("__"))
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; 0 for inference tensors, which do not count this."""
-    return 0 if tensor.is_inference() else tensor._version

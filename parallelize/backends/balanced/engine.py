@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from torch import nn
 from typing_extensions import override
 
 from parallelize.backends.balanced import refusals, units
+from parallelize.backends.balanced.batch import opaque_inputs
+from parallelize.backends.balanced.device_transfer import to_device
 from parallelize.backends.balanced.fit import PlannerOptions
 from parallelize.backends.balanced.hardware import device_specs
 from parallelize.backends.balanced.microbatch_run import active_run
-from parallelize.backends.balanced.opaque_inputs import opaque_inputs
 from parallelize.backends.balanced.pipeline import Pipeline
 from parallelize.backends.balanced.plan import Plan, plan, remember, signature
 from parallelize.backends.balanced.planner import Planner
@@ -24,43 +24,40 @@ from parallelize.backends.balanced.stage_placement import ModelPlacement
 from parallelize.backends.balanced.stage_threads import stages_on
 from parallelize.backends.ddp_engine import DDPOptions, build_ddp_engine
 from parallelize.plugins.base import Engine, Inner
-from parallelize.runtime.containers import map_leaves
 
-__all__ = ["BalancedEngine", "EngineOptions"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """The user's options and the devices of the run.
-
-    Args:
-        output_device: device of the returned outputs, where the training loop has its targets.
-        memory: usable bytes, one number per device or one for all; None: measured.
-        plan: plan made earlier; None: make one from the first batch.
-        ddp_options: options for averaging gradients over processes; None if there is one process.
-    """
-
-    devices: tuple[torch.device, ...]
-    output_device: torch.device
-    memory: int | tuple[int, ...] | None
-    planner: PlannerOptions
-    plan: Plan | None
-    ddp_options: DDPOptions | None
+__all__ = ["BalancedEngine"]
 
 
 class BalancedEngine(Engine):
-    """Runs a model's batches through its pipeline, or on one device if the plan does not split the model."""
+    """Runs a model's batches through its pipeline, or on one device if the plan does not split the model.
+
+    Args:
+        devices: devices of the run.
+        output_device: device of the returned outputs, where the training loop has its targets.
+        options: the user's options for the plan.
+        given: plan made earlier; None: make one from the first batch.
+        ddp_options: options for averaging gradients over processes; None if there is one process.
+    """
 
     moves_inputs = True
     is_rebuildable = False
 
-    def __init__(self, inner: Inner, options: EngineOptions) -> None:
+    def __init__(
+        self,
+        inner: Inner,
+        *,
+        devices: tuple[torch.device, ...],
+        output_device: torch.device,
+        options: PlannerOptions,
+        given: Plan | None,
+        ddp_options: DDPOptions | None,
+    ) -> None:
         self.module = _PipelineEntry(inner, self)
         self.local = _PipelineEntry(inner, self, is_local=True)
-        self.averages_gradients = options.ddp_options is not None
-        self.input_device = options.output_device
+        self.averages_gradients = ddp_options is not None
+        self.input_device = output_device
         self._inner = inner
-        self._options = options
+        self._devices, self._options, self._given, self._ddp_options = devices, options, given, ddp_options
         self._ddp_engine: Engine | None = None
         self._runner: nn.Module | None = None
         self._is_no_sync = False
@@ -74,8 +71,8 @@ class BalancedEngine(Engine):
             is_alone = is_local and self.averages_gradients
             if is_alone or (not torch.is_grad_enabled() and opaque_inputs((args, kwargs))):
                 # Run without a plan: its broadcast needs all ranks, and a cache that forward fills cannot be split.
-                device = next((each.device for each in self._inner.model.parameters()), self._options.output_device)
-                return _UnsplitModel(self._inner, device, self._options.output_device)(*args, **kwargs)
+                device = next((each.device for each in self._inner.model.parameters()), self.input_device)
+                return _UnsplitModel(self._inner, device, self.input_device)(*args, **kwargs)
             self._set_up(args, kwargs)
         assert self._runner is not None  # set up above
         runner = self._runner if self._ddp_engine is None or is_local else self._ddp_engine.module
@@ -107,33 +104,32 @@ class BalancedEngine(Engine):
             self._runner = None
 
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        model, options = self._inner.model, self._options
+        model, device = self._inner.model, self.input_device
         plan = self._shared_plan(args, kwargs)
         remember(model, plan)
         if plan.is_split:
             runner: nn.Module = self._cleanup.enter_context(self._pipeline(plan))
         else:
-            self._placement.move(units.module_stages(model, {}), stages_on([options.output_device]))
-            runner = _UnsplitModel(self._inner, options.output_device, options.output_device)
-        if options.ddp_options is not None:
-            device = options.output_device
-            self._ddp_engine = build_ddp_engine(options.ddp_options, runner, inner=self._inner, device=device)
+            self._placement.move(units.module_stages(model, {}), stages_on([device]))
+            runner = _UnsplitModel(self._inner, device, device)
+        if self._ddp_options is not None:
+            self._ddp_engine = build_ddp_engine(self._ddp_options, runner, inner=self._inner, device=device)
             self._apply_sync_setting()
         self._runner = runner
 
     @contextlib.contextmanager
     def _pipeline(self, plan: Plan) -> Iterator[Pipeline]:
         """Move the model to the devices of a plan's stages, and run it there inside the context."""
-        model, options = self._inner.model, self._options
+        model, dim = self._inner.model, self._options.batch_dim
         routes = units.unit_routes(model, plan.events, plan.bounds)
         self._placement.move(units.module_stages(model, routes), stages_on([*map(torch.device, plan.devices)]))
-        pipeline = Pipeline(self._inner, plan, batch_dim=options.planner.batch_dim, output_device=options.output_device)
+        pipeline = Pipeline(self._inner, plan, batch_dim=dim, output_device=self.input_device)
         with contextlib.closing(pipeline):
             yield pipeline
 
     def _shared_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Return the plan, equal on every rank: the user's plan, or one that rank 0 makes and broadcasts."""
-        given = self._options.plan
+        given = self._given
         if given is not None:
             self._check_plan(given)
             return given
@@ -152,14 +148,13 @@ class BalancedEngine(Engine):
         return plan
 
     def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        options = self._options
         planner = Planner(
             inner=self._inner,
             pipeline=self._pipeline,
-            device_specs=device_specs(options.devices, memory=options.memory, model=self._inner.model),
-            output_device=options.output_device,
+            device_specs=device_specs(self._devices, memory=self._options.memory, model=self._inner.model),
+            output_device=self.input_device,
             placement=self._placement,
-            options=options.planner,
+            options=self._options,
         )
         return planner.plan(args, kwargs)
 
@@ -168,7 +163,7 @@ class BalancedEngine(Engine):
         actual = signature(model)
         if plan.signature != actual:
             raise refusals.another_model(f"{plan.model} {plan.signature}", f"{type(model).__name__} {actual}")
-        available = {str(device) for device in (*self._options.devices, self._options.output_device)}
+        available = {str(device) for device in (*self._devices, self.input_device)}
         if not set(plan.devices) <= available:
             run = f"a run on {', '.join(sorted(available))}"
             raise refusals.another_model(f"devices {', '.join(plan.devices)}", run)
@@ -193,7 +188,7 @@ class _PipelineEntry(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if active_run() is not None:  # inside a micro-batch: the model has called itself
             return self._inner.bind_method(self._inner.method, self._inner.model)(*args, **kwargs)
-        args, kwargs = _to_device((args, kwargs), self._engine.input_device)
+        args, kwargs = to_device((args, kwargs), self._engine.input_device)
         return self._engine.run(args, kwargs, is_local=self._is_local)
 
 
@@ -208,10 +203,5 @@ class _UnsplitModel(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _to_device((args, kwargs), self._device)
-        output = self.inner(*args, **kwargs)
-        return output if self._device == self._output_device else _to_device(output, self._output_device)
-
-
-def _to_device(values: Any, device: torch.device) -> Any:
-    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, values)
+        args, kwargs = to_device((args, kwargs), self._device)
+        return to_device(self.inner(*args, **kwargs), self._output_device)

@@ -10,7 +10,7 @@ import concurrent.futures
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,10 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from parallelize.backends.balanced import refusals
-from parallelize.backends.balanced.batchnorm import BatchNorms, Moments
-from parallelize.backends.balanced.device_transfer import DeviceTransfer
-from parallelize.backends.balanced.microbatch_run import MicrobatchRun, active_run
-from parallelize.backends.balanced.microbatch_split_join import SplitBatch
-from parallelize.backends.balanced.stage_threads import Stage, StageThreads, ThreadLocalState
+from parallelize.backends.balanced.batch import Split
+from parallelize.backends.balanced.batchnorm import Moments
+from parallelize.backends.balanced.microbatch_run import MicrobatchRun, StagedModel, active_run
+from parallelize.backends.balanced.stage_threads import StageThreads, ThreadLocalState
 from parallelize.errors import ConfigError
 
 __all__ = ["Executor"]
@@ -31,37 +30,29 @@ __all__ = ["Executor"]
 Call = Callable[..., Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Executor:
-    """Runs micro-batches of a model over stages, inside `ModuleHooks` with the same stages and routes.
+    """Runs micro-batches of a model over its stages.
 
     Args:
-        stages: the stages, in pipeline order.
-        routes: id of a module -> the stages of its first, second, ... call; further calls use the last entry.
-        norms: the model's batch norms.
-        model: the user's model.
+        staged: the model with its stages.
         recomputed: modules whose activations are recomputed in backward.
-        output_device: device of the inputs and outputs.
         threads: threads for stages on the CPU; None: there are other stages.
     """
 
-    stages: tuple[Stage, ...]
-    routes: Mapping[int, Sequence[int]]
-    norms: BatchNorms
-    model: nn.Module
+    staged: StagedModel
     recomputed: tuple[nn.Module, ...]
-    output_device: torch.device
     threads: StageThreads | None
 
     def run_whole(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output for one batch that is not split; batch norm works as without a pipeline."""
-        run = MicrobatchRun(self.stages, self.routes, transfer=self._transfer())
+        run = MicrobatchRun(self.staged)
         run.defers_statistics = False
-        with self._recomputing():
-            return run.call(functools.partial(call, *args, **kwargs))
+        with self._recomputing(), run.active():
+            return call(*args, **kwargs)
 
     def run(
-        self, call: Call, batch: SplitBatch, *, is_threaded: bool, buffers: Sequence[str] = ()
+        self, call: Call, batch: Split, *, is_threaded: bool, buffers: Sequence[str] = ()
     ) -> tuple[list[Any], list[Moments]]:
         """Return the model's output for each micro-batch of a batch, and the moments that batch norms have computed.
 
@@ -76,48 +67,39 @@ class Executor:
             Exception: the forward of a micro-batch has failed; if several have, the exception of the first micro-batch.
         """
         copies: dict[Any, Any] = {}
-        key = object()
-        locks = [threading.Lock() for _ in self.stages] if is_threaded else None
+        locks = [threading.Lock() for _ in self.staged.stages] if is_threaded else None
+        key, count = object(), len(batch.sizes)
         runs = [
-            MicrobatchRun(
-                self.stages,
-                self.routes,
-                transfer=self._transfer(copies),
-                locks=locks,
-                microbatch=(key, index, len(batch.sizes)),
-            )
-            for index in range(len(batch.sizes))
+            MicrobatchRun(self.staged, copies=copies, locks=locks, microbatch=(key, index, count))
+            for index in range(count)
         ]
-        calls = [functools.partial(run.call, _bound(call, batch, index)) for index, run in enumerate(runs)]
+
+        def one(run: MicrobatchRun, inputs: Any) -> Any:
+            with run.active():
+                return call(*inputs[0], **inputs[1])
+
+        calls = [functools.partial(one, *pair) for pair in zip(runs, batch.inputs, strict=True)]
         try:
             with self._recomputing():
                 outputs = self._in_threads(calls) if is_threaded else self._one_by_one(calls, buffers)
         except BaseException:
-            self.norms.restore()
+            self.staged.norms.restore()
             raise
-        return outputs, [run.moments for run in runs]
-
-    def _transfer(self, copies: dict[Any, Any] | None = None) -> DeviceTransfer | None:
-        devices = {self.output_device, *(stage.device for stage in self.stages)}
-        return DeviceTransfer(devices, copies) if len(devices) > 1 else None
+        return outputs, [run.moments or Moments() for run in runs]
 
     def _one_by_one(self, calls: Sequence[Call], buffers: Sequence[str]) -> list[Any]:
-        named = [(name, self.model.get_buffer(name)) for name in buffers]
-        before = [buffer.clone() for _, buffer in named]
-        after: list[torch.Tensor] = []
+        named = {name: self.staged.model.get_buffer(name) for name in buffers}
+        before, after = {name: each.clone() for name, each in named.items()}, dict[str, torch.Tensor]()
         outputs = []
         for call in calls:
-            for (_, buffer), value in zip(named, before, strict=True):
+            for name, buffer in named.items():
                 with torch.no_grad():
-                    buffer.copy_(value)
+                    buffer.copy_(before[name])
             outputs.append(call())
-            found = [buffer.clone() for _, buffer in named]
-            different = [n for (n, _), a, b in zip(named, after, found, strict=False) if not torch.equal(a, b)]
+            different = [name for name, each in after.items() if not torch.equal(each, named[name])]
             if different:
-                for (_, buffer), value in zip(named, before, strict=True):
-                    buffer.copy_(value)
                 raise refusals.stateful(different)
-            after = found
+            after = {name: each.clone() for name, each in named.items()}
         return outputs
 
     def _in_threads(self, calls: Sequence[Call]) -> list[Any]:
@@ -148,11 +130,6 @@ class Executor:
                     del module.__dict__["forward"]
                 else:
                     module.__dict__["forward"] = forward
-
-
-def _bound(call: Call, batch: SplitBatch, index: int) -> Callable[[], Any]:
-    args, kwargs = batch.inputs(index)
-    return functools.partial(call, *args, **kwargs)
 
 
 def _checkpointed(module: nn.Module, forward: Call, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 
 from parallelize.backends.balanced import refusals, units
 from parallelize.backends.balanced.hardware import DeviceSpec
-from parallelize.backends.balanced.profiling import Profiler, module_bytes, module_seconds, profile_model
+from parallelize.backends.balanced.profiling import Profiler, module_costs, profile_model
 from parallelize.backends.balanced.schedule import Memory, Profile, Schedule, best_schedule, needed_cap
 from parallelize.backends.balanced.stage_placement import ModelPlacement, spec_of
 
@@ -47,6 +47,7 @@ class PlannerOptions:
     recompute: bool | Literal["auto"] = "auto"
     optimizer_state: float = 2.0
     batch_dim: int = 0
+    memory: int | tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,16 @@ class Fit:
     memory: Memory
 
 
-def first_fit(profiler: Profiler, inputs: Any, *, samples: int, specs: Sequence[DeviceSpec], **given: Any) -> Fit:
+def first_fit(
+    profiler: Profiler, *, options: PlannerOptions, specs: Sequence[DeviceSpec], placement: ModelPlacement
+) -> Fit:
     """Return the best schedule that fits, measured with the largest micro-batch that the devices can run.
 
     Args:
         profiler: profiler whose units are the submodules without submodules.
-        inputs: those of the batch.
-        samples: number of samples of the batch.
+        options: the planner's options.
         specs: specs of the devices.
-        given: further keyword arguments of `_first_fit`.
+        placement: moves the model.
 
     Raises:
         ConfigError: no schedule fits.
@@ -75,8 +77,8 @@ def first_fit(profiler: Profiler, inputs: Any, *, samples: int, specs: Sequence[
     fitted: Profiler | None = None
     while True:
         try:
-            fitted = fitted or profiler.fitted(inputs, samples=samples, caps=caps)
-            return _first_fit(fitted, inputs, samples=samples, specs=specs, **given)
+            fitted = fitted or profiler.fitted(caps)
+            return _first_fit(fitted, options=options, specs=specs, placement=placement)
         except torch.OutOfMemoryError as error:
             fitted = None if fitted is None else fitted.smaller()
             if fitted is None:
@@ -84,42 +86,27 @@ def first_fit(profiler: Profiler, inputs: Any, *, samples: int, specs: Sequence[
 
 
 def _first_fit(
-    profiler: Profiler,
-    inputs: Any,
-    *,
-    samples: int,
-    options: PlannerOptions,
-    specs: Sequence[DeviceSpec],
-    placement: ModelPlacement,
+    profiler: Profiler, *, options: PlannerOptions, specs: Sequence[DeviceSpec], placement: ModelPlacement
 ) -> Fit:
     """Return the best schedule of the first granularity with which the model fits.
 
     Small units balance best; large units need the least memory when recomputed; the smallest possible units fit
     where no others do. The memory limit in the error is that of units chosen by bytes, since units chosen by time
     differ between runs.
-
-    Raises:
-        ConfigError: no schedule fits.
     """
-    microbatch = profiler.microbatch(inputs)
-    seconds = module_seconds(profiler, microbatch)
-    bytes_kept = module_bytes(profiler, microbatch, called=seconds)
-    outermost = units.choose_units(profiler.inner.model, bytes_kept, at_most=math.inf)
-    totals: dict[str, tuple[Mapping[int, float], float]] = {
-        "time": (seconds, sum(profiler.run(microbatch).forward_s)),
-        "bytes": (bytes_kept, sum(bytes_kept.get(id(each), 0.0) for each in outermost)),
-    }
-    stage_of = {id(module): stage for module, stage in units.module_stages(profiler.inner.model, profiler.routes)}
+    model = profiler.inner.model
+    costs = dict(zip(("time", "bytes"), module_costs(profiler), strict=True))
+    outermost = units.choose_units(model, costs["bytes"], at_most=math.inf)
+    stage_of = {id(module): stage for module, stage in units.module_stages(model, profiler.routes)}
     needed = math.inf
     for granularity in _GRANULARITIES[options.recompute]:
-        costs, total = totals[granularity.cost]
-        parts = granularity.units_per_device
+        of_each, parts = costs[granularity.cost], granularity.units_per_device
+        total = sum(of_each.get(id(each), 0.0) for each in outermost)
         at_most = total / (parts * len(specs)) if parts else -1.0
-        chosen = units.choose_units(profiler.inner.model, costs, at_most=at_most)
+        chosen = units.choose_units(model, of_each, at_most=at_most)
         split_profiler = replace(profiler, routes={id(module): [stage_of[id(module)]] for module in chosen})
-        placement.move(units.module_stages(profiler.inner.model, split_profiler.routes), profiler.stages)
-        measured = profile_model(split_profiler, inputs, samples=samples)
-        measured = replace(measured, trained_share=trained_share(profiler.inner.model))
+        placement.move(units.module_stages(model, split_profiler.routes), profiler.stages)
+        measured = replace(profile_model(split_profiler), trained_share=trained_share(model))
         memory = Memory(optimizer_state=options.optimizer_state, recompute=granularity.recompute)
         constraints: dict[str, Any] = {"microbatches": options.microbatches, "memory": memory}
         schedule = best_schedule(measured, specs, **constraints)

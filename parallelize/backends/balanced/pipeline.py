@@ -15,34 +15,21 @@ from torch import nn
 from typing_extensions import override
 
 from parallelize.backends.balanced import refusals
-from parallelize.backends.balanced.batch_validation import BatchKind, BatchValidation, SplitRows
-from parallelize.backends.balanced.batchnorm import BatchNorms
+from parallelize.backends.balanced.batch import Batch, copy_inputs, named_leaves, opaque_inputs, rebuild
+from parallelize.backends.balanced.batch_validation import BatchKind, BatchValidation
+from parallelize.backends.balanced.device_transfer import to_device
 from parallelize.backends.balanced.executor import Executor
 from parallelize.backends.balanced.graph_entries import GraphEntries, mark_joined
-from parallelize.backends.balanced.microbatch_run import ModuleHooks, user_hooks
-from parallelize.backends.balanced.microbatch_split_join import (
-    SplitBatch,
-    Weights,
-    batch_size,
-    first_samples,
-    join_outputs,
-    named_leaves,
-    names_not_per_sample,
-    output_form,
-    rebuild,
-    scalar_weights,
-    split_dims,
-)
-from parallelize.backends.balanced.opaque_inputs import copy_inputs, opaque_inputs
-from parallelize.backends.balanced.output_comparison import is_equal
+from parallelize.backends.balanced.microbatch_run import StagedModel, user_hooks
+from parallelize.backends.balanced.outputs import Weights, is_equal, join_outputs, output_form, scalar_weights
 from parallelize.backends.balanced.plan import Plan, remember
-from parallelize.backends.balanced.side_effects import RNGState
 from parallelize.backends.balanced.stage_threads import StageThreads, is_bound_to_thread, stages_on
 from parallelize.backends.balanced.threaded_backward import connect
 from parallelize.backends.balanced.units import border_units, unit_routes
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
-from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.runtime.containers import leaves
+from parallelize.runtime.rng_state import RNGState
 from parallelize.runtime.weighted_backward import weigh_losses
 
 __all__ = ["Pipeline"]
@@ -94,32 +81,23 @@ class Pipeline(nn.Module):
         self._batch_dim = batch_dim
         self._kinds: dict[Any, BatchKind | None] = {}
         self._moded = list(inner.model.modules())
-        stages = stages_on([torch.device(device) for device in plan.devices])
-        modules = dict(inner.model.named_modules())
-        units = [modules[name] for name in dict.fromkeys(plan.events)]
-        self._norms = BatchNorms(inner.model)
         self._cleanup = contextlib.ExitStack()
-        is_on_cpu = {stage.device.type for stage in stages} == {"cpu"} and plan.microbatches > 1
-        self._executor = Executor(
-            stages=stages,
-            routes=unit_routes(inner.model, plan.events, plan.bounds),
-            norms=self._norms,
-            recomputed=tuple(each for each in units if each not in self._norms) if plan.recompute else (),
-            output_device=output_device,
-            model=inner.model,
-            threads=StageThreads(stages, microbatches=plan.microbatches) if is_on_cpu else None,
-        )
-        if self._executor.threads is not None:
-            self._cleanup.callback(self._executor.threads.close)
-        hooks = ModuleHooks(
+        stages = stages_on([torch.device(device) for device in plan.devices])
+        self._staged = StagedModel(
             inner.model,
             stages,
-            self._executor.routes,
-            self._norms,
+            unit_routes(inner.model, plan.events, plan.bounds),
             output_device=output_device,
             borders=border_units(inner.model, plan.events, plan.bounds),
         )
-        self._cleanup.callback(hooks.close)
+        self._cleanup.callback(self._staged.close)
+        units = [inner.model.get_submodule(name) for name in dict.fromkeys(plan.events)] if plan.recompute else []
+        is_on_cpu = {stage.device.type for stage in stages} == {"cpu"} and plan.microbatches > 1
+        threads = StageThreads(stages, microbatches=plan.microbatches) if is_on_cpu else None
+        if threads is not None:
+            self._cleanup.callback(threads.close)
+        recomputed = tuple(each for each in units if each not in self._staged.norms)
+        self._executor = Executor(self._staged, recomputed, threads)
         self._cleanup.enter_context(weigh_losses(GraphEntries(plan.explaining_out_of_memory)))
 
     def close(self) -> None:
@@ -143,23 +121,21 @@ class Pipeline(nn.Module):
     def _run_whole(self, inputs: Any) -> Any:
         output = self._executor.run_whole(self._call, *inputs)
         mark_joined(output)
-        device = self._executor.output_device
-        if all(each.device == device for each in leaves(output) if isinstance(each, torch.Tensor)):
-            return output
-        return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, output)
+        return to_device(output, self._staged.output_device)
 
     def _run_split(self, inputs: Any) -> Any:
         key = self._key(inputs)
         if self._kinds.get(key, self) is None:
             return self._run_whole(inputs)
         try:
-            count = self._microbatches(inputs)
+            batch = self._batch(inputs)
+            count = self._microbatches(batch.size)
             if count > 1 and key not in self._kinds:
-                self._kinds[key] = self._validate(inputs, count)
+                self._kinds[key] = self._validate(batch, count)
             kind = self._kinds.get(key)
             if kind is not None and count > 1:
                 self._check_parameter_hooks(kind)
-                return self._run_microbatches(inputs, kind, count)
+                return self._run_microbatches(batch, kind, count)
         except refusals.CannotSplitError as error:
             self._kinds[key], self.refusal = None, error
             if torch.is_grad_enabled():
@@ -188,41 +164,40 @@ class Pipeline(nn.Module):
                 fix="use checkpoint(..., use_reentrant=False)",
             )
 
-    def _run_microbatches(self, inputs: Any, kind: BatchKind, count: int) -> Any:
+    def _run_microbatches(self, batch: Batch, kind: BatchKind, count: int) -> Any:
         is_threaded = self._is_threaded(kind)
         is_bounded = is_threaded and torch.is_grad_enabled()
-        before = RNGState([stage.device for stage in self._executor.stages])
+        rng = RNGState(self._staged.devices)
         buffers = [(each, each.clone()) for each in map(self.inner.model.get_buffer, kind.buffers)]
-        batch = self._split(inputs, count, is_bounded=is_bounded)
-        outputs, moments = self._executor.run(self._call, batch, is_threaded=is_threaded, buffers=kind.buffers)
-        kind.draws = kind.draws or (is_threaded and before.has_changed())
-        rows = [list(leaves(output)) for output in outputs]
-        if len({len(row) for row in rows}) > 1:
-            self._norms.update(moments)
-            counts = " and ".join(map(str, sorted({len(row) for row in rows})))
-            return refusals.UnjoinedOutput(refusals.unjoinable(f"micro-batches return {counts} values", "they differ"))
-        adds_unknown = self.inner.average == "sum"
-        weights = scalar_weights(rows, batch.sizes, inputs=inputs, adds_unknown=adds_unknown)
-        form = output_form(rows[0], weights)
-        if form not in kind.dims or _may_be_clamped(weights, batch.sizes):
-            try:
-                found = self._validate(inputs, count)
-            except refusals.CannotSplitError:  # the batch runs again, whole
-                before.restore()
-                for buffer, value in buffers:
-                    buffer.copy_(value)
-                raise
-            kind.dims[form] = {} if found is None else found.dims.get(form, {})
-            kind.constants[form] = {} if found is None else found.constants.get(form, {})
-        self._norms.update(moments)
+        split = batch.split(count, is_bounded=is_bounded)
+        try:
+            outputs, moments = self._executor.run(self._call, split, is_threaded=is_threaded, buffers=kind.buffers)
+            kind.draws = kind.draws or (is_threaded and rng.has_changed())
+            rows = [list(leaves(output)) for output in outputs]
+            counts = sorted({len(row) for row in rows})
+            if len(counts) > 1:
+                self._staged.norms.update(moments)
+                what = f"micro-batches return {' and '.join(map(str, counts))} values"
+                return refusals.UnjoinedOutput(what, "they differ")
+            weights = scalar_weights(rows, split.sizes, inputs=batch.inputs, adds_unknown=self.inner.average == "sum")
+            form = output_form(rows[0], weights)
+            if form not in kind.dims or _may_be_clamped(weights, split.sizes):
+                found = self._validate(batch, count) or BatchKind()
+                kind.dims[form], kind.constants[form] = found.dims.get(form, {}), found.constants.get(form, {})
+        except refusals.CannotSplitError:  # the batch runs again, whole
+            rng.restore()
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            raise
+        self._staged.norms.update(moments)
         if is_bounded and self._executor.threads is not None:
-            connect(rows, bounds=batch.bounds, submit=self._executor.threads.backward)
-        values = join_outputs(rows, device=self._executor.output_device, dims=kind.dims[form], weights=weights)
+            connect(rows, bounds=split.bounds, submit=self._executor.threads.backward)
+        values = join_outputs(rows, device=self._staged.output_device, dims=kind.dims[form], weights=weights)
         for position, constant in kind.constants.get(form, {}).items():
             if not isinstance(values[position], refusals.UnjoinedOutput) and not is_equal(values[position], constant):
                 what = f"output {position} of the model, {values[position]}"
                 why = f"in an earlier batch, micro-batches and the full batch had {constant}; it may be a count"
-                values[position] = refusals.UnjoinedOutput(refusals.unjoinable(what, why))
+                values[position] = refusals.UnjoinedOutput(what, why)
         mark_joined(values)
         return rebuild(outputs[0], values)
 
@@ -238,69 +213,62 @@ class Pipeline(nn.Module):
         used = (parameter for each in self._moded for parameter in each._parameters.values())
         return any(parameter is not None and not parameter.is_leaf for parameter in used)
 
-    def _split(self, inputs: Any, count: int, *, is_bounded: bool = False) -> SplitBatch:
-        whole = self._plan.whole_inputs
-        return SplitBatch(inputs, microbatches=count, dim=self._batch_dim, whole_inputs=whole, is_bounded=is_bounded)
-
-    def _validate(self, inputs: Any, count: int) -> BatchKind | None:
+    def _validate(self, batch: Batch, count: int) -> BatchKind | None:
         """Compare micro-batches with the full batch; return None if, without gradients, the batch is better not split.
 
         Raises:
             CannotSplitError: micro-batches do not compute what the full batch does.
         """
-        for name, each in opaque_inputs(inputs).items():
+        for name, each in opaque_inputs(batch.inputs).items():
             raise refusals.CannotSplitError(
                 f"argument {name} of the model is a {type(each).__name__}",
                 why="it cannot be split, and micro-batches would see what others have left in it",
                 fix="pass tensors, alone or in containers",
             )
-
-        def split(inputs: Any, kind: BatchKind) -> SplitRows:
-            batch = self._split(copy_inputs(inputs), count)
-            try:
-                is_threaded = self._is_threaded(kind)
-                outputs, _ = self._executor.run(self._call, batch, is_threaded=is_threaded, buffers=kind.buffers)
-            except (ConfigError, torch.OutOfMemoryError):
+        try:
+            kind = self._validation(batch, count).run()
+        except torch.OutOfMemoryError:  # the full batch may need more memory than micro-batches: compare a part
+            if batch.size < 4:
                 raise
-            except Exception as error:
-                raise refusals.split_failure(split_dims(inputs, dim=self._batch_dim), error) from error
-            return SplitRows([list(leaves(output)) for output in outputs], batch.sizes)
-
-        devices = dict.fromkeys([self._executor.output_device, *(stage.device for stage in self._executor.stages)])
-        validation = BatchValidation(
-            model=self.inner.model,
-            whole=self._run_whole,
-            split=split,
-            devices=list(devices),
-            normalizes=self._norms.is_training,
-            adds_unknown=self.inner.average == "sum",
-        )
-        samples, kind = batch_size(inputs, dim=self._batch_dim), None
-        while kind is None:
-            try:
-                kind = validation.run(inputs)
-            except torch.OutOfMemoryError:  # the full batch may need more memory than micro-batches: compare a part
-                samples //= 2
-                if samples < 2:
-                    raise
-            inputs = first_samples(inputs, samples, dim=self._batch_dim, whole_inputs=self._plan.whole_inputs)
-            count = self._microbatches(inputs)
+            part = self._batch(batch.first(batch.size // 2))
+            return self._validate(part, self._microbatches(part.size))
         # Without a graph, the number of targets of a loss is not known.
         has_loss = any(isinstance(each, tuple) for form in kind.dims for each in form)
         return None if has_loss and not torch.is_grad_enabled() else kind
 
-    def _learn_whole_inputs(self, inputs: Any) -> None:
-        """Remember the names of inputs with another length than the batch; later batches do not split them either."""
-        known = self._plan.whole_inputs
-        new = names_not_per_sample(inputs, dim=self._batch_dim).difference(known)
-        if new:
-            self._plan = replace(self._plan, whole_inputs=tuple(sorted(new.union(known))))
-            remember(self.inner.model, self._plan)
+    def _validation(self, batch: Batch, count: int) -> BatchValidation:
+        def split(kind: BatchKind) -> tuple[list[list[Any]], Sequence[int]]:
+            copied = self._batch(copy_inputs(batch.inputs)).split(count)
+            try:
+                is_threaded = self._is_threaded(kind)
+                outputs, _ = self._executor.run(self._call, copied, is_threaded=is_threaded, buffers=kind.buffers)
+            except (ConfigError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise refusals.split_failure(batch.split_dims, error) from error
+            return [list(leaves(output)) for output in outputs], copied.sizes
 
-    def _microbatches(self, inputs: Any) -> int:
+        return BatchValidation(
+            model=self.inner.model,
+            inputs=batch.inputs,
+            whole=self._run_whole,
+            split=split,
+            devices=self._staged.devices,
+            normalizes=self._staged.norms.is_training,
+            adds_unknown=self.inner.average == "sum",
+        )
+
+    def _batch(self, inputs: Any) -> Batch:
+        """Return the inputs as a batch, and remember the names of tensors that no later batch splits, either."""
+        batch = Batch(inputs, dim=self._batch_dim, whole_inputs=self._plan.whole_inputs)
+        if batch.not_per_sample != {*self._plan.whole_inputs}:
+            self._plan = replace(self._plan, whole_inputs=tuple(sorted(batch.not_per_sample)))
+            remember(self.inner.model, self._plan)
+        return batch
+
+    def _microbatches(self, samples: int) -> int:
         """Return the number of micro-batches: fewer if batch norm would train on one sample at a time."""
-        self._learn_whole_inputs(inputs)
-        samples, count = batch_size(inputs, dim=self._batch_dim), self._plan.microbatches
-        if self._norms.is_training and samples < min(self._plan.samples, 2 * count):
+        count = self._plan.microbatches
+        if self._staged.norms.is_training and samples < min(self._plan.samples, 2 * count):
             return max(1, samples // 2)
         return min(count, samples)

@@ -22,10 +22,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallelize.backends.balanced import refusals, units
+from parallelize.backends.balanced.batch import Batch, copy_inputs
 from parallelize.backends.balanced.fit import Fit, PlannerOptions, first_fit, trained_share
 from parallelize.backends.balanced.hardware import DeviceSpec, device_out_of_memory, synchronized_time
-from parallelize.backends.balanced.microbatch_split_join import batch_size, names_not_per_sample, split_dims
-from parallelize.backends.balanced.opaque_inputs import copy_inputs
 from parallelize.backends.balanced.pipeline import Pipeline
 from parallelize.backends.balanced.plan import Plan, signature
 from parallelize.backends.balanced.profiling import Profiler, run_backward
@@ -35,11 +34,12 @@ from parallelize.backends.balanced.schedule import (
     ideal_speedup,
     unsplit_bytes,
 )
-from parallelize.backends.balanced.side_effects import ModelState, clone_inference_tensors
+from parallelize.backends.balanced.side_effects import ModelState
 from parallelize.backends.balanced.stage_placement import ModelPlacement, initial_stages, spec_of
 from parallelize.backends.balanced.stage_threads import stages_on
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
+from parallelize.runtime.containers import map_leaves
 
 __all__ = ["Planner"]
 
@@ -62,9 +62,7 @@ class Planner:
     output_device: torch.device
     placement: ModelPlacement
     options: PlannerOptions
-    _samples: int = 1
     _predicted: dict[str, float] = field(default_factory=dict)  # bytes on each device of what runs
-    _whole_inputs: tuple[str, ...] = ()
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Make the plan from one batch, given by its arguments.
@@ -73,25 +71,27 @@ class Planner:
             ConfigError: the model cannot be split, or does not fit on the devices.
         """
         self._devices = {self.output_device, *(torch.device(spec.device) for spec in self.device_specs)}
-        model, dim = self.inner.model, self.options.batch_dim
-        self._state = ModelState(model, self._devices)
+        self._state = ModelState(self.inner.model, self._devices)
         with torch.inference_mode(mode=False), torch.enable_grad(), self._state.restored(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the step itself gives forward's warnings
-            inputs = clone_inference_tensors((args, kwargs))
+            # Autograd cannot save tensors made in inference mode.
+            inputs = map_leaves(
+                lambda x: x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x, (args, kwargs)
+            )
+            self._batch = Batch(inputs, dim=None)
             try:
-                self._samples = batch_size(inputs, dim=dim)
-                self._whole_inputs = tuple(sorted(names_not_per_sample(inputs, dim=dim)))
-                found = self._plan_units(inputs)
+                self._batch = Batch(inputs, dim=self.options.batch_dim)
+                found = self._plan_units()
             except refusals.CannotSplitError as error:
                 why = f"the first batch cannot be split: {error}"
                 _log.warning("%s", why)
                 self.options = replace(self.options, microbatches=1)
-                found = replace(self._plan_units(inputs), why=why)
+                found = replace(self._plan_units(), why=why)
         if found.is_split:
             _log.info("%s", found)
         return found
 
-    def _plan_units(self, inputs: Any) -> Plan:
+    def _plan_units(self) -> Plan:
         model, output = self.inner.model, self.output_device
         ratio = 1 + trained_share(model) * (1 + self.options.optimizer_state)
         stages, routes = initial_stages(model, self.device_specs, output_device=output, memory_ratio=ratio)
@@ -103,32 +103,30 @@ class Planner:
             return self._leave_unsplit("microbatches=1 runs the model as it is")
         profiler = Profiler(
             inner=self.inner,
+            batch=self._batch,
             stages=stages,
             routes=routes,
             output_device=output,
-            batch_dim=self.options.batch_dim,
             sizes=(self._least_samples(),) * 2,
-            restore=self._state.restore,
-            watching=self._state.watching,
+            state=self._state,
         )
         while True:
             try:
-                return self._plan_within_caps(profiler, inputs)
+                return self._plan_within_caps(profiler)
             except torch.OutOfMemoryError as error:
                 self._lower_caps(error)
 
-    def _plan_within_caps(self, profiler: Profiler, inputs: Any) -> Plan:
-        given: dict[str, Any] = {"options": self.options, "specs": self.device_specs, "placement": self.placement}
-        with self._explained_split_failure(profiler, inputs):
-            fit = first_fit(profiler, inputs, samples=self._samples, **given)
+    def _plan_within_caps(self, profiler: Profiler) -> Plan:
+        with self._explained_split_failure(profiler):
+            fit = first_fit(profiler, options=self.options, specs=self.device_specs, placement=self.placement)
         bytes_, spec = unsplit_bytes(fit.profile, memory=fit.memory), spec_of(self.output_device, self.device_specs)
         if len(profiler.stages) == 1 and bytes_ <= spec.cap_bytes:
             self.placement.move(units.module_stages(self.inner.model, profiler.routes), profiler.stages)
             if self.options.microbatches == 1:
                 return self._leave_unsplit("microbatches=1 runs the model as it is")
             self._predicted = {spec.device: bytes_}
-            fit = replace(fit, profile=replace(fit.profile, unsplit_s=self._seconds(self.inner, inputs)))
-        return self._choose(fit, inputs)
+            fit = replace(fit, profile=replace(fit.profile, unsplit_s=self._seconds(self.inner)))
+        return self._choose(fit)
 
     def _lower_caps(self, error: torch.OutOfMemoryError) -> None:
         """Lower the memory limit of the device that has run out of memory, in what the planner has run last."""
@@ -146,38 +144,38 @@ class Planner:
     def _least_samples(self) -> int:
         """Return the size of the smallest micro-batch: two samples for batch norm, all if batches are not split."""
         if self.options.microbatches == 1:
-            return self._samples
-        return 2 if self._samples >= 4 and any(isinstance(m, _BatchNorm) for m in self.inner.model.modules()) else 1
+            return self._batch.size
+        return 2 if self._batch.size >= 4 and any(isinstance(m, _BatchNorm) for m in self.inner.model.modules()) else 1
 
     @contextlib.contextmanager
-    def _explained_split_failure(self, profiler: Profiler, inputs: Any) -> Iterator[None]:
-        """Replace an exception that occurs only on a part of a batch by CannotSplitError; `inputs` are all of it."""
+    def _explained_split_failure(self, profiler: Profiler) -> Iterator[None]:
+        """Replace an exception that occurs only on a part of a batch by CannotSplitError."""
         try:
             yield
         except Exception as error:
             if isinstance(error, (ConfigError, torch.OutOfMemoryError)):
                 raise
-            profiler.run(inputs)  # raises the user's error, if it is of the full batch
-            raise refusals.split_failure(split_dims(inputs, dim=self.options.batch_dim), error) from error
+            profiler.run(self._batch.size)  # raises the user's error, if it is of the full batch
+            raise refusals.split_failure(self._batch.split_dims, error) from error
 
-    def _seconds(self, call: Callable[..., Any], inputs: Any) -> float:
+    def _seconds(self, call: Callable[..., Any]) -> float:
         """Return the seconds of forward and backward, the best of three runs after a warm-up; store no gradients."""
         found = []
         for _ in range(4):
             self._state.restore()
-            args, kwargs = copy_inputs(inputs)
+            args, kwargs = copy_inputs(self._batch.inputs)
             began = synchronized_time(*self._devices)
             run_backward(self.inner.model, call(*args, **kwargs))
             found.append(synchronized_time(*self._devices) - began)
         return min(found[1:])
 
-    def _choose(self, fit: Fit, inputs: Any) -> Plan:
+    def _choose(self, fit: Fit) -> Plan:
         plan = self._make_plan(fit, fit.schedule)
         unsplit_s = fit.profile.unsplit_s
         if self.options.microbatches is not None or unsplit_s is None:
             if all(torch.device(each).type == "cpu" for each in plan.devices):
                 return plan
-            return replace(plan, measured_s=self._split_s(plan, inputs)[0])  # tells whether it fits
+            return replace(plan, measured_s=self._split_s(plan)[0])  # tells whether it fits
         if len(plan.devices) == 1:
             count = len(self.device_specs)
             why = "only one device" if count == 1 else f"no split over {count} devices is predicted to be faster"
@@ -190,7 +188,7 @@ class Planner:
             return self._leave_unsplit(f"{why}is predicted to take {_ms(predicted_s)} if split", plan)
         timed = []
         for each in faster[:_MAX_TIMED_PLANS]:
-            measured_s, refusal = self._split_s(each, inputs)
+            measured_s, refusal = self._split_s(each)
             if refusal is not None:
                 raise refusal
             timed.append(replace(each, measured_s=measured_s))
@@ -199,11 +197,11 @@ class Planner:
             return self._leave_unsplit(f"{why}{_ms(plan.measured_s or math.inf)} if split", plan)
         return plan
 
-    def _split_s(self, plan: Plan, inputs: Any) -> tuple[float, ConfigError | None]:
+    def _split_s(self, plan: Plan) -> tuple[float, ConfigError | None]:
         """Return the seconds of a step by a plan, and why its batch was not split; None: it was."""
         self._predicted = dict(zip(plan.devices, plan.memory_bytes, strict=False))
         with self.pipeline(plan) as pipeline:
-            return self._seconds(pipeline, inputs), pipeline.refusal
+            return self._seconds(pipeline), pipeline.refusal
 
     def _alternatives(self, fit: Fit) -> list[Schedule]:
         """Return the best split for each other number of micro-batches, the shortest predicted step first."""
@@ -235,7 +233,7 @@ class Planner:
             why="shortest predicted step of all splits"
             + ("; the model fits on one device, where backend='ddp' is normally faster" if fits else "")
             + ("; without recomputing, no split fits" if schedule.recompute else ""),
-            whole_inputs=self._whole_inputs,
+            whole_inputs=tuple(sorted(self._batch.not_per_sample)),
         )
 
     def _largest_speedup(self, schedule: Schedule) -> float:
@@ -250,7 +248,7 @@ class Planner:
         unsplit = plan or Plan(
             model=type(self.inner.model).__name__,
             signature=signature(self.inner.model),
-            samples=self._samples,
+            samples=self._batch.size,
             events=(),
             bounds=(0,),
             devices=devices,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from typing_extensions import override
 
-from parallelize.backends.balanced.engine import BalancedEngine, EngineOptions
+from parallelize.backends.balanced.engine import BalancedEngine
 from parallelize.backends.balanced.fit import PlannerOptions
 from parallelize.backends.balanced.plan import Plan
 from parallelize.backends.balanced.refusals import check_supported
@@ -87,20 +87,20 @@ class BalancedBackend(DDPOptions):
         """Return an engine that makes the plan and builds the pipeline on the first batch."""
         check_supported(inner)
         microbatches = 1 if self.batch_norm == "full" else self.microbatches
-        options = EngineOptions(
+        return BalancedEngine(
+            inner,
             devices=devices if self.devices is None else tuple(map(_complete, self.devices)),
             output_device=devices[0],
-            memory=self.memory,
-            planner=PlannerOptions(
+            options=PlannerOptions(
                 microbatches=None if microbatches == "auto" else microbatches,
                 recompute=self.recompute,
                 optimizer_state=self.optimizer_state,
                 batch_dim=self.batch_dim,
+                memory=self.memory,
             ),
-            plan=self.plan,
+            given=self.plan,
             ddp_options=self if world.world_size > 1 else None,
         )
-        return BalancedEngine(inner, options)
 
 
 def _complete(name: str) -> torch.device:

@@ -16,35 +16,33 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from parallelize.backends.balanced.batchnorm import BatchNorms
-from parallelize.backends.balanced.device_transfer import DeviceTransfer
+from parallelize.backends.balanced.batch import Batch, copy_inputs
 from parallelize.backends.balanced.hardware import synchronized_time
-from parallelize.backends.balanced.microbatch_run import MicrobatchRun, ModuleHooks
-from parallelize.backends.balanced.microbatch_split_join import first_samples
-from parallelize.backends.balanced.opaque_inputs import copy_inputs
+from parallelize.backends.balanced.microbatch_run import MicrobatchRun, StagedModel
 from parallelize.backends.balanced.schedule import Profile, UnitCall
+from parallelize.backends.balanced.side_effects import ModelState
 from parallelize.backends.balanced.stage_threads import Stage
 from parallelize.backends.balanced.threaded_backward import compute_gradients, has_reentrant_checkpoint
 from parallelize.backends.balanced.units import module_names, module_stages, parameter_bytes
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves
 
-__all__ = ["Profiler", "Timings", "module_bytes", "module_seconds", "profile_model", "run_backward"]
+__all__ = ["Profiler", "module_costs", "profile_model", "run_backward"]
 
 _REPEATS = 3
 
 
 @dataclass
-class Timings:
+class _Timings:
     """Measurements of one run: seconds and bytes of each unit call."""
 
     calls: list[str] = field(default_factory=list)
@@ -58,7 +56,7 @@ class _Clock:
     """Records when units begin in forward, and when their inputs' gradients are computed in backward."""
 
     def __init__(self, names: Mapping[int, str], devices: Collection[torch.device]) -> None:
-        self.timings = Timings()
+        self.timings = _Timings()
         self._names = names
         self._devices = devices
         self._began = self.now()
@@ -110,47 +108,42 @@ class Profiler:
     """Runs and measures micro-batches of a model.
 
     Args:
+        batch: the batch from which they are taken.
         routes: id of a unit -> the stages of its calls.
         sizes: number of samples of the smaller and of the larger micro-batch.
-        restore: restores the model's buffers and numbers, before each micro-batch: those of another size would leave
-            the pointers of queues at places that are no multiples of a batch.
+        state: state of the model, restored before each micro-batch: those of another size would leave the pointers of
+            queues at places that are no multiples of a batch.
         has_backward: whether tensors are saved for backward, which is measured, too.
     """
 
     inner: Inner
+    batch: Batch
     stages: tuple[Stage, ...]
     routes: Mapping[int, Sequence[int]]
     output_device: torch.device
-    batch_dim: int
     sizes: tuple[int, int]
-    restore: Callable[[], None]
-    watching: Callable[[], contextlib.AbstractContextManager[None]]
+    state: ModelState
     has_backward: bool = True
 
-    def fitted(self, inputs: Any, *, samples: int, caps: Sequence[float]) -> Profiler:
+    def fitted(self, caps: Sequence[float]) -> Profiler:
         """Return a profiler with the sizes of micro-batches that fit the stages, up to half of the batch.
 
         Args:
-            inputs: those of the batch.
-            samples: number of its samples.
             caps: bytes that each stage may use.
         """
         least, model = self.sizes[0], self.inner.model
-        if all(map(math.isinf, caps)):
-            return replace(self, sizes=(max(least, samples // 16), max(least, samples // 2)))
-        counting = replace(self, has_backward=False)
-        timings = counting.run(first_samples(inputs, least, dim=self.batch_dim), counts_saved=True)
-        modules = dict(model.named_modules())
-        saved, kept = [0] * len(caps), [0] * len(caps)
-        for name, each in zip(timings.calls, timings.saved_bytes, strict=True):
-            saved[self.routes[id(modules[name])][0]] += each
-        for module, stage in module_stages(model, self.routes):
-            kept[stage] += 2 * sum(each.nbytes for each in module.parameters(recurse=False))  # and gradients
-        fitting = [(cap - k) * least / s for cap, k, s in zip(caps, kept, saved, strict=True) if s]
-        most = min(fitting, default=math.inf)
+        counting, most = replace(self, has_backward=False), math.inf
+        if not all(map(math.isinf, caps)):
+            timings = counting.run(least, counts_saved=True)
+            saved, kept = [0] * len(caps), [0] * len(caps)
+            for name, each in zip(timings.calls, timings.saved_bytes, strict=True):
+                saved[self.routes[id(model.get_submodule(name))][0]] += each
+            for module, stage in module_stages(model, self.routes):
+                kept[stage] += 2 * sum(each.nbytes for each in module.parameters(recurse=False))  # and gradients
+            most = min(((cap - k) * least / s for cap, k, s in zip(caps, kept, saved, strict=True) if s), default=most)
         if most < least:
             return counting
-        small, large = (max(least, int(min(samples // part, most))) for part in (16, 2))
+        small, large = (max(least, int(min(self.batch.size // part, most))) for part in (16, 2))
         return replace(self, sizes=(small, large))
 
     def smaller(self) -> Profiler | None:
@@ -160,26 +153,24 @@ class Profiler:
             return replace(self, sizes=(small, max(small, large // 2)))
         return replace(self, has_backward=False) if self.has_backward else None
 
-    def microbatch(self, inputs: Any, size: int | None = None) -> Any:
-        """Return the inputs of a micro-batch of a size, by default the larger one."""
-        return first_samples(inputs, size or self.sizes[1], dim=self.batch_dim)
+    def run(self, size: int | None = None, *, counts_saved: bool = False) -> _Timings:
+        """Measure forward and backward of one micro-batch.
 
-    def run(self, inputs: Any, *, counts_saved: bool = False) -> Timings:
-        """Measure forward and backward of one micro-batch; with `counts_saved`, also the bytes that autograd saves."""
-        self.restore()
-        args, kwargs = copy_inputs(inputs)
-        model, devices = self.inner.model, {self.output_device, *(stage.device for stage in self.stages)}
-        clock = _Clock(module_names(model), devices)
-        transfer = DeviceTransfer(devices) if len(devices) > 1 else None
-        run = MicrobatchRun(self.stages, self.routes, transfer=transfer, on_unit=clock.on_unit)
+        Args:
+            size: its number of samples; None: that of the larger micro-batch.
+            counts_saved: whether to count the bytes that autograd saves.
+        """
+        self.state.restore()
+        args, kwargs = copy_inputs(self.batch.first(size or self.sizes[1]))
+        model = self.inner.model
         with contextlib.ExitStack() as stack:
-            norms = BatchNorms(model)
-            hooks = ModuleHooks(model, self.stages, self.routes, norms, output_device=self.output_device)
-            stack.callback(hooks.close)
+            staged = StagedModel(model, self.stages, self.routes, output_device=self.output_device)
+            stack.callback(staged.close)
+            clock = _Clock(module_names(model), staged.devices)
             if counts_saved or not self.has_backward:
                 stack.enter_context(_count_saved_bytes(clock.timings, (model, (args, kwargs)), keeps=self.has_backward))
-            stack.enter_context(run.active())
-            with self.watching():
+            stack.enter_context(MicrobatchRun(staged, on_unit=clock.on_unit).active())
+            with self.state.watching():
                 output = self.inner(*args, **kwargs)
             clock.end_forward()
         if self.has_backward and run_backward(model, output):
@@ -199,19 +190,18 @@ def run_backward(model: nn.Module, output: Any) -> bool:
     return True
 
 
-def profile_model(profiler: Profiler, inputs: Any, *, samples: int) -> Profile:
-    """Profile a model on a batch with this many samples, at two micro-batch sizes."""
-    modules = dict(profiler.inner.model.named_modules())
+def profile_model(profiler: Profiler) -> Profile:
+    """Profile a model at two micro-batch sizes."""
     small, large = profiler.sizes
-    rows = [_fastest(profiler, profiler.microbatch(inputs, size)) for size in dict.fromkeys(profiler.sizes)]
-    memory = profiler.run(profiler.microbatch(inputs), counts_saved=True)
+    rows = [_fastest(profiler, size) for size in dict.fromkeys(profiler.sizes)]
+    memory = profiler.run(counts_saved=True)
     few, many = rows[0], rows[-1]
     if few.calls != many.calls:
         few = many  # the calls depend on the data: use one size only
     seen: dict[int, int] = {}
     calls = []
     for i, name in enumerate(many.calls):
-        new = parameter_bytes(modules[name], seen)
+        new = parameter_bytes(profiler.inner.model.get_submodule(name), seen)
         seen |= new
         forward_line = _fit_line(few.forward_s[i], many.forward_s[i], small, large)
         backward_line = _fit_line(few.backward_s[i], many.backward_s[i], small, large)
@@ -228,59 +218,53 @@ def profile_model(profiler: Profiler, inputs: Any, *, samples: int) -> Profile:
                 input_bytes=many.input_bytes[i] / large,
             )
         )
-    return Profile(calls=tuple(calls), samples=samples, least_samples=small)
+    return Profile(calls=tuple(calls), samples=profiler.batch.size, least_samples=small)
 
 
-def module_seconds(profiler: Profiler, inputs: Any) -> dict[int, float]:
-    """Return the seconds that all forward calls of a submodule take, by id of each called submodule."""
-    began: list[tuple[nn.Module, float]] = []
-    found: dict[int, float] = {}
-    known = module_names(profiler.inner.model)
-    devices = [stage.device for stage in profiler.stages]
+def module_costs(profiler: Profiler) -> tuple[dict[int, float], dict[int, float]]:
+    """Return, by ids of called submodules, the seconds of forward, and the bytes of parameters and saved tensors.
+
+    The profiler's units must be the submodules without submodules: what a module costs is the sum of those inside it.
+    """
+    called: set[int] = set()
 
     def before(module: nn.Module, _args: Any) -> None:
-        if id(module) in known and not torch.compiler.is_compiling():
-            began.append((module, synchronized_time(*devices)))
+        if not torch.compiler.is_compiling():
+            called.add(id(module))
 
-    def after(module: nn.Module, _args: Any, _output: Any) -> None:
-        if not torch.compiler.is_compiling() and began and began[-1][0] is module:
-            found[id(module)] = found.get(id(module), 0.0) + synchronized_time(*devices) - began.pop()[1]
-
-    with contextlib.ExitStack() as stack, torch.no_grad():
-        profiler.run(inputs)
-        stack.callback(register_module_forward_pre_hook(before).remove)
-        stack.callback(register_module_forward_hook(after).remove)
-        profiler.run(inputs)
-    return found
-
-
-def module_bytes(profiler: Profiler, inputs: Any, *, called: Collection[int]) -> dict[int, float]:
-    """Return the bytes of a submodule's parameters and saved tensors, by id of each called submodule.
-
-    The profiler's units must be the submodules without submodules.
-    """
-    timings = profiler.run(inputs, counts_saved=True)
+    handle = register_module_forward_pre_hook(before)
+    try:
+        memory = profiler.run(counts_saved=True)
+    finally:
+        handle.remove()
+    time = profiler.run()
     modules = dict(profiler.inner.model.named_modules())
-    kept: dict[int, int] = {}
-    for name, saved in zip(timings.calls, timings.saved_bytes, strict=True):
-        kept[id(modules[name])] = kept.get(id(modules[name]), 0) + saved
-    return {
-        id(module): sum(parameter_bytes(module).values()) + sum(kept.get(id(part), 0) for part in module.modules())
-        for module in modules.values()
-        if id(module) in called
-    }
+    seconds: dict[int, float] = {id(each): 0.0 for each in modules.values()}
+    kept: dict[int, float] = dict(seconds)
+    for name, each in zip(time.calls, time.forward_s, strict=True):
+        seconds[id(modules[name])] += each
+    for name, saved in zip(memory.calls, memory.saved_bytes, strict=True):
+        kept[id(modules[name])] += saved
+    used = [each for each in modules.values() if id(each) in called]
+    return (
+        {id(each): sum(seconds[id(part)] for part in each.modules()) for each in used},
+        {
+            id(each): sum(parameter_bytes(each).values()) + sum(kept[id(part)] for part in each.modules())
+            for each in used
+        },
+    )
 
 
-def _fastest(profiler: Profiler, inputs: Any) -> Timings:
+def _fastest(profiler: Profiler, size: int) -> _Timings:
     """Return each unit call's shortest times over several runs, after a warm-up."""
-    profiler.run(inputs)
-    best = profiler.run(inputs)
+    profiler.run(size)
+    best = profiler.run(size)
     for _ in range(_REPEATS - 1):
-        again = profiler.run(inputs)
+        again = profiler.run(size)
         if again.calls != best.calls:
             return again
-        best.forward_s = [min(pair) for pair in zip(best.forward_s, again.forward_s, strict=True)]
-        best.backward_s = [min(pair) for pair in zip(best.backward_s, again.backward_s, strict=True)]
+        best.forward_s = [*map(min, best.forward_s, again.forward_s)]
+        best.backward_s = [*map(min, best.backward_s, again.backward_s)]
     return best
 
 
@@ -293,7 +277,7 @@ def _fit_line(at_small: float, at_large: float, small: int, large: int) -> tuple
 
 
 @contextlib.contextmanager
-def _count_saved_bytes(timings: Timings, known: tuple[nn.Module, Any], *, keeps: bool) -> Iterator[None]:
+def _count_saved_bytes(timings: _Timings, known: tuple[nn.Module, Any], *, keeps: bool) -> Iterator[None]:
     """Count the bytes that autograd saves in each unit call: each storage once, those of parameters and inputs never.
 
     Without `keeps`, nothing is saved, and backward is impossible.

@@ -24,7 +24,6 @@ __all__ = [
     "split_failure",
     "stateful",
     "too_large",
-    "unjoinable",
 ]
 
 
@@ -97,16 +96,6 @@ def split_failure(dimensions: Mapping[str, int], error: Exception) -> CannotSpli
     )
 
 
-def unjoinable(what: str, why: str) -> ConfigError:
-    """Build the error for using an output that cannot be joined."""
-    return CannotSplitError(
-        what,
-        why=f"{why}, so they cannot be joined",
-        fix="return tensors per sample, padded to one length, as by pad_packed_sequence(total_length=), or means over "
-        f"samples (scalars); {_NO_CACHE}",
-    )
-
-
 def stateful(names: Sequence[str]) -> CannotSplitError:
     """Build the error for a forward that stores state on the model."""
     listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -156,10 +145,15 @@ def another_model(expected: str, given: str) -> ConfigError:
 
 
 class UnjoinedOutput:
-    """Placeholder for an output that cannot be joined; raises ConfigError when it is used."""
+    """Placeholder for an output that cannot be joined; raises CannotSplitError when it is used."""
 
-    def __init__(self, error: ConfigError) -> None:
-        self.__dict__["error"] = error
+    def __init__(self, what: str, why: str) -> None:
+        self.__dict__["error"] = CannotSplitError(
+            what,
+            why=f"{why}, so they cannot be joined",
+            fix="return tensors per sample, padded to one length, as by pad_packed_sequence(total_length=), or means "
+            f"over samples (scalars); {_NO_CACHE}",
+        )
 
     def __repr__(self) -> str:
         return f"<{str(self.__dict__['error']).splitlines()[0]}>"

@@ -1,12 +1,10 @@
-"""Side effects of forward: detects random numbers and state stored on the model, restores RNG states and buffers."""
+"""Side effects of forward: finds what it changes in the model, its gradients and random generators, and restores it."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
-import random
-import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -15,49 +13,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.backends.balanced.device_transfer import write_count
+from parallelize.runtime.containers import leaves
 from parallelize.runtime.gradients import gradient_version
+from parallelize.runtime.rng_state import RNGState
 
-__all__ = [
-    "ModelState",
-    "RNGState",
-    "changed_attributes",
-    "changed_gradients",
-    "clone_inference_tensors",
-    "default_generator",
-    "python_rng_state",
-]
+__all__ = ["ModelState"]
 
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the global generator of a device."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module: Any = torch.get_device_module(device)
-    generator: torch.Generator = module.default_generators[device.index or 0]
-    return generator
-
-
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
-"""Attributes that torch sets on every module, such as its hooks, and the forward that a block replaces."""
-
-
-class RNGState:
-    """States of the global generators of the CPU and of `devices`."""
-
-    def __init__(self, devices: Collection[torch.device]) -> None:
-        self._generators = [default_generator(device) for device in {torch.device("cpu"), *devices}]
-        self._states = [generator.get_state() for generator in self._generators]
-
-    def has_changed(self) -> bool:
-        """Return whether random numbers were drawn since then."""
-        pairs = zip(self._generators, self._states, strict=True)
-        return any(not torch.equal(generator.get_state(), state) for generator, state in pairs)
-
-    def restore(self) -> None:
-        """Restore the states."""
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"} - {"training"})
+"""Attributes that torch sets on every module, such as its hooks, and the forward that a block replaces; no mode."""
 
 
 class _Writes(TorchDispatchMode):
@@ -96,22 +60,22 @@ class _Writes(TorchDispatchMode):
 
 
 class ModelState:
-    """Copy of a model's buffers, its modules' modes and other numbers, its gradients, and RNG states of `devices`."""
+    """Copy of a model's buffers, its modules' attributes, its gradients, and RNG states of Python and `devices`."""
 
     def __init__(self, model: nn.Module, devices: Collection[torch.device]) -> None:
-        self.rng = RNGState(devices)
+        self.rng, self.python_rng = RNGState(devices), RNGState(None, has_python=True)
         self._model = model
         self._written: dict[str, tuple[nn.Module, str, Any, torch.Tensor | None]] | None = None
-        self._gradients = [(each, each.grad) for each in model.parameters() if each.is_leaf]
-        self._numbers = [
-            (module, {name: value for name, value in vars(module).items() if type(value) in {bool, int, float}})
-            for module in model.modules()
-        ]
-        self._buffers = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
+        named = model.named_parameters()
+        self._gradients = [(name, each, each.grad if each.is_leaf else None, _version(each)) for name, each in named]
+        self._attributes = {
+            path: (module, name, each, _contents(each), copy.copy(each) if type(each) in {list, dict, set} else None)
+            for path, module, name, each in _attributes(model)
+        }
+        self._buffers = {
+            path: (module, name, each, write_count(each), each.detach().clone())
+            for path, module, name, each in _buffers(model)
+        }
 
     @property
     def written(self) -> list[str]:
@@ -142,22 +106,43 @@ class ModelState:
                 if not is_same or value is not None:
                     self._written[path] = module, name, each, value
 
+    def changed_gradients(self) -> list[str]:
+        """Return the names of the parameters whose gradients have changed."""
+        return [name for name, each, _, version in self._gradients if _version(each) != version]
+
+    def changed(self) -> list[str]:
+        """Return the names of the attributes and buffers that have changed, except batch norm's."""
+        before: Any = self._attributes
+        found = {
+            path
+            for path, _, name, value in _attributes(self._model)
+            if name != "training" and (path not in before or not _is_same(value, *before[path][2:4]))
+        }
+        for path, module, _, each in _buffers(self._model):
+            _, _, buffer, version, value = self._buffers.get(path, (None, "", None, 0, each))
+            # `buffer.data.mul_()` does not count as a change of the buffer.
+            is_same = buffer is each and version == write_count(each) and not _has_changed(each, value)
+            if not is_same and not isinstance(module, _BatchNorm):
+                found.add(path)
+        return sorted(found)
+
     def restore(self) -> None:
-        """Restore buffers, written parameters, numbers, gradients that were replaced, and RNG states."""
+        """Restore buffers, written parameters, numbers, gradients that were replaced, and torch's RNG states."""
         for module, name, parameter, written in (self._written or {}).values():
             module._parameters[name] = parameter
             if written is not None:
                 parameter.data.copy_(written)
         with torch.no_grad():
-            for module, name, buffer, value in self._buffers:
+            for module, name, buffer, _, value in self._buffers.values():
                 if getattr(module, name) is not buffer:
                     setattr(module, name, buffer)
                 buffer.copy_(value)
-        for parameter, gradient in self._gradients:
-            if parameter.grad is not gradient:
+        for _, parameter, gradient, _ in self._gradients:
+            if parameter.is_leaf and parameter.grad is not gradient:
                 parameter.grad = gradient
-        for module, numbers in self._numbers:
-            vars(module).update(numbers)
+        for module, name, value, *_ in self._attributes.values():
+            if type(value) in {bool, int, float}:
+                vars(module)[name] = value
         self.rng.restore()
 
     @contextlib.contextmanager
@@ -167,79 +152,50 @@ class ModelState:
         Args:
             keeps_caches: containers, None and text are restored only if an exception is raised.
         """
-        held = [
-            (module, name, value, copy.copy(value))
-            for module in self._model.modules()
-            for name, value in vars(module).items()
-            if name not in _OF_EVERY_MODULE and (value is None or type(value) in {str, list, dict, set})
-        ]
-        numpy: Any = sys.modules.get("numpy")
-        python, drawn = random.getstate(), numpy and numpy.random.get_state()
         is_kept = False
         try:
             yield
             is_kept = keeps_caches
         finally:
             self.restore()
-            random.setstate(python)
-            if numpy:
-                numpy.random.set_state(drawn)
-            for module, name, value, content in () if is_kept else held:
+            self.python_rng.restore()
+            if not is_kept:
+                self._restore_caches()
+
+    def _restore_caches(self) -> None:
+        for module, name, value, _, content in self._attributes.values():
+            if content is not None or value is None or type(value) is str:
                 vars(module)[name] = value
-                if isinstance(value, list):
-                    value[:] = content
-                elif isinstance(value, (dict, set)) and not _is_equal(value, content):
-                    value.clear()
-                    value.update(content)
+            if isinstance(content, list):
+                value[:] = content
+            elif content is not None and not _is_equal(value, content):
+                value.clear()
+                value.update(content)
 
 
-def clone_inference_tensors(inputs: Any) -> Any:
-    """Return the inputs, with clones of tensors made in inference mode: autograd cannot save these."""
-    return map_leaves(lambda x: x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x, inputs)
+def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield the path, module, name and value of each attribute that torch does not set on every module."""
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OF_EVERY_MODULE:
+                yield f"{prefix}.{name}".lstrip("."), module, name, value
 
 
-def python_rng_state() -> Any:
-    """Return the states of the global generators of Python's `random` and of NumPy."""
-    numpy: Any = sys.modules.get("numpy")
-    return random.getstate(), numpy and str(numpy.random.get_state())
+def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, each in module.named_buffers(recurse=False):
+            yield f"{prefix}.{name}".lstrip("."), module, name, each
 
 
-@contextlib.contextmanager
-def changed_attributes(model: nn.Module) -> Iterator[list[str]]:
-    """Yield a list that on exit has the names of the attributes and buffers that changed, except batch norm's."""
-    changed: list[str] = []
-    before = _state(model)
-    values = {name: each.detach().clone() for name, each in _tracked_buffers(model)}
-    yield changed
-    after = _state(model)
-    found = {name for name in after if name not in before or not _is_same(before[name], after[name])}
-    # `buffer.data.mul_()` does not count as a change of the buffer.
-    found |= {name for name, each in _tracked_buffers(model) if name in values and _has_changed(each, values[name])}
-    changed += sorted(found)
-
-
-@contextlib.contextmanager
-def changed_gradients(model: nn.Module) -> Iterator[list[str]]:
-    """Yield a list that on exit has the names of the parameters whose gradients changed."""
-    changed: list[str] = []
-    before = {name: _gradient_version(each) for name, each in model.named_parameters()}
-    yield changed
-    changed += [name for name, each in model.named_parameters() if _gradient_version(each) != before.get(name)]
-
-
-def _gradient_version(parameter: torch.Tensor) -> tuple[int, int] | None:
+def _version(parameter: torch.Tensor) -> tuple[int, int] | None:
     # Not of a leaf: torch.func.functional_call has replaced the parameter.
     return None if not parameter.is_leaf or parameter.grad is None else gradient_version(parameter.grad)
 
 
-def _tracked_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
-            yield from module.named_buffers(prefix=prefix, recurse=False)
-
-
 def _contents(value: Any) -> Any:
-    """Return the length of a container, and the numbers in it."""
+    """Return the length of a container, and the numbers in it; None for other values."""
+    if not isinstance(value, (list, dict, set)):
+        return None
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return len(value), [pair for pair in itertools.islice(items, 1000) if type(pair[1]) in {bool, int, float, str}]
 
@@ -257,20 +213,7 @@ def _has_changed(one: torch.Tensor, other: torch.Tensor) -> bool:
     return not torch.equal(one.nan_to_num(), other.to(one.device).nan_to_num())
 
 
-def _state(model: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for prefix, module in model.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        for name, value in module.__dict__.items():
-            if name not in _OF_EVERY_MODULE:
-                found[dot + name] = (value, _contents(value)) if isinstance(value, (list, dict, set)) else value
-        if not isinstance(module, _BatchNorm):
-            named = module.named_buffers(recurse=False)
-            found.update({f"{dot}{name}": (each, each._version) for name, each in named})
-    return found
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2:
-        return one[0] is other[0] and one[1] == other[1]
-    return one is other or (isinstance(one, (bool, int, float, str)) and type(one) is type(other) and one == other)
+def _is_same(value: Any, before: Any, contents: Any) -> bool:
+    if value is before:
+        return bool(_contents(value) == contents)
+    return isinstance(value, (bool, int, float, str)) and type(value) is type(before) and bool(value == before)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from parallelize.backends.balanced.batch import Batch
 from parallelize.backends.balanced.fit import PlannerOptions
 from parallelize.backends.balanced.hardware import DeviceSpec
 from parallelize.backends.balanced.planner import Planner
@@ -55,7 +56,7 @@ def test_a_prediction_faster_than_the_ideal_is_noise(microbatches, speeds, speed
         placement=None,
         options=PlannerOptions(),
     )
-    planner._samples, planner._whole_inputs = 8, ()
+    planner._batch = Batch(((torch.zeros(8),), {}), dim=0)
     made = planner._make_plan(fit, schedule)
     assert made.speedup == pytest.approx(speedup)
     assert dataclasses.replace(made, predicted_s=1.0).speedup == 2.0
@@ -66,7 +67,7 @@ class Modeled(Planner):
 
     slowdown = 1.0
 
-    def _split_s(self, plan, inputs):
+    def _split_s(self, plan):
         return plan.predicted_s * self.slowdown, None
 
 
@@ -95,8 +96,8 @@ def test_auto_splits_if_it_is_faster(slowdown):
         placement=ModelPlacement(model),
         options=PlannerOptions(),
     )
-    planner._samples, planner._whole_inputs, planner.slowdown = 16, (), slowdown
-    found = planner._choose(types.SimpleNamespace(schedule=schedule, profile=profile, memory=Memory()), inputs=None)
+    planner._batch, planner.slowdown = Batch(((torch.zeros(16),), {}), dim=0), slowdown
+    found = planner._choose(types.SimpleNamespace(schedule=schedule, profile=profile, memory=Memory()))
     assert found.is_split is (slowdown == 1.0)
     if found.is_split:
         assert (found.microbatches, found.bounds) == (16, (0, 2, 4))

@@ -11,18 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallelize import ConfigError
-from parallelize.backends.balanced.microbatch_split_join import (
-    SplitBatch,
-    UnjoinedOutput,
-    batch_size,
-    first_samples,
-    infer_batch_dims,
-    join_outputs,
-    named_leaves,
-    names_not_per_sample,
-    scalar_weights,
-    split_dims,
-)
+from parallelize.backends.balanced.batch import Batch, named_leaves
+from parallelize.backends.balanced.outputs import infer_batch_dims, join_outputs, scalar_weights
+from parallelize.backends.balanced.refusals import UnjoinedOutput
 from parallelize.runtime.containers import leaves
 
 CPU = torch.device("cpu")
@@ -43,16 +34,15 @@ def test_joining_undoes_splitting(samples: int, microbatches: int, dim: int) -> 
     """Sizes differ by at most one sample; every sample is in one part, in order; other values are passed unchanged."""
     x = torch.arange(samples * 3.0).reshape(3, samples) if dim else torch.arange(samples * 3.0).reshape(samples, 3)
     constant = torch.ones(20, 20)
-    batch = SplitBatch((({"x": x, "name": "a"}, constant), {"flag": None}), microbatches=microbatches, dim=dim)
+    batch = Batch((({"x": x, "name": "a"}, constant), {"flag": None}), dim=dim).split(microbatches)
     assert sum(batch.sizes) == samples
     assert len(batch.sizes) == min(samples, microbatches)
     assert max(batch.sizes) - min(batch.sizes) <= 1
-    parts = [batch.inputs(index) for index in range(len(batch.sizes))]
-    for args, kwargs in parts:
+    for args, kwargs in batch.inputs:
         assert args[0]["name"] == "a"
         assert args[1] is constant
         assert kwargs == {"flag": None}
-    rows = [[args[0]["x"]] for args, _ in parts]
+    rows = [[args[0]["x"]] for args, _ in batch.inputs]
     (joined,) = join(rows, batch.sizes, dims={0: dim})
     assert torch.equal(joined, x)
 
@@ -125,31 +115,33 @@ def test_names_are_in_the_order_of_leaves() -> None:
 def test_tensors_longer_than_an_earlier_batch_are_not_split() -> None:
     """Tensors that are not per sample are named, and not split when a later batch is as long as they are."""
     classes = torch.zeros(5)
-    seen = names_not_per_sample(((torch.zeros(8, 2),), {"weight": classes, "mask": torch.zeros(1, 8)}), dim=0)
+    seen = Batch(((torch.zeros(8, 2),), {"weight": classes, "mask": torch.zeros(1, 8)}), dim=0).not_per_sample
     assert seen == {"weight (1-D)"}
     rest = ((torch.zeros(5, 2),), {"weight": classes, "mask": torch.zeros(5, 8)})
-    args, kwargs = SplitBatch(rest, microbatches=5, dim=0, whole_inputs=seen).inputs(0)
+    batch = Batch(rest, dim=0, whole_inputs=seen)
+    args, kwargs = batch.split(5).inputs[0]
     assert [args[0].shape, kwargs["weight"].shape, kwargs["mask"].shape] == [(1, 2), (5,), (1, 8)]
-    _, kwargs = first_samples(rest, 2, dim=0, whole_inputs=seen)
+    _, kwargs = batch.first(2)
     assert [kwargs["weight"].shape, kwargs["mask"].shape] == [(5,), (2, 8)]
 
 
 def test_one_number_per_sample_is_split_for_any_batch_dim() -> None:
     """1-D tensors such as sequence lengths are split along dimension 0 even if batch_dim is 1."""
     inputs = ((torch.zeros(6, 4, 2), torch.arange(4)), {})
-    batch = SplitBatch(inputs, microbatches=2, dim=1)
-    args, _ = batch.inputs(1)
+    batch = Batch(inputs, dim=1)
+    args, _ = batch.split(2).inputs[1]
     assert args[0].shape == (6, 2, 2)
     assert args[1].tolist() == [2, 3]
-    assert first_samples(inputs, 3, dim=1)[0][1].tolist() == [0, 1, 2]
-    assert split_dims(inputs, dim=1) == {"0 (3-D)": 1, "1 (1-D)": 0}
+    assert batch.first(3)[0][1].tolist() == [0, 1, 2]
+    assert batch.split_dims == {"0 (3-D)": 1, "1 (1-D)": 0}
 
 
 def test_the_first_samples() -> None:
     """A part of a batch contains other values unchanged."""
     inputs = ((torch.zeros(8, 2), torch.zeros(3)), {"flag": True})
-    (x, other), kwargs = first_samples(inputs, 5, dim=0)
+    batch = Batch(inputs, dim=0)
+    (x, other), kwargs = batch.first(5)
     assert x.shape == (5, 2)
     assert other.shape == (3,)
     assert kwargs == {"flag": True}
-    assert batch_size(inputs, dim=0) == 8
+    assert batch.size == 8

@@ -1,0 +1,203 @@
+"""Batch: the inputs of a model, which can be split into micro-batches.
+
+A tensor anywhere in the arguments is split along `batch_dim` (a 1-D tensor along its only dimension) if that dimension
+is as long as the batch, in this and in every earlier batch. All other values are passed to every micro-batch.
+
+Objects such as caches, neither tensors nor plain values, cannot be split, and micro-batches that shared one would see
+what others have left in it: batches with such an opaque object are not split.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from parallelize.backends.balanced.refusals import CannotSplitError
+from parallelize.errors import ConfigError
+from parallelize.runtime.containers import map_leaves
+
+__all__ = ["Batch", "Split", "copy_inputs", "named_leaves", "opaque_inputs", "rebuild"]
+
+_PLAIN_TYPES = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum, type),
+    *(torch.Tensor, torch.dtype, torch.device, torch.Generator, torch.Size, nn.Module),
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
+)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A batch in micro-batches.
+
+    Args:
+        inputs: arguments and keyword arguments of each micro-batch.
+        sizes: number of samples of each micro-batch.
+        bounds: views that replace inputs that require grad; a backward of the micro-batches ends there.
+    """
+
+    inputs: list[Any]
+    sizes: tuple[int, ...]
+    bounds: list[torch.Tensor]
+
+
+class Batch:
+    """The inputs of a model.
+
+    Args:
+        inputs: arguments and keyword arguments.
+        dim: batch dimension; None: nothing is split, as if all of it were one sample.
+        whole_inputs: names of tensors that are not split, even if they are as long as this batch.
+
+    Attributes:
+        size: number of samples: the length of the batch dimension in the first tensor that has one.
+        not_per_sample: names of tensors of another length, and those in `whole_inputs`.
+        split_dims: the dimension along which each split input is split, by the input's name.
+
+    Raises:
+        CannotSplitError: no tensor has the batch dimension, or an argument is packed or nested.
+    """
+
+    def __init__(self, inputs: Any, *, dim: int | None, whole_inputs: Collection[str] = ()) -> None:
+        self.inputs = inputs
+        named = list(named_leaves(inputs))
+        self._flat = [leaf for _, leaf in named]
+        self.size = 1 if dim is None else _size(self._flat, dim)
+        axes = [None if dim is None else _axis(leaf, dim) for leaf in self._flat]
+        lengths = [None if axis is None else leaf.shape[axis] for leaf, axis in zip(self._flat, axes, strict=True)]
+        # Length 1 is left out: the tensor may be broadcast in this batch, and per sample in the next one.
+        others = {name for (name, _), length in zip(named, lengths, strict=True) if length not in {None, 1, self.size}}
+        self.not_per_sample = others.union(whole_inputs)
+        self._axes = [
+            axis if length == self.size and name not in whole_inputs else None
+            for (name, _), axis, length in zip(named, axes, lengths, strict=True)
+        ]
+        self.split_dims = {name: axis for (name, _), axis in zip(named, self._axes, strict=True) if axis is not None}
+
+    def first(self, samples: int) -> Any:
+        """Return the inputs for the first samples."""
+        return rebuild(self.inputs, [_part(leaf, axis, 0, min(samples, self.size)) for leaf, axis in self._leaves()])
+
+    def split(self, microbatches: int, *, is_bounded: bool = False) -> Split:
+        """Split the batch.
+
+        Args:
+            microbatches: maximum number of micro-batches.
+            is_bounded: whether inputs that require grad are replaced by views.
+        """
+        count = max(1, min(microbatches, self.size))
+        sizes = tuple(self.size // count + (index < self.size % count) for index in range(count))
+        inputs = enumerate(self._flat if is_bounded else ())
+        bounds = {i: x.view_as(x) for i, x in inputs if isinstance(x, torch.Tensor) and x.requires_grad}
+        found = [(bounds.get(i, leaf), axis) for i, (leaf, axis) in enumerate(self._leaves())]
+        parts = [
+            [_part(leaf, axis if count > 1 else None, sum(sizes[:index]), size) for leaf, axis in found]
+            for index, size in enumerate(sizes)
+        ]
+        return Split([rebuild(self.inputs, part) for part in parts], sizes, list(bounds.values()))
+
+    def _leaves(self) -> Iterator[tuple[Any, int | None]]:
+        return zip(self._flat, self._axes, strict=True)
+
+
+def opaque_inputs(inputs: Any) -> dict[str, Any]:
+    """Return the opaque inputs by name: sets, deques, and objects with attributes that are not plain values."""
+    return {name: leaf for name, leaf in named_leaves(inputs) if _is_opaque(leaf)}
+
+
+def copy_inputs(inputs: Any) -> Any:
+    """Return copies of the inputs, without their graphs, so that planning does not modify the user's objects.
+
+    Raises:
+        ConfigError: an object cannot be copied, for example because it holds a tensor with an autograd graph.
+    """
+    return rebuild(inputs, [_copied(name, leaf) for name, leaf in named_leaves(inputs)])
+
+
+def rebuild(like: Any, flat: Collection[Any]) -> Any:
+    """Return the nested containers of `like`, with the values of `flat` as leaves."""
+    values = iter(flat)
+    return map_leaves(lambda _: next(values), like)
+
+
+def named_leaves(inputs: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, leaf) in the order of `leaves`; a name, such as `0.mask (2-D)`, is the same in every batch."""
+    args, kwargs = inputs
+    for place, value in [*((str(index), each) for index, each in enumerate(args)), *kwargs.items()]:
+        for path, leaf in _paths(place, value):
+            yield f"{path} ({leaf.dim()}-D)" if isinstance(leaf, torch.Tensor) else path, leaf
+
+
+def _paths(at: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        inner: list[tuple[Any, Any]] = list(value.items())
+    elif isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "to")):
+        inner = list(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
+    else:
+        yield at, value
+        return
+    for key, each in inner:
+        yield from _paths(f"{at}.{key}", each)
+
+
+def _size(flat: list[Any], dim: int) -> int:
+    if any(isinstance(leaf, PackedSequence) for leaf in flat):
+        raise CannotSplitError(
+            "an input of the model is a PackedSequence",
+            why="its samples are interleaved",
+            fix="pass the padded tensor with its lengths, and pack it in forward",
+        )
+    for leaf in flat:
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            raise CannotSplitError(
+                "an input of the model is a nested tensor", why="it has no slices", fix="pass a padded tensor"
+            )
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
+            return leaf.shape[dim]
+    raise CannotSplitError(
+        f"no argument of the model has a dimension {dim}",
+        why="batches are split along their batch dimension",
+        fix="pass tensors, alone or in containers; set their batch dimension: BalancedBackend(batch_dim=1)",
+    )
+
+
+def _axis(leaf: Any, dim: int) -> int | None:
+    """Return the batch dimension of a leaf: `dim`, or 0 for a 1-D tensor; None if the leaf has no such dimension."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return None
+    if leaf.dim() == 1:
+        return 0
+    return dim if leaf.dim() > dim else None
+
+
+def _part(leaf: Any, axis: int | None, start: int, length: int) -> Any:
+    # Slices, unlike the outputs of torch.split, may be changed in place.
+    return leaf if axis is None else leaf.narrow(axis, start, length)
+
+
+def _copied(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    try:
+        return copy.deepcopy(leaf) if _is_opaque(leaf) else leaf
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"argument {name} of the model, a {type(leaf).__name__}, cannot be copied",
+            why="the first batch runs several times while the pipeline is planned, which could change the object",
+            fix="pass a plan made from other batches, plan=; or run another batch first",
+        ) from error
+
+
+def _is_opaque(leaf: Any) -> bool:
+    return not isinstance(leaf, _PLAIN_TYPES) and (isinstance(leaf, (set, deque)) or hasattr(leaf, "__dict__"))
