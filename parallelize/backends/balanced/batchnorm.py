@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,31 +27,17 @@ from parallelize.errors import ConfigError
 
 __all__ = ["BatchNorms", "Moments"]
 
+_STATE = ("running_mean", "running_var", "num_batches_tracked", "momentum")
 
-@dataclass(frozen=True)
-class _CallMoments:
-    count: int
+
+class _CallMoments(NamedTuple):
+    size: int  # number of values per channel
     mean: torch.Tensor  # shape (C,)
     variance: torch.Tensor  # shape (C,), unbiased
 
 
-class Moments(dict[int, list[_CallMoments]]):
-    """Moments that one micro-batch's calls of batch norm have computed, by the id of the module."""
-
-
-@dataclass(frozen=True)
-class _Tracked:
-    """A batch norm during a call: its values before, and the number of values per channel."""
-
-    mean: torch.Tensor
-    variance: torch.Tensor
-    calls: torch.Tensor | None
-    momentum: float | None
-    count: int
-
-    def restore(self, module: _BatchNorm) -> None:
-        module.running_mean, module.running_var = self.mean, self.variance
-        module.num_batches_tracked, module.momentum = self.calls, self.momentum
+Moments = dict[int, list[_CallMoments]]
+"""Moments that one micro-batch's calls of batch norm have computed, by the id of the module."""
 
 
 class BatchNorms:
@@ -62,7 +47,8 @@ class BatchNorms:
         self._modules = {id(each): each for each in model.modules() if isinstance(each, _BatchNorm)}
         # A module that several stages call may run in several threads.
         self._locks = {key: threading.RLock() for key in self._modules}
-        self._before: dict[int, _Tracked] = {}
+        # Of a module during a call: the number of values per channel, and the module's state before.
+        self._before: dict[int, tuple[int, dict[str, Any]]] = {}
 
     def __contains__(self, module: object) -> bool:
         return id(module) in self._modules
@@ -92,30 +78,25 @@ class BatchNorms:
                 fix="use larger batches or fewer micro-batches, BalancedBackend(batch_norm='full'), or group norm",
             )
         self._locks[id(module)].acquire()
-        calls = norm.num_batches_tracked
-        self._before[id(module)] = _Tracked(
-            norm.running_mean, norm.running_var, calls, norm.momentum, x.numel() // x.shape[1]
-        )
+        self._before[id(module)] = x.numel() // x.shape[1], {name: getattr(norm, name) for name in _STATE}
         norm.running_mean, norm.running_var = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
-        norm.num_batches_tracked = None if calls is None else calls.clone()
+        norm.num_batches_tracked = None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone()
         norm.momentum = 1.0
 
     def after(self, module: nn.Module, moments: Moments | None) -> None:
         """Restore a batch norm that has run; add its moments to those of the micro-batch, if there is one."""
-        tracked = self._before.pop(id(module), None)
-        if tracked is None:
+        if id(module) not in self._before:
             return
-        norm = self._modules[id(module)]
+        norm, count = self._modules[id(module)], self._before[id(module)][0]
         if moments is not None and norm.running_mean is not None and norm.running_var is not None:
-            call = _CallMoments(tracked.count, norm.running_mean, norm.running_var)
-            moments.setdefault(id(module), []).append(call)
-        tracked.restore(norm)
+            moments.setdefault(id(module), []).append(_CallMoments(count, norm.running_mean, norm.running_var))
+        self._restore(id(module))
         self._locks[id(module)].release()
 
     def restore(self) -> None:
         """Restore the batch norms in which a call has been interrupted by what is no Exception, such as Ctrl-C."""
         for key in tuple(self._before):
-            self._before.pop(key).restore(self._modules[key])
+            self._restore(key)
             self._locks[key] = threading.RLock()
 
     def update(self, of_each: Sequence[Moments]) -> None:
@@ -124,28 +105,29 @@ class BatchNorms:
             for key in dict.fromkeys(key for each in of_each for key in each):
                 _update(self._modules[key], [each[key] for each in of_each if key in each])
 
+    def _restore(self, key: int) -> None:
+        for name, value in self._before.pop(key)[1].items():
+            setattr(self._modules[key], name, value)
+
 
 def _update(norm: _BatchNorm, of_each: list[list[_CallMoments]]) -> None:
     assert norm.running_mean is not None  # only those that track statistics have moments
     assert norm.running_var is not None
     # One update per call, since a model may call a module several times in one forward.
     for call in range(max(map(len, of_each))):
-        merged = _merge([each[call] for each in of_each if call < len(each)])
+        mean, variance = _merge([each[call] for each in of_each if call < len(each)])
         if norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
-        if norm.momentum is None:
-            assert norm.num_batches_tracked is not None
-            factor = 1.0 / float(norm.num_batches_tracked)
-        else:
-            factor = norm.momentum
-        norm.running_mean.mul_(1 - factor).add_(merged.mean, alpha=factor)
-        norm.running_var.mul_(1 - factor).add_(merged.variance, alpha=factor)
+        factor = 1.0 / float(norm.num_batches_tracked or 1) if norm.momentum is None else norm.momentum
+        norm.running_mean.lerp_(mean, factor)
+        norm.running_var.lerp_(variance, factor)
 
 
-def _merge(parts: Sequence[_CallMoments]) -> _CallMoments:
-    total = sum(part.count for part in parts)
-    mean = sum((part.mean * part.count for part in parts[1:]), parts[0].mean * parts[0].count) / total
+def _merge(parts: Sequence[_CallMoments]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean and the unbiased variance of all parts."""
+    total = sum(part.size for part in parts)
+    mean = sum((part.mean * part.size for part in parts[1:]), parts[0].mean * parts[0].size) / total
     squares = torch.zeros_like(mean)
     for part in parts:
-        squares += part.variance * (part.count - 1) + (part.mean - mean) ** 2 * part.count
-    return _CallMoments(total, mean, squares / (total - 1))
+        squares += part.variance * (part.size - 1) + (part.mean - mean) ** 2 * part.size
+    return mean, squares / (total - 1)

@@ -17,7 +17,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from parallelize.backends.balanced.units import module_names
 from parallelize.runtime.containers import leaves
 
 __all__ = ["CapturedTensors"]
@@ -37,7 +36,7 @@ class CapturedTensors(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._names = module_names(model)
+        self._names = {id(module): name for name, module in model.named_modules()}
         self._running: list[str] = []
         self._found: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._handles: list[Any] = []

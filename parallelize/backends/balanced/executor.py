@@ -85,7 +85,7 @@ class Executor:
         except BaseException:
             self.staged.norms.restore()
             raise
-        return outputs, [run.moments or Moments() for run in runs]
+        return outputs, [run.moments or {} for run in runs]
 
     def _one_by_one(self, calls: Sequence[Call], buffers: Sequence[str]) -> list[Any]:
         named = {name: self.staged.model.get_buffer(name) for name in buffers}

@@ -69,7 +69,7 @@ class MicrobatchRun:
         microbatch: Microbatch | None = None,
     ) -> None:
         self.microbatch = microbatch
-        self.moments: Moments | None = Moments()
+        self.moments: Moments | None = {}
         self.defers_statistics = True
         self.staged = staged
         self._transfer = DeviceTransfer(staged.devices, copies) if len(staged.devices) > 1 else None

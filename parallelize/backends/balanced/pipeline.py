@@ -239,13 +239,9 @@ class Pipeline(nn.Module):
     def _validation(self, batch: Batch, count: int) -> BatchValidation:
         def split(kind: BatchKind) -> tuple[list[list[Any]], Sequence[int]]:
             copied = self._batch(copy_inputs(batch.inputs)).split(count)
-            try:
-                is_threaded = self._is_threaded(kind)
+            is_threaded = self._is_threaded(kind)
+            with refusals.explained_split_failure(batch.split_dims):
                 outputs, _ = self._executor.run(self._call, copied, is_threaded=is_threaded, buffers=kind.buffers)
-            except (ConfigError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                raise refusals.split_failure(batch.split_dims, error) from error
             return [list(leaves(output)) for output in outputs], copied.sizes
 
         return BatchValidation(

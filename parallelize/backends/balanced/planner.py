@@ -11,10 +11,11 @@ The model's forward hooks run during planning. Buffers and RNG states are restor
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,7 +118,8 @@ class Planner:
                 self._lower_caps(error)
 
     def _plan_within_caps(self, profiler: Profiler) -> Plan:
-        with self._explained_split_failure(profiler):
+        whole = functools.partial(profiler.run, self._batch.size)
+        with refusals.explained_split_failure(self._batch.split_dims, run_whole=whole):
             fit = first_fit(profiler, options=self.options, specs=self.device_specs, placement=self.placement)
         bytes_, spec = unsplit_bytes(fit.profile, memory=fit.memory), spec_of(self.output_device, self.device_specs)
         if len(profiler.stages) == 1 and bytes_ <= spec.cap_bytes:
@@ -146,17 +148,6 @@ class Planner:
         if self.options.microbatches == 1:
             return self._batch.size
         return 2 if self._batch.size >= 4 and any(isinstance(m, _BatchNorm) for m in self.inner.model.modules()) else 1
-
-    @contextlib.contextmanager
-    def _explained_split_failure(self, profiler: Profiler) -> Iterator[None]:
-        """Replace an exception that occurs only on a part of a batch by CannotSplitError."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, (ConfigError, torch.OutOfMemoryError)):
-                raise
-            profiler.run(self._batch.size)  # raises the user's error, if it is of the full batch
-            raise refusals.split_failure(self._batch.split_dims, error) from error
 
     def _seconds(self, call: Callable[..., Any]) -> float:
         """Return the seconds of forward and backward, the best of three runs after a warm-up; store no gradients."""

@@ -32,7 +32,7 @@ from parallelize.backends.balanced.schedule import Profile, UnitCall
 from parallelize.backends.balanced.side_effects import ModelState
 from parallelize.backends.balanced.stage_threads import Stage
 from parallelize.backends.balanced.threaded_backward import compute_gradients, has_reentrant_checkpoint
-from parallelize.backends.balanced.units import module_names, module_stages, parameter_bytes
+from parallelize.backends.balanced.units import module_stages, parameter_bytes
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves
 
@@ -166,7 +166,7 @@ class Profiler:
         with contextlib.ExitStack() as stack:
             staged = StagedModel(model, self.stages, self.routes, output_device=self.output_device)
             stack.callback(staged.close)
-            clock = _Clock(module_names(model), staged.devices)
+            clock = _Clock({id(each): name for name, each in model.named_modules()}, staged.devices)
             if counts_saved or not self.has_backward:
                 stack.enter_context(_count_saved_bytes(clock.timings, (model, (args, kwargs)), keeps=self.has_backward))
             stack.enter_context(MicrobatchRun(staged, on_unit=clock.on_unit).active())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,9 +20,9 @@ __all__ = [
     "UnjoinedOutput",
     "another_model",
     "check_supported",
+    "explained_split_failure",
     "forward_too_large",
     "not_sample_by_sample",
-    "split_failure",
     "stateful",
     "too_large",
 ]
@@ -82,8 +83,26 @@ def check_supported(inner: Inner) -> None:
             )
 
 
-def split_failure(dimensions: Mapping[str, int], error: Exception) -> CannotSplitError:
-    """Build the error for a forward that fails on a part of a batch, but not on the full batch."""
+@contextlib.contextmanager
+def explained_split_failure(
+    dimensions: Mapping[str, int], *, run_whole: Callable[[], object] = lambda: None
+) -> Iterator[None]:
+    """Raise CannotSplitError for a forward that fails on a part of a batch, but not on the full batch.
+
+    Args:
+        dimensions: the dimension along which each split input is split, by the input's name.
+        run_whole: runs the full batch, which raises the error if it is the user's.
+    """
+    try:
+        yield
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        run_whole()
+        raise _split_failure(dimensions, error) from error
+
+
+def _split_failure(dimensions: Mapping[str, int], error: Exception) -> CannotSplitError:
     listed = ", ".join(f"{name} along dimension {dim}" for name, dim in list(dimensions.items())[:4])
     more = f" and {len(dimensions) - 4} more" if len(dimensions) > 4 else ""
     return CannotSplitError(
@@ -140,7 +159,7 @@ def another_model(expected: str, given: str) -> ConfigError:
     return ConfigError(
         f"plan= is for {expected}, and this is {given}",
         why="a plan refers to submodules and devices by name",
-        fix="drop plan= to profile again, then save the new plan: parallelize.plan(model).save(path)",
+        fix="drop plan=, or remove its file, to profile again; to save a plan: parallelize.plan(model).save(path)",
     )
 
 

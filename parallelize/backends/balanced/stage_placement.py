@@ -82,7 +82,7 @@ def initial_stages(
     Raises:
         ConfigError: the parameters alone do not fit.
     """
-    leaf_modules = units.leaf_modules(model)
+    leaf_modules = [each for each in model.modules() if each is not model and not [*each.children()]]
     seen: dict[int, int] = {}
     sizes: list[float] = []
     for module in leaf_modules:

@@ -10,27 +10,12 @@ from torch import nn
 __all__ = [
     "border_units",
     "choose_units",
-    "leaf_modules",
-    "module_names",
     "module_stages",
     "parameter_bytes",
     "unit_routes",
 ]
 
 _FIRST_UNITS = 4
-
-
-def module_names(model: nn.Module) -> dict[int, str]:
-    """Return the first name of each submodule, by the id of the submodule."""
-    names: dict[int, str] = {}
-    for name, module in model.named_modules():
-        names.setdefault(id(module), name)
-    return names
-
-
-def leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the submodules without submodules, in the order in which they were added."""
-    return [module for module in model.modules() if module is not model and not any(True for _ in module.children())]
 
 
 def choose_units(model: nn.Module, costs: Mapping[int, float], *, at_most: float) -> list[nn.Module]:
