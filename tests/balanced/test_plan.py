@@ -184,6 +184,28 @@ def test_a_plan_can_be_saved_and_reused(tmp_path: Path) -> None:
     torch.testing.assert_close(model.tokens.weight.grad, first)
 
 
+def test_a_plan_in_a_file(tmp_path: Path) -> None:
+    """The first run writes its plan, later ones read it; a file that does not fit the run is an error."""
+    path = tmp_path / "plan.json"
+
+    def run(model: nn.Module, plan_path: Any, **options: Any) -> Plan:
+        backend = BalancedBackend(devices=("cpu", "cpu"), plan=plan_path, **{"microbatches": 4, **options})
+        with parallel_model(model, backend=backend):
+            loss_of(model(X)).backward()
+        return plan(model)
+
+    first = run(seeded(Gpt), path)
+    assert [*tmp_path.iterdir()] == [path]
+    assert run(seeded(Gpt), str(path)) == first == Plan.load(path)
+    with pytest.raises(ConfigError, match=r"plan= is for Gpt(.|\n)*remove its file"):
+        run(nn.Sequential(seeded(Gpt)), path)
+    with pytest.raises(ConfigError, match="plan= is for 4 micro-batches, with microbatches=2"):
+        run(seeded(Gpt), path, microbatches=2)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r"plan.json is not a plan"):
+        run(seeded(Gpt), path)
+
+
 def test_a_plan_can_be_printed() -> None:
     """The text shows the stages with bars, the speedup beside the ideal one, and the reason."""
     drawn = plan_for(

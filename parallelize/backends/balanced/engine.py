@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ class BalancedEngine(Engine):
         devices: devices of the run.
         output_device: device of the returned outputs, where the training loop has its targets.
         options: the user's options for the plan.
-        given: plan made earlier; None: make one from the first batch.
+        given: returns the plan made earlier; None: make one from the first batch.
+        path: file to which a plan that was made is written, by rank 0, which alone asks for `given` if there is one.
         ddp_options: options for averaging gradients over processes; None if there is one process.
     """
 
@@ -49,7 +51,8 @@ class BalancedEngine(Engine):
         devices: tuple[torch.device, ...],
         output_device: torch.device,
         options: PlannerOptions,
-        given: Plan | None,
+        given: Callable[[], Plan | None],
+        path: str | os.PathLike[str] | None,
         ddp_options: DDPOptions | None,
     ) -> None:
         self.module = _PipelineEntry(inner, self)
@@ -57,7 +60,8 @@ class BalancedEngine(Engine):
         self.averages_gradients = ddp_options is not None
         self.input_device = output_device
         self._inner = inner
-        self._devices, self._options, self._given, self._ddp_options = devices, options, given, ddp_options
+        self._devices, self._options, self._ddp_options = devices, options, ddp_options
+        self._given, self._path = given, path
         self._ddp_engine: Engine | None = None
         self._runner: nn.Module | None = None
         self._is_no_sync = False
@@ -128,17 +132,13 @@ class BalancedEngine(Engine):
             yield pipeline
 
     def _shared_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """Return the plan, equal on every rank: the user's plan, or one that rank 0 makes and broadcasts."""
-        given = self._given
-        if given is not None:
-            self._check_plan(given)
-            return given
-        if not self.averages_gradients:
-            return self._make_plan(args, kwargs)
+        """Return the plan, equal on every rank: the user's plan, or one that rank 0 reads or makes, and broadcasts."""
+        if not self.averages_gradients or (self._path is None and self._given() is not None):
+            return self._plan(args, kwargs)
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                found = [self._make_plan(args, kwargs)]
+                found = [self._plan(args, kwargs)]
             except Exception as error:  # noqa: BLE001  # raised below, on every rank
                 found = [error]
         dist.broadcast_object_list(found, src=0)
@@ -147,16 +147,22 @@ class BalancedEngine(Engine):
         plan: Plan = found[0]
         return plan
 
-    def _make_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        planner = Planner(
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        plan = self._given()
+        if plan is not None:
+            self._check_plan(plan)
+            return plan
+        plan = Planner(
             inner=self._inner,
             pipeline=self._pipeline,
             device_specs=device_specs(self._devices, memory=self._options.memory, model=self._inner.model),
             output_device=self.input_device,
             placement=self._placement,
             options=self._options,
-        )
-        return planner.plan(args, kwargs)
+        ).plan(args, kwargs)
+        if self._path is not None:
+            plan.save(self._path)
+        return plan
 
     def _check_plan(self, plan: Plan) -> None:
         model = self._inner.model

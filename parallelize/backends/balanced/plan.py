@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ __all__ = ["Plan", "plan", "remember", "signature"]
 
 _FORMAT = 2
 _BAR = 24
+_FIX = "drop plan=, or remove its file, to profile again; to save a plan: parallelize.plan(model).save(path)"
+_NUMBERS: Any = {float: (int, float)}
 _BYTES = "predicted bytes:"
 
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
@@ -100,8 +102,10 @@ class Plan:
             raise torch.OutOfMemoryError(str(text)) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+        """Write the plan as JSON; a file that exists is replaced as a whole."""
+        part = Path(f"{os.fspath(path)}.{os.getpid()}.part")
+        part.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -116,7 +120,7 @@ class Plan:
             raise ConfigError(
                 f"{os.fspath(path)} is not a plan: {error}",
                 why="it was not written by Plan.save of this version",
-                fix="drop plan= to profile again, then save the new plan: parallelize.plan(model).save(path)",
+                fix=_FIX,
             ) from error
 
     def __str__(self) -> str:
@@ -190,23 +194,13 @@ def _values(written: dict[str, Any]) -> dict[str, Any]:
 
 def _validate(found: Plan) -> Plan:
     """Return the plan; raise TypeError or ValueError if a value has the wrong type or length."""
-    kinds: dict[type | tuple[type, ...], tuple[str, ...]] = {
-        str: ("model", "signature", "why"),
-        int: ("samples", "microbatches"),
-        bool: ("recompute", "is_split"),
-        (int, float, type(None)): ("unsplit_s", "predicted_s", "measured_s"),
-    }
-    of_each: dict[type | tuple[type, ...], tuple[str, ...]] = {
-        str: ("events", "devices", "whole_inputs"),
-        int: ("bounds",),
-        (int, float): ("forward_s", "backward_s", "memory_bytes"),
-    }
-    wrong = [name for kind, names in kinds.items() for name in names if not isinstance(getattr(found, name), kind)]
-    for kind, names in of_each.items():
-        for name in names:
-            value = getattr(found, name)
-            if not isinstance(value, tuple) or not all(isinstance(each, kind) for each in value):
-                wrong.append(name)
+    wrong = []
+    for name, kind in get_type_hints(Plan).items():
+        value, first = getattr(found, name), (*get_args(kind), kind)[0]
+        values = value if get_origin(kind) is tuple and isinstance(value, tuple) else (value,)
+        is_none = value is None and type(None) in get_args(kind)
+        if not is_none and not all(isinstance(each, _NUMBERS.get(first, first)) for each in values):
+            wrong.append(name)
     if wrong:
         raise TypeError(f"wrong type of {', '.join(wrong)}")
     stages = len(found.devices)

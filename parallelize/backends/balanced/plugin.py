@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -46,6 +48,7 @@ class BalancedBackend(DDPOptions):
         batch_dim: batch dimension of the inputs.
         optimizer_state: bytes of optimizer state per byte of a trained parameter: 2 for Adam, 0 for SGD.
         plan: result of an earlier `parallelize.plan(model)`, used without profiling; other options must agree with it.
+            A path: the plan is read from this file if it exists, and else made and written there.
     """
 
     name = "balanced"
@@ -59,7 +62,7 @@ class BalancedBackend(DDPOptions):
     batch_norm: Literal["micro", "full"] = "micro"
     batch_dim: int = 0
     optimizer_state: float = 2.0
-    plan: Plan | None = None
+    plan: Plan | str | os.PathLike[str] | None = None
 
     @override
     def __post_init__(self) -> None:
@@ -79,7 +82,9 @@ class BalancedBackend(DDPOptions):
         def rename(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(str(positions.get(_complete(name), name)) for name in names)
 
-        plan = None if self.plan is None else replace(self.plan, devices=rename(self.plan.devices))
+        plan = self.plan
+        if isinstance(plan, Plan):
+            plan = replace(plan, devices=rename(plan.devices))
         return replace(self, devices=None if self.devices is None else rename(self.devices), plan=plan)
 
     @override
@@ -98,9 +103,15 @@ class BalancedBackend(DDPOptions):
                 batch_dim=self.batch_dim,
                 memory=self.memory,
             ),
-            given=self.plan,
+            given=self._given_plan,
+            path=None if isinstance(self.plan, Plan) else self.plan,
             ddp_options=self if world.world_size > 1 else None,
         )
+
+    def _given_plan(self) -> Plan | None:
+        if self.plan is None or isinstance(self.plan, Plan):
+            return self.plan
+        return replace(self, plan=Plan.load(self.plan))._given_plan() if Path(self.plan).exists() else None
 
 
 def _complete(name: str) -> torch.device:
@@ -138,7 +149,7 @@ def _faults(options: BalancedBackend) -> Iterator[Fault]:
 def _contradictions(options: BalancedBackend) -> Iterator[Fault]:
     """Yield a fault for each option that disagrees with plan=, if the plan splits the model."""
     plan = options.plan
-    if plan is None or not plan.is_split:
+    if not isinstance(plan, Plan) or not plan.is_split:
         return
     wrong = []
     if options.microbatches not in {"auto", plan.microbatches}:
