@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -295,3 +297,62 @@ def test_a_step_that_runs_out_of_memory() -> None:
         with limited(limit), pytest.raises(torch.OutOfMemoryError, match=r"predicted bytes(.|\n)*memory="):
             loss.backward()
         model(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(1000, 128), nn.Linear(128, 1000)
+        self.first, self.second = nn.LSTM(128, 128, batch_first=True), nn.LSTM(128, 128, batch_first=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(self.tokens(tokens))[0])[0])
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(*(each for _ in range(8) for each in (nn.Linear(512, 512), nn.ReLU())))
+
+
+def convolutional() -> nn.Module:
+    widths = (3, *(16,) * 6)
+    blocks = ((nn.Conv2d(i, j, 3, padding=1), nn.BatchNorm2d(j), nn.ReLU()) for i, j in itertools.pairwise(widths))
+    return nn.Sequential(*(each for block in blocks for each in block), nn.AdaptiveAvgPool2d(4), nn.Flatten())
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+
+
+@pytest.mark.gpu2
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(
+    ("make", "shape", "amp"),
+    [
+        (linear, (512, 512), False),
+        (convolutional, (32, 3, 32, 32), False),
+        (convolutional, (32, 3, 32, 32), "bf16"),
+        (encoder, (16, 64, 64), False),
+        (encoder, (16, 64, 64), "bf16"),
+        (Recurrent, (32, 32), False),
+    ],
+)
+def test_the_predicted_peak_of_each_device(make: Any, shape: tuple[int, ...], amp: Any) -> None:
+    """A step with Adam and a loss outside of the model needs the predicted bytes, within 15 %."""
+    gc.collect()
+    before = [torch.cuda.memory_allocated(device) for device in range(2)]
+    model = seeded(make).cuda()
+    x = torch.randint(1000, shape, device="cuda:0") if make is Recurrent else torch.randn(shape, device="cuda:0")
+    optimizer = torch.optim.Adam(model.parameters())
+    with parallel_model(model, backend=BalancedBackend(devices=("cuda:0", "cuda:1"), microbatches=4), amp=amp):
+        for _ in range(4):
+            for device in range(2):
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        made = plan(model)
+        names = ("cuda:0", "cuda:1")
+        peaks = {name: torch.cuda.max_memory_allocated(name) - used for name, used in zip(names, before, strict=True)}
+    assert dict(zip(made.devices, made.memory_bytes, strict=True)) == pytest.approx(peaks, rel=0.15)

@@ -31,12 +31,15 @@ class Chain:
         backward: seconds of each call's backward on a device of speed 1.
         memory: bytes that each call needs on its device.
         transfer: if a stage begins at call i, moving tensors to it, or gradients back, takes `transfer[i]` seconds.
+        copied: if a stage begins at call i, what it gets, and the gradients that the stage before gets back, take
+            `copied[i]` bytes each.
     """
 
     forward: Sequence[float]
     backward: Sequence[float]
     memory: Sequence[float]
     transfer: Sequence[float]
+    copied: Sequence[float] = ()
 
     def __len__(self) -> int:
         return len(self.forward)
@@ -103,14 +106,22 @@ def split_two_phase(chain: Chain, slots: Slots, *, exact_up_to: int = 48) -> tup
     return best
 
 
-def smallest_cap(memory: Sequence[float], devices: int) -> float:
+def smallest_cap(memory: Sequence[float], devices: int, *, copied: Sequence[float] = ()) -> float:
     """Return the smallest memory limit, in bytes, under which a chain fits on `devices` equal devices."""
     n = len(memory)
-    chain = Chain(forward=memory, backward=[0.0] * n, memory=[0.0] * n, transfer=[0.0] * n)
+    edges = _edges(copied, n)
+    # A stage's bytes and both of its edges, as costs of calls and twice the edge where it begins.
+    memory = [each + after - before for each, before, after in zip(memory, edges, edges[1:], strict=False)]
+    chain = Chain(forward=memory, backward=[0.0] * n, memory=[0.0] * n, transfer=[2 * each for each in edges[:-1]])
     slots = Slots(caps=[math.inf] * devices, speeds=[1.0] * devices)
     split_points = _search(_prefix(memory), chain, slots)
     assert split_points is not None  # no cap can be exceeded
     return max(stage_costs(memory, chain, slots, split_points))
+
+
+def _edges(copied: Sequence[float], n: int) -> list[float]:
+    """Return the bytes of copies at each possible begin or end of a stage."""
+    return [0.0, *(copied or [0.0] * n)[1:], 0.0]
 
 
 def _prefix(costs: Sequence[float]) -> list[float]:
@@ -150,6 +161,7 @@ def _search(
     `prefix` holds prefix sums of the costs; `also`, those of a second cost that is at most `limit` in every stage.
     """
     n, transfer, memory = len(chain), chain.transfer, _prefix(chain.memory)
+    edges = _edges(chain.copied, n)
     also = also or [0.0] * (n + 1)
     intervals = list(_intervals(n))
     best = [0.0] + [math.inf] * n  # best[j]: slowest stage if calls before j are on the devices handled so far
@@ -159,7 +171,7 @@ def _search(
         for i, j in intervals:
             cost, edge = (prefix[j] - prefix[i]) / speed, transfer[i] if i else 0.0
             other = (also[j] - also[i]) / speed
-            if memory[j] - memory[i] > cap or other + edge > limit or cost >= found[j]:
+            if memory[j] - memory[i] + edges[i] + edges[j] > cap or other + edge > limit or cost >= found[j]:
                 continue
             slowest = max(best[i], cost + edge)
             if slowest < found[j]:

@@ -50,6 +50,7 @@ class _Timings:
     backward_s: list[float] = field(default_factory=list)
     saved_bytes: list[int] = field(default_factory=list)
     input_bytes: list[int] = field(default_factory=list)
+    output_bytes: int = 0
 
 
 class _Clock:
@@ -173,6 +174,7 @@ class Profiler:
             with self.state.watching():
                 output = self.inner(*args, **kwargs)
             clock.end_forward()
+            clock.timings.output_bytes = _output_bytes(output)
         if self.has_backward and run_backward(model, output):
             clock.end_backward()
         else:
@@ -218,7 +220,17 @@ def profile_model(profiler: Profiler) -> Profile:
                 input_bytes=many.input_bytes[i] / large,
             )
         )
-    return Profile(calls=tuple(calls), samples=profiler.batch.size, least_samples=small)
+    output_bytes = many.output_bytes / large
+    return Profile(calls=tuple(calls), samples=profiler.batch.size, least_samples=small, output_bytes=output_bytes)
+
+
+def _output_bytes(output: Any) -> int:
+    """Return the bytes of joined outputs and, if the loss is computed from them, of it and its gradients."""
+    tensors = [each for each in leaves(output) if isinstance(each, torch.Tensor)]
+    has_loss = any(each.dim() == 0 and each.requires_grad for each in tensors)
+    # Mixed precision returns outputs in float32.
+    sizes = [each.numel() * max(each.element_size(), 4 * each.is_floating_point()) for each in tensors]
+    return sum(sizes) * (1 if has_loss else 4)
 
 
 def module_costs(profiler: Profiler) -> tuple[dict[int, float], dict[int, float]]:

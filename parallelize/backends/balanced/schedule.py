@@ -88,6 +88,7 @@ class Profile:
         unsplit_s: seconds of a step on the full batch without a pipeline; None: the model does not fit on one device.
         trained_share: fraction of the parameters that require grad.
         least_samples: size of the smallest measured micro-batch.
+        output_bytes: bytes per sample of outputs and of a loss of them, on the device of the last stage.
     """
 
     calls: tuple[UnitCall, ...]
@@ -95,6 +96,7 @@ class Profile:
     unsplit_s: float | None = None
     trained_share: float = 1.0
     least_samples: int = 1
+    output_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,8 @@ def best_schedule(profile: Profile, devices: _Specs, *, microbatches: int | None
 def needed_cap(profile: Profile, devices: _Specs, *, microbatches: int | None, memory: Memory) -> float:
     """Return the smallest memory limit per device, in bytes, under which any schedule fits."""
     m = min(microbatches or profile.samples, profile.samples)
-    return smallest_cap(_memory(profile, m=m, memory=memory), len(devices))
+    copied = [call.input_bytes * profile.samples for call in profile.calls]
+    return smallest_cap(_memory(profile, m=m, memory=memory), len(devices), copied=copied)
 
 
 def unsplit_bytes(profile: Profile, *, memory: Memory) -> float:
@@ -197,12 +200,13 @@ def _memory(profile: Profile, *, m: int, memory: Memory) -> list[float]:
     """
     weight = 1 + profile.trained_share * (1 + memory.optimizer_state)
     samples = math.ceil(profile.samples / m)
-    return [
+    needed = [
         weight * call.parameter_bytes
         + (call.input_bytes * profile.samples + call.saved_bytes * samples if memory.recompute else 0.0)
         + (0.0 if memory.recompute else call.saved_bytes * profile.samples)
         for call in profile.calls
     ]
+    return [*needed[:-1], needed[-1] + profile.output_bytes * profile.samples]
 
 
 def _schedule_for(profile: Profile, order: tuple[DeviceSpec, ...], *, m: int, memory: Memory) -> Schedule | None:
@@ -214,11 +218,13 @@ def _schedule_for(profile: Profile, order: tuple[DeviceSpec, ...], *, m: int, me
     rate = min(spec.bytes_per_s for spec in order)
     needs = _memory(profile, m=m, memory=memory)
     transfer = [call.input_bytes * samples / rate for call in profile.calls]
-    chain = Chain(forward=forward, backward=backward, memory=needs, transfer=transfer)
+    copied = [call.input_bytes * profile.samples for call in profile.calls]
+    chain = Chain(forward=forward, backward=backward, memory=needs, transfer=transfer, copied=copied)
     slots = Slots(caps=[spec.cap_bytes for spec in order], speeds=[spec.speed for spec in order])
     split_points = split_two_phase(chain, slots)
     if split_points is None:
         return None
+    edges = [0.0, *copied[1:], 0.0]
     used = [j for j in range(len(order)) if split_points[j] < split_points[j + 1]]
     forward_s = stage_costs(forward, chain, slots, split_points)
     backward_s = stage_costs(backward, chain, slots, split_points)
@@ -230,7 +236,9 @@ def _schedule_for(profile: Profile, order: tuple[DeviceSpec, ...], *, m: int, me
         recompute=memory.recompute,
         forward_s=tuple(forward_s[j] for j in used),
         backward_s=tuple(backward_s[j] for j in used),
-        memory_bytes=tuple(math.fsum(needs[split_points[j] : split_points[j + 1]]) for j in used),
+        memory_bytes=tuple(
+            edges[i] + edges[j] + math.fsum(needs[i:j]) for i, j in itertools.pairwise(split_points) if i < j
+        ),
         # All stages share one Python interpreter, so the fixed costs of micro-batches do not overlap.
         predicted_s=max(step_s([forward_s[j] for j in used], [backward_s[j] for j in used], m), m * fixed),
     )

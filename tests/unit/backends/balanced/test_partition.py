@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -120,3 +121,17 @@ def test_an_expensive_transfer_is_avoided() -> None:
     chain = Chain(forward=[2.0] * 4, backward=[2.0] * 4, memory=[0.0] * 4, transfer=[0.0, 0.0, 9.0, 0.5])
     split_points = split_two_phase(chain, Slots(caps=[math.inf] * 2, speeds=[1.0] * 2))
     assert split_points in {(0, 1, 4), (0, 3, 4)}
+
+
+@given(problems())
+def test_the_smallest_cap_includes_copies(problem: tuple[Chain, Slots]) -> None:
+    """A chain fits the smallest cap, and nothing less, if each stage holds copies at both of its ends."""
+    chain, slots = replace(problem[0], copied=problem[0].transfer), problem[1]
+    cap = smallest_cap(chain.memory, len(slots), copied=chain.copied)
+
+    def fits(limit: float) -> bool:
+        equal = Slots(caps=[limit] * len(slots), speeds=[1.0] * len(slots))
+        return split_one_phase(chain.forward, chain, equal) is not None
+
+    assert fits(cap)
+    assert cap == 0.0 or not fits(cap - 0.5)
