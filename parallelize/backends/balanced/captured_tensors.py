@@ -29,9 +29,6 @@ class CapturedTensors(TorchFunctionMode):
     """Function mode of one forward; `names` then tells which modules computed tensors that are still alive.
 
     Saved tensors are copied, so that autograd does not keep them alive.
-
-    Args:
-        model: the user's model.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -64,20 +64,15 @@ def first_fit(
 ) -> Fit:
     """Return the best schedule that fits, measured with the largest micro-batch that the devices can run.
 
-    Args:
-        profiler: profiler whose units are the submodules without submodules.
-        options: the planner's options.
-        specs: specs of the devices.
-        placement: moves the model.
+    The profiler's units are the submodules without submodules; `placement` moves the model.
 
     Raises:
         ConfigError: no schedule fits.
     """
-    caps = [spec_of(stage.device, specs).cap_bytes for stage in profiler.stages]
     fitted: Profiler | None = None
     while True:
         try:
-            fitted = fitted or profiler.fitted(caps)
+            fitted = fitted or profiler.fitted([spec_of(each.device, specs).cap_bytes for each in profiler.stages])
             return _first_fit(fitted, options=options, specs=specs, placement=placement)
         except torch.OutOfMemoryError as error:
             fitted = None if fitted is None else fitted.smaller()

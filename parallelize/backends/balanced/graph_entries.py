@@ -47,11 +47,7 @@ def _nodes(tensors: Any) -> Iterator[Any]:
 
 
 class GraphEntries:
-    """Check of each backward pass, called by `weigh_losses`; the weights of losses stay as they are.
-
-    Args:
-        context: context in which backward passes run.
-    """
+    """Check of each backward pass in a context, called by `weigh_losses`; the weights of losses stay as they are."""
 
     is_uniform = True
 
