@@ -125,7 +125,7 @@ def _make(loader: Iterable[T], options: LoaderOptions, call_site: str) -> Sharde
 
 
 class _Lines:
-    """Counts each line's loaders in a run: each has another name, a stream another seed, one per epoch another order."""
+    """Counts each line's loaders in a run: each has its name, a stream its seed, one per epoch its order."""
 
     def __init__(self) -> None:
         self._run, self._lines = active(), dict[str, LineOfCode]()
