@@ -114,6 +114,13 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch._C": {
         "_functorch": ("run under transforms of torch.func on one thread", 'backend="balanced" fails'),
         "_current_graph_task_id": ("identify the running backward, if any", "every backend with gradients fails"),
+        "_get_function_stack_at": ("read the function modes of a thread", "calls and amp fail"),
+        "_len_torch_function_stack": ("read and replace the function modes of a thread", "calls and amp fail"),
+        "_pop_torch_function_stack": ("replace the function modes of a thread", "calls and amp fail"),
+        "_push_on_torch_function_stack": ("replace the function modes of a thread", "calls and amp fail"),
+    },
+    "torch.overrides": {
+        "_get_current_function_mode_stack": ("read the default device of a thread", "calls fail"),
     },
     "torch._C._autograd": {
         "_top_saved_tensors_default_hooks": ("copy saved-tensor hooks to a stage's thread", 'backend="balanced" fails'),
@@ -121,9 +128,6 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.UntypedStorage": {
         "_cdata": ("identify the storage of a copy", 'copies under backend="fsdp" fail'),
         "_new_with_weak_ptr": ("reach the storage of a copy without owning it", 'copies under backend="fsdp" fail'),
-    },
-    "torch.overrides": {
-        "_get_current_function_mode_stack": ("read and replace the function modes of a thread", "calls and amp fail"),
     },
     "torch.utils": {
         "_python_dispatch": ("find the parameters that forward writes", 'backend="balanced" fails'),

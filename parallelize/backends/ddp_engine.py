@@ -93,6 +93,7 @@ class _DistributedDataParallel(DistributedDataParallel):
     """DistributedDataParallel that broadcasts buffers in training mode only, so that one rank alone can evaluate."""
 
     is_training: Callable[[], bool]
+    is_output_prepared: bool
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -100,16 +101,16 @@ class _DistributedDataParallel(DistributedDataParallel):
         if self.broadcast_buffers is not should_broadcast:
             self.broadcast_buffers = should_broadcast
         run: Any = super().forward
-        self._is_output_prepared = False
+        self.__dict__["is_output_prepared"] = False  # nn.Module.__setattr__ is slow
         output = run(*inputs, **kwargs)
-        if not self._is_output_prepared:
+        if not self.is_output_prepared:
             raise unsupported("backend='ddp'", instead="use backend='fsdp'")
         return output
 
     @override
     def _post_forward(self, output: Any) -> Any:
         """Pass the output's tensors to torch as a list: torch does not find tensors in dataclasses, for example."""
-        self._is_output_prepared = True
+        self.__dict__["is_output_prepared"] = True
         post_forward: Any = super()._post_forward
         if not self.find_unused_parameters:
             return post_forward(output)
@@ -164,9 +165,6 @@ class DDPEngine(Engine):
         self._applied_changes = contextlib.ExitStack()
         self._applied_changes.enter_context(changes())
         self._first_iteration = FirstIteration(module) if module.static_graph else None
-        # Whether a forward has run whose backward has not: until then, the reducer reacts to every backward pass.
-        self._is_expecting = False
-        self._handle = module.register_forward_hook(self._on_forward)
 
     @override
     def traffic(self) -> Traffic:
@@ -179,15 +177,13 @@ class DDPEngine(Engine):
         return Traffic(size_bytes, "passed to a comm hook") if self.module._comm_hooks else Traffic(size_bytes)
 
     @override
-    def is_reduction_complete(self, *, in_backward: bool) -> bool:
+    def is_reduction_complete(self) -> bool:
         if self._first_iteration is not None and not self._first_iteration.is_over:
             return False
         try:
             self.module.reducer._check_reducer_finalized()
         except RuntimeError:
             return False
-        if in_backward:
-            self._is_expecting = False
         return True
 
     @override
@@ -201,29 +197,21 @@ class DDPEngine(Engine):
     @override
     def pause(self) -> Callable[[], None] | None:
         # A static graph is recorded by counting the hooks of parameters, also those of other engines' backward passes.
-        if not self.is_reduction_complete(in_backward=False):
+        if not self.is_reduction_complete():
             return None
-        if self._is_expecting:
-            self._reset_reducer()
+        # After a forward whose backward has not run, the reducer reacts to every backward pass.
+        self.module.reducer._reset_state()
         self._applied_changes.close()
         return self._resume
 
     def _resume(self) -> None:
         if self.module.find_unused_parameters and not self.module.static_graph:
             # While paused, the reducer has recorded which parameters other engines' backward passes have used.
-            self._reset_reducer()
+            self.module.reducer._reset_state()
         self._applied_changes.enter_context(self._changes())
-
-    def _on_forward(self, *_: object) -> None:
-        self._is_expecting = self._is_expecting or (torch.is_grad_enabled() and self.module.require_backward_grad_sync)
-
-    def _reset_reducer(self) -> None:
-        self.module.reducer._reset_state()
-        self._is_expecting = False
 
     @override
     def close(self, *, failed: bool) -> None:
-        self._handle.remove()
         if self._first_iteration is not None:
             self._first_iteration.remove_hooks()
         # Otherwise the reducer's hooks stay on the AccumulateGrad nodes until the reducer is freed.
@@ -291,7 +279,8 @@ def build_ddp_engine(options: DDPOptions, module: nn.Module, *, inner: Inner, de
             bucket_cap_mb=options.bucket_cap_mb,
             **newer,
         )
-    replica.is_training = lambda: options.broadcast_buffers and inner.model.training
+    model = inner.model
+    replica.is_training = lambda: options.broadcast_buffers and model.training
     if state_and_hook is not None:
         replica.register_comm_hook(*state_and_hook)
     return DDPEngine(replica, local=module, broadcasts_buffers=options.broadcast_buffers, hook=hook, changes=changes)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import torch
 from torch import nn
 
 from parallelize.errors import ConfigError
-from parallelize.inplace.gradient_origins import AFTER_BLOCK
+from parallelize.inplace.gradient_origins import AFTER_BLOCK, GradientTracker
 from parallelize.inplace.step_watch import leave_gradient
-from parallelize.runtime.gradients import at_end_of_backward, grad_fns_of, gradient_version
+from parallelize.runtime.gradients import at_end_of_backward, gradient_version
 from parallelize.runtime.weighted_backward import bypasses_weights
 
 __all__ = ["BackwardAfterBlock"]
@@ -28,29 +28,29 @@ class BackwardAfterBlock:
 
     Args:
         model: the model of the block.
-        in_block: called when a backward pass in the block reaches an output.
+
+    Attributes:
+        tracker: records the gradients of the running block; None: no engine averages them, or the block has ended.
     """
 
-    def __init__(self, model: nn.Module, *, in_block: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         # Weak: the garbage collector does not traverse autograd nodes, so a model that stores its output would leak.
         self._model = ref(model)
         self._is_block_over = False
-        self._in_block = WeakMethod(in_block)
+        self.tracker: GradientTracker | None = None
 
-    def register_hooks(self, output: Any) -> None:
+    def register_hooks(self, nodes: Iterable[Any]) -> None:
         """Register hooks on the grad_fns of an output of the model."""
-        for node in grad_fns_of(output):
+        for node in nodes:
             node.register_prehook(self._on_backward)
 
     def close(self) -> None:
         """Mark the block as ended."""
-        self._is_block_over = True
+        self._is_block_over, self.tracker = self.tracker is not None, None
 
     def _on_backward(self, _: tuple[torch.Tensor, ...]) -> None:
-        if not self._is_block_over:
-            in_block = self._in_block()
-            if in_block is not None:
-                in_block()
+        if self.tracker is not None and self.tracker.on_backward():
+            return
         if self._is_block_over or bypasses_weights():
             before = {name: gradient_version(each.grad) for name, each in self._gradients()}
             # An engine may queue its callback after this one; a callback that this one queues runs after both.

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from parallelize.errors import SyncError
@@ -55,7 +56,7 @@ class Block:
         self._startup_summary, self._has_logged_summary = startup_summary, False
         self._same_data = same_data
         self._tracker: GradientTracker | None = None
-        self._backward_after_block = BackwardAfterBlock(engines.inner.model, in_block=self._on_backward)
+        self._backward_after_block = BackwardAfterBlock(engines.inner.model)
         self._checks = contextlib.ExitStack()
         self._forwards = SyncPoints()
         self._window = window
@@ -83,15 +84,14 @@ class Block:
             failed = False
         finally:
             route.uninstall()
-            if self._tracker is not None:
-                self._backward_after_block.close()
+            self._backward_after_block.close()
             self._checks.close()
             leave_gradients(self.model)
             self._engines.close(failed=failed)
 
     def before_forward(self, inputs: Any) -> nn.Module:
         """Return the module for a forward with grad mode on; switch the engine first if parameters have changed."""
-        if self._same_data is not None:
+        if self._same_data is not None and not self._same_data.is_over:
             self._same_data.before_forward(inputs)
         if not self._has_logged_summary:
             self._has_logged_summary = True
@@ -115,15 +115,12 @@ class Block:
         """Begin to track gradients after a forward that `module` ran; no-op if that was the local module."""
         if module is not self._engines.active.module:
             return
-        self._window.mark(output, inputs)
-        if self._tracker is not None:
-            self._tracker.after_forward()
-        if self._tracker is not None or bypasses_weights():
-            self._backward_after_block.register_hooks(output)
-
-    def _on_backward(self) -> None:
-        if self._tracker is not None:
-            self._tracker.on_backward()
+        with torch._C.DisableTorchFunction():  # modes of the user and of amp have nothing to do with it
+            nodes = self._window.mark(output, inputs)
+            if self._tracker is not None:
+                self._tracker.after_forward()
+            if self._tracker is not None or bypasses_weights():
+                self._backward_after_block.register_hooks(nodes)
 
     def local_module(self) -> nn.Module:
         """Return the module for a forward with grad mode off."""
@@ -139,8 +136,8 @@ class Block:
     def _before_averaged_forward(self) -> nn.Module:
         # Before the step's collectives, in which ranks would wait for a rank that has fewer batches.
         self._forwards.reach()
-        if self._tracker is not None:
-            self._tracker.before_forward()
+        if self._tracker is not None and not self._window.is_no_sync:
+            self._tracker.require_complete()
         return self._engines.active.module
 
     def _before_functional_call(self) -> nn.Module:
@@ -168,7 +165,7 @@ class Block:
         if engine.averages_gradients:
             if self._tracker is None:
                 claim_gradients(self.model)
-            self._tracker = GradientTracker(structure, engine=engine)
+            self._tracker = self._backward_after_block.tracker = GradientTracker(structure, engine=engine)
             self._checks.enter_context(self._tracker.running())
         is_sharded = self._run.config.backend.shards_gradients and self._run.world.world_size > 1
         is_averaging = engine.averages_gradients or is_sharded

@@ -36,7 +36,7 @@ def average_closures(model: nn.Module) -> Iterator[None]:
     ids_at_start = {id(each) for each in model.parameters()}  # during a forward, fsdp registers full parameters
 
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if find_closure(args, kwargs) is None:
+        if (len(args) == 1 and not kwargs) or find_closure(args, kwargs) is None:
             return None
         ids = ids_at_start | {id(each) for each in model.parameters()}
         is_held = any(id(each) in ids for each in parameters_of(optimizer))

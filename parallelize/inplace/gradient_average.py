@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -30,7 +31,6 @@ from parallelize.inplace.gradient_origins import GradientTracker
 from parallelize.inplace.uneven_counts import CountRange, UnevenCounts
 from parallelize.precision.loss_scale import scale_
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.gradients import parameters_of
 from parallelize.runtime.loss_counts import (
     LossCount,
     loss_counts,
@@ -42,6 +42,8 @@ from parallelize.runtime.replace_attribute import replace_attribute
 from parallelize.runtime.weighted_backward import Roots, Weight, weigh_losses
 
 __all__ = ["Average", "GradientAverage", "Window", "require_average"]
+
+_tracker, _has_forward, _is_local = attrgetter("tracker"), attrgetter("has_forward"), attrgetter("is_local")
 
 Average = Literal["ranks", "sum", "tokens"]
 _AVERAGES = ("ranks", "sum", "tokens")
@@ -107,10 +109,10 @@ class Window:
         self.parameters, self.is_averaging, self.tracker = tuple(model.parameters()), is_averaging, tracker
         self._ids = frozenset(map(id, self.parameters))
 
-    def mark(self, output: Any, inputs: Any) -> None:
-        """Store this window in the graph of a forward's output."""
+    def mark(self, output: Any, inputs: Any) -> list[Any]:
+        """Store this window in the graph of a forward's output; return the nodes of the output."""
         self.has_forward = True
-        mark_outputs(output, inputs=inputs, model=self)
+        return mark_outputs(output, inputs=inputs, model=self)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Count the backward passes in the context locally."""
@@ -123,13 +125,12 @@ class Window:
 
     def end_if_stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step if `optimizer` has parameters of the model."""
-        if self.has_forward and any(id(each) in self._ids for each in parameters_of(optimizer)):
-            self.has_forward, self.passes, self.counts = False, None, None
+        for group in optimizer.param_groups if self.has_forward else ():
+            if not self._ids.isdisjoint(map(id, group["params"])):
+                self.has_forward, self.passes, self.counts = False, None, None
 
     def end_if_cleared(self) -> None:
         """End the step if its gradients were set to None; fully_shard holds those of no_sync passes elsewhere."""
-        if self.passes is None and self.counts is None:
-            return
         has_local = self.passes is not None and self.passes.local_number and self.is_averaging
         if not has_local and all(each.grad is None for each in self.parameters):
             self.passes = self.counts = None
@@ -143,6 +144,10 @@ class Window:
 
         if isinstance(factor, torch.Tensor) or factor != 1.0:
             scale_(self.parameters, on)
+
+
+_Start = tuple[Weight | None, list[tuple[Window, Weight]]]
+"""The weight of a pass, and by what to multiply the gradients of windows after it."""
 
 
 class GradientAverage:
@@ -183,45 +188,51 @@ class GradientAverage:
         finally:
             handle.remove()
 
-    @contextlib.contextmanager
-    def during(self, roots: Roots, batch_weight: float) -> Iterator[Weight | None]:
+    def weigh(self, roots: Roots, batch_weight: float, backward: Callable[[Weight | None], None]) -> None:
         """Weight a backward pass, and let the trackers record its gradients; implements `LossWeight`."""
-        with contextlib.ExitStack() as stack:
-            for tracker in [each.tracker for each in self.windows if each.tracker is not None]:
-                stack.enter_context(tracker.during_backward())
-            stack.enter_context(_ddp_errors_explained())
-            yield stack.enter_context(self._weighted(roots, batch_weight))
+        trackers, raised = list(filter(None, map(_tracker, self.windows))), ""
+        for tracker in trackers:
+            tracker.before_backward()
+        try:
+            weight, rescaled = self._begin(roots, batch_weight)
+            backward(weight)
+            for window, factor in rescaled:
+                window.scale_gradients(factor)
+            if self._uneven_counts.compared is not None:
+                self._uneven_counts.start_reduction()
+        except BaseException as error:
+            raised = type(error).__name__
+            if "mark a variable ready only once" in str(error):
+                raise _second_gradient_error() from error
+            raise
+        finally:
+            for tracker in trackers:
+                tracker.after_backward(raised=raised)
 
-    @contextlib.contextmanager
-    def _weighted(self, roots: Roots, batch_weight: float) -> Iterator[Weight | None]:
-        forwarded = [each for each in self.windows if each.has_forward]
+    def _begin(self, roots: Roots, batch_weight: float) -> _Start:
+        forwarded = list(filter(_has_forward, self.windows))
         # Without a forward, a search through the whole graph of another model would find nothing.
         windows = models_reached(roots, among=forwarded) if forwarded else []
         if not windows:
-            yield None
-        elif self._average == "ranks":
+            return None, []
+        is_local = all(map(_is_local, windows))
+        for window in windows:
+            if window.passes is not None or window.counts is not None:
+                window.end_if_cleared()
+        if self._average == "ranks":
             window = windows[0]
-            window.end_if_cleared()
-            is_local = all(each.is_local for each in windows)
             window.counts = self._uneven_counts.compare(window.counts, roots, batch_weight, is_local=is_local)
-            yield None
-            self._uneven_counts.start_reduction()
-        elif self._average == "sum":
-            yield float(self._world_size) if batch_weight else 0.0
-        else:
-            with torch.no_grad():
-                count = _required_count(roots)
-                weight, end = self._begin(windows, count.loss, count.count if batch_weight else 0.0)
-            yield weight
-            for window, factor in end:
-                window.scale_gradients(factor)
+            return None, []
+        if self._average == "sum":
+            return float(self._world_size) if batch_weight else 0.0, []
+        with torch.no_grad():
+            found = _required_count(roots)
+            count: Any = found.count if batch_weight else 0.0
+            return self._add_pass(windows, found.loss, count, is_local=is_local and self._world_size > 1)
 
-    def _begin(self, windows: list[Window], loss: str, count: Any) -> tuple[Weight, list[tuple[Window, Weight]]]:
-        """Add a pass to the windows; return its weight, and by what to multiply gradients after it."""
-        is_local = all(each.is_local for each in windows) and self._world_size > 1
+    def _add_pass(self, windows: list[Window], loss: str, count: Any, *, is_local: bool) -> _Start:
         added: dict[_Passes | None, _Passes] = {}
         for window in windows:
-            window.end_if_cleared()
             if window.passes not in added:
                 added[window.passes] = self._add(window.passes, loss, count, is_local=is_local)
         former = windows[0].passes
@@ -259,21 +270,14 @@ class GradientAverage:
         return _Passes(loss, total, number, 0.0, 0, self._last_mean)
 
 
-@contextlib.contextmanager
-def _ddp_errors_explained() -> Iterator[None]:
-    """Replace DistributedDataParallel's error for a gradient that is computed twice in one averaging."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mark a variable ready only once" not in str(error):
-            raise
-        raise SyncError(
-            "backward computes the gradient of a parameter a second time, while the ranks average the first one",
-            why="after a forward, each gradient is averaged once: the second came from another backward through layers "
-            "that both losses share, or from a reentrant checkpoint",
-            fix="call backward once, on the sum of the losses; use torch.utils.checkpoint with use_reentrant=False; "
-            "for gradient surgery assign the all_reduce of what torch.autograd.grad returns to p.grad",
-        ) from error
+def _second_gradient_error() -> SyncError:
+    return SyncError(
+        "backward computes the gradient of a parameter a second time, while the ranks average the first one",
+        why="after a forward, each gradient is averaged once: the second came from another backward through layers "
+        "that both losses share, or from a reentrant checkpoint",
+        fix="call backward once, on the sum of the losses; use torch.utils.checkpoint with use_reentrant=False; "
+        "for gradient surgery assign the all_reduce of what torch.autograd.grad returns to p.grad",
+    )
 
 
 def _required_count(roots: Roots) -> LossCount:

@@ -125,6 +125,8 @@ def record(parameter: torch.Tensor, reason: Reason | None) -> None:
 
 _clock = itertools.count(1)
 _gradient_of = attrgetter("grad")
+_REFERENT: Any = ref.__call__
+_NO_GRADIENT: Any = ref(Reason("", ""))  # a reference to nothing
 
 
 class GradientTracker:
@@ -183,11 +185,6 @@ class GradientTracker:
         """Whether the gradient of a parameter is averaged: by the engine, or because another model shares it."""
         return name in self._structure.trained or id(self._structure.parameters.get(name)) in self._structure.shared_ids
 
-    def before_forward(self) -> None:
-        """Check, before the engine's forward, that the averaging of the previous backward pass is complete."""
-        if not self._is_no_sync:
-            self.require_complete()
-
     def after_forward(self) -> None:
         """Begin an averaging after the engine's forward, unless under no_sync."""
         if not self._is_no_sync:
@@ -200,33 +197,26 @@ class GradientTracker:
         Raises:
             SyncError: the last backward pass raised, or gave some parameters no gradient.
         """
-        self.after_backward()
+        if self._before is not None:
+            self.after_backward()
         if self._is_averaging and self._accumulated:
             raise self._incomplete_error()
 
-    @contextlib.contextmanager
-    def during_backward(self) -> Iterator[None]:
-        """Record the origins of the gradients that a backward pass inside the context changes, also if it raises."""
-        self.before_backward()
-        try:
-            yield
-        except BaseException as exc:
-            self.after_backward(raised=type(exc).__name__)
-            raise
-        self.after_backward()
-
     def before_backward(self) -> None:
         """Note the gradients before a backward pass."""
-        self.after_backward()  # of a pass that has raised, and that this package's patch of backward has not seen
+        if self._before is not None:
+            self.after_backward()  # of a pass that has raised, and that this package's patch of backward has not seen
         gradients = list(map(_gradient_of, self.parameters))
         self._before = gradients, [0 if each is None else each._version for each in gradients]
 
-    def on_backward(self) -> None:
-        """Note the gradients if no pass is known to run: one that this package's patch of backward has not seen."""
-        if self._before is None:
-            self.before_backward()
-            # The reducer may queue its callback after this one; a callback that this one queues runs after both.
-            at_end_of_backward(lambda: at_end_of_backward(self.after_backward))
+    def on_backward(self) -> bool:
+        """Note the gradients if no pass is known to run; return whether one was: this package's patch has seen it."""
+        if self._before is not None:
+            return True
+        self.before_backward()
+        # The reducer may queue its callback after this one; a callback that this one queues runs after both.
+        at_end_of_backward(lambda: at_end_of_backward(self.after_backward))
+        return False
 
     def after_backward(self, *, raised: str = "") -> None:
         """Record the origins of the gradients that the backward pass has changed.
@@ -260,7 +250,7 @@ class GradientTracker:
             )
         self._accumulated.update(reached)
         self._raised = raised
-        if self._engine.is_reduction_complete(in_backward=True):
+        if self._engine.is_reduction_complete():
             self._end_averaging(after)
 
     def _end_averaging(self, gradients: list[torch.Tensor | None]) -> None:
@@ -273,7 +263,7 @@ class GradientTracker:
         if len(averaged) < len(self._ids):
             self._record(averaged, None)
             return
-        self._averaged = [type(None) if each is None else ref(each) for each in gradients]
+        self._averaged = [_NO_GRADIENT if each is None else ref(each) for each in gradients]
         for key in self._ids if origins else ():
             origins.pop(key, None)
 
@@ -284,14 +274,19 @@ class GradientTracker:
                 record(each, reason)
 
     def has_averaged_all(self) -> bool:
-        """Return whether every gradient of the model is the one that the latest backward pass has averaged."""
-        averaged = [each() for each in self._averaged]
-        return bool(averaged) and all(map(is_, averaged, map(_gradient_of, self.parameters)))
+        """Return whether every gradient of the model is the one that the latest backward pass has averaged.
+
+        Raises:
+            SyncError: as `require_complete`.
+        """
+        self.require_complete()
+        averaged = map(_REFERENT, self._averaged)
+        return bool(self._averaged) and all(map(is_, averaged, map(_gradient_of, self.parameters)))
 
     def store_averaged(self) -> None:
         """Record in `origins` what `has_averaged_all` compares with."""
         for key, gradient in zip(self._ids, self._averaged, strict=False):
-            if isinstance(gradient, ref):
+            if gradient is not _NO_GRADIENT:
                 origins[key] = gradient, None
         self._averaged = []
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -44,7 +44,7 @@ class Structure:
         self._dictionaries = parameters + children
         self._sizes = list(map(len, self._dictionaries))
         self._compared = children + parameters if keeps_parameters else children
-        self._members = _members(self._compared)
+        self._members = list(chain.from_iterable(map(dict.values, self._compared)))
         self._trainable = tuple(self.parameters.values()) if keeps_parameters else ()
         self._requires_grad = list(map(_requires_grad, self._trainable))
 
@@ -55,7 +55,7 @@ class Structure:
     def has_same_parts(self) -> bool:
         """Return whether the model has the same modules and parameters."""
         is_same_size = list(map(len, self._dictionaries)) == self._sizes
-        return is_same_size and all(map(is_, _members(self._compared), self._members))
+        return is_same_size and all(map(is_, chain.from_iterable(map(dict.values, self._compared)), self._members))
 
     @contextlib.contextmanager
     def original_parameters(self) -> Iterator[None]:
@@ -81,7 +81,3 @@ class Structure:
             found += [f"{name} is new" for name in now if name not in before]
             found += [f"{name} is gone" for name in before if name not in now]
         return found
-
-
-def _members(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
-    return list(itertools.chain.from_iterable(map(dict.values, dictionaries)))

@@ -19,6 +19,7 @@ from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.inplace.forward_routing import count_routes
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.context import Runtime, active
+from parallelize.runtime.gradients import is_capturing
 from parallelize.runtime.process_group import default_store
 from parallelize.runtime.rank_comparison import fingerprint
 
@@ -58,13 +59,16 @@ class SameDataCheck:
     Args:
         run: runtime of this process.
         models: the models of the block.
+
+    Attributes:
+        is_over: whether nothing is compared any more.
     """
 
     def __init__(self, run: Runtime, models: Sequence[nn.Module]) -> None:
         self._run, self._models = run, models
         self._hooks = contextlib.ExitStack()
         self._store = dist.PrefixStore(f"parallelize/same data/{next(_ids)}", default_store())
-        self._is_over = False
+        self.is_over = False
         self._forward_count = 0
         self._inputs = ""
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter: fingerprints and magnitudes
@@ -81,10 +85,10 @@ class SameDataCheck:
         Args:
             inputs: the arguments of the forward.
         """
-        if self._is_over or torch.compiler.is_compiling():  # called while torch.compile traces the user's function
+        if self.is_over or torch.compiler.is_compiling():  # called while torch.compile traces the user's function
             return
         number = self._forward_count
-        if _is_capturing() or number == _MAX_FORWARDS:
+        if is_capturing() or number == _MAX_FORWARDS:
             self._stop()
             return
         self._forward_count += 1
@@ -102,7 +106,7 @@ class SameDataCheck:
             self._compare()
 
     def _stop(self) -> None:
-        self._is_over = True
+        self.is_over = True
         self._hooks.close()
 
     def _add_hooks(self) -> None:
@@ -114,7 +118,7 @@ class SameDataCheck:
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        if gradient is None or not 0 < self._forward_count <= _STEPS or _is_capturing():
+        if gradient is None or not 0 < self._forward_count <= _STEPS or is_capturing():
             return
         if _is_strided(gradient) and gradient.is_floating_point():
             magnitude = torch.linalg.vector_norm(gradient.detach(), 1, dtype=torch.float64)
@@ -198,8 +202,3 @@ def _gradient_hash(gradients: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> s
     if not 0 < magnitudes.sum().item() < math.inf:
         return ""
     return hashlib.blake2b(repr((indices, bits.tolist())).encode(), digest_size=8).hexdigest()
-
-
-def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, where values cannot be read."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -36,10 +37,13 @@ from parallelize.inplace.gradient_origins import (
     record,
 )
 from parallelize.plugins.base import Session
-from parallelize.runtime.gradients import change_closure, is_in_backward, parameters_of
+from parallelize.runtime.gradients import change_closure, followed_by, is_capturing, is_in_backward, parameters_of
 from parallelize.runtime.rank_comparison import Meeting, differences, differs_by_rounding
 
 __all__ = ["claim_gradients", "leave_gradient", "leave_gradients", "watch_steps"]
+
+
+_accumulations, _params = attrgetter("accumulations"), itemgetter("params")
 
 
 class _Suspect(NamedTuple):
@@ -156,7 +160,6 @@ class _StepWatch:
             self._compare(optimizer, self._left_suspects(optimizer))
         if plan is None:
             return None
-        check = functools.partial(self._check, optimizer, plan)
         if plan.trackers and is_in_backward():
             raise SyncError(
                 f"{type(optimizer).__name__}.step() inside backward, on parameters that are in a parallel_model block",
@@ -164,10 +167,13 @@ class _StepWatch:
                 fix="call step() after backward(), not from a hook in it",
             )
         plan.checks_before_step = plan.checks
-        checked = change_closure(functools.partial(_checked, check=check), args, kwargs)
-        if checked is None:
-            check()
-        return checked
+        if len(args) > 1 or kwargs:
+            check = functools.partial(self._check, optimizer, plan)
+            checked = change_closure(functools.partial(followed_by, check), args, kwargs)
+            if checked is not None:
+                return checked
+        self._check(optimizer, plan)
+        return None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         plan = self._plans.get(optimizer)
@@ -175,12 +181,12 @@ class _StepWatch:
             return
         if plan.checks == plan.checks_before_step:  # the optimizer has not called its closure
             self._check(optimizer, plan)
-        plan.accumulations = sum(each.accumulations for each in plan.trackers)
+        plan.accumulations = sum(map(_accumulations, plan.trackers))
 
     def _plan_of(self, optimizer: torch.optim.Optimizer) -> _Plan | None:
         """Return the plan of an optimizer; None if it holds no parameter of a watched model."""
         plan = self._plans.get(optimizer) or self._plans.setdefault(optimizer, _Plan())
-        held = [each for group in optimizer.param_groups for each in group["params"]]
+        held = list(chain.from_iterable(map(_params, optimizer.param_groups)))
         is_current = plan.generation == self._generation and len(plan.held) == len(held)
         if not is_current or not all(map(is_, held, plan.held)):
             plan.held, plan.generation = held, self._generation
@@ -217,17 +223,20 @@ class _StepWatch:
         plan.untracked = [each for each in plan.checked if id(each[1]) not in tracked]
 
     def _check(self, optimizer: torch.optim.Optimizer, plan: _Plan) -> None:
-        for tracker in plan.trackers:
-            tracker.require_complete()
         plan.checks += 1
-        is_assigned = plan.accumulations == sum(each.accumulations for each in plan.trackers)
+        are_averaged = True
+        for tracker in plan.trackers:
+            are_averaged = tracker.has_averaged_all() and are_averaged
+        is_assigned = plan.accumulations == sum(map(_accumulations, plan.trackers))
         # Nothing can be read while a CUDA graph is captured.
-        is_sampled = not plan.checks & (plan.checks - 1) and not _is_capturing()
-        suspects = [_Suspect(*each) for each in plan.always if each[1].requires_grad or each[1].grad is not None]
-        are_averaged = not is_assigned and not is_sampled and all(each.has_averaged_all() for each in plan.trackers)
+        is_sampled = not plan.checks & (plan.checks - 1) and not is_capturing()
+        are_averaged = are_averaged and not is_assigned and not is_sampled
+        if are_averaged and not plan.always and not plan.untracked:
+            return
         if not are_averaged:
             for tracker in plan.trackers:
                 tracker.store_averaged()
+        suspects = [_Suspect(*each) for each in plan.always if each[1].requires_grad or each[1].grad is not None]
         for name, parameter, reason in plan.untracked if are_averaged else plan.checked:
             gradient = parameter.grad
             if gradient is None:
@@ -300,20 +309,3 @@ def _absent_error(suspect: _Suspect, absent: str) -> SyncError:
         return SyncError(error, why=reason.why, fix=f"{fix}; or {reason.fix}")
     why = "the gradients of one rank come from other backward passes than those of another"
     return SyncError(f"ranks step on different gradients: {absent}", why=why, fix=fix)
-
-
-def _checked(closure: Callable[..., Any], *, check: Callable[[], None]) -> Callable[..., Any]:
-    """Return a closure that ends by calling `check`."""
-
-    @functools.wraps(closure)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        loss = closure(*args, **kwargs)
-        check()
-        return loss
-
-    return checked
-
-
-def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, where values cannot be read."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -37,12 +37,15 @@ class UnevenCounts:
 
     Args:
         run: the run in this process.
+
+    Attributes:
+        compared: the counts of the running pass, for `start_reduction`; None: they are not compared.
     """
 
     def __init__(self, run: Runtime) -> None:
         self._run = run
         self._passes = 0
-        self._compared: torch.Tensor | None = None
+        self.compared: torch.Tensor | None = None
         self._pending: tuple[dist.Work | None, torch.Tensor] | None = None
         self._has_warned = False
 
@@ -79,12 +82,12 @@ class UnevenCounts:
             bounds = torch.maximum(bounds, earlier.bounds)
         # A single pass of a single process is compared with nothing: do not wait for the device to read it.
         is_compared = earlier is not None if is_alone else not is_local
-        self._compared = bounds.clone() if is_compared else None
+        self.compared = bounds.clone() if is_compared else None
         return CountRange(loss, bounds) if is_micro_batch else None
 
     def start_reduction(self) -> None:
         """Start the all-reduce; after backward, so that deadlocks in backward are reported as those of gradients."""
-        bounds, self._compared = self._compared, None
+        bounds, self.compared = self.compared, None
         if bounds is not None:
             is_alone = self._run.world.world_size == 1
             work = None if is_alone else dist.all_reduce(bounds, dist.ReduceOp.MAX, async_op=True)

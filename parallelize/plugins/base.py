@@ -143,8 +143,10 @@ class Inner(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method named by `method`."""
-        # Not self.model: nn.Module.__getattr__ is slow.
-        return self.session.forward(self.bind_method(self.method, self._modules["model"]), *args, **kwargs)
+        model: Any = self._modules["model"]  # not self.model: nn.Module.__getattr__ is slow
+        is_replica = "_is_replica" in model.__dict__
+        call = self.bind_method(self.method, model) if is_replica else self.original_methods[self.method]
+        return self.session.forward(call, *args, **kwargs)
 
     def bind_method(self, method: str, model: Any) -> Callable[..., Any]:
         """Return the original method, as before the block, bound to the user's model or to a replica or copy of it."""
@@ -181,9 +183,8 @@ class Engine(abc.ABC):
     averages_gradients: bool = False
     is_rebuildable: bool = True
 
-    def is_reduction_complete(self, *, in_backward: bool) -> bool:
-        """Return whether the latest forward's gradients are averaged; `in_backward`: a backward is about to return."""
-        del in_backward
+    def is_reduction_complete(self) -> bool:
+        """Return whether the latest forward's gradients are averaged; called when a backward is about to return."""
         return True
 
     def traffic(self) -> Traffic | None:

@@ -10,13 +10,14 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from parallelize.precision.autocast_filter import AutocastFilter, nesting_depth, remove_filter, set_loss_over
+from parallelize.precision.autocast_filter import AutocastFilter, nesting_depth, remove_filter
 from parallelize.runtime import torch_compile
 from parallelize.torch_private import self_test
 
 __all__ = ["HeldAutocast"]
 
-_version = attrgetter("_version")
+_version, _training = attrgetter("_version"), attrgetter("training")
+_UNCHANGED = contextlib.nullcontext()
 
 
 class _ThreadState(threading.local):
@@ -69,27 +70,38 @@ class HeldAutocast:
         weights = (weight for model in models for weight in model.parameters())
         self._weights = tuple(weight for weight in weights if not weight.is_inference())
 
-    def enter(self) -> None:
-        """Enter autocast on this thread, unless a context is held already or the user has entered autocast."""
+    def enter(self) -> list[AutocastFilter]:
+        """Enter autocast on this thread, unless a context is held already or the user has entered autocast.
+
+        Returns:
+            The filters to install after the forward; none is installed during the forward.
+        """
+        filters = remove_filter()
         if self._dtype is None or self._filter is None:
-            return
+            return filters
         if self is not _tested:
             _require_held_autocast()
-        self._undo_dynamo_restore()
-        state = self._weights_state()
+        if self._thread.exited_while_compiled:
+            self._undo_dynamo_restore()
+        # Version counters and training modes change when the weights change. Writing to `.data` changes no counter, but
+        # code that swaps weights this way (EMA) calls eval() and train() too.
+        state = sum(map(_version, self._weights)), *map(_training, self._models)
         if self._thread.context is not None:
             if state != self._thread.weights_state:
                 torch.clear_autocast_cache()
         elif nesting_depth() == 0:
             self._thread.context = torch.autocast(self._device_type, self._dtype)
             self._thread.context.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
-            self._filter.install()
-        set_loss_over(is_over=False)
+            filters = [self._filter]
+        for each in filters:
+            each.is_loss_over = False
         self._thread.weights_state = state
+        return filters
 
     def exit(self) -> None:
         """Exit autocast on this thread, and drop its cached copies of weights."""
-        self._undo_dynamo_restore()
+        if self._thread.exited_while_compiled:
+            self._undo_dynamo_restore()
         if self._thread.context is None:
             return
         if nesting_depth() > 1:
@@ -115,12 +127,12 @@ class HeldAutocast:
     def ensure_enabled(self) -> contextlib.AbstractContextManager[object]:
         """Return a context with autocast enabled, for use on any thread; no-op where the user disabled autocast."""
         if self._dtype is None:
-            return contextlib.nullcontext()
+            return _UNCHANGED
         if torch.is_autocast_enabled(self._device_type):
             if torch.get_autocast_dtype(self._device_type) is self._dtype:
-                return contextlib.nullcontext()
+                return _UNCHANGED
         elif nesting_depth() > 0:
-            return contextlib.nullcontext()
+            return _UNCHANGED
         return torch.autocast(self._device_type, self._dtype)
 
     def for_recomputation(self) -> contextlib.AbstractContextManager[object]:
@@ -132,20 +144,13 @@ class HeldAutocast:
 
     def _undo_dynamo_restore(self) -> None:
         """Disable autocast if a compiled function, on return, enabled it again after `exit`."""
-        if self._thread.exited_while_compiled and not torch_compile.is_inside_compiled():
+        if not torch_compile.is_inside_compiled():
             self._thread.exited_while_compiled = False
             if nesting_depth() == 0:
                 torch.set_autocast_enabled(self._device_type, False)  # noqa: FBT003  # torch's own signature
 
     def _is_innermost(self) -> bool:
         return self._thread.context is not None and nesting_depth() == 1
-
-    def _weights_state(self) -> tuple[int, ...]:
-        """Return version counters and training modes, which change when the weights change.
-
-        Writing to `.data` changes no counter, but code that swaps weights this way (EMA) calls eval() and train() too.
-        """
-        return sum(map(_version, self._weights)), *(model.training for model in self._models)
 
 
 _tested = HeldAutocast("cpu", torch.bfloat16)
@@ -156,7 +161,9 @@ def _require_held_autocast() -> bool:
     """Between `enter` and `exit`, operations on weights run under autocast, and those on the user's own tensors not."""
     weight, own = torch.ones(1, 1, dtype=torch.float32, requires_grad=True), torch.ones(1, 1, dtype=torch.float32)
     dtypes = []
-    for change in (_tested.enter, _tested.exit):
-        change()
+    for each in _tested.enter():
+        each.install()
         dtypes += [(weight @ weight).dtype, (own @ own).dtype]
+    _tested.exit()
+    dtypes += [(weight @ weight).dtype, (own @ own).dtype]
     return dtypes == [torch.bfloat16, torch.float32, torch.float32, torch.float32]

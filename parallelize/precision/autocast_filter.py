@@ -93,10 +93,12 @@ def without_filter() -> Iterator[None]:
 
 def remove_filter() -> list[AutocastFilter]:
     """Remove the filter from this thread's function modes, and return it in a list; [] if none is installed."""
-    modes = function_modes()
-    filters = [each for each in modes if isinstance(each, AutocastFilter)]
+    modes: list[Any] = []
+    filters: list[AutocastFilter] = []
+    for each in function_modes():
+        (filters if isinstance(each, AutocastFilter) else modes).append(each)
     if filters:
-        replace_function_modes([each for each in modes if not isinstance(each, AutocastFilter)])
+        replace_function_modes(modes)
     return filters
 
 

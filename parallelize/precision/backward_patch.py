@@ -27,27 +27,25 @@ class _BackwardState(threading.local):
     is_running = False
 
 
-class PatchedBackward:
-    """Replacement for torch.autograd.backward that first exits autocast and scales the loss.
-
-    `Tensor.backward` looks up torch.autograd.backward at each call, so this patch covers both. Reentrant checkpoints,
-    and torch for subclasses of Tensor, call it inside a running backward pass. These nested calls are passed on
-    unchanged, because their gradients are scaled already.
+class _Patch:
+    """Replacement for a function of torch.autograd.
 
     Args:
         original: the function that this one replaces.
         autocast: the block's autocast.
         scaling: the block's own loss scaling; None: the block has none.
-        recomputation: returns the context in which activation checkpoints rerun their forward.
+        recomputation: the context in which activation checkpoints rerun their forward.
     """
+
+    __call__: Callable[..., Any]
 
     def __init__(
         self,
-        original: Callable[..., None],
+        original: Callable[..., Any],
         *,
         autocast: HeldAutocast,
         scaling: GradientScaling | None,
-        recomputation: Callable[[], contextlib.AbstractContextManager[None]],
+        recomputation: contextlib.AbstractContextManager[object],
     ) -> None:
         self._original = original
         self._autocast = autocast
@@ -55,6 +53,15 @@ class PatchedBackward:
         self._recomputation = recomputation
         self._thread = _BackwardState()
         functools.update_wrapper(self, original)
+
+
+class PatchedBackward(_Patch):
+    """Replacement for torch.autograd.backward that first exits autocast and scales the loss.
+
+    `Tensor.backward` looks up torch.autograd.backward at each call, so this patch covers both. Reentrant checkpoints,
+    and torch for subclasses of Tensor, call it inside a running backward pass. These nested calls are passed on
+    unchanged, because their gradients are scaled already.
+    """
 
     @property
     def scaling(self) -> GradientScaling | None:
@@ -70,7 +77,7 @@ class PatchedBackward:
         self._autocast.exit()
         self._thread.is_running = True
         try:
-            with torch_compile.compilation_disabled(), self._recomputation():
+            with torch_compile.compilation_disabled(), self._recomputation:
                 if self._own_scaling is None:
                     self._original(tensors, grad_tensors, **options)
                     return
@@ -103,33 +110,12 @@ def _input_tensors(inputs: Any) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor)]
 
 
-class PatchedGrad:
+class PatchedGrad(_Patch):
     """Replacement for torch.autograd.grad that disables autocast during the call, as in backward, and scales inside.
 
     Torch calls it again for subclasses of Tensor and under function modes, and users call it in backward: gradients of
     these nested calls are scaled already.
-
-    Args:
-        original: the function that this one replaces.
-        autocast: the block's autocast.
-        scaling: the block's own loss scaling; None: the block has none.
-        recomputation: returns the context in which activation checkpoints rerun their forward.
     """
-
-    def __init__(
-        self,
-        original: Callable[..., Any],
-        *,
-        autocast: HeldAutocast,
-        scaling: GradientScaling | None,
-        recomputation: Callable[[], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        self._original = original
-        self._autocast = autocast
-        self._scaling = scaling
-        self._recomputation = recomputation
-        self._thread = _BackwardState()
-        functools.update_wrapper(self, original)
 
     def __call__(
         self,
@@ -153,13 +139,13 @@ class PatchedGrad:
         if self._thread.is_running or is_in_backward():
             with self._autocast.disabled():
                 return run(initial_gradients)
-        with self._autocast.disabled(), self._recomputation():
-            if self._scaling is None:
+        with self._autocast.disabled(), self._recomputation:
+            if self._own_scaling is None:
                 return run(initial_gradients)
             self._thread.is_running = True
             try:
                 with torch_compile.compilation_disabled():
-                    return self._scaling.grad(roots, initial_gradients, run)
+                    return self._own_scaling.grad(roots, initial_gradients, run)
             finally:
                 self._thread.is_running = False
 

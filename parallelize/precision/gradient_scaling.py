@@ -19,7 +19,7 @@ from parallelize.precision.loss_scale import LossScale, non_finite_flag, scale_,
 from parallelize.precision.reachable_leaves import ReachableLeaves, find_reachable_leaves, mark_outputs
 from parallelize.precision.unscaled_hooks import UnscaledHooks
 from parallelize.runtime.containers import leaves, map_leaves
-from parallelize.runtime.gradients import is_in_backward, parameters_of
+from parallelize.runtime.gradients import is_capturing, is_in_backward, parameters_of
 
 __all__ = ["GradientScaling", "Roots"]
 
@@ -117,7 +117,7 @@ class GradientScaling:
         if not reachable.has_known:
             run(gradients)
             return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise refusals.cuda_graph()
         self._skipped_steps.restore_all()
         self._found_inf.update_scale()
@@ -142,8 +142,7 @@ class GradientScaling:
             gradients: the initial gradient of each root; None: 1.
             run: runs torch.autograd.grad from the initial gradients; `is_graph_kept` asks it to keep the graph.
         """
-        is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if is_capturing or not self._reachable_leaves(roots).has_known:
+        if is_capturing() or not self._reachable_leaves(roots).has_known:
             return run(gradients)
         retained = {each: each.grad for each in self._non_leaves if each.retains_grad}
         has_half_outputs = any(isinstance(root, torch.Tensor) and root.dtype is torch.float16 for root in roots)

@@ -123,21 +123,22 @@ class NativeSession(Session):
 
     def _run_and_hold_autocast(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward, and leave autocast on until backward; exit it at once if the forward raises."""
-        self._autocast.enter()
+        filters = self._autocast.enter()
         try:
-            with without_filter(), self._autocast.ensure_enabled():
-                return call(*args, **kwargs)
+            outputs = call(*args, **kwargs)
         except BaseException:
+            for each in filters:
+                each.install()
             self._autocast.exit()
             raise
+        for each in filters:
+            each.install()
+        return outputs
 
     def forward(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the user's forward under autocast, on any thread."""
-        if self._weights is None:
-            with self._autocast.ensure_enabled():
-                return call(*args, **kwargs)
-        with self._autocast.ensure_enabled(), self._weights.cast_for_forward(getattr(call, "__self__", None)):
-            return call(*args, **kwargs)
+        with self._autocast.ensure_enabled():
+            return call(*args, **kwargs) if self._weights is None else self._weights.forward(call, args, kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale; {} without loss scaling."""
@@ -183,7 +184,7 @@ def mixed_precision(policy: Policy, *, models: Sequence[nn.Module]) -> Iterator[
         options: dict[str, Any] = {
             "autocast": autocast,
             "scaling": own_scaling,
-            "recomputation": contextlib.nullcontext if weights is None else weights.cast_in_backward,
+            "recomputation": contextlib.nullcontext() if weights is None else weights.recomputation,
         }
         backward = PatchedBackward(torch.autograd.backward, **options)
         stack.enter_context(replace_attribute(torch.autograd, "backward", backward))
@@ -199,8 +200,10 @@ def _patches(autocast: HeldAutocast, scaling: GradientScaling | None, storage: H
     def before_step(
         optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        autocast.exit()
+        if storage is None and scaling is None:
+            return None
         with torch_compile.compilation_disabled():
-            autocast.exit()
             if storage is not None:
                 storage.cast_state_once(optimizer)
             return None if scaling is None else scaling.before_step(optimizer, args, kwargs)

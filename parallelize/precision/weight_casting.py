@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from operator import is_
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -54,53 +54,40 @@ class HalfWeightsInForward:
         self._dtype = dtype
         self._cast: Any = torch.Tensor.half if dtype is torch.float16 else torch.Tensor.bfloat16  # faster than `to`
         self._exempt = exempt
-        self._models: dict[nn.Module, list[_ModuleCasts]] = {}
+        self._weights: dict[Any, list[_Weight]] = {}  # by model
+        self.recomputation = _Recomputation(dtype)
 
     def add_model(self, model: nn.Module) -> None:
         """Add a model, whose current fp32 parameters are cast in later forwards."""
-        modules = [module for module in model.modules() if not isinstance(module, self._exempt)]
-        names = {module: _fp32_names(module, module._parameters) for module in modules}
-        self._models[model] = [_ModuleCasts(module, each, self._dtype) for module, each in names.items() if each]
+        weights = self._weights[model] = []
+        for module in model.modules():
+            names = () if isinstance(module, self._exempt) else _fp32_names(module, module._parameters)
+            weights += [(module.__dict__, module._parameters, name) for name in names]
+        self.recomputation.set_weights(chain.from_iterable(self._weights.values()))
 
-    @contextlib.contextmanager
-    def cast_for_forward(self, model: nn.Module | None) -> Iterator[None]:
-        """Replace parameters by casts inside the context: of `model`, or of all added models if it is not added."""
-        if getattr(model, "_is_replica", False):
+    def forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a method of a model with casts in place of parameters; of all added models if it is not added."""
+        model = getattr(call, "__self__", None)
+        if "_is_replica" in getattr(model, "__dict__", ()):
             # A DataParallel replica exists for this forward and its backward only: nothing to restore.
             self._cast_replica(model)
-            yield
-            return
-        casts = self._all_casts() if model not in self._models else self._models[model]
-        weights = [(each.attributes, each.parameters, name) for each in casts for name in each.names]
-        is_compiling = torch.compiler.is_compiling()
-        previous = [attributes.get(name) for attributes, _, name in weights]  # the casts of an outer forward
+            return call(*args, **kwargs)
+        is_added = model in self._weights
+        weights = self._weights[model] if is_added else list(chain.from_iterable(self._weights.values()))
+        is_compiling, previous = torch.compiler.is_compiling(), []  # the casts of an outer forward
         try:
             for attributes, parameters, name in weights:
+                previous.append(attributes.get(name))
                 attributes[name] = cast = self._cast(parameters[name])
                 if not is_compiling and (node := cast.grad_fn) is not None:
                     node._set_sequence_nr(_FIRST)
-            yield
+            return call(*args, **kwargs)
         finally:
-            for (attributes, _, name), value in zip(weights, previous, strict=True):
+            for (attributes, _, name), value in zip(weights, previous, strict=False):
                 if value is None:
                     attributes.pop(name, None)
                 else:
                     attributes[name] = value
-
-    @contextlib.contextmanager
-    def cast_in_backward(self) -> Iterator[None]:
-        """Cast parameters on access if grad mode is on: in backward, that means a recomputed forward."""
-        casts = self._all_casts()
-        for each in casts:
-            each.attributes["_parameters"] = each.on_access()
-        try:
-            yield
-        finally:
-            for each in casts:
-                each.attributes["_parameters"] = each.parameters
-
-    def _all_casts(self) -> list[_ModuleCasts]:
-        return list(itertools.chain.from_iterable(self._models.values()))
 
     def _cast_replica(self, replica: Any) -> None:
         for module in replica.modules():
@@ -108,6 +95,10 @@ class HalfWeightsInForward:
                 # Parameters of a replica are plain attributes: copies with a grad_fn.
                 names = _fp32_names(module, module._former_parameters)
                 module.__dict__.update({name: getattr(module, name).to(self._dtype) for name in names})
+
+
+_Weight = tuple[dict[str, Any], Any, str]
+"""`__dict__` and `_parameters` of a module, and the name of a parameter."""
 
 
 def _fp32_names(module: nn.Module, parameters: Mapping[str, Any]) -> tuple[str, ...]:
@@ -130,28 +121,37 @@ class _CastOnAccess(dict[str, Any]):
         return value.to(self._dtype) if name in self._names and torch.is_grad_enabled() else value
 
 
-class _ModuleCasts:
-    """The parameters of one module that are cast.
+class _Recomputation:
+    """Context of backward passes: parameters are cast on access if grad mode is on, so in recomputed forwards.
 
-    Attributes:
-        attributes: the module's `__dict__`.
-        parameters: its `_parameters`.
-        names: the names of those that are cast.
+    Args:
+        dtype: the half-precision type.
     """
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> None:
-        self.attributes = module.__dict__
-        self.parameters: Any = module._parameters
-        self.names = names
+    def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._on_access = _CastOnAccess(self.parameters, names=names, dtype=dtype)
+        self._modules: list[tuple[dict[str, Any], Any, list[str]]] = []  # `__dict__`, `_parameters`, names to cast
+        self._replacements: list[_CastOnAccess] = []
 
-    def on_access(self) -> _CastOnAccess:
-        """Return the replacement for `parameters`; another one after a parameter was replaced or added."""
-        is_same_size = len(self._on_access) == len(self.parameters)
-        if not (is_same_size and all(map(is_, self._on_access.values(), self.parameters.values()))):
-            self._on_access = _CastOnAccess(self.parameters, names=self.names, dtype=self._dtype)
-        return self._on_access
+    def set_weights(self, weights: Iterable[_Weight]) -> None:
+        """Set the weights of all models."""
+        modules: dict[int, tuple[dict[str, Any], Any, list[str]]] = {}
+        for attributes, parameters, name in weights:
+            modules.setdefault(id(parameters), (attributes, parameters, []))[2].append(name)
+        self._modules, self._replacements = list(modules.values()), []
+
+    def __enter__(self) -> None:
+        copied = list(chain.from_iterable(map(dict.values, self._replacements)))
+        current = list(chain.from_iterable(map(dict.values, map(itemgetter(1), self._modules))))
+        if len(copied) != len(current) or not all(map(is_, copied, current)):  # a parameter was replaced or added
+            options = [(parameters, names) for _, parameters, names in self._modules]
+            self._replacements = [_CastOnAccess(each, names=names, dtype=self._dtype) for each, names in options]
+        for (attributes, _, _), replacement in zip(self._modules, self._replacements, strict=True):
+            attributes["_parameters"] = replacement
+
+    def __exit__(self, *error: object) -> None:
+        for attributes, parameters, _ in self._modules:
+            attributes["_parameters"] = parameters
 
 
 class HalfStorage:

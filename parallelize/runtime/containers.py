@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -12,26 +12,29 @@ import torch
 __all__ = ["leaves", "map_leaves"]
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves of `value` in a fixed order; a value that is not a container is its own leaf.
+def leaves(value: Any) -> list[Any]:
+    """Return the leaves of `value` in a fixed order; a value that is not a container is its own leaf.
 
     Containers are mappings, lists, tuples (named tuples too) and dataclass instances. A tuple with a method `to`, such
     as PackedSequence, is a leaf.
     """
-    if _is_tensor_like(value):
-        yield value
-        return
-    if isinstance(value, Mapping):
-        items = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        items = list(value)
+    items: Iterable[Any]
+    if isinstance(value, torch.Tensor):  # found first: runs in every step
+        return [value]
+    if isinstance(value, (list, tuple)):
+        if _is_tensor_like(value):
+            return [value]
+        items = value
+    elif isinstance(value, (dict, Mapping)):
+        items = value.values()
     elif _is_dataclass(value):
         items = [getattr(value, field.name) for field in dataclasses.fields(value)]
     else:
-        yield value
-        return
+        return [value]
+    found: list[Any] = []
     for item in items:
-        yield from leaves(item)
+        found += [item] if isinstance(item, torch.Tensor) else leaves(item)
+    return found
 
 
 def map_leaves(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,9 +19,11 @@ __all__ = [
     "backward_id",
     "change_closure",
     "find_closure",
+    "followed_by",
     "grad_fns_of",
     "gradient_version",
     "has_sparse_gradient",
+    "is_capturing",
     "is_in_backward",
     "parameters_of",
     "reaches_any",
@@ -99,7 +102,12 @@ def backward_id() -> int:
 
 def is_in_backward() -> bool:
     """Whether this thread is running a backward pass."""
-    return backward_id() != -1
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, where values cannot be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -109,8 +117,12 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 def grad_fns_of(output: Any) -> list[Any]:
     """Return the distinct grad_fns of a model's output, where backward starts; torch's pytrees are searched, too."""
-    nodes = (getattr(leaf, "grad_fn", None) for leaf in tree_leaves(list(leaves(output))))
-    return list(dict.fromkeys(node for node in nodes if node is not None))
+    nodes: dict[Any, None] = {}
+    for leaf in leaves(output):
+        for each in (leaf,) if isinstance(leaf, torch.Tensor) else tree_leaves(leaf):
+            if isinstance(each, torch.Tensor) and each.grad_fn is not None:
+                nodes[each.grad_fn] = None
+    return list(nodes)
 
 
 def change_closure(
@@ -123,6 +135,18 @@ def change_closure(
     if "closure" in kwargs:
         return args, {**kwargs, "closure": change(closure)}
     return (args[0], change(closure), *args[2:]), kwargs
+
+
+def followed_by(action: Callable[[], None], closure: Closure) -> Closure:
+    """Return a closure that ends by calling `action`."""
+
+    @functools.wraps(closure)
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        loss = closure(*args, **kwargs)
+        action()
+        return loss
+
+    return extended
 
 
 def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:

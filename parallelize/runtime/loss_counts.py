@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from parallelize.runtime.containers import leaves
+from parallelize.runtime.gradients import grad_fns_of
 from parallelize.torch_private import self_test
 
 __all__ = [
@@ -261,47 +262,55 @@ def _is_from_data(term: _Term) -> bool:
     return term.is_in_model or bool(_models_behind([term.node], among=None))
 
 
-def mark_outputs(outputs: Any, *, inputs: Any, model: object) -> None:
+def mark_outputs(outputs: Any, *, inputs: Any, model: object) -> list[Any]:
     """Store a model in the graph nodes of its forward's outputs, so that searches find it and skip the forward's graph.
 
     Args:
         outputs: the value that the forward returned.
         inputs: the values that it received.
         model: what `models_reached` returns for the model.
+
+    Returns:
+        The nodes of all outputs.
     """
-    tensors = [each for each in leaves(inputs) if isinstance(each, torch.Tensor) and each.requires_grad]
-    before = {get_gradient_edge(each).node for each in tensors}
-    for each in leaves(outputs):
-        node: Any = each.grad_fn if isinstance(each, torch.Tensor) else None
-        if node is not None and node not in before:
-            _metadata(node).setdefault(_MODELS_KEY, {})[model] = before
+    before, nodes = set(), grad_fns_of(outputs)
+    for each in leaves(inputs):
+        if isinstance(each, torch.Tensor) and each.requires_grad:
+            before.add(get_gradient_edge(each).node)
+    for node in nodes:
+        if node not in before:
+            node.metadata.setdefault(_MODELS_KEY, {})[model] = before
+    return nodes
 
 
 def models_reached(roots: Iterable[torch.Tensor | GradientEdge], *, among: Collection[object]) -> list[Any]:
     """Return the models among `among` whose outputs lead to the roots."""
-    nodes = [_edge(root).node for root in roots if isinstance(root, GradientEdge) or root.requires_grad]
+    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     return _models_behind(nodes, among=among)
 
 
 def _models_behind(nodes: Iterable[Any], *, among: Collection[object] | None) -> list[Any]:
     """Return the models that are marked at or behind the nodes; with `among` None, at most one, of any block."""
-    pending, seen = list(nodes), set()
+    pending, seen = list(nodes), {None}
     found: dict[Any, None] = {}
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
         marks = node.metadata.get(_MODELS_KEY)
         if marks is None:
-            pending.extend(each for each, _ in node.next_functions)
+            for each, _ in node.next_functions:
+                pending.append(each)
             continue
         if among is None:
             return list(marks)
-        found.update(dict.fromkeys(each for each in marks if each in among))
+        for model, inputs in marks.items():
+            if model in among:
+                found[model] = None
+            pending += inputs
         if len(found) == len(among):
             break
-        pending.extend(each for inputs in marks.values() for each in inputs)
     return list(found)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
@@ -66,14 +65,11 @@ def is_inside_compiled() -> bool:
     return callable(get_eval_frame_callback())
 
 
-@contextlib.contextmanager
-def compilation_disabled() -> Iterator[None]:
+class compilation_disabled:  # noqa: N801  # a context, called in every step: a generator is slow
     """Disable torch.compile inside the context, also for code of other modules that is called there."""
-    if not is_inside_compiled():
-        yield
-        return
-    callback = set_eval_frame(None)
-    try:
-        yield
-    finally:
-        set_eval_frame(callback)
+
+    def __enter__(self) -> None:
+        self._callback = set_eval_frame(None)
+
+    def __exit__(self, *_: object) -> None:
+        set_eval_frame(self._callback)

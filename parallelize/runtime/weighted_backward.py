@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -96,12 +97,13 @@ class LossWeight(Protocol):
 
     is_uniform: bool
 
-    def during(self, roots: Roots, batch_weight: float) -> contextlib.AbstractContextManager[Weight | None]:
-        """Return a context for a backward pass, which yields its weight; None: it is `batch_weight`.
+    def weigh(self, roots: Roots, batch_weight: float, backward: Callable[[Weight | None], None]) -> None:
+        """Call `backward`, which runs a backward pass, with its weight; None: it is `batch_weight`.
 
         Args:
             roots: the tensors from which the backward pass starts.
             batch_weight: weight of the batch by its number of samples; 0: this rank has no samples.
+            backward: runs the backward pass.
         """
 
 
@@ -109,6 +111,7 @@ class LossWeight(Protocol):
 # the outermost patch weights the backward pass.
 _batches: list[BatchWeight] = []
 _losses: list[LossWeight] = []
+_value, _is_uniform = attrgetter("value"), attrgetter("is_uniform")
 
 
 class _WeightedBackward:
@@ -131,42 +134,50 @@ class _WeightedBackward:
             self.original(tensors, given, *args, **kwargs)
             return
         roots = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
-        with contextlib.ExitStack() as stack:
-            weight = _weight(roots, stack)
-            _WeightedBackward.is_running = True
-            stack.callback(_end_running)
-            if not isinstance(weight, Tensor) and weight == 1.0:
-                self.original(roots, given, *args, **kwargs)
+        for each in _batches:
+            each.start_backward()
+        of_batch, pending, weights = _batch_weight(), iter(_losses), []
+
+        def backward(weight: Weight | None) -> None:
+            """Let the next block weight the pass; after the last one, run it."""
+            if weight is not None:
+                weights.append(weight)
+            following = next(pending, None)
+            if following is not None:
+                following.weigh(roots, of_batch, backward)
                 return
-            grads = (given,) * len(roots) if given is None or isinstance(given, Tensor) else tuple(given)
-            weighted = [_weighted_grad(root, grad, weight) for root, grad in zip(roots, grads, strict=True)]
-            self.original(roots, weighted, *args, **kwargs)
+            if len(weights) > 1:
+                raise _two_weights_error()
+            _WeightedBackward.loss_weight = weights[0] if weights else None
+            weight = weights[0] if weights else of_batch
+            is_one = not isinstance(weight, Tensor) and weight == 1.0
+            start = given if is_one else _weighted(roots, given, weight)
+            _WeightedBackward.is_running = True
+            try:
+                self.original(roots, start, *args, **kwargs)
+            finally:
+                _WeightedBackward.is_running = False
+
+        backward(None)
 
 
-def _end_running() -> None:
-    _WeightedBackward.is_running = False
+def _weighted(roots: Roots, given: Any, weight: Weight) -> Any:
+    """Return the gradients from which a backward pass starts, times its weight."""
+    grads = (given,) * len(roots) if given is None or isinstance(given, Tensor) else tuple(given)
+    return [_weighted_grad(root, grad, weight) for root, grad in zip(roots, grads, strict=True)]
 
 
-def _weight(roots: Roots, stack: contextlib.ExitStack) -> Weight:
-    """Return the weight of a backward pass, and enter the contexts of its losses' weights."""
-    for each in _batches:
-        each.start_backward()
-    of_batch = _batch_weight()
-    found = [stack.enter_context(each.during(roots, of_batch)) for each in _losses]
-    weights = [each for each in found if each is not None]
-    if len(weights) > 1:
-        raise ConfigError(
-            "a loss through models of two parallel_model blocks, both with average='sum' or 'tokens'",
-            why="each block would weight the loss",
-            fix="use one block: parallel_model(first, second, average=...)",
-        )
-    _WeightedBackward.loss_weight = weights[0] if weights else None
-    return weights[0] if weights else of_batch
+def _two_weights_error() -> ConfigError:
+    return ConfigError(
+        "a loss through models of two parallel_model blocks, both with average='sum' or 'tokens'",
+        why="each block would weight the loss",
+        fix="use one block: parallel_model(first, second, average=...)",
+    )
 
 
 def bypasses_weights() -> bool:
     """Return whether the running backward pass should be weighted, but did not start at torch.autograd.backward."""
-    has_weights = any(each.value != 1.0 for each in _batches) or not all(each.is_uniform for each in _losses)
+    has_weights = any(map((1.0).__ne__, map(_value, _batches))) or not all(map(_is_uniform, _losses))
     return has_weights and not _WeightedBackward.is_running
 
 
@@ -177,7 +188,7 @@ def loss_weight() -> Weight:
 
 
 def _batch_weight() -> float:
-    values = {each.value for each in _batches}
+    values = set(map(_value, _batches))
     if len(values) > 1:
         raise SyncError(
             f"a backward pass with batches of two loaders, of weights {' and '.join(map(str, sorted(values)))}",

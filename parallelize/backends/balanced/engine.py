@@ -84,8 +84,8 @@ class BalancedEngine(Engine):
             return runner(*args, **kwargs)
 
     @override
-    def is_reduction_complete(self, *, in_backward: bool) -> bool:
-        return self._ddp_engine is None or self._ddp_engine.is_reduction_complete(in_backward=in_backward)
+    def is_reduction_complete(self) -> bool:
+        return self._ddp_engine is None or self._ddp_engine.is_reduction_complete()
 
     @override
     @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves
+from parallelize.runtime.weighted_backward import Roots, Weight
 
 __all__ = ["GraphEntries", "Microbatch", "mark_inside", "mark_joined"]
 
@@ -54,9 +55,8 @@ class GraphEntries:
     def __init__(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._context = context
 
-    @contextlib.contextmanager
-    def during(self, roots: tuple[torch.Tensor | GradientEdge, ...], batch_weight: float) -> Iterator[None]:
-        """Check a backward pass that is about to run.
+    def weigh(self, roots: Roots, batch_weight: float, backward: Callable[[Weight | None], None]) -> None:
+        """Check a backward pass, and run it.
 
         Raises:
             ConfigError: it reaches some but not all micro-batches of a batch elsewhere than at the joined outputs.
@@ -72,7 +72,7 @@ class GraphEntries:
                 "batches, or backend='ddp'",
             )
         with self._context():
-            yield None
+            backward(None)
 
 
 def _entries(roots: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Microbatch]:
