@@ -100,7 +100,8 @@ class UnevenCounts:
         (work, bounds), self._pending = self._pending, None
         if work is not None:
             work.wait()
-        most, least = bounds[0].item(), -bounds[1].item()
+        most, negated = bounds.tolist()  # waits for the device once
+        least = -negated
         if not math.isfinite(most) or most <= least * (1 + 1e-6):
             return
         self._has_warned = True

@@ -84,6 +84,8 @@ class GradientScaling:
         self._hooks.wrap_existing(parameters.values())
         self._parameters = parameters
         self._are_marks_complete = None
+        for parameter in list(parameters.values())[:1]:
+            self._scale.move_to(parameter.device)  # fsdp may have moved its shards to the CPU
 
     def unscaled_hooks(self) -> contextlib.AbstractContextManager[None]:
         """Return a context; tensor hooks that are registered inside it get unscaled gradients."""

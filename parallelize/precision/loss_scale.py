@@ -40,6 +40,12 @@ class LossScale:
         """The device that holds the scale."""
         return self._scale.device
 
+    def move_to(self, device: torch.device) -> None:
+        """Move the scale to the device of the gradients, so that a step copies it nowhere."""
+        if device != self._scale.device:
+            self._scale, self._growth_tracker = self._scale.to(device), self._growth_tracker.to(device)
+            self._per_device.clear()
+
     def for_grad(self, *, has_half_outputs: bool) -> list[LossScale]:
         """Return the scales that torch.autograd.grad tries in turn, the last of them 1; synchronizes with the device.
 

@@ -253,6 +253,14 @@ def _scaling_patches(scaling: GradientScaling) -> Iterator[None]:
         yield
 
 
+def _max_over_ranks(flag: torch.Tensor, *, device: torch.device) -> None:
+    """All-reduce a flag to its maximum, in place, on the device on which the ranks communicate."""
+    sent = flag.to(device, non_blocking=True)
+    dist.all_reduce(sent, op=dist.ReduceOp.MAX)
+    if sent is not flag:
+        flag.copy_(sent)
+
+
 class NativePrecision(Precision):
     """Autocast of torch.amp, with loss scaling by the rules of torch.amp.GradScaler."""
 
@@ -295,7 +303,7 @@ class NativePrecision(Precision):
             backend_casts_weights=sharded and world.world_size > 1,
             storage_dtype=None if row.master_weights else amp.dtype,
             loss_scaling=amp if row.scales_loss and amp.dtype is torch.float16 else None,
-            all_reduce_flag=functools.partial(dist.all_reduce, op=dist.ReduceOp.MAX) if sharded else None,
+            all_reduce_flag=functools.partial(_max_over_ranks, device=device) if sharded else None,
             communication_dtype=amp.communication_dtype,
         )
         return mixed_precision(policy, models=models)

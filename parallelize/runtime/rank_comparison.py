@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +71,9 @@ def differences(tensors: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, i
     local = torch.stack([(zero if each is None else fingerprint(each)).to(device) for each in tensors])
     extrema = torch.stack([local, ~local])  # the maximum of ~x is that of the smallest x
     dist.all_reduce(extrema, dist.ReduceOp.MAX)
-    for index in (extrema[0] != ~extrema[1]).nonzero().flatten().tolist():
+    # Read in one piece: finding the indices on the device would wait for it twice.
+    differ = (extrema[0] != ~extrema[1]).tolist()
+    for index in itertools.compress(range(len(tensors)), differ):
         rows = [torch.empty_like(local[index]) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, local[index].clone())
         found = torch.stack(rows)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from parallelize import DDPBackend, FSDPBackend, distributed, parallel_model, rank, shard_loader
@@ -108,6 +109,70 @@ def test_fp16_under_fsdp() -> None:
     for name, value in weights.items():
         assert value.isfinite().all()
         assert torch.equal(value, others[name])
+
+
+class BlockingReads(TorchDispatchMode):
+    """Counts the operations for which the host waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = function(*args, **(kwargs or {}))
+        read = args[1] if function is torch.ops.aten.copy_.default else args[0] if args else None
+        is_asynchronous = (kwargs or {}).get("non_blocking", args[2] if len(args) > 2 else False)
+        is_copy = function in {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
+        is_on_cpu = isinstance(outputs, torch.Tensor) and not outputs.is_cuda
+        if isinstance(read, torch.Tensor) and read.is_cuda:
+            is_item = function in {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+            self.count += is_item or (is_copy and is_on_cpu and not is_asynchronous)
+        return outputs
+
+
+def test_a_scaled_step_of_offloaded_shards_reads_the_device_once() -> None:
+    """The scale is on the CPU with the shards: a step waits for the ranks' verdict on inf only, not for the scale."""
+
+    @on_one_gpu(backend=FSDPBackend(cpu_offload=True), amp="fp16")
+    def run() -> list[int]:
+        model, counts = seeded(), []
+        with parallel_model(model):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for x, y in batches(12):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x.cuda()), y.cuda())
+                with BlockingReads() as reads:
+                    loss.backward()
+                    optimizer.step()
+                counts.append(reads.count)
+            assert not any(each.is_cuda for each in model.parameters())
+        return counts
+
+    # The numbers of targets of the ranks are compared in the first eight steps.
+    assert [counts[8:] for counts in run.all_ranks()] == [[1] * 4] * 2
+
+
+@pytest.mark.parametrize("compared", ["weights", "gradients of another parameter"])
+def test_a_comparison_reads_the_device_once(compared: str) -> None:
+    """`verify_every=1`, and a parameter in no model of the block, wait for the device once in a step."""
+
+    @on_one_gpu(verify_every=1 if compared == "weights" else 0)
+    def run() -> list[int]:
+        model, counts = seeded(), []
+        with parallel_model(model):
+            own = nn.Parameter(torch.ones(4, device="cuda"))
+            others = [] if compared == "weights" else [own]
+            optimizer = torch.optim.SGD([*model.parameters(), *others], 0.1)
+            for x, y in batches(12):
+                optimizer.zero_grad()
+                own.grad = torch.ones_like(own)
+                F.cross_entropy(model(x.cuda()), y.cuda()).backward()
+                with BlockingReads() as reads:
+                    optimizer.step()
+                counts.append(reads.count)
+        return counts
+
+    assert [counts[8:] for counts in run.all_ranks()] == [[1] * 4] * 2
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
