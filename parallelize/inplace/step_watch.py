@@ -1,8 +1,8 @@
 """Watch of optimizer steps: compares the gradients across ranks whose averaging is not recorded.
 
 A gradient that an engine has averaged passes. Any other one is compared: if it is equal on all ranks, because the user
-has averaged it or because it does not depend on the batch, it passes, too. All gradients are compared in some steps (1,
-2, 4, 8, ...), which finds those that were changed after their averaging.
+has averaged it or because it does not depend on the batch, it passes, too. All gradients and weights are compared in
+some steps (1, 2, 4, 8, ...), which finds gradients that were changed after their averaging, now or in an earlier step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from parallelize.inplace.gradient_origins import (
 )
 from parallelize.plugins.base import Session
 from parallelize.runtime.gradients import change_closure, followed_by, is_capturing, is_in_backward, parameters_of
-from parallelize.runtime.rank_comparison import Meeting, differences, differs_by_rounding
+from parallelize.runtime.rank_comparison import Meeting, differences, differs_by_rounding, unequal_error
 
 __all__ = ["claim_gradients", "leave_gradient", "leave_gradients", "watch_steps"]
 
@@ -248,13 +248,14 @@ class _StepWatch:
                 suspects.append(_Suspect(name, parameter, REPLACED if origin[1] is None else ASSIGNED))
             elif origin[1] is not None or is_sampled:
                 suspects.append(_Suspect(name, parameter, origin[1]))
-        self._compare(optimizer, suspects)
+        self._compare(optimizer, suspects, plan=plan if is_sampled else None)
 
     def _left_suspects(self, optimizer: torch.optim.Optimizer) -> list[_Suspect]:
         held = [(each, self._left[id(each)]) for each in parameters_of(optimizer) if id(each) in self._left]
         return [_Suspect(left.name, each, left.reason) for each, left in held if left.gradient() is each.grad]
 
-    def _compare(self, optimizer: torch.optim.Optimizer, suspects: Sequence[_Suspect]) -> None:
+    def _compare(self, optimizer: Any, suspects: Sequence[_Suspect], *, plan: _Plan | None = None) -> None:
+        """Compare gradients, and with `plan` also the trained weights."""
         if not suspects:
             return
         unknown = [each for each in suspects if each.reason is not None]
@@ -263,16 +264,23 @@ class _StepWatch:
         if not dist.is_initialized():
             raise reason.error(first.name, ", and no process group is left in which it could be compared")
         names = [each.name for each in unknown]
-        digest = zlib.crc32(repr((names, len(suspects))).encode())
+        trained = [] if plan is None else [each for each in plan.checked if each[1].requires_grad]
+        weights = [_Suspect(name, each, None) for name, each, _ in trained]
+        digest = zlib.crc32(repr((names, len(suspects), len(weights))).encode())
         listed = first.name if len(suspects) == 1 else f"{first.name} and {len(suspects) - 1} more"
-        absent = Meeting(f"{type(optimizer).__name__}.step with the gradient of {listed} ({digest:08x})").wait()
+        optimizer_name = type(optimizer).__name__
+        absent = Meeting(f"{optimizer_name}.step with the gradient of {listed} ({digest:08x})").wait()
         if absent:
             raise _absent_error(first, absent)
-        for index, rank in differences([each.parameter.grad for each in suspects]):
-            found = suspects[index]
-            if found.reason is not None or not differs_by_rounding(found.parameter.grad):
-                difference = f": it differs between rank 0 and rank {rank}"
-                raise (found.reason or CHANGED).error(found.name, difference)
+        tensors = [*(each.parameter.grad for each in suspects), *(each.parameter for each in weights)]
+        for index, rank in differences(tensors):
+            found = (*suspects, *weights)[index]
+            if found.reason is None and differs_by_rounding(tensors[index]):
+                continue
+            if plan is not None and index >= len(suspects):
+                former = f", and did not before step {plan.checks // 2}" if plan.checks > 1 else ""
+                raise unequal_error(found.name, rank, when=f"before step {plan.checks} of {optimizer_name}{former}")
+            raise (found.reason or CHANGED).error(found.name, f": it differs between rank 0 and rank {rank}")
 
 
 _watch = _StepWatch()

@@ -17,7 +17,7 @@ from parallelize.hang_detection.judge import existing_keys
 from parallelize.runtime import context
 from parallelize.runtime.process_group import default_store
 
-__all__ = ["Meeting", "differences", "differs_by_rounding", "fingerprint", "require_equal"]
+__all__ = ["Meeting", "differences", "differs_by_rounding", "fingerprint", "require_equal", "unequal_error"]
 
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # of the splitmix64 generator, as int64
@@ -90,7 +90,8 @@ def differs_by_rounding(tensor: torch.Tensor | None) -> bool:
     values = tensor.detach().float().to(context.current().device)
     extrema = torch.stack([values, -values])
     dist.all_reduce(extrema, dist.ReduceOp.MAX)
-    return bool(extrema.sum(0).max() <= _ROUNDING * extrema.abs().max())
+    tolerance = max(_ROUNDING, 8 * torch.finfo(tensor.dtype).eps)
+    return bool(extrema.sum(0).max() <= tolerance * extrema.abs().max())
 
 
 def require_equal(tensors: Mapping[str, torch.Tensor], *, model_name: str, when: str) -> None:
@@ -105,11 +106,16 @@ def require_equal(tensors: Mapping[str, torch.Tensor], *, model_name: str, when:
         SyncError: a tensor differs; raised on every rank.
     """
     for index, rank in differences(list(tensors.values())):
-        raise SyncError(
-            f"{list(tensors)[index]} of {model_name} differs between rank 0 and rank {rank} {when}",
-            why="ranks that step on different gradients train different models",
-            fix="look for code that only some ranks run, or that draws random numbers, between backward and step",
-        )
+        raise unequal_error(f"{list(tensors)[index]} of {model_name}", rank, when=when)
+
+
+def unequal_error(name: str, rank: int, *, when: str) -> SyncError:
+    """Build the error for a weight that differs between rank 0 and another rank."""
+    return SyncError(
+        f"{name} differs between rank 0 and rank {rank} {when}",
+        why="ranks that step on different gradients train different models",
+        fix="look for code that only some ranks run, or that draws random numbers, between backward and step",
+    )
 
 
 class Meeting:

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.slow
 
 WORLD = 2
 
+imported_backward = torch.autograd.backward  # the name is bound before any block
+
 Program = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
@@ -309,5 +311,42 @@ def test_a_backward_that_raised_is_named_before_the_next_forward_or_step(is_clea
             optimizer.zero_grad()
             loss_of(model, 1).backward()
             optimizer.step()
+
+    train()
+
+
+def removed_on_one_rank(model: nn.Module) -> None:
+    if rank() == 1:
+        next(model.parameters()).grad = None
+
+
+def doubled_on_one_rank(model: Any) -> None:
+    if rank() == 1:
+        model[0].weight.grad *= 2
+
+
+def of_an_imported_backward(model: Any) -> None:
+    imported_backward(model[0].weight.sum() * rank())
+
+
+@pytest.mark.parametrize("change", [removed_on_one_rank, doubled_on_one_rank, of_an_imported_backward])
+def test_weights_that_differ_after_a_step_that_is_not_compared_are_found(change: Callable[[nn.Module], None]) -> None:
+    """Step 5 is not compared: the next comparison, before step 8, finds that its ranks trained different weights."""
+
+    @distributed(processes=WORLD)
+    def train() -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with parallel_model(model):
+            for step in range(1, 9):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                if step == 5:
+                    change(model)
+                expected = (
+                    "0.weight of Sequential differs between rank 0 and rank 1 before step 8 of SGD.*before step 4"
+                )
+                with pytest.raises(SyncError, match=expected) if step == 8 else contextlib.nullcontext():
+                    optimizer.step()
 
     train()
