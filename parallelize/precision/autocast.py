@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
@@ -112,11 +112,9 @@ class HeldAutocast:
         context.__exit__(None, None, None)
         self._thread.exited_while_compiled = torch_compile.is_inside_compiled()
 
-    @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Disable autocast inside the context, if the held autocast context is the innermost on this thread."""
-        with torch.autocast(self._device_type, enabled=False) if self._is_innermost() else contextlib.nullcontext():
-            yield
+    def disabled(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context without autocast, if the held autocast context is the innermost on this thread."""
+        return torch.autocast(self._device_type, enabled=False) if self._is_innermost() else _UNCHANGED
 
     def forward_only(self) -> contextlib.AbstractContextManager[object]:
         """Return an autocast context for one forward that casts the current weights, not cached copies."""
@@ -140,7 +138,7 @@ class HeldAutocast:
 
         torch's checkpoint restores the autocast state from before the original forward, so from before `enter`.
         """
-        return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device_type, self._dtype)
+        return _UNCHANGED if self._dtype is None else torch.autocast(self._device_type, self._dtype)
 
     def _undo_dynamo_restore(self) -> None:
         """Disable autocast if a compiled function, on return, enabled it again after `exit`."""

@@ -101,7 +101,7 @@ class GradientScaling:
 
     def _check_backward(self, _gradients: Any) -> None:
         """Note a backward pass that has not gone through this package's patches."""
-        if not self._hooks.is_in_scaled_backward:
+        if self._hooks.scale is None:
             self._has_unscaled_backward = True
 
     def backward(self, roots: Roots, gradients: Gradients, run: Callable[[Gradients], None]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallelize.runtime.containers import leaves
+from parallelize.runtime.gradients import grad_fns_of
 
 __all__ = ["ReachableLeaves", "find_reachable_leaves", "mark_outputs"]
 
@@ -45,9 +46,8 @@ def mark_outputs(outputs: Any, *, args: Any, kwargs: Any, owner: object, on_back
         return
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     inputs = {get_gradient_edge(value).node for value in tensors if value.requires_grad}
-    for value in leaves(outputs):
-        node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
-        if node is not None and node not in inputs:
+    for node in grad_fns_of(outputs):
+        if node not in inputs:
             node.metadata[_METADATA_KEY] = (owner, inputs)
             node.register_prehook(on_backward)
 

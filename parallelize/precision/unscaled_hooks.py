@@ -25,24 +25,17 @@ class UnscaledHooks:
 
     Hooks on modules and graph nodes, post-accumulate-grad hooks and custom autograd functions are not wrapped: they
     get scaled gradients.
+
+    Attributes:
+        scale: the scale of the running backward pass; None: no scaled backward pass is running.
     """
 
     def __init__(self) -> None:
-        self._scale: LossScale | None = None
+        self.scale: LossScale | None = None
 
-    @contextlib.contextmanager
-    def scaled_backward(self, scale: LossScale) -> Iterator[None]:
+    def scaled_backward(self, scale: LossScale) -> contextlib.AbstractContextManager[None]:
         """Mark the duration of a backward pass with this scale: wrapped hooks called inside get unscaled gradients."""
-        self._scale = scale
-        try:
-            yield
-        finally:
-            self._scale = None
-
-    @property
-    def is_in_scaled_backward(self) -> bool:
-        """Whether a scaled backward pass is running."""
-        return self._scale is not None
+        return replace_attribute(self, "scale", scale)
 
     @contextlib.contextmanager
     def patch_register_hook(self) -> Iterator[None]:
@@ -73,9 +66,9 @@ class UnscaledHooks:
 
     def call_unscaled(self, hook: Hook, gradient: torch.Tensor) -> torch.Tensor | None:
         """Call a hook with the unscaled gradient, and scale the gradient that it returns."""
-        if self._scale is None:
+        if self.scale is None:
             return hook(gradient)
-        scale, inverse = self._scale.on(gradient.device)
+        scale, inverse = self.scale.on(gradient.device)
         # In fp32: an unscaled gradient may underflow in fp16.
         result = hook(gradient.to(torch.promote_types(gradient.dtype, torch.float32)) * inverse)
         return None if result is None else (result * scale).to(gradient.dtype)
