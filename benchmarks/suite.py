@@ -62,7 +62,9 @@ BENCHMARKS = {
         on_gpu="1, 2, 4, ... GPUs instead of cores",
     ),
     "step_overhead": Benchmark(
-        quick=("--turns", "1", "--works", "MLP", "--ranks", "2"), on_gpu="GPT-2's 124M parameters, with their memory"
+        full=("--turns", "7"),
+        quick=("--turns", "1", "--works", "MLP", "--ranks", "2"),
+        on_gpu="GPT-2's 124M parameters, with their memory",
     ),
 }
 

@@ -241,14 +241,16 @@ def measure(name: str, level: str, contenders: Sequence[str], turns: int) -> dic
 
 
 def report(name: str, ranks: int, level: str, found: dict[str, tuple[int, list[Cost]]]) -> None:
+    calls_by_hand, turns_by_hand = found["by hand"]
     for each, (calls, turns) in found.items():
-        pairs = list(zip(turns, found["by hand"][1], strict=True))
+        pairs = list(zip(turns, turns_by_hand, strict=True))
         wall = statistics.median(one.wall_s / other.wall_s for one, other in pairs)
         cpu = statistics.median(one.cpu_s / other.cpu_s for one, other in pairs)
-        step = statistics.median(turn.wall_s for turn in turns) * 1e3
+        step = statistics.median(turn.cpu_s for turn in turns) * 1e3
         memory = max(turn.peak_gib for turn in turns)
-        shown = f"{memory:.2f} GiB" if memory else "-"
-        row = (name, str(ranks), level, each, f"{step:.2f} ms", str(calls), f"{wall:.3f}", f"{cpu:.3f}", shown)
+        on_gpu = [f"{wall:.3f}", f"{memory:.2f} GiB"] if memory else []
+        ratios = [f"{cpu:.3f}", f"{calls / calls_by_hand:.3f}"]
+        row = [name, str(ranks), level, each, f"{step:.2f} ms", str(calls), *ratios, *on_gpu]
         print(f"| {' | '.join(row)} |", flush=True)
 
 
@@ -265,7 +267,8 @@ def main() -> None:
         torch.cuda.get_device_name() if gpus else f"{platform.machine()}, {torch.get_num_threads()} thread(s) per rank"
     )
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {place}, {options.turns} turns\n")
-    columns = ["model", "ranks", "level", "loop", "step", "calls", "ratio of wall time", "ratio of CPU time", "peak"]
+    columns = ["model", "ranks", "level", "loop", "CPU time", "calls", "ratio of CPU time", "ratio of calls"]
+    columns += ["ratio of wall time", "peak"] if gpus else []
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for ranks in options.ranks:
         where: dict[str, Any] = {"gpus": ranks} if gpus >= ranks else {"processes": ranks}
