@@ -114,13 +114,9 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch._C": {
         "_functorch": ("run under transforms of torch.func on one thread", 'backend="balanced" fails'),
         "_current_graph_task_id": ("identify the running backward, if any", "every backend with gradients fails"),
-        "_get_function_stack_at": ("read the function modes of a thread", "calls and amp fail"),
-        "_len_torch_function_stack": ("read and replace the function modes of a thread", "calls and amp fail"),
-        "_pop_torch_function_stack": ("replace the function modes of a thread", "calls and amp fail"),
-        "_push_on_torch_function_stack": ("replace the function modes of a thread", "calls and amp fail"),
     },
     "torch.overrides": {
-        "_get_current_function_mode_stack": ("read the default device of a thread", "calls fail"),
+        "_get_current_function_mode_stack": ("read and replace the function modes of a thread", "calls and amp fail"),
     },
     "torch._C._autograd": {
         "_top_saved_tensors_default_hooks": ("copy saved-tensor hooks to a stage's thread", 'backend="balanced" fails'),
