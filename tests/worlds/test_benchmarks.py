@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import picture  # noqa: E402 - benchmarks/ is not a package
 from report import Ratio, Table, machine, plot, ratios_of, tables_of  # noqa: E402 - benchmarks/ is not a package
 from suite import present  # noqa: E402 - see above
 
@@ -119,3 +120,17 @@ def test_machine_facts_are_anonymous() -> None:
     assert str(Path.home()) not in text
     assert platform.node() == "" or f'"{platform.node()}"' not in text
     assert f'"{getpass.getuser()}"' not in text
+
+
+def test_the_picture_shows_the_results() -> None:
+    """README's picture is drawn from the published results, with a bar for each of their rows that it shows."""
+    names = ("launch", "faults", "step_overhead")
+    results = [json.loads((BENCHMARKS / "results" / f"{name}.json").read_text()) for name in names]
+    drawn = picture.draw(picture.panels(*results), "machine")
+    published = (BENCHMARKS / "results" / "overview.svg").read_text()
+    bars = [each.attrib for each in ET.fromstring(drawn).iter(f"{SVG}rect")]
+    assert bars == [each.attrib for each in ET.fromstring(published).iter(f"{SVG}rect")]
+    calls, reports, steps = picture.panels(*results)
+    assert len(calls.bars) == len(results[0]["tables"][0]["rows"])
+    assert reports.bars["SIGKILL: parallelize"] < reports.bars["SIGKILL: torchrun"]
+    assert steps.bars["by hand"] == 1.0
