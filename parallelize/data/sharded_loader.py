@@ -67,7 +67,6 @@ class ShardedLoader(Generic[T]):
         # Of the next `iter()`, unless an iterator has advanced since it was set.
         self._position = Position(epoch=line.first_epoch(self._kind))
         self._iterators = LoaderIterators[T]()
-        self._report_count = 0
 
     @property  # type: ignore[misc]  # isinstance uses it: a sharded DataLoader is a DataLoader
     def __class__(self) -> type[Any]:
@@ -252,9 +251,7 @@ class ShardedLoader(Generic[T]):
             label = options.progress if isinstance(options.progress, str) else f"epoch {progress.position.epoch}"
             batches = _with_progress_bar(batches, progress.shard, steps=progress.shard.steps(), label=label)
         if options.report:
-            label = f"{self._name} epoch {progress.position.epoch}"
-            self._report_count += 1
-            batches = timed_steps(batches, key=f"{label}/{self._report_count}", label=label)
+            batches = timed_steps(batches, label=f"{self._name} epoch {progress.position.epoch}")
         try:
             yield from batches
         except Exception as exc:

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -30,6 +30,7 @@ T = TypeVar("T")
 _WAIT_S, _POLL_S = 1.0, 0.01
 _MIN_LATE_S, _MIN_LATE_FRACTION, _MIN_COLLECTIVES = 0.001, 0.05, 3
 _MAX_LISTED = 8
+_epochs_begun = Counter[str]()  # by label, in all runs: those in a user's process group share its store
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,15 @@ class StepTiming:
     collective_starts: Mapping[str, float] = field(default_factory=dict)
 
 
-def timed_steps(batches: Iterable[T], *, key: str, label: str) -> Iterator[T]:
+def timed_steps(batches: Iterable[T], *, label: str) -> Iterator[T]:
     """Yield the batches; after the last one, rank 0 prints the report line.
 
     Args:
         batches: the batches of this process.
-        key: key of this epoch of this loader in the store, the same on all processes.
-        label: the start of the line.
+        label: the start of the line, the same on all processes.
     """
+    _epochs_begun[label] += 1
+    key = f"{label}/{_epochs_begun[label]}"
     since_ns, started = time.time_ns(), time.perf_counter()
     waited_s, steps, iterator = 0.0, 0, iter(batches)
     while True:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_sample import KINDS, read
+from ranks import as_rank
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -24,6 +25,7 @@ from parallelize import (
     shard_loader,
     world_size,
 )
+from parallelize.runtime import step_timing
 
 
 def dataset(length):
@@ -210,3 +212,21 @@ def test_the_report_names_the_rank_that_the_others_wait_for(capfd):
     assert percent_0 < 30 < percent_1
     assert re.search(r"rank 1 slows down the others: .* ms after the first rank; it waits for data$", trained)
     assert on_one_rank.endswith("rank 1: not finished yet")
+
+
+@distributed(processes=2)
+def report_in_two_runs():
+    step_timing._WAIT_S = 0.0
+    for _ in range(2):
+        with as_rank(rank(), 2):
+            for turn in range(2):
+                if rank() == turn:
+                    list(shard_loader(DataLoader(range(8)), report=True))
+                barrier()
+
+
+def test_a_report_has_no_times_of_an_earlier_run(capfd):
+    """Runs in one process group share its store, where a rank that was late has left its times."""
+    report_in_two_runs()
+    lines = [line for line in capfd.readouterr().err.splitlines() if " steps of " in line]
+    assert [line.endswith("rank 1: not finished yet") for line in lines] == [True, True], lines

@@ -110,8 +110,8 @@ def test_one_process_measures_itself(capsys: pytest.CaptureFixture[str], monkeyp
             now += 0.03
             yield number
 
-    for _ in timed_steps(slow(), key="a", label="here"):
+    for _ in timed_steps(slow(), label="here"):
         now += 0.01
     assert capsys.readouterr().err == "here: rank 0: 4 steps of 40 ms, 75% of it waiting for data\n"
-    next(iter(timed_steps(slow(), key="b", label="here")))
+    next(iter(timed_steps(slow(), label="here")))
     assert capsys.readouterr().err == ""
