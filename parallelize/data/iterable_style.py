@@ -70,18 +70,14 @@ class IterableStyleSource(Source[T]):
 
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on."""
-        dataset, sharded = self.copy.loader.dataset, self._sharded
         self.listeners.set_epoch(position.epoch)
         split = self.split(position)
-        fingerprint = functools.partial(shuffle_fingerprint, dataset) if sharded is None else sharded.fingerprint
-        first: list[str] = []
-        if self.world.world_size == 1:  # the dataset draws from the global generators, whose states may not repeat
-            fingerprint = functools.partial(sample_fingerprint, first)
+        fingerprint: list[str] = []
         return EpochShard(
             # Made here and not held by the shard, so that a dataset and its workers end with the loop.
-            fetch=lambda _shard: itertools.islice(self._batches(position.epoch, first), split.start, split.limit),
+            fetch=lambda _shard: itertools.islice(self._batches(position.epoch, fingerprint), split.start, split.limit),
             split=split,
-            own_fingerprint=fingerprint,
+            own_fingerprint=functools.partial("".join, fingerprint),
         )
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
@@ -102,13 +98,17 @@ class IterableStyleSource(Source[T]):
         counts = [samples.steps(worker * world.world_size + world.rank) for worker in range(workers)]
         return sum(each // size if loader.drop_last else -(-each // size) for each in counts)
 
-    def _batches(self, epoch: int, first: list[str]) -> Iterator[T]:
+    def _batches(self, epoch: int, fingerprint: list[str]) -> Iterator[T]:
         # The dataset cannot seek: batches before the position are made and discarded.
-        if self._sharded is not None:
-            self._sharded.start_epoch(epoch)
+        sharded = self._sharded
+        if sharded is not None:
+            sharded.start_epoch(epoch)
         batches = self.copy.iterate(Position(epoch=epoch))
         for batch in itertools.islice(batches, 1):
-            first[:] = [sample_fingerprint([batch])]
+            of_data = shuffle_fingerprint(self.copy.loader.dataset) if sharded is None else sharded.fingerprint()
+            # Without one, one process takes the batch's, which a collate_fn may have augmented.
+            of_batch = sample_fingerprint([batch]) if self.world.world_size == 1 and not of_data else ""
+            fingerprint.append(of_data or of_batch)
             yield batch
         yield from batches
 
@@ -235,8 +235,10 @@ class ShardedIterableDataset(IterableDataset[T]):
         info: Any = get_worker_info()
         if not isinstance(info, GlobalWorkerInfo):  # this is no worker process, or it has torch's info
             info = GlobalWorkerInfo(info, rank=self.world.rank, world_size=self.world.world_size)
-        if info.num_shards == 1:
-            yield from self.unsharded
+        if info.num_shards == 1:  # the dataset draws from the global generators, whose states may not repeat
+            samples = iter(self.unsharded)
+            yield from self._hashed(list(itertools.islice(samples, min(self.batch_size, _MAX_COMPARED))))
+            yield from samples
             return
         shown = info.of_this_process() if self.divides == "nothing" else info
         rng = IsolatedRNG(derive_seed("iterable", self.seed, int(self._shared[0])))
@@ -294,7 +296,9 @@ class ShardedIterableDataset(IterableDataset[T]):
             yield sample
 
     def _hashed(self, first: list[Any]) -> list[Any]:
-        self._shared[1] = int(sample_fingerprint(first, has_floats=self.divides is None), 16)
+        is_alone = self.world.world_size == 1
+        has_floats = self.divides is None or is_alone
+        self._shared[1] = int(sample_fingerprint(first, has_floats=has_floats, are_samples=is_alone) or "0", 16)
         return first
 
 

@@ -238,6 +238,40 @@ def test_an_order_that_is_not_repeated_after_resuming_is_named(make, world_size,
     random.setstate(state)
 
 
+def augmented():
+    yield from ((torch.rand(2), number) for number in range(LENGTH))
+
+
+def noise_added(samples):
+    return torch.tensor(samples) + torch.rand(len(samples))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("order", "collate"), [(augmented, None), (None, noise_added)])
+def test_augmentation_is_no_other_order(recwarn, order, collate, workers):
+    """Labels identify samples, and what a collate_fn draws does not count, also in one process without a seed."""
+    loader = DataLoader(Stream(order) if order else Stream(), batch_size=3, num_workers=workers, collate_fn=collate)
+    interrupted, resumed = shard_loader(loader), shard_loader(loader, tail="drop")
+    batches = iter(interrupted)
+    next(batches), next(batches)
+    resumed.load_state_dict(interrupted.state_dict())
+    assert repr(list(resumed)) != repr(list(batches))
+    assert not recwarn.list
+
+
+class Opaque:
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_samples_that_cannot_be_hashed_are_yielded(world_size):
+    """Their class raises an error when an attribute is looked up."""
+    with as_rank(0, world_size):
+        loader = DataLoader(Stream(lambda: (Opaque() for _ in range(6))), batch_size=1, collate_fn=list)
+        assert len(list(shard_loader(loader))) == 6 // world_size
+
+
 def test_epochs_of_a_shuffling_dataset_differ():
     """With persistent workers, too: all workers draw the order of the same epoch."""
     for arguments in ({}, {"num_workers": 2, "persistent_workers": True}):

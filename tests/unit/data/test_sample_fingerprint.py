@@ -55,3 +55,27 @@ def test_floats_are_hashed_unless_that_is_disabled():
     one, other = torch.tensor([1.0]), torch.tensor([2.0])
     assert sample_fingerprint([one], has_floats=False) == sample_fingerprint([other], has_floats=False)
     assert sample_fingerprint([(one, "a")], has_floats=False) != sample_fingerprint([(one, "b")], has_floats=False)
+
+
+def test_a_label_identifies_a_sample_but_a_counter_does_not_identify_a_batch():
+    """Samples of an augmented image and a label are equal if their labels are."""
+    for label in (int, torch.tensor):
+        one, same, other = ((torch.rand(2), label(number)) for number in (1, 1, 2))
+        assert sample_fingerprint([one], are_samples=True) == sample_fingerprint([same], are_samples=True)
+        assert sample_fingerprint([one], are_samples=True) != sample_fingerprint([other], are_samples=True)
+        assert sample_fingerprint([one]) != sample_fingerprint([same])
+
+
+class Opaque:
+    """Raises another error than AttributeError for an attribute that it does not have."""
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+def test_data_that_cannot_be_read_is_not_hashed():
+    """A leaf counts as its type; a container that contains itself has no hash."""
+    assert sample_fingerprint([Opaque()]) == sample_fingerprint([Opaque()])
+    cycle = []
+    cycle.append(cycle)
+    assert sample_fingerprint(cycle) == ""
