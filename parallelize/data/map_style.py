@@ -15,7 +15,7 @@ from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import LoaderOptions, check_length_options
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.self_sharding import number_of_shards
-from parallelize.data.source import EpochListeners, Source
+from parallelize.data.source import EpochListeners, Source, length_of
 from parallelize.errors import ConfigError
 
 __all__ = ["MapStyleSource"]
@@ -82,7 +82,7 @@ class MapStyleSource(Source[T]):
     @property
     def length(self) -> int | None:
         """The sampler's length."""
-        return _length_of(self._sampler)
+        return length_of(self._sampler)
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
         """Return the seed and the number of indices; that of batches may depend on the epoch, and a sampler's order."""
@@ -179,7 +179,7 @@ def _dataset_text(dataset: Any) -> str:
     if hasattr(dataset, "formatted_as"):  # without the user's transforms, which may draw random numbers
         with dataset.formatted_as("arrow"):
             return f"{text} of the dataset {sample_fingerprint(dataset[:4].to_pylist())}"
-    length = _length_of(dataset)
+    length = length_of(dataset)
     for items in getattr(dataset, "__dict__", {}).values():
         if isinstance(items, (list, tuple)) and length == len(items) > 0 and _file_name(items[0]):
             compared = {*range(min(length, _MAX_COMPARED_FILES)), *range(0, length, length // _MAX_COMPARED_FILES + 1)}
@@ -191,10 +191,3 @@ def _file_name(item: Any) -> str:
     """Return the name of a file, or of the first one of a tuple, without its folder, which may differ between nodes."""
     item = item[0] if isinstance(item, tuple) and item else item
     return str(item).rpartition("/")[2] if isinstance(item, (str, PurePath)) else ""
-
-
-def _length_of(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except Exception:  # noqa: BLE001 - samplers raise TypeError, ValueError (PyG's) or NotImplementedError
-        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_copy import add_data_location
 from parallelize.data.loader_iterators import EpochProgress, LoaderIterators
 from parallelize.data.loader_options import LoaderOptions
-from parallelize.data.source import Source
+from parallelize.data.source import Source, length_of
 from parallelize.errors import ConfigError
 from parallelize.precision.autocast_filter import set_loss_over
 from parallelize.runtime.context import Runtime
@@ -312,5 +312,4 @@ def _kind(loader: object, options: LoaderOptions) -> object:
     """Return what the loaders have in common that one line makes for each epoch; None if it is no DataLoader."""
     if not isinstance(loader, DataLoader):
         return None
-    length = len(loader.dataset) if isinstance(loader.dataset, Sized) else None
-    return type(loader.dataset), length, dataclasses.replace(options, progress=False)
+    return type(loader.dataset), length_of(loader.dataset), dataclasses.replace(options, progress=False)

@@ -14,7 +14,7 @@ from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.sampler_arithmetic import EpochSplit
 
-__all__ = ["EpochListeners", "Source"]
+__all__ = ["EpochListeners", "Source", "length_of"]
 
 T = TypeVar("T")
 
@@ -124,3 +124,11 @@ class EpochListeners:
     def _current(self) -> list[int | None]:
         epochs = (getattr(each, "epoch", None) for each in self._listeners)
         return [epoch if isinstance(epoch, int) else None for epoch in epochs]
+
+
+def length_of(sized: Any) -> int | None:
+    """Return the length of a dataset or sampler; None if it has or knows none."""
+    try:
+        return len(sized)
+    except Exception:  # noqa: BLE001 - TypeError, ValueError (PyG's samplers), NotImplementedError
+        return None

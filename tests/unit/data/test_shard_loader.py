@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from ranks import as_rank, keep_sigchld_handler, values
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -608,6 +610,26 @@ def test_a_loader_made_anew_for_each_epoch():
         for _ in range(2):  # as folds of a cross-validation
             fold = loader_of(12, batch_size=3, shuffle=True)
             assert [values(shard_loader(fold)) for _ in range(3)] == orders
+
+
+class OfUnknownLength(IterableDataset):
+    """__len__ raises, as that of torch's ChainDataset over streams."""
+
+    def __iter__(self):
+        return iter(range(8))
+
+    def __len__(self):
+        raise NotImplementedError("unknown length")
+
+
+@pytest.mark.parametrize("data", [OfUnknownLength(), ChainDataset([OfUnknownLength()])])
+def test_a_dataset_whose_length_raises(data):
+    """It is a stream of unknown length, as for DataLoader."""
+    parts = []
+    for rank in range(2):
+        with as_rank(rank, 2):
+            parts += values(shard_loader(DataLoader(data, batch_size=2)))
+    assert sorted(parts) == [*range(8)]
 
 
 def test_every_run_begins_with_epoch_0():
