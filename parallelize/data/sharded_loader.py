@@ -49,8 +49,8 @@ class LineOfCode:
         """Return the epoch in which a new loader with this key begins: it follows one that had a single epoch."""
         return self._next_epochs.get(key, 0)
 
-    def end_epoch(self, key: object, *, epoch: int, is_first: bool) -> None:
-        """Record that a loop over a loader with this key has ended, which was its first loop or a later one."""
+    def begin_epoch(self, key: object, *, epoch: int, is_first: bool) -> None:
+        """Record that a loop over a loader with this key has begun, which is its first loop or a later one."""
         self._next_epochs[key] = epoch + 1 if is_first and self._counts_epochs else 0
 
 
@@ -218,7 +218,7 @@ class ShardedLoader(Generic[T]):
         with contextlib.ExitStack() as stack:
             if is_weighted:
                 stack.enter_context(weigh_batches(progress.weight))
-            stack.callback(self._end_loop, progress)
+            stack.callback(lambda: self._iterators.close(progress))  # those of now, if a state was loaded since
             for batch in self._batches(progress):
                 if progress.steps == 0:
                     progress.facts = progress.shard.facts()
@@ -230,20 +230,23 @@ class ShardedLoader(Generic[T]):
                     progress.weight.start_batch(1.0 if is_alone else progress.shard.weight(progress.steps))
                 progress.steps += 1
                 self._iterators.advance(progress)
+                if progress.steps == 2:
+                    self._count_loop(progress)
                 yield batch
                 set_loss_over(is_over=True)
+            if progress.steps < 2:
+                self._count_loop(progress)
             progress.is_exhausted = True
             progress.weight.end_epoch()
 
-    def _end_loop(self, progress: EpochProgress[T]) -> None:
-        self._iterators.close(progress)  # those of now, if a state was loaded since
-        if progress.is_loop and self._kind is not None:
-            self._loops += 1
-            self._line.end_epoch(self._kind, epoch=progress.position.epoch, is_first=self._loops == 1)
+    def _count_loop(self, progress: EpochProgress[T]) -> None:
+        # Not where the loop ends: an iterator that is left is closed after the next loader was made.
+        self._loops += 1
+        if self._kind is not None:
+            self._line.begin_epoch(self._kind, epoch=progress.position.epoch, is_first=self._loops == 1)
 
     def _batches(self, progress: EpochProgress[T]) -> Iterator[T]:
-        batches = progress.shard.fetch(progress.shard)
-        device, options = self._run.device, self._options
+        batches, device, options = progress.shard.fetch(progress.shard), self._run.device, self._options
         if options.to_device and device != torch.device("cpu"):
             are_fresh = getattr(self._source.loader, "num_workers", 0) > 0
             batches = move_batches(batches, device, prefetch=options.prefetch, are_fresh=are_fresh)
@@ -274,8 +277,7 @@ class ShardedLoader(Generic[T]):
         """Register the epoch, length and order, which ranks compare at the model's first step."""
         if self._run.world.world_size == 1:
             return None
-        position = progress.position
-        steps = progress.shard.steps()
+        position, steps = progress.position, progress.shard.steps()
         length = "" if steps is None else f", {steps} batches"
         start = f" from {position.start}" if position.start else ""
         return register_check(

@@ -612,6 +612,18 @@ def test_a_loader_made_anew_for_each_epoch():
             assert [values(shard_loader(fold)) for _ in range(3)] == orders
 
 
+def test_a_loader_made_anew_whose_iterator_is_left():
+    """The variable still holds the previous epoch's iterator when the next loader is made."""
+    epochs = []
+    with as_rank(0, 1):
+        for _ in range(4):
+            loader = shard_loader(loader_of(12, batch_size=3))
+            iterator = iter(loader)
+            next(iterator), next(iterator)
+            epochs.append(loader.epoch)
+    assert epochs == [0, 1, 2, 3]
+
+
 class OfUnknownLength(IterableDataset):
     """__len__ raises, as that of torch's ChainDataset over streams."""
 
