@@ -204,6 +204,11 @@ def test_a_plan_in_a_file(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match=r"plan.json is not a plan"):
         run(seeded(Gpt), path)
+    assert run(seeded(Gpt), tmp_path / "new" / "plan.json") == Plan.load(tmp_path / "new" / "plan.json")
+    for unwritable in (path / "plan.json", tmp_path / "new"):
+        with pytest.raises(ConfigError, match=rf"the plan cannot be written to {unwritable}: (Not|Is|File)"):
+            first.save(unwritable)
+    assert {*tmp_path.iterdir()} == {path, tmp_path / "new"}
 
 
 def test_a_plan_can_be_printed() -> None:

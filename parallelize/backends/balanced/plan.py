@@ -102,10 +102,24 @@ class Plan:
             raise torch.OutOfMemoryError(str(text)) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; a file that exists is replaced as a whole."""
+        """Write the plan as JSON, in a folder that is made if needed; a file that exists is replaced as a whole.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
         part = Path(f"{os.fspath(path)}.{os.getpid()}.part")
-        part.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
-        part.replace(path)
+        try:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n")
+            part.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise ConfigError(
+                f"the plan cannot be written to {os.fspath(path)}: {error.strerror}",
+                why="plan= and Plan.save take the path of a file that this process may write",
+                fix="choose another path, or drop plan=",
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
