@@ -48,16 +48,22 @@ def shorten_chain(error: BaseException) -> None:
     """Remove this package's frames from the tracebacks of an exception, its causes and its contexts.
 
     The frame that raises an exception which this package does not document is kept: it may be a defect of the package.
+    It is not kept in what a ParallelizeError explains.
     """
-    is_expected = not isinstance(error, Exception) or isinstance(error, ParallelizeError) or hasattr(error, "__notes__")
-    shared, seen, left = error.__traceback__, set[int](), [error]
+    shared, seen, left = error.__traceback__, set[int](), [(error, False)]
     while left:
-        each = left.pop()
+        each, is_explained = left.pop()
         seen.add(id(each))
-        trace = in_users_code(each.__traceback__, keeps_last=each is error and not is_expected)
+        keeps_last = not is_explained and _may_be_a_defect(each)
+        trace = in_users_code(each.__traceback__, keeps_last=keeps_last)
         # Assigning __traceback__ would fail on an exception that is a frozen dataclass.
         BaseException.with_traceback(each, None if each is not error and each.__traceback__ is shared else trace)
-        left += [link for link in (each.__cause__, each.__context__) if link is not None and id(link) not in seen]
+        links = [link for link in (each.__cause__, each.__context__) if link is not None and id(link) not in seen]
+        left += [(link, isinstance(each, ParallelizeError)) for link in links]
+
+
+def _may_be_a_defect(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, ParallelizeError) and not hasattr(error, "__notes__")
 
 
 def in_users_code(trace: TracebackType | None, *, keeps_last: bool = False) -> TracebackType | None:

@@ -120,3 +120,19 @@ def test_a_defect_of_this_package_is_shown() -> None:
         Gpus(count=2).missing_on("8")  # type: ignore[arg-type]  # the defect
 
     assert functions(raised_by(defect).__traceback__) == ["raised_by", "defect", "missing_on"]
+
+
+@needs_reraise
+def test_a_defect_that_causes_another_exception_is_shown() -> None:
+    """The user's program may catch it, and raise its own."""
+
+    @distributed(processes=1)
+    def wrapped() -> None:
+        try:
+            Gpus(count=2).missing_on("8")  # type: ignore[arg-type]  # the defect
+        except TypeError as error:
+            raise LookupError("outer") from error
+
+    cause = raised_by(wrapped).__cause__
+    assert cause is not None
+    assert functions(cause.__traceback__) == ["wrapped", "missing_on"]
