@@ -1,8 +1,9 @@
 """Watch of optimizer steps: compares the gradients across ranks whose averaging is not recorded.
 
 A gradient that an engine has averaged passes. Any other one is compared: if it is equal on all ranks, because the user
-has averaged it or because it does not depend on the batch, it passes, too. All gradients and weights are compared in
-some steps (1, 2, 4, 8, ...), which finds gradients that were changed after their averaging, now or in an earlier step.
+has averaged it or because it does not depend on the batch, it passes, too. All gradients are compared in some steps (1,
+2, 4, 8, ...), and after these the weights, which finds gradients that were changed after their averaging, now or in an
+earlier step. Weights are not compared before: each rank may perturb its own until the step, as m-SAM does.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class _Plan:
         checks: number of checks so far.
         checks_before_step: this number before the running or latest step.
         accumulations: of these models before the latest step; -1: no step yet.
+        stepped: the averaged parameters of the running step, if all gradients were compared in it.
     """
 
     held: list[Any] = field(default_factory=list)
@@ -79,6 +81,7 @@ class _Plan:
     checks: int = 0
     checks_before_step: int = 0
     accumulations: int = -1
+    stepped: list[_Suspect] = field(default_factory=list)
 
 
 class _Left(NamedTuple):
@@ -166,7 +169,7 @@ class _StepWatch:
                 why="the averaging of gradients over the ranks is complete only when backward ends",
                 fix="call step() after backward(), not from a hook in it",
             )
-        plan.checks_before_step = plan.checks
+        plan.checks_before_step, plan.stepped = plan.checks, []
         if len(args) > 1 or kwargs:
             check = functools.partial(self._check, optimizer, plan)
             checked = change_closure(functools.partial(followed_by, check), args, kwargs)
@@ -182,6 +185,11 @@ class _StepWatch:
         if plan.checks == plan.checks_before_step:  # the optimizer has not called its closure
             self._check(optimizer, plan)
         plan.accumulations = sum(map(_accumulations, plan.trackers))
+        for index, rank in differences([each.parameter for each in plan.stepped]):
+            name, weight, _ = plan.stepped[index]
+            if not differs_by_rounding(weight):
+                when = f"after step {plan.checks} of {type(optimizer).__name__} (compared after steps 1, 2, 4, ...)"
+                raise unequal_error(name, rank, when=when)
 
     def _plan_of(self, optimizer: torch.optim.Optimizer) -> _Plan | None:
         """Return the plan of an optimizer; None if it holds no parameter of a watched model."""
@@ -236,7 +244,8 @@ class _StepWatch:
         if not are_averaged:
             for tracker in plan.trackers:
                 tracker.store_averaged()
-        suspects = [_Suspect(*each) for each in plan.always if each[1].requires_grad or each[1].grad is not None]
+        always = [_Suspect(*each) for each in plan.always if each[1].requires_grad or each[1].grad is not None]
+        suspects: list[_Suspect] = []
         for name, parameter, reason in plan.untracked if are_averaged else plan.checked:
             gradient = parameter.grad
             if gradient is None:
@@ -248,14 +257,14 @@ class _StepWatch:
                 suspects.append(_Suspect(name, parameter, REPLACED if origin[1] is None else ASSIGNED))
             elif origin[1] is not None or is_sampled:
                 suspects.append(_Suspect(name, parameter, origin[1]))
-        self._compare(optimizer, suspects, plan=plan if is_sampled else None)
+        self._compare(optimizer, always + suspects)
+        plan.stepped = suspects if is_sampled else plan.stepped
 
     def _left_suspects(self, optimizer: torch.optim.Optimizer) -> list[_Suspect]:
         held = [(each, self._left[id(each)]) for each in parameters_of(optimizer) if id(each) in self._left]
         return [_Suspect(left.name, each, left.reason) for each, left in held if left.gradient() is each.grad]
 
-    def _compare(self, optimizer: Any, suspects: Sequence[_Suspect], *, plan: _Plan | None = None) -> None:
-        """Compare gradients, and with `plan` also the trained weights."""
+    def _compare(self, optimizer: torch.optim.Optimizer, suspects: Sequence[_Suspect]) -> None:
         if not suspects:
             return
         unknown = [each for each in suspects if each.reason is not None]
@@ -264,23 +273,15 @@ class _StepWatch:
         if not dist.is_initialized():
             raise reason.error(first.name, ", and no process group is left in which it could be compared")
         names = [each.name for each in unknown]
-        trained = [] if plan is None else [each for each in plan.checked if each[1].requires_grad]
-        weights = [_Suspect(name, each, None) for name, each, _ in trained]
-        digest = zlib.crc32(repr((names, len(suspects), len(weights))).encode())
+        digest = zlib.crc32(repr((names, len(suspects))).encode())
         listed = first.name if len(suspects) == 1 else f"{first.name} and {len(suspects) - 1} more"
-        optimizer_name = type(optimizer).__name__
-        absent = Meeting(f"{optimizer_name}.step with the gradient of {listed} ({digest:08x})").wait()
+        absent = Meeting(f"{type(optimizer).__name__}.step with the gradient of {listed} ({digest:08x})").wait()
         if absent:
             raise _absent_error(first, absent)
-        tensors = [*(each.parameter.grad for each in suspects), *(each.parameter for each in weights)]
-        for index, rank in differences(tensors):
-            found = (*suspects, *weights)[index]
-            if found.reason is None and differs_by_rounding(tensors[index]):
-                continue
-            if plan is not None and index >= len(suspects):
-                former = f", and did not before step {plan.checks // 2}" if plan.checks > 1 else ""
-                raise unequal_error(found.name, rank, when=f"before step {plan.checks} of {optimizer_name}{former}")
-            raise (found.reason or CHANGED).error(found.name, f": it differs between rank 0 and rank {rank}")
+        for index, rank in differences([each.parameter.grad for each in suspects]):
+            found = suspects[index]
+            if found.reason is not None or not differs_by_rounding(found.parameter.grad):
+                raise (found.reason or CHANGED).error(found.name, f": it differs between rank 0 and rank {rank}")
 
 
 _watch = _StepWatch()
