@@ -77,13 +77,15 @@ class HalfWeightsInForward:
         is_compiling, previous = torch.compiler.is_compiling(), []  # the casts of an outer forward
         try:
             for attributes, parameters, name in weights:
-                previous.append(attributes.get(name))
-                attributes[name] = cast = self._cast(parameters[name])
+                if (weight := parameters.get(name)) is None:  # removed inside the block, as by pruning
+                    continue
+                previous.append((attributes, name, attributes.get(name)))
+                attributes[name] = cast = self._cast(weight)
                 if not is_compiling and (node := cast.grad_fn) is not None:
                     node._set_sequence_nr(_FIRST)
             return call(*args, **kwargs)
         finally:
-            for (attributes, _, name), value in zip(weights, previous, strict=False):
+            for attributes, name, value in previous:
                 if value is None:
                     attributes.pop(name, None)
                 else:

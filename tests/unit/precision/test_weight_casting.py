@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from parallelize.model import parallel_model
@@ -342,3 +343,21 @@ def test_o3_restores_dtypes_after_an_exception() -> None:
     with pytest.raises(RuntimeError, match="planted"), block(model, "O3"):
         raise RuntimeError("planted")
     assert {each.dtype for each in model.parameters()} == {torch.float32}
+
+
+def test_parameters_that_are_removed_in_a_block_are_not_cast() -> None:
+    """Pruning replaces a parameter by a product that a hook computes; it trains as if it was done before the block."""
+
+    def change(model: nn.Module) -> None:
+        prune.l1_unstructured(model.linear, "weight", amount=0.3)
+        model.linear.bias = None
+
+    before, inside = Net(), Net()
+    change(before)
+    with block(before, "O2"):
+        train(before)
+    with block(inside, "O2"):
+        change(inside)
+        train(inside)
+    # Before the block, its weight was cast once, and its gradients were added in half precision.
+    torch.testing.assert_close(inside.state_dict(), before.state_dict(), rtol=0, atol=1e-4)
