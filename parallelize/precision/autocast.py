@@ -104,10 +104,10 @@ class HeldAutocast:
             self._undo_dynamo_restore()
         if self._thread.context is None:
             return
-        if nesting_depth() > 1:
+        # No filter is installed during a forward, which stays under autocast if it calls backward or steps itself.
+        if nesting_depth() > 1 or not remove_filter():
             torch.clear_autocast_cache()
             return
-        remove_filter()
         context, self._thread.context = self._thread.context, None
         context.__exit__(None, None, None)
         self._thread.exited_while_compiled = torch_compile.is_inside_compiled()

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from parallelize.model import parallel_model
+from parallelize.runtime.function_modes import function_modes
 
 HALF = torch.bfloat16
 
@@ -430,3 +431,39 @@ def test_loops_that_bf16_does_not_refuse() -> None:
         handle = model.head.weight.register_post_accumulate_grad_hook(lambda _: sgd.step())
         F.cross_entropy(model(x), y).backward()
         handle.remove()
+
+
+class Refined(nn.Module):
+    """Takes a step on its input inside its forward, as a sampler or an adaptation at test time does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        refined = x.clone().requires_grad_()
+        (refined @ refined.T).float().sum().backward()
+        torch.optim.SGD([refined], lr=0.1).step()
+        return self.layer(refined.detach())
+
+
+def test_a_forward_that_calls_backward_and_steps_stays_under_autocast() -> None:
+    """The layer after it computes in bf16, as by hand, and neither autocast nor a function mode outlasts the block."""
+
+    def train(model: nn.Module, context: Callable[[], Any]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            with context():
+                loss = model(torch.randn(5, 4, generator=torch.Generator().manual_seed(step))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    hand, ours = Refined(), Refined()
+    train(hand, autocast)
+    with block(ours):
+        train(ours, contextlib.nullcontext)
+    assert_same(ours, hand)
+    assert not is_on()
+    assert not function_modes()
