@@ -201,7 +201,7 @@ class GradientAverage:
             if self._uneven_counts.compared is not None:
                 self._uneven_counts.start_reduction()
         except BaseException as error:
-            raised = type(error).__name__
+            raised, self._uneven_counts.compared = type(error).__name__, None
             if "mark a variable ready only once" in str(error):
                 raise _second_gradient_error() from error
             raise
