@@ -90,6 +90,7 @@ class HeldAutocast:
             if state != self._thread.weights_state:
                 torch.clear_autocast_cache()
         elif nesting_depth() == 0:
+            torch.clear_autocast_cache()  # all threads share it: one that ended after a forward has left its casts
             self._thread.context = torch.autocast(self._device_type, self._dtype)
             self._thread.context.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
             filters = [self._filter]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -467,3 +468,30 @@ def test_a_forward_that_calls_backward_and_steps_stays_under_autocast() -> None:
     assert_same(ours, hand)
     assert not is_on()
     assert not function_modes()
+
+
+def test_forwards_in_threads_that_end_use_the_current_weights() -> None:
+    """All threads share autocast's cached casts; those of a thread that has ended are of weights before the step."""
+
+    def train(model: nn.Module, context: Callable[[], Any]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = next(batches(1))
+        for _ in range(3):
+            losses: list[torch.Tensor] = []
+
+            def forward(losses: list[torch.Tensor] = losses) -> None:
+                with context():
+                    losses.append(F.cross_entropy(model(x), y))
+
+            thread = threading.Thread(target=forward)
+            thread.start()
+            thread.join()
+            optimizer.zero_grad()
+            losses[0].backward()
+            optimizer.step()
+
+    hand, ours = Net(), Net()
+    train(hand, autocast)
+    with block(ours):
+        train(ours, contextlib.nullcontext)
+    assert_same(ours, hand)
