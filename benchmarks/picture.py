@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["Panel", "draw", "panels"]
 
 _RESULTS = Path(__file__).parent / "results"
-_WIDTH, _LEFT, _BAR, _ROW = 860, 250, 460, 20
+_WIDTH, _LEFT, _BAR, _ROW = 860, 300, 440, 20
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
