@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.overrides import TorchFunctionMode
 
 from parallelize import ConfigError
 from parallelize.backends import ddp_engine, ddp_static_graph, sharded_parameter_guard
@@ -101,7 +102,7 @@ def never_end_backward(monkeypatch: Patch) -> None:
 
 
 def drop_function_modes(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(torch._C, "_push_on_torch_function_stack", lambda mode: None)
+    monkeypatch.setattr(TorchFunctionMode, "__enter__", lambda mode: mode)
 
 
 def trace_the_package(monkeypatch: Patch) -> None:
