@@ -288,17 +288,68 @@ def test_durations_are_parsed(every, seconds):
     assert SaveSchedule(every, store=None, rank=0).every_s == seconds
 
 
-def test_steps_are_counted():
+@pytest.mark.parametrize(("every", "due"), [(1, [1, 2, 3, 4, 5, 6, 7, 8, 9]), (3, [3, 6, 9])])
+def test_steps_are_counted(every, due):
     """With every=3 a save is due after steps 3, 6 and 9."""
-    schedule = SaveSchedule(3, store=None, rank=0)
-    assert [each for each in range(1, 10) if schedule.is_due(each)] == [3, 6, 9]
+    schedule = SaveSchedule(every, store=None, rank=0)
+    assert [each for each in range(1, 10) if schedule.is_due(each)] == due
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Replace the schedule's clock by a list with one number of seconds."""
+    seconds = [0.0]
+    monkeypatch.setattr(save_schedule, "time", types.SimpleNamespace(monotonic=lambda: seconds[0]))
+    return seconds
+
+
+def test_one_process_saves_by_its_clock(clock):
+    """A save is due as soon as the duration has passed since the last one."""
+    schedule, due = SaveSchedule("10s", store=None, rank=0), []
+    for step in range(1, 40):
+        clock[0] += 2.5 if step < 20 else 4.0
+        due += [step] * schedule.is_due(step)
+    assert due == [4, 8, 12, 16, 20, 23, 26, 29, 32, 35, 38]
+
+
+@pytest.mark.parametrize(
+    ("step_s", "starts"),
+    [
+        ([0.0] * 40, [1, 2, 4, 8, 16, 32]),
+        ([1.5] * 6, [1, 2, 3, 4, 5, 6]),
+        ([0.0] * 4 + [0.75] * 40, [1, 2, 4, 8, 16, 20, 22, 23, 24, 26, 30, 34, 36, 37, 38, 40, 44]),
+        ([4.0] * 3 + [0.0] * 10, [1, 2, 3, 4, 5, 7, 11]),
+    ],
+)
+def test_a_window_takes_a_twentieth_of_the_period(clock, step_s, starts):
+    """With every="60s" windows of calls get longer up to 1.5 s and shorter from 3 s on; each starts with a message."""
+    store = CountingStore(torch.distributed.HashStore())
+    schedule, found = SaveSchedule("60s", store=store, rank=0), []
+    for step, seconds in enumerate(step_s, start=1):
+        clock[0] += seconds
+        before = store.num_sets
+        schedule.is_due(step)
+        found += [step] * (store.num_sets - before)
+    assert found == starts
+
+
+def test_the_window_after_the_period_ends_with_a_save(clock):
+    """Rank 0 sees at the start of a window that the period is over; all ranks save at its end, and keys are deleted."""
+    store, due = torch.distributed.HashStore(), []
+    schedules = [SaveSchedule("10s", store=store, rank=rank) for rank in range(2)]
+    schedules[1]._key = schedules[0]._key
+    for step in range(1, 50):
+        clock[0] += 2.5
+        first, second = [each.is_due(step) for each in schedules]
+        assert first is second
+        due += [step] * first
+    assert due == [5, 10, 15, 20, 25, 30, 35, 40, 45]
+    assert store.num_keys() < 12
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_all_ranks_save_after_the_same_steps(behind, monkeypatch):
+def test_all_ranks_save_after_the_same_steps(behind, clock):
     """Ranks whose hosts run at different speeds save after the same steps, and rarely ask the store."""
-    seconds = [0.0]
-    monkeypatch.setattr(save_schedule, "time", types.SimpleNamespace(monotonic=lambda: seconds[0]))
     store = CountingStore(torch.distributed.HashStore())
     schedules = [SaveSchedule("0.2s", store=store, rank=rank) for rank in range(2)]
     schedules[1]._key = schedules[0]._key
@@ -308,7 +359,7 @@ def test_all_ranks_save_after_the_same_steps(behind, monkeypatch):
     def take_steps(rank: int) -> None:
         for step in range(1, 700):
             if rank == 0:
-                seconds[0] += 0.001
+                clock[0] += 0.001
             if rank == behind:
                 time.sleep(0.0001)  # the slow host
             if schedules[rank].is_due(step):

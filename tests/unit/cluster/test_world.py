@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+
 import pytest
 
 from parallelize.cluster.world import World
@@ -17,6 +20,50 @@ def test_every_contradiction_is_named():
         "local_rank=2 with local_world_size=1",
         "master_port=-1",
     ]
+
+
+def test_a_world_is_valid_if_nodes_of_some_sizes_hold_its_ranks():
+    """Of all small worlds, those are accepted for which nodes exist, each with at least one process."""
+    for world_size, local_world_size, num_nodes in itertools.product(range(4), range(4), range(1, 4)):
+        nodes = [sizes for sizes in itertools.product(range(1, 4), repeat=num_nodes) if sum(sizes) == world_size]
+        for rank, local_rank, node_rank in itertools.product(range(-1, 4), repeat=3):
+            fits = any(sizes[node_rank] == local_world_size for sizes in nodes if 0 <= node_rank < num_nodes)
+            is_valid = fits and 0 <= rank < world_size and 0 <= local_rank < local_world_size
+            with contextlib.nullcontext() if is_valid else pytest.raises(ConfigError):
+                World(rank, local_rank, node_rank, world_size, local_world_size, num_nodes=num_nodes)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "faults"),
+    [
+        ({"rank": 2, "world_size": 2}, {"rank=2 with world_size=2": "it must be from 0 to 1"}),
+        ({"rank": 1}, {"rank=1 with world_size=1": "it must be from 0 to 0"}),
+        (
+            {"world_size": 2, "local_world_size": 0, "num_nodes": 2},
+            {
+                "local_rank=0 with local_world_size=0": "no value is valid",
+                "local_world_size=0 with world_size=2": "it must be from 1 to 2",
+            },
+        ),
+        ({"master_port": 65536}, {"master_port=65536": "a port is a number from 1 to 65535"}),
+    ],
+)
+def test_a_fault_names_the_valid_numbers(numbers, faults):
+    """Of sizes that contradict each other, no number is valid."""
+    with pytest.raises(ConfigError) as caught:
+        World(**numbers)
+    assert {fault.what: fault.why for fault in caught.value.faults} == faults
+
+
+def test_a_node_without_processes_is_refused():
+    """The number of nodes cannot be computed from it."""
+    with pytest.raises(ConfigError, match="local_world_size=0"):
+        World(world_size=2, local_world_size=0)
+
+
+def test_every_port_is_accepted():
+    """0 is a port that is not chosen yet."""
+    assert [World(master_port=port).env()["MASTER_PORT"] for port in (0, 65535)] == ["0", "65535"]
 
 
 def test_is_main():

@@ -29,16 +29,17 @@ def recording(*steps: RecordedStep, samples: tuple[str, ...] = ("a",), **changes
     return Recording(list(steps), changes.get("initial", [torch.zeros(3)]), [samples] * len(steps))
 
 
-def compare(single: Recording, *ranks: Recording) -> Comparison:
-    return compare_recordings(single, ranks, labels=("1 process", "2 processes"), tolerance=1e-4)
+def compare(single: Recording, *ranks: Recording, tolerance: float = 1e-4) -> Comparison:
+    return compare_recordings(single, ranks, labels=("1 process", "2 processes"), tolerance=tolerance)
 
 
-def compare_steps(a: RecordedStep, first: RecordedStep, second: RecordedStep) -> Comparison:
+def compare_steps(a: RecordedStep, first: RecordedStep, second: RecordedStep, tolerance: float = 1e-4) -> Comparison:
     """Compare a step that follows an equal one."""
     return compare(
         recording(step(), a, samples=("a", "b")),
         recording(step(), first),
         recording(step(), second, samples=("b",)),
+        tolerance=tolerance,
     )
 
 
@@ -72,10 +73,15 @@ OTHER = (torch.tensor([2.0, 1.0, 1.0]),)
         ({"batch_norm": "1"}, {"draws_random_numbers": True}, {}, ["random numbers", "batch norm"]),
         ({}, {"loss": 1.0, "gradients": (GRADIENT / 2,)}, {"loss": 1.2}, ["sum instead of mean"]),
         ({}, {"loss": 1.5}, {"loss": 2.2}, ["token mean"]),
+        ({}, {"loss": 2.001}, {}, ["token mean"]),
+        ({}, {}, {"loss": 1.5}, ["token mean"]),
+        ({}, {"loss": 2.0 + 1e-8}, {}, ["rounding that grows"]),
         ({}, {"loss": 1.2}, {"loss": 1.4}, ["loss over the batch"]),
         ({}, {}, {}, ["rounding that grows"]),
         ({}, {"loss": None}, {}, ["rounding that grows"]),
         ({}, {"gradients": (None,)}, {}, ["rounding that grows"]),
+        ({}, {"gradients": (torch.ones(2),)}, {}, ["rounding that grows"]),
+        ({"gradients": (GRADIENT * 0,)}, {}, {}, ["rounding that grows"]),
         ({}, {"gradients": (GRADIENT,), "learning_rates": (0.2,)}, {}, ["learning rate"]),
     ],
 )
@@ -90,6 +96,59 @@ def test_the_reason_follows_from_what_was_recorded(
     assert "The runs part at step 2. Likely reasons:\n  " + expected[0] in str(comparison)
 
 
+def test_a_tolerance_of_zero_compares_bits() -> None:
+    """Equal runs are the same; a loss at the end of the ranks' range is still a mean of another number of terms."""
+    assert compare_steps(step(), step(), step(), tolerance=0.0).is_same
+    other = step(gradients=OTHER)
+    assert names(compare_steps(step(), other, other, tolerance=0.0)) == ["rounding that grows"]
+    for losses in [(2.0, 3.0), (1.0, 2.0)]:
+        ranks = [step(gradients=OTHER, loss=loss) for loss in losses]
+        assert names(compare_steps(step(), *ranks, tolerance=0.0)) == ["token mean"]
+
+
+def test_the_learning_rates_of_both_runs_are_named() -> None:
+    """Equal rates of several groups are named once."""
+    comparison = compare_steps(step(learning_rates=(0.1, 0.1)), step(learning_rates=(0.2, 0.4)), step())
+    assert "0.1 with 1 process, 0.2, 0.4 with 2 processes" in str(comparison)
+
+
+@pytest.mark.parametrize(
+    ("single", "main", "expected"),
+    [
+        ((), (), "0.0e+00 ()"),
+        ((torch.ones(2), torch.ones(2)), (torch.ones(2), torch.ones(2)), "0.0e+00 (a)"),
+        ((torch.ones(2), torch.ones(2)), (torch.zeros(2), torch.zeros(2)), "1.0e+00 (a)"),
+        ((torch.ones(2), torch.ones(2)), (torch.ones(2), torch.zeros(2)), "1.0e+00 (b)"),
+        ((torch.ones(0), torch.ones(2)), (torch.ones(0), torch.ones(2)), "0.0e+00 (a)"),
+        ((torch.ones(2), torch.ones(2)), (torch.ones(3), torch.ones(2)), "inf (a)"),
+        ((torch.ones(2), torch.ones(2)), (torch.ones(2), torch.tensor([1.0, torch.nan])), "nan (b)"),
+    ],
+)
+def test_the_weight_that_differs_most_is_named(single: Any, main: Any, expected: str) -> None:
+    """Of equal differences the first weight is named; another shape is an infinite difference."""
+    parameters = ("a", "b")[: len(main)]
+    found = compare_steps(step(weights=single), step(weights=main, names=parameters), step())
+    assert str(found).splitlines()[2].endswith(f" {expected}")
+
+
+@pytest.mark.parametrize(
+    ("single", "main", "expected"),
+    [
+        ((), (), 0.0),
+        ((GRADIENT * 0,), (GRADIENT * 0,), 0.0),
+        ((GRADIENT * 0,), (GRADIENT,), torch.inf),
+        ((GRADIENT, None), (GRADIENT, None), 0.0),
+        ((GRADIENT, None), (GRADIENT, GRADIENT * 0), 0.0),
+        ((GRADIENT, GRADIENT), (GRADIENT, GRADIENT * 2), 0.5**0.5),
+    ],
+)
+def test_a_missing_gradient_is_zero(single: Any, main: Any, expected: float) -> None:
+    """The difference of gradients is a fraction of their norm with one process."""
+    comparison = compare_steps(step(gradients=single), step(gradients=main), step())
+    assert comparison.steps[1].gradient_difference == pytest.approx(expected)
+    assert comparison.is_same == (expected == 0.0)
+
+
 def test_other_gradients_at_the_first_step_are_not_rounding() -> None:
     """With equal weights, samples and losses, something acts on each process's gradient."""
     other = recording(step(gradients=OTHER))
@@ -102,6 +161,21 @@ def test_other_samples_are_named_with_batch_and_rank() -> None:
     comparison = compare(recording(step(), samples=("a", "b")), other, recording(step(), samples=("b",)))
     assert names(comparison) == ["order or content of the data"]
     assert "batch 1 of rank 0" in str(comparison)
+
+
+def test_a_later_batch_and_rank_are_named() -> None:
+    """Batches and ranks before it have the same samples."""
+    single = Recording([step()] * 2, [torch.zeros(3)], [("a", "b"), ("c", "d")])
+    ranks = [Recording([step(), step(gradients=OTHER)], [torch.zeros(3)], [("a",), ("c",)])]
+    ranks.append(Recording([step()] * 2, [torch.zeros(3)], [("b",), ("e",)]))
+    assert "batch 2 of rank 1 has other samples" in str(compare(single, *ranks))
+
+
+def test_after_other_initial_weights_the_first_step_is_explained() -> None:
+    """Facts of later steps are no reasons."""
+    normed = recording(step(batch_norm="1 (BatchNorm1d)"), step(), step(draws_random_numbers=True), samples=("a", "a"))
+    started = recording(step(), step(), step(), initial=[torch.ones(3)])
+    assert names(compare(normed, started, started)) == ["initial weights", "batch norm"]
 
 
 def test_setups_that_cannot_be_the_same() -> None:
@@ -126,7 +200,10 @@ def test_setups_that_cannot_be_the_same() -> None:
 def test_several_devices_of_one_process_have_one_recording() -> None:
     """Under dp one process reads the batches that the compared process reads, in the same merged way."""
     comparison = compare_recordings(
-        recording(step()), [recording(step())], labels=("1 device", "2 devices"), tolerance=1e-4
+        recording(step(), samples=("a", "b")),
+        [recording(step(is_in_block=False), samples=("a", "b"))],
+        labels=("1 device", "2 devices"),
+        tolerance=1e-4,
     )
     assert comparison.is_same
     assert names(comparison) == []

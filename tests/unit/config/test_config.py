@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass, fields
 from datetime import timedelta
@@ -17,7 +18,7 @@ from parallelize.backends.ddp import DDPBackend
 from parallelize.config.compatibility import conflicts
 from parallelize.config.config import Config
 from parallelize.config.gpus import Gpus, parse_gpus
-from parallelize.config.options import FROM_TEXT, PARSERS, Options
+from parallelize.config.options import FROM_TEXT, PARSERS, Options, backend_by_device_type
 from parallelize.errors import ConfigError, Fault
 from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Amp, Backend, Launcher
@@ -152,6 +153,12 @@ def test_defaults():
         ({"timeout": timedelta(hours=1)}, "timeout", timedelta(hours=1)),
         ({"timeout": "10min"}, "timeout", timedelta(minutes=10)),
         ({"timeout": "1.5 h"}, "timeout", timedelta(minutes=90)),
+        ({"timeout": "30s"}, "timeout", timedelta(seconds=30)),
+        ({"timeout": "30 sec"}, "timeout", timedelta(seconds=30)),
+        ({"timeout": "2d"}, "timeout", timedelta(days=2)),
+        ({"timeout": 0.5}, "timeout", timedelta(seconds=0.5)),
+        ({"timeout": 10**8}, "timeout", timedelta(seconds=10**8)),
+        ({"timeout": timedelta(seconds=10**8)}, "timeout", timedelta(seconds=10**8)),
         ({"process_group_backend": "cpu:gloo,cuda:nccl"}, "process_group_backend", "cpu:gloo,cuda:nccl"),
     ],
 )
@@ -174,10 +181,36 @@ def test_limits_of_integers(name, least, most):
     """The least and the largest value are accepted, and those beside them are refused."""
     parse = PARSERS[name]
     assert [parse(name, least), parse(name, most)] == [least, most]
-    for value in (least - 1, most + 1):
+    optional = name in {"processes", "num_nodes", "seed"}
+    assert not optional or parse(name, None) is None
+    for value in (least - 1, most + 1, True, 1.0, *([] if optional else [None])):
         assert parse(name, value) == Fault(
             f"{name}={value}", f"it must be an integer from {least} to {most}", f"use {name}={least}, for example"
         )
+
+
+@pytest.mark.parametrize("timeout", [1e-9, -0.5, 10**8 + 1, timedelta(0), timedelta(seconds=10**8 + 1), True, "30"])
+def test_limits_of_a_timeout(timeout):
+    """A timeout that is 0 after rounding, or too long for a clock, is refused."""
+    assert isinstance(PARSERS["timeout"]("timeout", timeout), Fault)
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        ("init_scale", [0.5, 1, math.nextafter(2.0**127, 0)], [0, 2.0**127, math.inf, math.nan, True, "1"]),
+        ("growth_factor", [1.5, math.nextafter(2.0**64, 0)], [1, 2.0**64]),
+        ("backoff_factor", [0.01, 0.99], [0.0, 1.0]),
+        ("growth_interval", [1, 2**62 - 1], [0, 2**62, 1.5]),
+        ("communication_dtype", [None, torch.bfloat16, torch.float16, torch.float32], [torch.float64]),
+    ],
+)
+def test_limits_of_the_fields_of_amp(name, valid, invalid):
+    """The scale stays a finite fp32 number, and its rules let it grow and shrink."""
+    for value in valid:
+        assert PARSERS["amp"]("amp", Amp(**{name: value})) == Amp(**{name: value})
+    for value in invalid:
+        assert PARSERS["amp"]("amp", Amp(**{name: value})).what == f"amp=Amp({name}={value!r})"
 
 
 KNOWN = ", ".join(map(repr, sorted(PARSERS)))
@@ -288,6 +321,18 @@ def test_process_group_backends():
     assert fault.what == "process_group_backend='cpu:gloo,cuda:ncl'"
     assert fault.why == "it is neither one of torch's backends nor a list such as 'cpu:gloo,cuda:nccl'"
     assert fault.fix.startswith("did you mean 'nccl'? known:")
+
+
+@pytest.mark.parametrize("text", ["cpu:gloo,cpu:nccl", "undefined", "gloo,nccl", "cpu:undefined"])
+def test_a_device_type_has_one_process_group_backend(text):
+    """A device type named twice, or a backend that cannot be used, is refused."""
+    assert isinstance(PARSERS["process_group_backend"]("process_group_backend", text), Fault)
+
+
+def test_process_group_backends_by_device_type():
+    """A list names them; a single backend is used for every device that it supports."""
+    assert backend_by_device_type("cpu:gloo,cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
+    assert backend_by_device_type("nccl") == {"cuda": "nccl"}
 
 
 def test_a_check_needs_only_its_own_options():

@@ -145,11 +145,11 @@ def test_a_limit_is_a_count_or_a_fraction(steps, fraction, count):
     assert split.limited(1.0).limit == steps
 
 
-@given(st.integers(1, 60), st.integers(1, 4), st.floats(0.5, 1.0))
-def test_a_fraction_needs_the_length_of_the_epoch(steps, batch, fraction):
+@given(st.integers(1, 60), st.integers(1, 4), st.floats(0.5, 1.0), st.sampled_from(TAILS))
+def test_a_fraction_needs_the_length_of_the_epoch(steps, batch, fraction, tail):
     """A fraction limits an epoch of known length in whole steps; one of unknown length is limited by a count only."""
     total = (steps + 1) * batch  # at least two steps: half of them are at least one
-    split = EpochSplit(total=total, world_size=1, group=batch)
+    split = EpochSplit(total=total, world_size=1, group=batch, tail=tail)
     assert split.limited(fraction).limit == int(fraction * (steps + 1)) * batch
     unknown = EpochSplit(start=5, world_size=1, group=batch)
     assert unknown.limited(3) == dataclasses.replace(unknown, limit=3 * batch)
@@ -181,3 +181,20 @@ def test_a_stream_is_sharded_as_if_its_length_were_known(total, num_shards, tail
             assert units == flat([list(batch) for batch in split.batches(range(total), shard_index)])
         else:  # padding repeats the first units below the limit, not those of the epoch
             assert len(units) == split.steps(shard_index)
+
+
+@given(splits.filter(lambda split: split.tail != "weighted"))
+def test_batches_of_a_stream_have_the_size_of_a_ranks_batches(split):
+    """All batches but a last one, which drop_last leaves out, are full."""
+    size = split.group // split.world_size
+    for rank in range(split.world_size):
+        units = list(split.units_of_stream(ordered(split), rank))
+        batches = [units[start : start + size] for start in range(0, len(units), size)]
+        expected = [batch for batch in batches if len(batch) == size] if split.drop_last else batches
+        assert list(split.batches_of_stream(ordered(split), rank)) == expected
+
+
+def test_the_length_of_an_epoch_may_be_unknown():
+    """Only a known one gives a number of steps."""
+    assert EpochSplit(world_size=2, group=4).known_steps(0) is None
+    assert EpochSplit(total=9, world_size=2, group=4).known_steps(0) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -158,6 +159,70 @@ def test_another_root_is_another_collective() -> None:
     assert report is not None
     assert "rank 0 waits at train.py:41 in all_reduce of float32[4] (root 1)" in report.what
     assert "rank 1 waits at train.py:43 in all_reduce of float32[4] (root 0)" in report.what
+
+
+def test_a_report_says_who_waits_for_whom() -> None:
+    """A cycle names its own ranks only; of ranks that have returned, all are named."""
+    cycle = find_deadlock([waits(0, reduce_in("pair")), waits(1, reduce_in("all"), location="a.py:1"), runs(2)])
+    assert cycle is not None
+    assert cycle.ranks == (0, 1)
+    assert cycle.what == (
+        "ranks wait for each other: rank 0 waits at train.py:41 in all_reduce of float32[4] for rank 1; "
+        "rank 1 waits at a.py:1 in all_reduce of float32[4] for rank 0"
+    )
+    report = find_deadlock([waits(0, reduce_in("all")), returned(1), returned(2)])
+    assert report is not None
+    assert report.ranks == (0, 1, 2)
+    assert report.what.endswith(" for ranks 1-2, which have returned")
+
+
+def test_the_first_of_several_mismatches_is_reported() -> None:
+    """Collectives after it differ because of it."""
+    first, later = reduce_in("ends"), Collective("all", 3, "barrier", is_completed=False)
+    other = [Collective("all", 3, "broadcast", is_completed=False), Collective("ends", 1, "barrier", is_completed=True)]
+    report = find_deadlock([waits(0, later, first), waits(2, *other)])
+    assert report is not None
+    assert "barrier, and has gone on" in report.what
+    assert "broadcast" not in report.what
+
+
+@pytest.mark.parametrize(
+    ("operation", "text"),
+    [
+        ("", "all_reduce of float32[4]"),
+        ("all_reduce_", "all_reduce of float32[4]"),
+        ("backward", "backward (all_reduce of float32[4])"),
+        ("backward (all_reduce)", "backward (all_reduce)"),
+    ],
+)
+def test_an_operation_is_named_with_its_collective(operation: str, text: str) -> None:
+    """The collective is added if the user's operation has another name."""
+    line = waiting_line([waits(0, reduce_in("pair"), operation=operation), runs(1, operation="f")], world_size=2)
+    assert line == f"rank 0 waits at train.py:41 in {text} for rank 1, which is at eval.py:12 in f"
+
+
+def test_where_a_rank_is() -> None:
+    """A rank without a line of the user's program is outside of it; one without a collective has its operation."""
+
+    def line(*others: RankState) -> str:
+        first = waits(0, reduce_in("all"), operation="all_reduce", idle_s=9.0)
+        return waiting_line([first, *others], world_size=3).partition(" for ")[2]
+
+    assert line(returned(1), runs(2)) == "rank 1, which has returned; rank 2, which is at eval.py:12"
+    assert line(runs(1, ""), runs(2, "", stack=("a", "b"))) == (
+        "rank 1, which is outside of the user's program; rank 2, which is outside of the user's program (a > b)"
+    )
+    stuck = waits(1, location="a.py:1", operation="recv", idle_s=1.0)
+    assert line(stuck) == "rank 1, which waits at a.py:1 in recv; rank 2, which has not answered"
+    assert waiting_line([waits(0, location="")], world_size=1) == "rank 0 waits at an unknown line"
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(4, ""), (5, "; and 1 more"), (7, "; and 3 more")])
+def test_a_long_line_is_cut(ranks: int, more: str) -> None:
+    """At most four groups of ranks are listed."""
+    states = [replace(runs(0, f"a.py:{rank}"), rank=rank, groups=("all",)) for rank in range(1, ranks + 1)]
+    line = waiting_line([waits(0, reduce_in("all")), *states], world_size=ranks + 1)
+    assert line.endswith(f"rank 4, which is at a.py:4{more}")
 
 
 def test_a_rank_that_completed_another_collective_is_named_with_its_line() -> None:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Amp
 from parallelize.precision import refusals
-from parallelize.precision.loss_scale import LossScale
+from parallelize.precision.loss_scale import LossScale, max_flag
 from parallelize.precision.native import NativeSession, Policy, mixed_precision
 
 CPU = torch.device("cpu")
@@ -778,7 +778,9 @@ def test_a_copy_of_the_scale_to_the_cpu_blocks() -> None:
     with CopyArguments() as copies:
         on_cpu, reciprocal = scale.on(CPU)
         scale.on(torch.device("meta"))
-    assert copies.seen == [("cpu", False), ("meta", True)]
+        max_flag([torch.ones(())], device=CPU)
+        max_flag([torch.ones(())], device=torch.device("meta"))
+    assert copies.seen == [("cpu", False), ("meta", True)] * 2
     assert (on_cpu.item(), reciprocal.item()) == (8.0, 0.125)
 
 
@@ -792,6 +794,16 @@ def test_scales_that_autograd_grad_tries() -> None:
     assert tried(1024.0, has_half_outputs=False) == [1024.0, 4.0, 1.0]
     assert tried(1024.0, has_half_outputs=True) == [4.0, 1.0]
     assert tried(256.0, has_half_outputs=False) == [256.0, 1.0]
+    assert tried(512.0, has_half_outputs=False) == [512.0, 2.0, 1.0]
+
+
+def test_a_scale_moves_with_its_growth_counter() -> None:
+    """The scale is then on the device of the gradients, and so is its reciprocal."""
+    scale, meta = LossScale(Amp(init_scale=8.0), device=CPU), torch.device("meta")
+    scale.move_to(meta)
+    assert scale.device == meta
+    scale.update(torch.zeros((), device=meta))  # fails if the counter is on another device
+    assert [each.device for each in scale.on(meta)] == [meta, meta]
 
 
 def test_state_resumes_the_trajectory() -> None:

@@ -65,6 +65,43 @@ def test_a_gpu_without_bf16_computes_in_fp16(
     assert levels._preferred_dtype(frozenset({torch.bfloat16, torch.float16}), device_type) is dtype
 
 
+def test_an_engine_without_bf16_computes_in_fp16() -> None:
+    """A device that supports bf16 makes no difference."""
+    assert levels._preferred_dtype(frozenset({torch.float16}), "cpu") is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "has_bf16", "dtype"), [(False, False, "bf16"), (True, False, "fp16"), (True, True, "bf16")]
+)
+def test_a_request_for_gpus_is_described(
+    has_gpu: bool, has_bf16: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine without a GPU, as if the GPUs supported bf16."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    assert describe(Amp(), NativePrecision, device_type="cuda").startswith(f"O1 in {dtype} (native): ")
+
+
+@pytest.mark.parametrize(
+    ("device", "world_size", "requested", "expected"),
+    [
+        ("cuda", 2, None, torch.float16),
+        ("cuda", 2, torch.bfloat16, torch.bfloat16),
+        ("cuda", 1, None, torch.bfloat16),
+        ("cpu", 2, None, torch.bfloat16),
+    ],
+)
+def test_ranks_with_gpus_choose_a_dtype_together(
+    device: str, world_size: int, requested: torch.dtype, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's own device supports bf16 here, and that of another rank does not; a single process asks nobody."""
+    monkeypatch.setattr(levels, "_supports_bf16", lambda: True)
+    monkeypatch.setattr(levels, "_all_ranks_support_bf16", lambda _: False)
+    world = World(world_size=world_size, local_world_size=world_size)
+    found = resolve(Amp(dtype=requested), NativePrecision(), device=torch.device(device), world=world)
+    assert found.dtype is expected
+
+
 @pytest.mark.parametrize("engine", registry.names("precision"))
 def test_an_engine_default_has_a_row(engine: str) -> None:
     """amp=True selects a level of the table under every engine."""

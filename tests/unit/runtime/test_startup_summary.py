@@ -28,7 +28,15 @@ def line(*models: nn.Module) -> str:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (7.25 * 2**30, "7.2 GiB")],
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20, "1.0 MiB"),
+        (7.25 * 2**30, "7.2 GiB"),
+        (1000 * 2**30, "1000.0 GiB"),
+    ],
 )
 def test_sizes_are_written_for_people(size: float, text: str) -> None:
     """The unit is the largest one that gives at least 1."""
@@ -40,6 +48,37 @@ def test_several_models_are_one_line() -> None:
     """Their parameters are added up, and written in millions where there are that many."""
     with torch.device("meta"):
         assert line(nn.Linear(1000, 2000), nn.Conv1d(1, 1, 1)).startswith("Linear + Conv1d: 2.0 M parameters; fp32; ")
+
+
+@pytest.mark.parametrize(("count", "text"), [(999_999, "999,999"), (1_000_000, "1.0 M"), (2_345_678_901, "2,345.7 M")])
+def test_parameters_are_counted(count: int, text: str) -> None:
+    """Those that are trained are counted too, if some are not."""
+    with torch.device("meta"):
+        frozen = nn.Linear(count - 3, 1, bias=False).requires_grad_(False)
+        assert f": {text} parameters, 3 of them trained; " in line(frozen, nn.Linear(3, 1, bias=False))
+        assert f": {text} parameters; " in line(nn.Linear(count, 1, bias=False))
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "hardware", "is_logged"),
+    [
+        (World(), {"processes": 1}, Hardware(), False),
+        (World(world_size=2, local_world_size=2), {"processes": 2}, Hardware(), True),
+        (World(rank=1, local_rank=1, world_size=2, local_world_size=2), {"processes": 2}, Hardware(), False),
+        (World(), {"backend": "dp", "gpus": 2}, Hardware("cuda", 2), True),
+        (World(), {"backend": "dp", "gpus": 1}, Hardware("cuda", 1), False),
+    ],
+)
+def test_rank_0_of_a_parallel_run_logs_the_summary_once(caplog, monkeypatch, world, options, hardware, is_logged):
+    """A single process with a single device logs nothing."""
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (0, 2**30))
+    summary = StartupSummary(Runtime(world, compute_layout(Config.parse(**options), hardware)))
+    model = nn.Linear(1, 1)
+    summary.add_model(model, LocalEngine(model))
+    with caplog.at_level("INFO", logger="parallelize"):
+        summary.log_once()
+        summary.log_once()
+    assert [each.getMessage() for each in caplog.records] == [summary.text()] * is_logged
 
 
 def test_traffic_is_added_up_by_operation() -> None:

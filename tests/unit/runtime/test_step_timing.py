@@ -73,6 +73,38 @@ def test_few_common_collectives_name_no_slow_rank() -> None:
     assert "slows" not in report_line(both, world_size=2, label="")
 
 
+@pytest.mark.parametrize(
+    ("delays_s", "step_s", "waits_s", "phrase"),
+    [
+        ((1.0,) * 3, 20.0, 2.5, "it waits for data"),
+        ((1.0,) * 3, 20.0, 2.375, "it computes longer"),
+        ((1.0,) * 3, 21.0, 2.0, ""),  # less than 5 % of a step
+        ((1.0,) * 7 + (-1.0,) * 2, 1.0, 2.0, "it computes longer"),
+        ((1.0,) * 6 + (-1.0,) * 3, 1.0, 2.0, ""),  # two thirds of all delays
+        ((1.0,) * 5 + (-1.0,) * 4, 1.0, 2.0, ""),
+        ((0.0005,) * 9, 0.001, 0.0, ""),  # less than a millisecond
+    ],
+)
+def test_only_a_large_delay_is_named(delays_s: tuple[float, ...], step_s: float, waits_s: float, phrase: str) -> None:
+    """One rank has more than two thirds of all delays, and 5 % of a step; it waits for data in half of the time."""
+    both = [
+        StepTiming(
+            rank, 9, step_s, wait, collective_starts={f"0/{n}": n + late * rank for n, late in enumerate(delays_s)}
+        )
+        for rank, wait in enumerate((2.0, waits_s))
+    ]
+    line = report_line(both, world_size=2, label="")
+    assert ("rank 1 slows down the others" in line) == bool(phrase)
+    assert phrase in line
+
+
+def test_a_step_that_takes_no_time_has_no_wait() -> None:
+    """A clock may be too coarse for a short epoch."""
+    assert report_line([StepTiming(0, 1, 0.0, 0.0)], world_size=1, label="here") == (
+        "here: rank 0: 1 steps of 0 ms, 0% of it waiting for data"
+    )
+
+
 def test_unfinished_ranks_are_named() -> None:
     """A process that is still in its epoch has no timing yet."""
     assert report_line(timings(0.0, late_s=(0.0,)), world_size=3, label="").endswith("; ranks 1, 2: not finished yet")
@@ -88,6 +120,9 @@ def test_timings_that_have_arrived_are_read_at_once(monkeypatch: pytest.MonkeyPa
     assert not store.check(["1"])
     monkeypatch.setattr(step_timing, "_WAIT_S", 0.0)
     assert step_timing._collect(store, 2) == []
+    monkeypatch.setattr(step_timing, "_WAIT_S", 3600.0)
+    monkeypatch.setattr(time, "sleep", lambda _: store.set("1", json.dumps(dataclasses.asdict(sent))))
+    assert step_timing._collect(store, 2) == [sent]
 
 
 def test_of_many_processes_those_that_wait_longest_are_reported() -> None:
@@ -97,6 +132,10 @@ def test_of_many_processes_those_that_wait_longest_are_reported() -> None:
     assert "rank 63: 10 steps" in line
     assert "56 more ranks wait less for data" in line
     assert len(line) < 600
+    eight = report_line(many[:8], world_size=8, label="")
+    assert eight.index("rank 0: ") < eight.index("rank 7: ")
+    assert "more ranks" not in eight
+    assert "1 more ranks" in report_line(many[:9], world_size=9, label="")
 
 
 def test_one_process_measures_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,4 +153,5 @@ def test_one_process_measures_itself(capsys: pytest.CaptureFixture[str], monkeyp
         now += 0.01
     assert capsys.readouterr().err == "here: rank 0: 4 steps of 40 ms, 75% of it waiting for data\n"
     next(iter(timed_steps(slow(), label="here")))
+    assert list(timed_steps([], label="here")) == []
     assert capsys.readouterr().err == ""

@@ -19,6 +19,7 @@ from parallelize.backends.balanced.schedule import (
     ideal_speedup,
     needed_cap,
     step_s,
+    unsplit_bytes,
 )
 
 MIB = 2**20
@@ -124,6 +125,64 @@ def test_memory_counts_parameters_and_activations() -> None:
     profile = Profile(calls=(call("a", parameters=MIB, saved=MIB),), samples=8, trained_share=0.5)
     (found,) = candidates(profile, devices(1), microbatches=4, memory=Memory(optimizer_state=2.0))
     assert found.memory_bytes == ((1 + 0.5 * 3) * MIB + 8 * MIB,)
+
+
+def test_memory_of_a_stage_counts_what_it_exchanges() -> None:
+    """Inputs count on both sides of a split, outputs on the last stage; recomputed activations for a micro-batch."""
+    calls = tuple(call(name, parameters=MIB, saved=10 * MIB) for name in "ab")
+    profile = Profile(calls=calls, samples=7, output_bytes=MIB)
+    weights, copied, saved, output = 4 * MIB, 7 * MIB, 70 * MIB, 7 * MIB
+    (found,) = candidates(profile, devices(2), microbatches=2, memory=Memory())
+    assert found.split_points == (0, 1, 2)
+    assert found.memory_bytes == (weights + saved + copied, weights + saved + copied + output)
+    (found,) = candidates(profile, devices(2), microbatches=2, memory=Memory(recompute=True))
+    part = 10 * MIB * 4  # four of seven samples
+    assert found.memory_bytes == (weights + copied + part + copied, weights + copied + part + copied + output)
+    assert unsplit_bytes(profile, memory=Memory(recompute=True)) == 2 * (weights + saved) + output
+    assert needed_cap(profile, devices(2), microbatches=2, memory=Memory()) == weights + saved + copied + output
+
+
+def test_the_predicted_step_counts_transfers_and_recomputation() -> None:
+    """The slowest link sets the rate; the fixed costs of all micro-batches are a lower limit."""
+    specs = [replace(spec, bytes_per_s=rate) for spec, rate in zip(devices(2), (4.0, 2.0), strict=True)]
+    calls = (call("a", saved=10.0), call("b", saved=10.0))
+    profile = Profile(calls=calls, samples=8)
+    found = best_schedule(profile, specs, microbatches=4, memory=Memory())
+    assert found is not None
+    assert (found.forward_s, found.backward_s) == ((2.0, 3.0), (4.0, 5.0))
+    assert found.predicted_s == 2 + 3 + 3 * 3 + 4 + 5 + 3 * 5
+    found = best_schedule(profile, specs, microbatches=4, memory=Memory(recompute=True))
+    assert found is not None
+    assert (found.forward_s, found.backward_s) == ((2.0, 3.0), (6.0, 7.0))
+    fixed = Profile(
+        calls=tuple(replace(each, forward_fixed_s=100.0, backward_fixed_s=50.0) for each in calls), samples=8
+    )
+    found = best_schedule(fixed, specs, microbatches=4, memory=Memory())
+    assert found is not None
+    assert found.predicted_s == 4 * 300
+
+
+@pytest.mark.parametrize(
+    ("samples", "least", "counts"),
+    [(1, 1, [1]), (8, 1, [1, 2, 4, 8]), (8, 4, [1, 2]), (8, 16, [1]), (500, 1, [1, 2, 4, 8, 16, 32, 64])],
+)
+def test_powers_of_two_are_tried(samples: int, least: int, counts: list[int]) -> None:
+    """Micro-batches are not smaller than those that were measured, and at most 64."""
+    profile = Profile(calls=(call("a"),), samples=samples, least_samples=least)
+    assert [each.microbatches for each in candidates(profile, devices(1), microbatches=None, memory=MEMORY)] == counts
+
+
+def test_equal_devices_are_tried_in_one_order() -> None:
+    """Of devices that differ, each order is tried; with the first device last at first."""
+    profile = Profile(calls=tuple(call(f"{i}") for i in range(3)), samples=4)
+
+    def orders(*speeds: float) -> list[tuple[float, ...]]:
+        specs = [replace(spec, speed=speed) for spec, speed in zip(devices(3), speeds, strict=True)]
+        found = candidates(profile, specs, microbatches=2, memory=MEMORY)
+        return [tuple(spec.speed for spec in each.devices) for each in found]
+
+    assert orders(1.0, 1.0, 1.0) == [(1.0, 1.0, 1.0)]
+    assert orders(1.5, 1.0, 1.0) == [(1.0, 1.0, 1.5), (1.0, 1.5, 1.0), (1.5, 1.0, 1.0)]
 
 
 def test_micro_batches_are_never_more_than_samples() -> None:

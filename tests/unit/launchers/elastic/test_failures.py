@@ -90,6 +90,17 @@ def test_an_exception_before_an_exit_wins_and_after_it_does_not() -> None:
     """Of several primary failures the earliest wins."""
     assert str(error_of([raised(0, 1.0)], [exited(1, 2.0)])) == "of 0"
     assert error_of([raised(0, 3.0)], [exited(1, 2.0)]).rank == 1
+    assert str(error_of([raised(0, 2.0)], [exited(1, 2.0)])) == "of 0"
+    undated = dataclasses.replace(raised(0, 1.0), failed_at=None)
+    assert str(error_of([undated, raised(1, 2.0)], [])) == "of 1"
+    assert error_of([undated], [exited(1, 2.0)]).rank == 1
+
+
+def test_a_sync_error_that_explains_a_lost_connection_is_the_cause() -> None:
+    """Its traceback contains the connection's error too."""
+    error = SyncError("rank 1 has left", why="b", fix="c")
+    explained = raised(0, 2.0, error, f"Traceback ...\n{GLOO}\n\nTraceback ...\n")
+    assert error_of([explained, lost_connection(1, 1.0)], []) is error
 
 
 def test_the_exit_of_a_rank_that_raised_is_no_second_failure() -> None:
@@ -113,9 +124,20 @@ def test_sys_exit_is_a_worker_error_with_its_code() -> None:
     assert not was_stopped(raised(0, 1.0, SystemExit(3)))
 
 
-def test_an_unknown_signal_has_its_number() -> None:
-    """Real-time signals have no name."""
-    assert error_of([], [exited(0, 1.0, exitcode=-40)]).signal_name == "signal 40"
+@pytest.mark.parametrize(
+    ("exitcode", "name", "text"),
+    [
+        (-40, "signal 40", "was ended by signal 40"),  # real-time signals have no name
+        (-1, "SIGHUP", "was ended by SIGHUP"),
+        (0, None, "ended with exit code 0"),
+        (1, None, "ended with exit code 1"),
+    ],
+)
+def test_an_exit_code_is_described(exitcode: int, name: str | None, text: str) -> None:
+    """A negative one is a signal."""
+    error = error_of([], [exited(0, 1.0, exitcode=exitcode)])
+    assert error.signal_name == name
+    assert str(error).startswith(f"rank 0 on host0 {text}\n")
 
 
 def test_many_ranks_are_one_line() -> None:
@@ -228,7 +250,8 @@ def test_data_of_another_size_is_an_error_of_all_ranks() -> None:
     mismatch = "op.preamble.length <= op.nbytes. 8 vs 4"
     err = (
         f"what(): gloo::EnforceNotMet [enforce fail at pair.cc:446] {mismatch}. Received data size does not match\n"
-        'Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File "/u/train.py", line 7 in train\n'
+        'Fatal Python error: Aborted\n\nThread 0x2 (most recent call first):\n  File "/u/save.py", line 5 in save\n'
+        '\nThread 0x1 (most recent call first):\n  File "/u/train.py", line 7 in train\n'
     )
     trace = f'Traceback (most recent call last):\n  File "/u/train.py", line 3, in train\n{GLOO}\n'
     aborted = dataclasses.replace(exited(1, 1.0, -6), output=("", err))

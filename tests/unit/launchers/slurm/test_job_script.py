@@ -90,6 +90,14 @@ def test_directives_stay_on_their_line(value):
         assert not lines[2].startswith("#SBATCH")
 
 
+def test_a_flag_has_no_value():
+    """True is a flag, False leaves it out; nothing else precedes the job's folder."""
+    options = {"exclusive": True, "requeue": False, "nodes": 2, "comment": "a b"}
+    job = JobScript(options=options, modules=[], env={}, setup=[], step=["a"], srun=[], folder=Path("/jobs"))
+    lines = str(job).split("\n")[1:6]
+    assert lines == ["#SBATCH --exclusive", "#SBATCH --nodes=2", "#SBATCH --comment='a b'", "", "folder=/jobs"]
+
+
 def test_names_of_options_are_names():
     """The name of an option cannot contain a line break either."""
     with pytest.raises(ConfigError, match="it would end its line"):
