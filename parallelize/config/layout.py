@@ -154,7 +154,7 @@ def _processes(config: Config, hardware: Hardware, device_type: str, world: Worl
 def _gpu_faults(config: Config, hardware: Hardware, device_type: str, world: World | None) -> Iterator[Fault]:
     """Yield a Fault if requested GPUs do not exist, or if a launcher has started more processes than GPUs."""
     gpus, count = config.gpus, hardware.count
-    if gpus in (Gpus.ALL, Gpus.NONE) or (count > 0 and _sees_only_own_gpu(hardware, world)):
+    if gpus in (Gpus.ALL, Gpus.NONE) or _sees_only_own_gpu(hardware, world):
         return
     if gpus is not None and count == 0:
         yield Fault(gpus.as_option, "this machine has no GPU that torch can use", "use processes=2 to run on the CPU")

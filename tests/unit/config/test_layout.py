@@ -98,6 +98,7 @@ def faults_of(options, machine, world=None):
         # Started by a launcher: its numbers apply where the request leaves them open.
         ({}, CPU, launched(2), ["cpu"] * 2),
         ({}, FOUR, launched(2), ["cuda:0", "cuda:1"]),
+        ({}, FOUR, launched(4), ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
         ({"gpus": 2}, FOUR, launched(2), ["cuda:0", "cuda:1"]),
         ({"gpus": [1, 3]}, FOUR, launched(2, nodes=2), ["cuda:1", "cuda:3"]),
         ({"gpus": 0}, FOUR, launched(3), ["cpu"] * 3),
@@ -132,6 +133,14 @@ def test_devices(options, machine, world, expected):
             "gpus=[0, 7, 9]",
             "this process sees 4 GPU(s), numbered from 0; missing: 7, 9",
             "use gpus=4, or check CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            {"gpus": [3]},
+            Hardware("cuda", 1),
+            launched(1),
+            "gpus=[3]",
+            "this process sees 1 GPU(s), numbered from 0; missing: 3",
+            "use gpus=1, or check CUDA_VISIBLE_DEVICES",
         ),
         (
             {"gpus": 8},
@@ -252,6 +261,15 @@ def test_refused(options, machine, world, what, why, fix):
     (fault,) = faults_of(options, machine, world)
     assert (fault.what, fault.why) == (what, why)
     assert fault.fix.startswith(fix)
+
+
+def test_only_what_helps_is_offered():
+    """Of the backends those with a process per device; the CPU only if the backend runs there."""
+    (fault,) = faults_of({"backend": Threads()}, FOUR, launched(2))
+    assert "'ddp'" in fault.fix
+    assert "'dp'" not in fault.fix
+    (fault,) = faults_of({"backend": PerNode()}, Hardware("xpu", 1))
+    assert "processes=1" not in fault.fix
 
 
 def test_amp_on_an_unsupported_device_type():
