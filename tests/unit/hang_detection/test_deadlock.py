@@ -215,6 +215,8 @@ def test_where_a_rank_is() -> None:
     stuck = waits(1, location="a.py:1", operation="recv", idle_s=1.0)
     assert line(stuck) == "rank 1, which waits at a.py:1 in recv; rank 2, which has not answered"
     assert waiting_line([waits(0, location="")], world_size=1) == "rank 0 waits at an unknown line"
+    several = waits(0, reduce_in("pair"), Collective("ends", 1, "barrier", is_completed=False), peers=(1,))
+    assert waiting_line([several, runs(1)], world_size=2).startswith("rank 0 waits at train.py:41 in all_reduce of ")
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(4, ""), (5, "; and 1 more"), (7, "; and 3 more")])
@@ -231,6 +233,11 @@ def test_a_rank_that_completed_another_collective_is_named_with_its_line() -> No
     report = find_deadlock([waits(0, reduce_in("all")), other])
     assert report is not None
     assert "rank 1 was in broadcast of float32[4], and has gone on to eval.py:12" in report.what
+    for state, text in [(returned(1), "has returned"), (runs(1, ""), "has gone on")]:
+        report = find_deadlock([waits(0, reduce_in("all"), location=""), replace(state, collectives=other.collectives)])
+        assert report is not None
+        assert "rank 0 waits at an unknown line in all_reduce of float32[4]" in report.what
+        assert report.what.endswith(f"rank 1 was in broadcast of float32[4], and {text}")
 
 
 def test_a_rank_that_waits_for_this_one_in_a_collective_is_absent() -> None:
@@ -283,6 +290,9 @@ def test_a_timeout_is_reported_with_the_known_states() -> None:
     report = timeout_report(states, 60, world_size=2, reason="Timed out waiting 60000ms")
     assert report.what == "rank 0 waits at train.py:41 in all_reduce of float32[4] for rank 1, which is at eval.py:12"
     assert report.why.startswith("Timed out waiting 60000ms; timeout=60 s is over")
+    unknown = timeout_report([runs(0)], 60, world_size=1, reason="")
+    assert unknown.what == "a wait for other ranks took too long"
+    assert unknown.why.startswith("nothing was received; timeout=60 s is over")
 
 
 def test_several_operations_under_one_sequence_number_are_no_mismatch() -> None:

@@ -138,6 +138,8 @@ def test_memory_of_a_stage_counts_what_it_exchanges() -> None:
     (found,) = candidates(profile, devices(2), microbatches=2, memory=Memory(recompute=True))
     part = 10 * MIB * 4  # four of seven samples
     assert found.memory_bytes == (weights + copied + part + copied, weights + copied + part + copied + output)
+    needed = needed_cap(profile, devices(2), microbatches=2, memory=Memory(recompute=True))
+    assert needed == weights + copied + part + copied + output
     assert unsplit_bytes(profile, memory=Memory(recompute=True)) == 2 * (weights + saved) + output
     assert needed_cap(profile, devices(2), microbatches=2, memory=Memory()) == weights + saved + copied + output
 
@@ -199,4 +201,5 @@ def test_a_chain_of_one_call_uses_one_device() -> None:
     """A chain that cannot be split leaves the other devices without a stage."""
     found = best_schedule(Profile(calls=(call("a"),), samples=8), devices(3), microbatches=4, memory=MEMORY)
     assert found is not None
-    assert len(found.devices) == 1
+    assert found.split_points == (0, 1)
+    assert len(found.devices) == len(found.forward_s) == len(found.memory_bytes) == 1
