@@ -72,6 +72,7 @@ OTHER = (torch.tensor([2.0, 1.0, 1.0]),)
         ({}, {}, {"draws_random_numbers": True}, ["random numbers"]),
         ({"batch_norm": "1"}, {"draws_random_numbers": True}, {}, ["random numbers", "batch norm"]),
         ({}, {"loss": 1.0, "gradients": (GRADIENT / 2,)}, {"loss": 1.2}, ["sum instead of mean"]),
+        ({}, {"loss": 4.0, "gradients": (GRADIENT * 2,)}, {"loss": 4.0}, ["sum instead of mean"]),
         ({}, {"loss": 1.5}, {"loss": 2.2}, ["token mean"]),
         ({}, {"loss": 2.001}, {}, ["token mean"]),
         ({}, {}, {"loss": 1.5}, ["token mean"]),
