@@ -144,7 +144,7 @@ class _WeightedBackward:
                 weights.append(weight)
             following = next(pending, None)
             if following is not None:
-                following.weigh(roots, of_batch, backward)
+                following.weigh(roots, of_batch, backward)  # noqa: F821  # deleted below, after the last call
                 return
             if len(weights) > 1:
                 raise _two_weights_error()
@@ -158,7 +158,10 @@ class _WeightedBackward:
             finally:
                 _WeightedBackward.is_running = False
 
-        backward(None)
+        try:
+            backward(None)
+        finally:
+            del backward  # it refers to itself: the cycle would keep the graph until the garbage is collected
 
 
 def _weighted(roots: Roots, given: Any, weight: Weight) -> Any:
