@@ -125,9 +125,12 @@ def _punch_hole(number: int, end: int) -> None:
 
 
 def _read_end(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _END_BYTES))
-        return file.read().decode(errors="replace")
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _END_BYTES))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""  # the worker was ended before it opened its files
 
 
 @dataclass

@@ -119,3 +119,10 @@ def test_a_run_removes_the_files_of_an_earlier_run(tmp_path: Path) -> None:
     files.path(1, 0, "out").touch()
     files.reify({0: {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "1"}})
     assert files.path(1, 0, "out").exists()
+
+
+def test_a_worker_that_ended_before_it_wrote_has_no_output(tmp_path: Path) -> None:
+    """A worker that is ended while it starts has not opened its files yet."""
+    (tmp_path / "rank0.out").write_text("line\n")
+    assert RankFiles(tmp_path).read_output(0, 0) == ("line\n", "")
+    assert RankFiles(tmp_path).read_output(1, 0) == ("", "")
