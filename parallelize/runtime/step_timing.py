@@ -147,9 +147,8 @@ def _slowest_text(timings: Sequence[StepTiming]) -> Iterator[str]:
     common = set.intersection(*(set(timing.collective_starts) for timing in timings)) if len(timings) > 1 else set()
     if len(common) < _MIN_COLLECTIVES:
         return
-    late_s: dict[int, float] = defaultdict(
-        float
-    )  # by last rank; in a short collective, chance decides which one that is
+    # By last rank: in a short collective, chance decides which one that is.
+    late_s: dict[int, float] = defaultdict(float)
     for name in common:
         by_rank = {timing.rank: timing.collective_starts[name] for timing in timings}
         last = max(by_rank, key=lambda rank: by_rank[rank])

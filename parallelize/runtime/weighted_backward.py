@@ -136,32 +136,42 @@ class _WeightedBackward:
         roots = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
         for each in _batches:
             each.start_backward()
-        of_batch, pending, weights = _batch_weight(), iter(_losses), []
+        _Pass(roots, given, lambda start: self.original(roots, start, *args, **kwargs))(None)
 
-        def backward(weight: Weight | None) -> None:
-            """Let the next block weight the pass; after the last one, run it."""
-            if weight is not None:
-                weights.append(weight)
-            following = next(pending, None)
-            if following is not None:
-                following.weigh(roots, of_batch, backward)  # noqa: F821  # deleted below, after the last call
-                return
-            if len(weights) > 1:
-                raise _two_weights_error()
-            _WeightedBackward.loss_weight = weights[0] if weights else None
-            weight = weights[0] if weights else of_batch
-            is_one = not isinstance(weight, Tensor) and weight == 1.0
-            start = given if is_one else _weighted(roots, given, weight)
-            _WeightedBackward.is_running = True
-            try:
-                self.original(roots, start, *args, **kwargs)
-            finally:
-                _WeightedBackward.is_running = False
 
+class _Pass:
+    """A backward pass, which each block weights in turn; the last call runs it.
+
+    Args:
+        roots: the tensors from which it starts.
+        given: their gradients, as the user has given them.
+        run: runs it from weighted gradients.
+    """
+
+    def __init__(self, roots: Roots, given: Any, run: Callable[[Any], None]) -> None:
+        self._roots, self._given, self._run = roots, given, run
+        self._batch_weight, self._pending = _batch_weight(), iter(_losses)
+        self._weights: list[Weight] = []
+
+    def __call__(self, weight: Weight | None) -> None:
+        """Let the next block weight the pass; after the last one, run it."""
+        if weight is not None:
+            self._weights.append(weight)
+        following = next(self._pending, None)
+        if following is not None:
+            following.weigh(self._roots, self._batch_weight, self)
+            return
+        if len(self._weights) > 1:
+            raise _two_weights_error()
+        _WeightedBackward.loss_weight = self._weights[0] if self._weights else None
+        weight = self._weights[0] if self._weights else self._batch_weight
+        is_one = not isinstance(weight, Tensor) and weight == 1.0
+        start = self._given if is_one else _weighted(self._roots, self._given, weight)
+        _WeightedBackward.is_running = True
         try:
-            backward(None)
+            self._run(start)
         finally:
-            del backward  # it refers to itself: the cycle would keep the graph until the garbage is collected
+            _WeightedBackward.is_running = False
 
 
 def _weighted(roots: Roots, given: Any, weight: Weight) -> Any:
