@@ -83,6 +83,17 @@ def block(*models: nn.Module, amp: object = "bf16", **options: Any) -> Any:
     return parallel_model(*models, amp=amp, backend="ddp", processes=1, **options)
 
 
+def assert_trains_as_by_hand(
+    train: Callable[[nn.Module, Callable[[], Any]], None], make: Callable[[], nn.Module]
+) -> None:
+    """`train` gets a model, and the context of its forwards: autocast by hand, none in a block."""
+    hand, ours = make(), make()
+    train(hand, autocast)
+    with block(ours):
+        train(ours, contextlib.nullcontext)
+    assert_same(ours, hand)
+
+
 @pytest.mark.parametrize("amp", [True, "bf16", "O1"])
 def test_the_trajectory_is_that_of_autocast_by_hand(amp: object) -> None:
     """Losses, weights and batch-norm statistics are equal, bit for bit."""
@@ -461,11 +472,7 @@ def test_a_forward_that_calls_backward_and_steps_stays_under_autocast() -> None:
             loss.backward()
             optimizer.step()
 
-    hand, ours = Refined(), Refined()
-    train(hand, autocast)
-    with block(ours):
-        train(ours, contextlib.nullcontext)
-    assert_same(ours, hand)
+    assert_trains_as_by_hand(train, Refined)
     assert not is_on()
     assert not function_modes()
 
@@ -490,8 +497,4 @@ def test_forwards_in_threads_that_end_use_the_current_weights() -> None:
             losses[0].backward()
             optimizer.step()
 
-    hand, ours = Net(), Net()
-    train(hand, autocast)
-    with block(ours):
-        train(ours, contextlib.nullcontext)
-    assert_same(ours, hand)
+    assert_trains_as_by_hand(train, Net)
