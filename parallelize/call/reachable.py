@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -16,7 +16,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["STATEFUL", "global_variables", "holds_state", "is_a", "is_user_code", "members", "namespace", "walk"]
+__all__ = [
+    "STATEFUL",
+    "global_variables",
+    "holds_state",
+    "is_a",
+    "is_user_code",
+    "members",
+    "mentioned_names",
+    "namespace",
+    "walk",
+]
 
 STATEFUL = (nn.Module, Optimizer, LRScheduler)
 _ATOMS = (str, bytes, bytearray, int, float, complex, type(None), types.ModuleType, types.CodeType)
@@ -233,6 +243,11 @@ def _module_variables(
         value = vars(module)[attribute]
         yield f"{name}.{attribute}", value, module.__name__
         yield from _module_variables(f"{name}.{attribute}", value, names, seen=(*seen, module))
+
+
+def mentioned_names(reached: Iterable[tuple[str, object]]) -> set[str]:
+    """Return the names of global variables and attributes that functions among `reached` mention."""
+    return set[str]().union(*(_names(item.__code__) for _, item in reached if is_a(item, types.FunctionType)))
 
 
 def _names(code: types.CodeType) -> set[str]:

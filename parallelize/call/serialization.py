@@ -8,6 +8,7 @@ private tensors. (In shared memory, all ranks would train the same tensors.) The
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import sys
 import types
@@ -206,9 +207,9 @@ def _find_unpicklable(parts: Mapping[str, object], seen: tuple[int, ...] = ()) -
     return None
 
 
-def is_picklable(obj: object) -> bool:
-    """Whether an object can be pickled; pickles it."""
-    return _pickle_error(obj) is None
+def is_picklable(obj: object, *, at_most: float = math.inf) -> bool:
+    """Whether an object can be pickled, to at most so many bytes; pickles it."""
+    return _pickle_error(obj, at_most=at_most) is None
 
 
 def dumps(obj: object) -> bytes:
@@ -218,9 +219,23 @@ def dumps(obj: object) -> bytes:
     return buffer.getvalue()
 
 
-def _pickle_error(obj: object) -> Exception | None:
+class _Counter(io.BytesIO):
+    """File that keeps nothing, and raises an OverflowError after a number of bytes."""
+
+    def __init__(self, at_most: float) -> None:
+        self._left = at_most
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self._left -= size
+        if self._left < 0:
+            raise OverflowError("too large")
+        return size
+
+
+def _pickle_error(obj: object, *, at_most: float = math.inf) -> Exception | None:
     try:
-        dumps(obj)
+        _Pickler(_Counter(at_most)).dump(obj)
     except Exception as exc:  # noqa: BLE001 - a user's __reduce__ may raise anything
         return exc
     return None

@@ -22,8 +22,9 @@ from torch import nn
 
 from parallelize.call.function_ref import FunctionRef, is_importable, pickling_module_by_value
 from parallelize.call.imported_state import find_imported_state, install_imported_state
+from parallelize.call.module_changes import find_module_changes
 from parallelize.call.module_sync import StatefulObjects, signature
-from parallelize.call.reachable import is_a, walk
+from parallelize.call.reachable import is_a, mentioned_names, walk
 from parallelize.call.serialization import dump, dump_for_rank, is_picklable, load
 from parallelize.call.traceback_folding import shorten_chain
 from parallelize.cluster.world import World
@@ -89,7 +90,8 @@ class Task:
         }
         call = (function, self.args, self.kwargs, self.layout, self.all_ranks)
         reached = list(walk(self.roots()))
-        imported = find_imported_state(reached, is_importable=is_importable)
+        changes = find_module_changes(is_importable=is_importable, mentioned=mentioned_names(reached))
+        imported = {**changes, **find_imported_state(reached, is_importable=is_importable)}
         with pickling_module_by_value(self.function):
             try:
                 found = _dump((imported, call), path, parts)

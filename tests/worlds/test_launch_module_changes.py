@@ -1,0 +1,90 @@
+"""What a program has changed in imported modules is the same in the workers, which import these modules anew."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+SETTINGS = """
+    import os
+    from types import SimpleNamespace
+
+    lr = fixed = 1
+    width = depth = 1
+    rank = int(os.environ.get("RANK", -1))
+    table = {"a": 1}
+    names = ["a"]
+    options = SimpleNamespace(a=1)
+
+    class Defaults:
+        lr = 1
+
+    def set_lr(value):
+        global lr
+        lr = value
+
+    def values():
+        return lr, fixed, width, depth, table, names, options.a, Defaults.lr
+"""
+USER = """
+    import os
+    from settings import names, options
+
+    stream = None
+    is_open = False
+
+    def open_stream():
+        global stream, is_open
+        stream, is_open = open(os.devnull), True
+
+    def values():
+        return names, options.a, is_open, stream
+"""
+SCRIPT = """
+    import functools
+    import torch
+    import torch.nn.functional as F
+    import settings, user
+    from parallelize import distributed
+    from settings import names, options
+
+    def use():
+        import settings as s
+        s.fixed = 4
+
+    use()
+    settings.set_lr(2)
+    for name, value in {"width": 5, "depth": 6}.items():
+        setattr(settings, name, value)
+    settings.table["b"] = 2
+    names.append("b")
+    options.a = 3
+    settings.Defaults.lr = 7
+    user.open_stream()
+    F.gelu = lambda x: x * 0
+
+    @distributed(processes=2)
+    def train():
+        return settings.values(), user.values(), settings.rank, F.gelu(torch.ones(1)).item(), torch.load.keywords
+
+    if __name__ == "__main__":
+        torch.load = functools.partial(torch.load, weights_only=True)
+        print(train())
+"""
+
+
+def test_workers_have_the_programs_values(tmp_path: Path, run_script: Run) -> None:
+    """They do, in every module that has imported the value; one that depends on the rank stays that of the rank."""
+    for name, text in {"settings": SETTINGS, "user": USER}.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    values, users, rank, gelu, keywords = ast.literal_eval(run_script(SCRIPT).stdout)
+    containers = {"a": 1, "b": 2}, ["a", "b"], 3
+    assert values == (2, 4, 5, 6, *containers, 7)
+    # A file cannot be sent, so `is_open`, which is set with it, is not sent either.
+    assert users == (*containers[1:], False, None)
+    assert (rank, gelu, keywords) == (0, 0.0, {"weights_only": True})
