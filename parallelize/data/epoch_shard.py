@@ -49,20 +49,20 @@ class EpochShard(Generic[T]):
         order: all units of the epoch; None if they are not known in advance.
         stream: the units of an epoch without `order`, from its beginning.
         is_grouped: whether a step takes a list of units; if false, it takes a single unit.
+        is_own: whether the stream is of this process only, so that processes do not compare it.
         data: text that identifies the data, for `fingerprint`.
-        own_fingerprint: replacement for `fingerprint`.
+        first: hash of the first units or samples of a stream, once they are drawn; "" if they are not compared.
     """
 
-    fetch: Callable[[Iterable[Any]], Iterator[T]]
+    fetch: Callable[[EpochShard[T]], Iterator[T]]
     split: EpochSplit
     rank: int = 0
     order: Sequence[Any] | None = None
     stream: Iterable[Any] = ()
     is_grouped: bool = False
+    is_own: bool = False
     data: str = ""
-    own_fingerprint: Callable[[], str] | None = None
-
-    _first_units = ""  # hash of those of the stream, once they are drawn
+    first: str = ""
 
     def facts(self) -> dict[str, Any]:
         """Return what is saved of an interrupted epoch: its number of units, or the hash of the first of a stream.
@@ -71,13 +71,13 @@ class EpochShard(Generic[T]):
         """
         if self.order is not None:
             return {"units": len(self.order)}
-        return {"first": [self.split.group, self.fingerprint()]} if self.fingerprint() else {}
+        return {"first": [self.split.group, self.first]} if self.first else {}
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the unit or the list of units of each step."""
         batches: Iterable[Sequence[Any]]
         if self.order is None:
-            stream = self.stream if self.own_fingerprint else self._hashed_stream()
+            stream = self.stream if self.is_own else self._hashed_stream()
             batches = self.split.batches_of_stream(stream, self.rank)
         else:
             batches = self.split.batches(self.order, self.rank)
@@ -87,7 +87,7 @@ class EpochShard(Generic[T]):
         stream = iter(self.stream)
         # As many units as rank 0 draws for its first batch, because it takes every W-th unit. Other ranks draw more.
         first = list(itertools.islice(stream, self.split.group - self.split.world_size + 1))
-        self._first_units = sample_fingerprint(first) + self.data
+        self.first = sample_fingerprint(first) + self.data
         yield from first
         del first
         yield from stream
@@ -104,9 +104,7 @@ class EpochShard(Generic[T]):
 
     def fingerprint(self) -> str:
         """Return a hash of the order, which processes compare; "" if the order is unknown."""
-        if self.own_fingerprint is not None:
-            return self.own_fingerprint()
-        return self._first_units if self.order is None else order_fingerprint(self.order) + self.data
+        return self.first if self.order is None else order_fingerprint(self.order) + self.data
 
     def release(self) -> None:
         """Free the indices of a shuffled order; they are drawn again when they are needed."""

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, _utils, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, _utils, get_worker_info
 
 from parallelize.cluster.world import World
 from parallelize.data.epoch_order import stream_rng
@@ -51,38 +51,30 @@ class IterableStyleSource(Source[T]):
     ) -> None:
         _check_options(options, f"the iterable {type(loader.dataset).__name__}", has_length=False)
         super().__init__(options, run.world, is_own=True)
-        self.copy, self._divides = copy, divides
+        self.copy, self.loader = copy, copy.with_user_dataset(loader)
         dataset: Any = copy.loader.dataset
         self.listeners = EpochListeners([dataset])
-        self.loader = copy.with_user_dataset(loader)
-        self._sharded: ShardedIterableDataset[Any] | None = None
-        if divides != "processes":
-            self._sharded = ShardedIterableDataset(
-                dataset,
-                divides=divides,
-                tail=options.tail,
-                world=run.world,
-                batch_size=loader.batch_size or 1,
-                seed=(run.config.seed or 0) if options.seed is None else options.seed,
-                has_workers=loader.num_workers > 0,
-            )
+        self._sharded: ShardedIterableDataset[Any] = ShardedIterableDataset(
+            dataset,
+            divides=divides,
+            tail=options.tail,
+            world=run.world,
+            batch_size=loader.batch_size or 1,
+            seed=(run.config.seed or 0) if options.seed is None else options.seed,
+            has_workers=loader.num_workers > 0,
+        )
+        if not isinstance(dataset, IterDataPipe) or divides != "processes":  # torch itself shards the type
             copy.set_attributes(dataset=self._sharded)
 
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on."""
         self.listeners.set_epoch(position.epoch)
-        split = self.split(position)
-        fingerprint: list[str] = []
-        return EpochShard(
-            # Made here and not held by the shard, so that a dataset and its workers end with the loop.
-            fetch=lambda _shard: itertools.islice(self._batches(position.epoch, fingerprint), split.start, split.limit),
-            split=split,
-            own_fingerprint=functools.partial("".join, fingerprint),
-        )
+        fetch = functools.partial(self._batches, epoch=position.epoch)
+        return EpochShard(fetch=fetch, split=self.split(position), is_own=True)
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
         """Return the world size, the seed of the samples, and what determines the samples of each batch."""
-        loader, seed = self.loader, {} if self._sharded is None else {"seed": self._sharded.seed}
+        loader, seed = self.loader, {} if self._sharded.divides == "processes" else {"seed": self._sharded.seed}
         batches = {"batch_size": loader.batch_size, "num_workers": max(loader.num_workers, 1)}
         return {"world_size": self.world.world_size, **seed, **(batches if is_within_epoch else {})}
 
@@ -90,7 +82,7 @@ class IterableStyleSource(Source[T]):
     def length(self) -> int | None:
         """The number of batches, if it is known: the dataset has a length, and does not shard itself."""
         loader: Any = self.loader
-        if self._divides != "nothing" or not hasattr(loader.dataset, "__len__"):
+        if self._sharded.divides != "nothing" or not hasattr(loader.dataset, "__len__"):
             return None
         workers, size, world = max(loader.num_workers, 1), loader.batch_size or 1, self.world
         shards = workers * world.world_size
@@ -98,19 +90,16 @@ class IterableStyleSource(Source[T]):
         counts = [samples.steps(worker * world.world_size + world.rank) for worker in range(workers)]
         return sum(each // size if loader.drop_last else -(-each // size) for each in counts)
 
-    def _batches(self, epoch: int, fingerprint: list[str]) -> Iterator[T]:
+    def _batches(self, shard: EpochShard[T], epoch: int) -> Iterator[T]:
         # The dataset cannot seek: batches before the position are made and discarded.
-        sharded = self._sharded
-        if sharded is not None:
-            sharded.start_epoch(epoch)
-        batches = self.copy.iterate(Position(epoch=epoch))
+        self._sharded.start_epoch(epoch)
+        batches: Iterator[T] = itertools.islice(self.copy.iterate(Position(epoch=epoch)), shard.split.limit)
         for batch in itertools.islice(batches, 1):
-            of_data = shuffle_fingerprint(self.copy.loader.dataset) if sharded is None else sharded.fingerprint()
-            # Without one, one process takes the batch's, which a collate_fn may have augmented.
-            of_batch = sample_fingerprint([batch]) if self.world.world_size == 1 and not of_data else ""
-            fingerprint.append(of_data or of_batch)
-            yield batch
-        yield from batches
+            shard.first = self._sharded.fingerprint() or shuffle_fingerprint(self._sharded.unsharded)
+            if self.world.world_size == 1 and not shard.first:  # the batch's, which a collate_fn may have augmented
+                shard.first = sample_fingerprint([batch])
+            batches = itertools.chain([batch], batches)
+        yield from itertools.islice(batches, shard.split.start, None)
 
 
 class BatchIterableSource(Source[T]):
@@ -145,7 +134,8 @@ class BatchIterableSource(Source[T]):
         self.listeners.set_epoch(position.epoch)
         split, loader, rank = self.split(position), self.loader, self.rank
         if self.is_own:
-            return EpochShard(fetch=iter, split=split, stream=loader, own_fingerprint=str)
+            rng = IsolatedRNG(self._seed + position.epoch)
+            return EpochShard(fetch=rng.begin, split=split, stream=loader, is_own=True)
         if not self._is_sequence:
             rng = stream_rng(loader, seed=self._seed, epoch=position.epoch)
             return EpochShard(fetch=rng.draw, split=split, stream=loader, rank=rank)
@@ -193,7 +183,8 @@ class ShardedIterableDataset(IterableDataset[T]):
     If the dataset does not shard itself, every worker iterates all of it and yields only the samples of its shard. The
     global generators are seeded equally while the dataset draws from them, so that all workers see the same order.
     A dataset that reads num_workers of get_worker_info() shards itself by that number, which counts the workers of all
-    processes; its generators are seeded equally until its first sample, for an order of files that it shuffles itself.
+    processes. The generators of one that shards itself are seeded equally until its first sample, for an order of files
+    that it shuffles before it takes its own.
 
         shards        process 0              process 1              2 processes with 2 workers each: 4 shards
         worker 0      0       4       8        1       5            shard = worker * processes + process, so that
@@ -201,7 +192,7 @@ class ShardedIterableDataset(IterableDataset[T]):
 
     Args:
         unsharded: the user's dataset.
-        divides: how the dataset shards itself: not at all ("nothing"), by "workers", or None: infer it.
+        divides: how the dataset shards itself: not at all ("nothing"), by "workers" or "processes", or None: infer it.
         tail: how to shard samples that do not divide evenly.
         world: rank and world size of this process.
         batch_size: number of samples that are drawn between other uses of the generators.
@@ -232,20 +223,21 @@ class ShardedIterableDataset(IterableDataset[T]):
         return f"{int(self._shared[1]):08x}" if self._shared[1] else ""
 
     def __iter__(self) -> Iterator[T]:
-        info: Any = get_worker_info()
-        if not isinstance(info, GlobalWorkerInfo):  # this is no worker process, or it has torch's info
-            info = GlobalWorkerInfo(info, rank=self.world.rank, world_size=self.world.world_size)
+        found: Any = get_worker_info()
+        is_counted = self.divides in (None, "workers")
+        # In a worker process that info has recorded what the worker_init_fn has read.
+        is_known = is_counted and isinstance(found, GlobalWorkerInfo)
+        info: Any = found if is_known else GlobalWorkerInfo(found, self.world)
+        shown: Any = info if is_counted else None if found is None else GlobalWorkerInfo(found, World())
         if info.num_shards == 1:  # the dataset draws from the global generators, whose states may not repeat
             samples = iter(self.unsharded)
             yield from self._hashed(list(itertools.islice(samples, min(self.batch_size, _MAX_COMPARED))))
             yield from samples
             return
-        shown = info.of_this_process() if self.divides == "nothing" else info
         rng = IsolatedRNG(derive_seed("iterable", self.seed, int(self._shared[0])))
-        with rng.use(), _worker_info(shown):
-            samples = iter(self.unsharded)
-            stream: Iterator[Any] = itertools.chain(list(itertools.islice(samples, 1)), samples)
-        is_own = self._is_sharded_by_workers(shown)
+        with _worker_info(shown):
+            stream: Iterator[Any] = rng.begin(self.unsharded)
+        is_own = self._shards_itself(shown)
         if not is_own:
             stream = self._compared(stream, info, shown)
             split = EpochSplit(world_size=info.num_shards, group=info.num_shards, tail=self.tail)
@@ -258,14 +250,14 @@ class ShardedIterableDataset(IterableDataset[T]):
             if len(drawn) < self.batch_size:
                 return
 
-    def _is_sharded_by_workers(self, shown: GlobalWorkerInfo | None) -> bool:
-        """Return whether the dataset has sharded itself by get_worker_info(), after its first sample.
+    def _shards_itself(self, shown: GlobalWorkerInfo) -> bool:
+        """Return whether the dataset has sharded itself, after its first sample.
 
         Raises:
             ConfigError: it reads only its worker's index.
         """
-        if self.divides is not None or shown is None:
-            return self.divides == "workers"
+        if self.divides is not None:
+            return self.divides != "nothing"
         if shown.read == {"id"} and self.world.world_size > 1:
             raise ConfigError(
                 f"the iterable {type(self.unsharded).__name__} reads id of get_worker_info(), and not num_workers",

@@ -21,6 +21,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from parallelize.cluster.world import World
 from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.rng import IsolatedRNG, derive_seed
 from parallelize.errors import ConfigError
@@ -209,14 +210,12 @@ class WorkerInit:
     Args:
         user_init: the user's worker_init_fn.
         rank: rank of the process that the worker belongs to.
-        world_size: number of processes.
-        has_global_info: whether get_worker_info() counts the workers of all processes (see `GlobalWorkerInfo`).
+        counted: the world whose workers get_worker_info() counts (see `GlobalWorkerInfo`); None: it is torch's.
     """
 
     user_init: Callable[[int], None] | None
     rank: int
-    world_size: int
-    has_global_info: bool = False
+    counted: World | None
 
     def __call__(self, worker_id: int) -> None:
         """Initialize a worker process."""
@@ -224,8 +223,8 @@ class WorkerInit:
         fetchers: tuple[Any, ...] = (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher)
         for fetcher in fetchers:
             fetcher.fetch = _with_data_location(fetcher.fetch, f"rank {self.rank}, worker {worker_id}")
-        if self.has_global_info:
-            info = GlobalWorkerInfo(get_worker_info(), rank=self.rank, world_size=self.world_size)
+        if self.counted is not None:
+            info = GlobalWorkerInfo(get_worker_info(), self.counted)
             torch_worker: Any = _utils.worker
             torch_worker._worker_info = info
             if id(get_worker_info()) != id(info):
@@ -243,16 +242,12 @@ class GlobalWorkerInfo:
     each process would have to iterate the data of all processes, and discard the part of the others.
     """
 
-    def __init__(self, info: Any, *, rank: int, world_size: int) -> None:
-        self._info = info
-        local_id, local_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        self.shard_index = local_id * world_size + rank
-        self.num_shards = local_workers * world_size
+    def __init__(self, info: Any, world: World) -> None:
+        self._info: Any = info._info if isinstance(info, GlobalWorkerInfo) else info
+        local_id, local_workers = (0, 1) if self._info is None else (self._info.id, self._info.num_workers)
+        self.shard_index = local_id * world.world_size + world.rank
+        self.num_shards = local_workers * world.world_size
         self.read: set[str] = set()
-
-    def of_this_process(self) -> GlobalWorkerInfo | None:
-        """Return an info that counts the workers of this process only; None if it has none, as torch does."""
-        return None if self._info is None else GlobalWorkerInfo(self._info, rank=0, world_size=1)
 
     @property
     def id(self) -> int:

@@ -62,7 +62,7 @@ class MapStyleSource(Source[T]):
         fetch = functools.partial(self.copy.iterate_shard, position=position)
         length, sampler, tail, order = self.length, self._sampler, self.options.tail, None
         if self.is_own:  # each process has other batches
-            return EpochShard(fetch=fetch, split=self.split(position), stream=sampler, own_fingerprint=str)
+            return EpochShard(fetch=fetch, split=self.split(position), stream=sampler, is_own=True)
         if length is not None:
             max_listed = MAX_LISTED if tail in ("pad", "drop") else 2**31
             order = draw_order(sampler, seed=self._seed, epoch=position.epoch, max_listed=max_listed)

@@ -65,6 +65,13 @@ class IsolatedRNG:
             if numpy_bits is not None:
                 numpy.random.set_bit_generator(numpy_bits)
 
+    def begin(self, units: Iterable[T]) -> Iterator[T]:
+        """Draw the first unit from the stream now; the others are drawn from the generators as they are."""
+        with self.use():
+            iterator = iter(units)
+            first = list(itertools.islice(iterator, 1))
+        return itertools.chain(first, iterator)
+
     def draw(
         self, units: Iterable[T], *, size: int = 1, seeds: Iterable[int | None] = itertools.repeat(None)
     ) -> Iterator[T]:

@@ -97,9 +97,8 @@ def _source_of(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
         data, divides = own_sharding(data, run.world)
     if not is_loader:
         return BatchIterableSource(data, divides=divides, options=options, world=run.world, occurrence=occurrence)
-    rank, world_size = run.world.rank, run.world.world_size
-    has_global_info = not is_indexed and divides in (None, "workers")
-    init = WorkerInit(loader.worker_init_fn, rank=rank, world_size=world_size, has_global_info=has_global_info)
+    counted = None if is_indexed else run.world if divides in (None, "workers") else World()
+    init = WorkerInit(loader.worker_init_fn, rank=run.world.rank, counted=counted)
     # The run's seed is used for workers only, which are seeded in every epoch: parallel_model seeds this process.
     seed = run.config.seed if options.seed is None and loader.num_workers else options.seed
     copy: LoaderCopy[Any] = LoaderCopy(loader, seed=seed, worker_init=init)
@@ -149,11 +148,11 @@ class _MergedSource:
     def shard(self, position: Position) -> EpochShard[Any]:
         """Return the shards of an epoch, merged."""
         shards = [each.shard(position) for each in self._sources]
-        fingerprint = shards[0].fingerprint  # of the units that it draws
-        return dataclasses.replace(shards[0], fetch=lambda _own: self._batches(shards), own_fingerprint=fingerprint)
+        return dataclasses.replace(shards[0], fetch=lambda merged: self._batches(merged, shards))
 
-    def _batches(self, shards: Sequence[EpochShard[Any]]) -> Iterator[Any]:
+    def _batches(self, merged: EpochShard[Any], shards: Sequence[EpochShard[Any]]) -> Iterator[Any]:
         for step, batches in enumerate(itertools.zip_longest(*(each.fetch(each) for each in shards))):
+            merged.first = shards[0].first
             self._on_batch(tuple(sample_fingerprint([each]) for each in batches))
             # tail="weighted" gives a rank without samples a batch of weight 0, which one process does not read.
             ranks: Any = zip(batches, shards, strict=True)

@@ -148,7 +148,7 @@ def train_on_a_stream(kind, workers=0, **options):
     data = OwnOrder({"own generator": None, "hidden part": rank()}.get(kind, 5))
     loader = data if kind == "generator" else DataLoader(data, batch_size=2, num_workers=workers)
     if kind == "generator":
-        loader = (torch.tensor([number]) for number in random.Random().sample(range(16), 16))
+        loader = (torch.tensor([number]) for number in random.Random().sample(range(2**20), 16))
     with parallel_model(torch.nn.Linear(1, 1)) as model:
         for batch in shard_loader(loader, **options):
             model(batch.float().unsqueeze(1)).sum().backward()

@@ -78,6 +78,30 @@ class ByProcess(IterableDataset):
         return iter(range(par.rank() * workers + worker, LENGTH, par.world_size() * workers))
 
 
+class ShuffledByProcess(IterableDataset):
+    """Shuffles its files by the global generators, then takes those of its process and worker."""
+
+    def __iter__(self):
+        files = np.random.permutation(random.sample(range(LENGTH), LENGTH))[torch.randperm(LENGTH)].tolist()
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(files[par.rank() * workers + worker :: par.world_size() * workers])
+
+
+class Opened(IterableDataset):
+    """Is opened by a worker_init_fn."""
+
+    is_open = False
+
+    def __iter__(self):
+        assert self.is_open or get_worker_info() is None
+        return iter(range(LENGTH))
+
+
+def open_dataset(_worker_id):
+    get_worker_info().dataset.is_open = get_worker_info().num_workers > 0
+
+
 def shuffled_by_random():
     return random.sample(range(LENGTH), LENGTH)
 
@@ -133,6 +157,8 @@ DATASETS = {
     "shuffled files": (ShuffledFiles, {}, {"collate_fn": drawing_collate}),
     "data pipe": (lambda: IterableWrapper(range(LENGTH)).shuffle(), {}, {}),
     "declared by process": (ByProcess, {"divides": "processes"}, {}),
+    "shuffled by process": (ShuffledByProcess, {"divides": "processes"}, {"collate_fn": drawing_collate}),
+    "opened": (Opened, {"divides": "nothing"}, {"worker_init_fn": open_dataset}),
 }
 
 
@@ -376,6 +402,15 @@ def test_resumed_iterables_yield_the_rest_in_another_world(kind, new_size):
 
 def own_share():
     return iter(range(par.rank(), LENGTH, par.world_size()))
+
+
+def own_share_of_shuffled():
+    yield from shuffled_by_random()[par.rank() :: par.world_size()]
+
+
+def test_iterables_may_shuffle_before_they_take_their_share():
+    """The order is drawn from the same random numbers on all ranks."""
+    check(read_by_all(own_share_of_shuffled, 3, divides="processes"), "exact", 1)
 
 
 @pytest.mark.parametrize("make", [own_share, lambda: list(own_share()), lambda: (each for each in own_share())])
