@@ -37,41 +37,41 @@ class LoaderIterators(Generic[T]):
     """The iterators since an epoch or a state was set, of which one goes on: its position is the loader's."""
 
     def __init__(self) -> None:
-        self._open: list[EpochProgress[T]] = []  # by their latest batch
-        self._has_warned = False
-        self._closed: EpochProgress[T] | None = None  # the latest loop, or else the latest look at a first batch
-        self._time = 0
+        # Those that are open, and one that is closed: the latest loop, or else the latest look at a first batch.
+        self._known: list[EpochProgress[T]] = []
+        self._time, self._has_warned = 0, False
 
     def advance(self, progress: EpochProgress[T]) -> None:
         """Record that an iterator is about to yield a batch."""
         self._time += 1
         progress.time = self._time
-        if not self._open or self._open[-1] is not progress:
-            self._open = [*(each for each in self._open if each is not progress), progress]
+        if progress not in self._known:
+            self._known.append(progress)
         if progress.steps == 2:  # iterators without a batch since the last loop, the second one since, are left
-            self._open = [each for each in self._open if each.time > self._closed_loop_time]
+            ended = max((each.time for each in self._known if each.is_loop and each.is_closed), default=0)
+            self._known = [each for each in self._known if each.is_closed or each.time > ended]
 
     def close(self, progress: EpochProgress[T]) -> None:
         """Record that an iterator has ended, or was left."""
         progress.is_closed = True
         # Ranks do not compare an evaluation that they have left.
         progress.check = progress.summary = None
-        if progress.steps and progress not in self._open:  # it is left, or an epoch or a state was set
+        if progress.steps and progress not in self._known:  # it is left, or an epoch or a state was set
             return
-        self._open = [each for each in self._open if each is not progress]
-        if progress.is_loop or self._closed is None or not self._closed.is_loop:
-            self._closed = progress
+        self._known = [each for each in self._known if each is not progress]
+        if progress.is_loop or not any(each.is_loop and each.is_closed for each in self._known):
+            self._known = [*(each for each in self._known if not each.is_closed), progress]
 
     def release(self) -> None:
         """Free the indices of a closed iterator before those of another epoch are drawn."""
-        if self._closed is not None:
-            self._closed.shard.release()
+        for each in self._known:
+            if each.is_closed:
+                each.shard.release()
 
     @property
     def latest_loop(self) -> EpochProgress[T] | None:
         """The loop with the latest batch; the epoch after it is the next one."""
-        loops = [each for each in (self._closed, *self._open) if each is not None and each.is_loop]
-        return max(loops, key=lambda each: each.time, default=None)
+        return max((each for each in self._known if each.is_loop), key=lambda each: each.time, default=None)
 
     @property
     def current(self) -> EpochProgress[T] | None:
@@ -79,20 +79,14 @@ class LoaderIterators(Generic[T]):
 
         A loop over the same loader inside of it, and a look at a first batch, do not end it.
         """
-        loops = [each for each in self._open if each.is_loop]
-        looks = [each for each in self._open if each.time > self._closed_loop_time]
-        return loops[-1] if loops else looks[-1] if looks else self._closed
-
-    @property
-    def _closed_loop_time(self) -> int:
-        return self._closed.time if self._closed is not None and self._closed.is_loop else 0
+        return max(self._known, key=lambda each: (each.is_loop - each.is_closed, each.time), default=None)
 
     def warn_if_ambiguous(self) -> None:
         """Warn, once, if it is unknown whether the current iterator goes on, because a later one has ended."""
-        current, closed = self.current, self._closed
-        if current is None or closed is None or self._has_warned:
+        current, latest = self.current, self.latest_loop
+        if current is None or latest is None or self._has_warned:
             return
-        if current.is_loop and not current.is_closed and closed.is_loop and closed.time > current.time:
+        if current.is_loop and not current.is_closed and latest.is_closed:
             self._has_warned = True
             warnings.warn(
                 f"state_dict() is the position of an iterator over epoch {current.position.epoch} that was begun "
