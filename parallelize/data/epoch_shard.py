@@ -43,6 +43,7 @@ class EpochShard(Generic[T]):
     """One process's shard of the rest of one epoch.
 
     Args:
+        position: where it starts.
         fetch: function that makes the batches of this shard, or of the units of each step; called only once.
         split: how the units are sharded; the number of a stream's units may be an estimate.
         rank: rank of this process.
@@ -54,6 +55,7 @@ class EpochShard(Generic[T]):
         first: hash of the first units or samples of a stream, once they are drawn; "" if they are not compared.
     """
 
+    position: Position
     fetch: Callable[[EpochShard[T]], Iterator[T]]
     split: EpochSplit
     rank: int = 0

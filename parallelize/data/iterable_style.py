@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -69,8 +68,7 @@ class IterableStyleSource(Source[T]):
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on."""
         self.listeners.set_epoch(position.epoch)
-        fetch = functools.partial(self._batches, epoch=position.epoch)
-        return EpochShard(fetch=fetch, split=self.split(position), is_own=True)
+        return self.make_shard(position, self._batches)
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
         """Return the world size, the seed of the samples, and what determines the samples of each batch."""
@@ -90,16 +88,17 @@ class IterableStyleSource(Source[T]):
         counts = [samples.steps(worker * world.world_size + world.rank) for worker in range(workers)]
         return sum(each // size if loader.drop_last else -(-each // size) for each in counts)
 
-    def _batches(self, shard: EpochShard[T], epoch: int) -> Iterator[T]:
+    def _batches(self, shard: EpochShard[T]) -> Iterator[T]:
         # The dataset cannot seek: batches before the position are made and discarded.
-        self._sharded.start_epoch(epoch)
-        batches: Iterator[T] = itertools.islice(self.copy.iterate(Position(epoch=epoch)), shard.split.limit)
+        beginning = Position(epoch=shard.position.epoch)
+        self._sharded.start_epoch(beginning.epoch)
+        batches: Iterator[T] = itertools.islice(self.copy.iterate(beginning), shard.split.limit)
         for batch in itertools.islice(batches, 1):
             shard.first = self._sharded.fingerprint() or shuffle_fingerprint(self._sharded.unsharded)
             if self.world.world_size == 1 and not shard.first:  # the batch's, which a collate_fn may have augmented
                 shard.first = sample_fingerprint([batch])
             batches = itertools.chain([batch], batches)
-        yield from itertools.islice(batches, shard.split.start, None)
+        yield from itertools.islice(batches, shard.position.start, None)
 
 
 class BatchIterableSource(Source[T]):
@@ -132,22 +131,17 @@ class BatchIterableSource(Source[T]):
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on."""
         self.listeners.set_epoch(position.epoch)
-        split, loader, rank = self.split(position), self.loader, self.rank
+        loader = self.loader
         if self.is_own:
             rng = IsolatedRNG(self._seed + position.epoch)
-            return EpochShard(fetch=rng.begin, split=split, stream=loader, is_own=True)
+            return self.make_shard(position, rng.begin, stream=loader)
         if not self._is_sequence:
             rng = stream_rng(loader, seed=self._seed, epoch=position.epoch)
-            return EpochShard(fetch=rng.draw, split=split, stream=loader, rank=rank)
+            return self.make_shard(position, rng.draw, stream=loader)
         # Lists are compared, as each rank may shuffle its own. Other sequences may make a new batch at each access.
         first = loader[:_MAX_COMPARED] if isinstance(loader, (list, tuple)) and self.shards > 1 else ()
-        return EpochShard(
-            fetch=lambda indices: (self.loader[index] for index in indices),
-            split=split,
-            order=range(len(loader)),
-            rank=rank,
-            data=sample_fingerprint(first),
-        )
+        fields = {"order": range(len(loader)), "data": sample_fingerprint(first)}
+        return self.make_shard(position, lambda indices: (loader[index] for index in indices), **fields)
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:  # noqa: ARG002 - the same for both
         """Return the seed that is set while a stream is iterated, or the world size if the iterable shards itself."""

@@ -124,14 +124,14 @@ class LoaderCopy(Generic[T]):
         vars(shown).update(vars(loader), _iterator=None)
         return shown
 
-    def iterate_shard(self, shard: EpochShard[T], position: Position) -> Iterator[T]:
+    def iterate_shard(self, shard: EpochShard[T]) -> Iterator[T]:
         """Yield the batches that the loader makes from the units of a shard (see `iterate`).
 
         Raises:
             ConfigError: the loader does not use its sampler, so every process would get all batches.
         """
         self._sampler.use(shard)
-        batches = self.iterate(position, units_per_step=shard.split.group)
+        batches = self.iterate(shard.position, units_per_step=shard.split.group)
         for batch in itertools.islice(batches, 1):
             if not self._sampler.is_iterated:
                 raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any, Generic, TypeVar
 
-from parallelize.data.epoch_shard import EpochShard, Position
+from parallelize.data.epoch_shard import EpochShard
 from parallelize.runtime.rank_consistency import ConsistencyCheck
 from parallelize.runtime.weighted_backward import BatchWeight
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 class EpochProgress(Generic[T]):
     """The progress of one iterator through its epoch."""
 
-    def __init__(self, shard: EpochShard[T], position: Position) -> None:
-        self.shard, self.position = shard, position
+    def __init__(self, shard: EpochShard[T]) -> None:
+        self.shard, self.position = shard, shard.position
         self.weight = BatchWeight()
         self.facts: dict[str, Any] = {}  # see EpochShard.facts
         self.check: ConsistencyCheck | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -59,25 +58,18 @@ class MapStyleSource(Source[T]):
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on."""
         self.listeners.set_epoch(position.epoch)
-        fetch = functools.partial(self.copy.iterate_shard, position=position)
-        length, sampler, tail, order = self.length, self._sampler, self.options.tail, None
+        sampler, order = self._sampler, None
         if self.is_own:  # each process has other batches
-            return EpochShard(fetch=fetch, split=self.split(position), stream=sampler, is_own=True)
-        if length is not None:
-            max_listed = MAX_LISTED if tail in ("pad", "drop") else 2**31
+            return self.make_shard(position, self.copy.iterate_shard, stream=sampler)
+        if self.length is not None:
+            max_listed = MAX_LISTED if self.options.tail in ("pad", "drop") else 2**31
             order = draw_order(sampler, seed=self._seed, epoch=position.epoch, max_listed=max_listed)
         if order is None:
             check_length_options(self.options, f"the endless {type(sampler).__name__}", needs_limit=False)
         rng = stream_rng(sampler, seed=self._seed, epoch=position.epoch)
-        return EpochShard(
-            fetch=fetch,
-            split=self.split(position, None if order is None else len(order)),
-            order=order,
-            stream=rng.draw(sampler, size=self.group),
-            rank=self.rank,
-            is_grouped=self._batch_size is not None,
-            data=self._data,
-        )
+        stream, is_grouped = rng.draw(sampler, size=self.group), self._batch_size is not None
+        fields = {"order": order, "stream": stream, "is_grouped": is_grouped, "data": self._data}
+        return self.make_shard(position, self.copy.iterate_shard, **fields)
 
     @property
     def length(self) -> int | None:

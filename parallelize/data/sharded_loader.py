@@ -103,7 +103,7 @@ class ShardedLoader(Generic[T]):
             units, saved = len(shard.order), self._position.facts.get("units", len(shard.order))
             if units != saved:
                 raise _other_state_error("units", saved, units)
-        return self._iterate(EpochProgress(shard, position))
+        return self._iterate(EpochProgress(shard))
 
     def __enter__(self) -> ShardedLoader[T]:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -44,6 +44,14 @@ class Source(abc.ABC, Generic[T]):
     @abc.abstractmethod
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on; runs no collective."""
+
+    def make_shard(
+        self, position: Position, fetch: Callable[[EpochShard[T]], Iterator[T]], **fields: Any
+    ) -> EpochShard[T]:
+        """Return a shard with further fields; its `order`, if there is one, tells the number of units."""
+        order = fields.get("order")
+        split = self.split(position, None if order is None else len(order))
+        return EpochShard(position=position, fetch=fetch, split=split, rank=self.rank, is_own=self.is_own, **fields)
 
     @property
     @abc.abstractmethod
