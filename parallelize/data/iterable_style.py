@@ -9,21 +9,20 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, _utils, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from parallelize.cluster.world import World
 from parallelize.data.epoch_order import stream_rng
 from parallelize.data.epoch_shard import EpochShard, Position
-from parallelize.data.loader_copy import GlobalWorkerInfo, LoaderCopy
+from parallelize.data.loader_copy import GlobalWorkerInfo, LoaderCopy, set_worker_info
 from parallelize.data.loader_options import Divides, LoaderOptions, check_length_options
 from parallelize.data.rng import IsolatedRNG, derive_seed
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.sampler_arithmetic import EpochSplit, Tail
-from parallelize.data.self_sharding import shuffle_fingerprint
+from parallelize.data.self_sharding import shards_itself, shuffle_fingerprint
 from parallelize.data.source import EpochListeners, Source
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime
-from parallelize.torch_private import unsupported
 
 __all__ = ["BatchIterableSource", "IterableStyleSource", "ShardedIterableDataset"]
 
@@ -62,7 +61,7 @@ class IterableStyleSource(Source[T]):
             seed=(run.config.seed or 0) if options.seed is None else options.seed,
             has_workers=loader.num_workers > 0,
         )
-        if not isinstance(dataset, IterDataPipe) or divides != "processes":  # torch itself shards the type
+        if divides != "processes" or not shards_itself(dataset):  # the library's loaders know their datasets
             copy.set_attributes(dataset=self._sharded)
 
     def shard(self, position: Position) -> EpochShard[T]:
@@ -291,11 +290,8 @@ class ShardedIterableDataset(IterableDataset[T]):
 @contextlib.contextmanager
 def _worker_info(info: Any) -> Iterator[None]:
     """Let get_worker_info() return `info` in the block."""
-    module: Any = _utils.worker
-    previous, module._worker_info = module._worker_info, info
+    previous = set_worker_info(info)
     try:
-        if get_worker_info() is not info:
-            raise unsupported("shard_loader of an iterable dataset", instead="use a dataset with __getitem__")
         yield
     finally:
-        module._worker_info = previous
+        set_worker_info(previous)

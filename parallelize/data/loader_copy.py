@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import types
@@ -27,7 +28,7 @@ from parallelize.data.rng import IsolatedRNG, derive_seed
 from parallelize.errors import ConfigError
 from parallelize.torch_private import unsupported
 
-__all__ = ["GlobalWorkerInfo", "LoaderCopy", "WorkerInit", "add_data_location"]
+__all__ = ["GlobalWorkerInfo", "LoaderCopy", "WorkerInit", "data_location", "set_worker_info"]
 
 T = TypeVar("T")
 
@@ -222,13 +223,10 @@ class WorkerInit:
         # These patches are never undone: the worker process belongs to the loader and ends with it.
         fetchers: tuple[Any, ...] = (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher)
         for fetcher in fetchers:
-            fetcher.fetch = _with_data_location(fetcher.fetch, f"rank {self.rank}, worker {worker_id}")
+            fetcher.fetch = data_location(f"rank {self.rank}, worker {worker_id}")(fetcher.fetch)
         if self.counted is not None:
             info = GlobalWorkerInfo(get_worker_info(), self.counted)
-            torch_worker: Any = _utils.worker
-            torch_worker._worker_info = info
-            if id(get_worker_info()) != id(info):
-                raise unsupported("shard_loader with workers", instead="use num_workers=0")
+            set_worker_info(info)
             worker_id = info.shard_index
         if self.user_init is not None:
             self.user_init(worker_id)
@@ -273,8 +271,29 @@ class GlobalWorkerInfo:
         return torch.initial_seed() if self._info is None else int(self._info.seed)
 
 
-def add_data_location(error: BaseException, where: str) -> None:
-    """Add the rank, worker and index to an error of the user's dataset or collate_fn, as a note."""
+def set_worker_info(info: Any) -> Any:
+    """Make get_worker_info() return `info`, and return what it returned before."""
+    torch_worker: Any = _utils.worker
+    previous, torch_worker._worker_info = torch_worker._worker_info, info
+    if get_worker_info() is not info:
+        torch_worker._worker_info = previous
+        raise unsupported("shard_loader of an iterable dataset", instead="use a dataset with __getitem__")
+    return previous
+
+
+@contextlib.contextmanager
+def data_location(where: str) -> Iterator[None]:
+    """Add the rank, worker and index to an error of the user's dataset or collate_fn in the block, as a note."""
+    try:
+        yield
+    except StopIteration:
+        raise
+    except Exception as exc:
+        _add_location(exc, where)
+        raise
+
+
+def _add_location(error: BaseException, where: str) -> None:
     note = f"in the data of {where}{_index_text(error.__traceback__)}"
     if hasattr(error, "add_note"):
         error.add_note(note)
@@ -299,17 +318,3 @@ def _index_text(traceback: types.TracebackType | None) -> str:
             return f", index {index[0]!r}" if index and any(index[0] is each for each in indices) else text
         traceback = traceback.tb_next
     return text
-
-
-def _with_data_location(fetch: Callable[[Any, Any], Any], where: str) -> Callable[[Any, Any], Any]:
-    @functools.wraps(fetch)
-    def fetch_with_location(self: Any, possibly_batched_index: Any) -> Any:
-        try:
-            return fetch(self, possibly_batched_index)
-        except StopIteration:
-            raise
-        except Exception as exc:
-            add_data_location(exc, where)
-            raise
-
-    return fetch_with_location

@@ -18,7 +18,7 @@ from parallelize.data.loader_options import Divides
 from parallelize.errors import ConfigError
 from parallelize.runtime import context
 
-__all__ = ["is_loader_of_batches", "number_of_shards", "own_sharding", "shuffle_fingerprint"]
+__all__ = ["is_loader_of_batches", "number_of_shards", "own_sharding", "shards_itself", "shuffle_fingerprint"]
 
 # Attributes for a sampler's number of shards; torch, Lightning and timm use the first, Accelerate the second.
 _NUM_SHARDS_ATTRIBUTES = ("num_replicas", "num_processes", "num_shards", "world_size", "_num_replicas", "_world_size")
@@ -59,7 +59,7 @@ def own_sharding(data: Any, world: World) -> tuple[Any, Divides | None]:
         from datasets.distributed import split_dataset_by_node
 
         return split_dataset_by_node(data, rank=world.rank, world_size=world.world_size), "processes"
-    if _shards_itself(data):
+    if shards_itself(data):
         _check_seen_world_size(data, world)
         return data, "processes"
     if world.world_size > 1:
@@ -103,7 +103,8 @@ def _is_named(data: Any, package: str, *suffixes: str) -> bool:
     return any(_package_of(each) == package and each.__name__.endswith(suffixes) for each in type(data).__mro__)
 
 
-def _shards_itself(data: Any) -> bool:
+def shards_itself(data: Any) -> bool:
+    """Return whether data is of a library, or split by one, that shards it over the processes."""
     if _is_named(data, "streaming", "StreamingDataset") or _is_named(data, "litdata", "StreamingDataset"):
         return True
     if _is_named(data, "ffcv", "Loader"):
@@ -156,7 +157,7 @@ def _parts(data: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
 
 def _evidence(part: Any, data: Any, world_size: int) -> str:
     """Return why a part of the data may shard it over the processes, as a clause; "" if nothing indicates that."""
-    if part is not data and _shards_itself(part):
+    if part is not data and shards_itself(part):
         return f"it contains a {type(part).__name__}, which shards itself"
     if type(part).__module__.startswith("nvidia.dali"):
         return "the readers of its pipeline may have num_shards="

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from parallelize.data.device_prefetch import move_batches
 from parallelize.data.epoch_shard import EpochShard, Position
-from parallelize.data.loader_copy import add_data_location
+from parallelize.data.loader_copy import data_location
 from parallelize.data.loader_iterators import EpochProgress, LoaderIterators
 from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.source import Source, length_of
@@ -255,11 +255,8 @@ class ShardedLoader(Generic[T]):
             batches = _with_progress_bar(batches, progress.shard, steps=progress.shard.steps(), label=label)
         if options.report:
             batches = timed_steps(batches, label=f"{self._name} epoch {progress.position.epoch}")
-        try:
+        with data_location(f"rank {self._run.world.rank}"):
             yield from batches
-        except Exception as exc:
-            add_data_location(exc, f"rank {self._run.world.rank}")
-            raise
 
     def _warn_of_another_order(self, progress: EpochProgress[T]) -> None:
         """Warn if a stream that is resumed does not begin as it did when the state was saved."""

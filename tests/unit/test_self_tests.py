@@ -18,7 +18,7 @@ from parallelize.backends import ddp_engine, ddp_static_graph, sharded_parameter
 from parallelize.backends.ddp_engine import _DistributedDataParallel
 from parallelize.backends.fsdp_engine import _require_known_traces
 from parallelize.cluster.world import World
-from parallelize.data import iterable_style
+from parallelize.data import iterable_style, loader_copy
 from parallelize.launchers.elastic import agent
 from parallelize.precision import autocast, unscaled_hooks
 from parallelize.runtime import gradients, loss_counts, torch_compile
@@ -241,6 +241,6 @@ def test_worker_info_that_is_not_replaced(monkeypatch: Patch) -> None:
         range(8), divides=None, tail="drop", world=World(rank=0, local_rank=0, world_size=2, local_world_size=2)
     )
     assert len(list(dataset)) == 4
-    monkeypatch.setattr(iterable_style, "get_worker_info", lambda: None)
+    monkeypatch.setattr(loader_copy, "get_worker_info", lambda: None)
     with pytest.raises(ConfigError, match="iterable dataset with torch"):
         list(dataset)

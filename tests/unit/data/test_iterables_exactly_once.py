@@ -622,6 +622,22 @@ def test_libraries_that_shard_themselves_are_recognized(make):
     assert [flat([[each] for each in rank]) for rank in read_by_all(make, 2)] == [list(range(LENGTH))] * 2
 
 
+class LibraryLoader(DataLoader):
+    """Calls its dataset before it reads it, as litdata's StreamingDataLoader does."""
+
+    def __iter__(self):
+        assert self.dataset.current_epoch == 0
+        return super().__iter__()
+
+
+def test_loaders_of_libraries_see_their_datasets():
+    """The dataset of a library that shards itself is not wrapped, also if divides= says so."""
+    for divides in (None, "processes"):
+        dataset = foreign("litdata.streaming", "StreamingDataset", current_epoch=0)
+        loader = LibraryLoader(dataset, batch_size=4)
+        assert read_by_all(lambda made=loader: made, 2, divides=divides)
+
+
 def test_a_contradicted_declaration_is_refused():
     """divides='nothing' for a dataset that shards itself over several workers; without workers it does not."""
     loader = lambda workers: DataLoader(AsInTorchsDocs(), num_workers=workers)  # noqa: E731 - a new one
