@@ -89,11 +89,12 @@ class IterableStyleSource(Source[T]):
 
     def _batches(self, shard: EpochShard[T]) -> Iterator[T]:
         # The dataset cannot seek: batches before the position are made and discarded.
-        beginning = Position(epoch=shard.position.epoch)
-        self._sharded.start_epoch(beginning.epoch)
+        sharded, beginning = self._sharded, Position(epoch=shard.position.epoch)
+        sharded.start_epoch(beginning.epoch)
         batches: Iterator[T] = itertools.islice(self.copy.iterate(beginning), shard.split.limit)
         for batch in itertools.islice(batches, 1):
-            shard.first = self._sharded.fingerprint() or shuffle_fingerprint(self._sharded.unsharded)
+            is_own = sharded.divides == "processes"
+            shard.first = shuffle_fingerprint(sharded.unsharded) if is_own else sharded.fingerprint()
             if self.world.world_size == 1 and not shard.first:  # the batch's, which a collate_fn may have augmented
                 shard.first = sample_fingerprint([batch])
             batches = itertools.chain([batch], batches)

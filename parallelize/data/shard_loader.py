@@ -76,7 +76,8 @@ def shard_loader(
             FFCV), else "workers" if the dataset reads get_worker_info().num_workers, else "nothing"; raise if its code
             uses the rank or the world size, or if it holds the world size. len() of an iterable dataset works only with
             "nothing". A dataset that shards itself decides how many samples each process gets, whatever `tail` is: if
-            the numbers may differ, train with a `limit=` that all processes reach.
+            the numbers may differ, train with a `limit=` that all processes reach. Until its first sample, random
+            numbers are the same on all processes, for files that it shuffles before it takes its own.
 
     Raises:
         ConfigError: options are invalid, or the loader cannot be sharded.
