@@ -43,7 +43,7 @@ class _Writes(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         schema = func._schema
-        if schema.is_mutable:
+        if schema.is_mutable and schema.name != "aten::record_stream":  # which changes no value
             named = {each.name: each for each in schema.arguments}
             given = [*zip(named.values(), args, strict=False), *((named[name], each) for name, each in kwargs.items())]
             written = [each for one, each in given if one.alias_info is not None and one.alias_info.is_write]
