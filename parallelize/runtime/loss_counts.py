@@ -122,10 +122,10 @@ def join_weights(
         counts = [_common_count(loss_counts([each], is_in_model=True), numbers) for each in losses]
     (kind, *others), first = {each.kind for each in counts}, counts[0]
     if kind == "mean" and not others:
-        total: Any = sum(each.count for each in counts if each.count is not None)
-        return [each.count / (total or 1.0) for each in counts if each.count is not None], LossCount(
-            first.loss, "mean", total
-        )
+        device = losses[0].device
+        found = [each.to(device) if isinstance(each, torch.Tensor) else each for each in (one.count for one in counts)]
+        total: Any = sum(each for each in found if each is not None)
+        return [each / (total or 1.0) for each in found if each is not None], LossCount(first.loss, "mean", total)
     # A sum that is equal in all parts, such as a penalty on weights, does not depend on the batch.
     if kind in {"sum", "divided sum"} and not others and len({each.item() for each in losses}) > 1:
         return [1.0] * len(losses), first

@@ -36,13 +36,15 @@ def run(model: Any, inputs: Any, **options: Any) -> Any:
     return output
 
 
+@pytest.mark.parametrize("pipelines", [1, 2])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "early exit"])
-def test_micro_batches_over_stages_equal_micro_batches_on_one(name: str) -> None:
-    """Outputs, gradients and buffers of two stages are bitwise equal to those of one stage."""
+def test_micro_batches_over_stages_equal_micro_batches_on_one(name: str, pipelines: int) -> None:
+    """Outputs, gradients and buffers of two stages, or twice two, are bitwise equal to those of one stage."""
     case = CASES[name]
     inputs, model = batch_of(case), seeded(case.make)
     alone = copy.deepcopy(model)
-    output = run(model, inputs, stages=2, batch_dim=case.batch_dim)
+    devices = ("cpu",) * 2 * pipelines
+    output = run(model, inputs, stages=2, devices=devices, pipelines=pipelines, batch_dim=case.batch_dim)
     expected = run(alone, inputs, stages=1, batch_dim=case.batch_dim)
     assert type(output) is type(expected)
     for got, want in zip(tensors(output), tensors(expected), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import threading
 import time
@@ -229,6 +230,26 @@ def test_a_plan_can_be_printed() -> None:
     assert "████████████············  50% of memory 2.0 MiB" in text[2]
     assert text[1].startswith("  0  cpu  tokens .. ")
     assert text[-1] == "  why: because"
+
+
+def test_a_plan_with_pipelines(tmp_path: Path) -> None:
+    """Each stage has a device per pipeline; files without the number of pipelines are plans of one."""
+    devices = tuple(f"cuda:{index}" for index in range(4))
+    made = plan_for(seeded(Gpt), INPUTS, devices=devices, pipelines=2, memory_bytes=(2.0**21,) * 4)
+    text = str(made).splitlines()
+    assert text[0] == "Gpt: 2 pipelines of 2 stages, 4 micro-batches (ideal 2.67x)"
+    assert text[2].startswith("  1  cuda:1 cuda:3  ")
+    path = tmp_path / "plan.json"
+    made.save(path)
+    assert Plan.load(path) == made
+    written = json.loads(path.read_text())
+    for wrong in ({"pipelines": 3}, {"pipelines": 0}, {"microbatches": 1}, {"memory_bytes": [1.0, 1.0]}):
+        path.write_text(json.dumps({**written, **wrong}))
+        with pytest.raises(ConfigError, match="it needs"):
+            Plan.load(path)
+    del written["pipelines"]
+    path.write_text(json.dumps({**written, "devices": devices[:2], "memory_bytes": []}))
+    assert Plan.load(path).pipelines == 1
 
 
 def test_plans_of_equal_models_fit_each_other() -> None:

@@ -36,34 +36,86 @@ from parallelize.runtime.containers import map_leaves
 pytestmark = pytest.mark.gpu
 
 PAIRS = [("cuda:0", "cuda:0"), ("cpu", "cuda:0"), ("cuda:0", "cpu")]
+# Two pipelines of two stages: the second one computes with copies of all parameters.
+PIPELINES = pytest.param(
+    ("cuda:1", "cuda:0", "cuda:0", "cuda:1"),
+    marks=[pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")],
+)
 
 
 def to_gpu(value: Any) -> Any:
     return map_leaves(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-@pytest.mark.parametrize("devices", PAIRS, ids="+".join)
+@pytest.mark.parametrize("devices", [*PAIRS, PIPELINES], ids="+".join)
 @pytest.mark.parametrize(
     "name", ["cnn", "resnet", "unet", "gpt, tied", "gpt, loss inside", "lstm", "experts", "in place"]
 )
-def test_outputs_and_gradients_are_those_of_one_stage(name: str, devices: tuple[str, str]) -> None:
-    """On one GPU twice, and on CPU and GPU, outputs and gradients equal one stage's up to rounding."""
+def test_outputs_and_gradients_are_those_of_one_stage(
+    name: str, devices: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """On one GPU twice, on CPU and GPU, and in two pipelines, outputs and gradients are those of one stage."""
     case = CASES[name]
     inputs, model = to_gpu(batch_of(case)), seeded(case.make).cuda()
     alone = copy.deepcopy(model)
     found = []
     for each, places in ((model, devices), (alone, ("cuda:0",))):
-        options: dict[str, Any] = {"stages": len(places), "devices": places}
-        made = plan_for(each, inputs, **options)
-        with parallel_model(each, backend=BalancedBackend(devices=places, plan=made)):
+        pipelines = max(1, len(places) // 2)
+        made = plan_for(each, inputs, stages=len(places) // pipelines, devices=places, pipelines=pipelines)
+        with parallel_model(each, backend=BalancedBackend(devices=places, plan=made)), not_split_once(None):
             output = each(*inputs[0], **inputs[1])
             loss_of(output).backward()
             assert {leaf.device for leaf in tensors(output)} == {torch.device("cuda:0")}
         found.append(output)
+    assert "one pipeline" not in caplog.text
     for got, want in zip(tensors(found[0]), tensors(found[1]), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
     assert {each.device for each in model.parameters()} == {torch.device("cuda:0")}
     assert_equal_gradients(model, alone, rtol=1e-2, atol=1e-3)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, alone.state_dict()[key], rtol=1e-3, atol=1e-4)
+
+
+class Saves(torch.autograd.Function):
+    """Product that saves the weight which it was given for its backward, not the copy that it computed with."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight, gradients[0].t() @ x
+
+
+class SavingLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Saves.apply(x, self.weight)  # type: ignore[no-untyped-call]  # torch's
+
+
+@pytest.mark.parametrize("devices", [PIPELINES], ids="+".join)
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), "forward changes 0.parametrizations"),
+        (lambda: SavingLinear(8, 8), "backward of several pipelines fails"),
+    ],
+    ids=["buffers that change", "a function of the user's"],
+)
+def test_what_copies_of_parameters_do_not_compute_runs_in_one_pipeline(
+    layer: Any, reason: str, devices: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a model has the gradients of the plain one; the log gives the reason."""
+    model, x = seeded(lambda: nn.Sequential(*(layer() for _ in range(4)))).cuda(), torch.randn(8, 8).cuda()
+    alone = copy.deepcopy(model)
+    made = plan_for(model, ((x,), {}), devices=devices, pipelines=2)
+    with parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)), not_split_once(None):
+        loss_of(model(x)).backward()
+    assert f"in one pipeline: {reason}" in caplog.text
+    loss_of(alone(x)).backward()
+    assert_equal_gradients(model, alone, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("devices", PAIRS, ids="+".join)
@@ -103,13 +155,13 @@ class Reader(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("is_reentrant", [False, True])
-@pytest.mark.parametrize("devices", PAIRS, ids="+".join)
-def test_checkpoints_with_arguments_on_two_devices(devices: tuple[str, str], is_reentrant: bool) -> None:
+@pytest.mark.parametrize("devices", [*PAIRS, PIPELINES], ids="+".join)
+def test_checkpoints_with_arguments_on_two_devices(devices: tuple[str, ...], is_reentrant: bool) -> None:
     """Backward recomputes a unit inside a stage, whose second argument is on another device."""
     model, x = seeded(Reader).cuda(), torch.randn(8, 8).cuda()
     model.is_reentrant = is_reentrant
     alone = copy.deepcopy(model)
-    made = plan_for(model, ((x,), {}), devices=devices)
+    made = plan_for(model, ((x,), {}), devices=devices, pipelines=len(devices) // 2)
     with parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)), not_split_once(None):
         loss_of(model(x)).backward()
     loss_of(alone(x)).backward()

@@ -224,7 +224,7 @@ class BatchValidation:
         for position, (_, count) in weights.items():
             values = [row[position] for row in rows]
             is_assumed = count.kind == "unknown" and not self.adds_unknown and values[0].requires_grad
-            if is_assumed and any(each != values[0] for each in values):
+            if is_assumed and any(each.item() != values[0].item() for each in values):
                 kind.assumed_means.add(position)
         if torch.is_grad_enabled() and not kind.is_reentrant:
             self._compare_gradients(second, joined)

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from parallelize.backends.balanced.device_transfer import to_device
 from parallelize.errors import ConfigError
 
 __all__ = ["BatchNorms", "Moments"]
@@ -61,8 +62,8 @@ class BatchNorms:
         """Whether any of the modules normalizes by the moments of a batch and updates its statistics."""
         return any(each.training for each in self._modules.values())
 
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Give a batch norm that is about to run scratch buffers, if it is in training.
+    def before(self, module: nn.Module, args: tuple[Any, ...], device: torch.device) -> None:
+        """Give a batch norm that is about to run scratch buffers on a device, if it is in training.
 
         Raises:
             ConfigError: the micro-batch has one value per channel.
@@ -79,7 +80,8 @@ class BatchNorms:
             )
         self._locks[id(module)].acquire()
         self._before[id(module)] = x.numel() // x.shape[1], {name: getattr(norm, name) for name in _STATE}
-        norm.running_mean, norm.running_var = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
+        norm.running_mean = torch.zeros_like(norm.running_mean, device=device)
+        norm.running_var = torch.zeros_like(norm.running_var, device=device)
         norm.num_batches_tracked = None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone()
         norm.momentum = 1.0
 
@@ -115,7 +117,8 @@ def _update(norm: _BatchNorm, of_each: list[list[_CallMoments]]) -> None:
     assert norm.running_var is not None
     # One update per call, since a model may call a module several times in one forward.
     for call in range(max(map(len, of_each))):
-        mean, variance = _merge([each[call] for each in of_each if call < len(each)])
+        device = norm.running_mean.device
+        mean, variance = _merge([to_device(each[call], device) for each in of_each if call < len(each)])
         if norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
         factor = 1.0 / float(norm.num_batches_tracked or 1) if norm.momentum is None else norm.momentum

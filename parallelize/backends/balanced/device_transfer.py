@@ -14,7 +14,7 @@ for the destination, and later kernels of the source for the copy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -36,14 +36,22 @@ class DeviceTransfer(TorchFunctionMode):
     Args:
         devices: devices of the pipeline; tensors on other devices are not moved.
         copies: copies of parameters, which all micro-batches of a forward share.
+        on_copy: called before a tensor is copied, or its copy used.
 
     Attributes:
         device: device of the current stage.
         devices: see above.
     """
 
-    def __init__(self, devices: Collection[torch.device], copies: dict[Any, Any] | None = None) -> None:
+    def __init__(
+        self,
+        devices: Collection[torch.device],
+        copies: dict[Any, Any] | None = None,
+        *,
+        on_copy: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
+        self._on_copy = on_copy
         self.device = torch.device("cpu")
         self.devices = frozenset(devices)
         self._parameter_copies: dict[Any, Any] = {} if copies is None else copies
@@ -57,6 +65,9 @@ class DeviceTransfer(TorchFunctionMode):
         """Run an operation with operands on one device."""
         del types
         kwargs = kwargs or {}
+        first = args[0] if args else None
+        if self._copies and isinstance(first, torch.Tensor) and (_is_in_place(func) or kwargs.get("inplace")):
+            self._wait_for_copies(first.device)
         found = {each.device for each in _tensors((args, kwargs))} & self.devices
         if len(found) < 2 or func in _NEVER_MOVED:
             return func(*args, **kwargs)
@@ -96,7 +107,14 @@ class DeviceTransfer(TorchFunctionMode):
             return {name: self._moved(each, device) for name, each in value.items()}
         return value
 
+    def _wait_for_copies(self, device: torch.device) -> None:
+        """Order a change of a tensor in place after copies that still read it, on streams of their own."""
+        for target in self.devices - {device}:
+            if "cpu" not in {device.type, target.type}:
+                torch.accelerator.current_stream(device).wait_stream(_copy_streams(device, target)[0])
+
     def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self._on_copy()
         copies = self._parameter_copies if isinstance(tensor, nn.Parameter) else self._copies
         key = id(tensor), device, torch.is_grad_enabled()
         known = copies.get(key)

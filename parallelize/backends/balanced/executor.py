@@ -52,7 +52,7 @@ class Executor:
             return call(*args, **kwargs)
 
     def run(
-        self, call: Call, batch: Split, *, is_threaded: bool, buffers: Sequence[str] = ()
+        self, call: Call, batch: Split, *, is_threaded: bool, buffers: Sequence[str] = (), pipelines: int = 1
     ) -> tuple[list[Any], list[Moments]]:
         """Return the model's output for each micro-batch of a batch, and the moments that batch norms have computed.
 
@@ -61,6 +61,7 @@ class Executor:
             batch: the micro-batches.
             is_threaded: whether they run in threads.
             buffers: names of buffers that forward changes; all micro-batches begin with the same values.
+            pipelines: number of pipelines that are used.
 
         Raises:
             ConfigError: micro-batches change one of `buffers` differently.
@@ -70,7 +71,9 @@ class Executor:
         locks = [threading.Lock() for _ in self.staged.stages] if is_threaded else None
         key, count = object(), len(batch.sizes)
         runs = [
-            MicrobatchRun(self.staged, copies=copies, locks=locks, microbatch=(key, index, count))
+            MicrobatchRun(
+                self.staged, copies=copies, locks=locks, microbatch=(key, index, count), pipeline=index % pipelines
+            )
             for index in range(count)
         ]
 

@@ -48,6 +48,7 @@ class PlannerOptions:
     optimizer_state: float = 2.0
     batch_dim: int = 0
     memory: int | tuple[int, ...] | None = None
+    max_pipelines: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _first_fit(
         measured = replace(profile_model(split_profiler), trained_share=trained_share(model))
         memory = Memory(optimizer_state=options.optimizer_state, recompute=granularity.recompute)
         constraints: dict[str, Any] = {"microbatches": options.microbatches, "memory": memory}
-        schedule = best_schedule(measured, specs, **constraints)
+        schedule = best_schedule(measured, specs, **constraints, max_pipelines=options.max_pipelines)
         if schedule is not None:
             return Fit(schedule, measured, memory)
         if granularity.cost == "bytes":

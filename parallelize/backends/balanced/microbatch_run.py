@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.batchnorm import BatchNorms, Moments
 from parallelize.backends.balanced.device_transfer import DeviceTransfer
 from parallelize.backends.balanced.graph_entries import Microbatch, mark_inside
@@ -44,6 +45,17 @@ def active_run() -> MicrobatchRun | None:
     return _active.run
 
 
+def _check_recomputation() -> None:
+    """Check that backward will not recompute operations of a further pipeline: it would do so in the first one.
+
+    Raises:
+        CannotSplitError: they are in an activation checkpoint, or another context of saved-tensor hooks.
+    """
+    run = _active.run
+    if run is not None and run.pipeline and torch.is_grad_enabled() and run.is_in_checkpoint:
+        raise refusals.one_pipeline("forward has an activation checkpoint, or other hooks of saved tensors")
+
+
 class MicrobatchRun:
     """One forward of a micro-batch, or the recomputation of a module in backward.
 
@@ -53,6 +65,7 @@ class MicrobatchRun:
         locks: one lock per stage, if other threads run micro-batches; None: one thread runs all of them.
         on_unit: called with each unit that is about to run, and its arguments.
         microbatch: identifies the micro-batch in its graph; None: the batch is not split.
+        pipeline: index of the pipeline in which the micro-batch runs.
 
     Attributes:
         moments: moments of the micro-batch, computed by batch norms; None: this is a recomputation in backward.
@@ -67,12 +80,16 @@ class MicrobatchRun:
         locks: Sequence[threading.Lock] | None = None,
         on_unit: Callable[[nn.Module, Any], None] | None = None,
         microbatch: Microbatch | None = None,
+        pipeline: int = 0,
     ) -> None:
-        self.microbatch = microbatch
+        self.microbatch, self.pipeline = microbatch, pipeline
         self.moments: Moments | None = {}
         self.defers_statistics = True
         self.staged = staged
-        self._transfer = DeviceTransfer(staged.devices, copies) if len(staged.devices) > 1 else None
+        self._first = pipeline * (len(staged.stages) // staged.pipelines)  # index of the pipeline's first stage
+        self._transfer = None
+        if len(staged.devices) > 1:
+            self._transfer = DeviceTransfer(staged.devices, copies, on_copy=_check_recomputation)
         self._locks = locks
         self._on_unit = on_unit
         self._saved_tensors_hooks: Any = None
@@ -119,7 +136,15 @@ class MicrobatchRun:
             self._on_unit(module, args)
         if self.microbatch is not None:
             mark_inside(args, self.microbatch)
-        return None if self._transfer is None else self._transfer.move_arguments(module, args)
+        if self._transfer is None:
+            return None
+        _check_recomputation()
+        return self._transfer.move_arguments(module, args)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the current stage."""
+        return self.staged.stages[self._first + self._stage].device
 
     def leave_module(self, module: nn.Module) -> None:
         """Copy arguments that a unit has changed in place back to where they came from."""
@@ -129,8 +154,8 @@ class MicrobatchRun:
     def _switch(self, stage: int) -> None:
         self._release()
         if self._locks is not None:
-            self._locks[stage].acquire()
-        self._stage, target = stage, self.staged.stages[stage]
+            self._locks[self._first + stage].acquire()
+        self._stage, target = stage, self.staged.stages[self._first + stage]
         if self._locks is not None or target.device.type != "cpu":
             target.bind_thread()
         if self._transfer is not None:
@@ -138,7 +163,7 @@ class MicrobatchRun:
 
     def _release(self) -> None:
         if self._locks is not None and self._stage >= 0:
-            self._locks[self._stage].release()
+            self._locks[self._first + self._stage].release()
         self._stage = -1
 
 
@@ -179,10 +204,11 @@ class StagedModel:
 
     Args:
         model: the user's model.
-        stages: the stages, in pipeline order.
+        stages: the stages, in order, one pipeline after another.
         routes: id of a module -> the stages of its first, second, ... call; further calls use the last entry.
         output_device: device of the inputs and outputs.
         borders: see `border_units`; None: every unit.
+        pipelines: number of pipelines, each of which has the same stages.
 
     Attributes:
         devices: devices of the stages, and the output device.
@@ -197,8 +223,10 @@ class StagedModel:
         *,
         output_device: torch.device,
         borders: Collection[int] | None = None,
+        pipelines: int = 1,
     ) -> None:
         self.model, self.stages, self.routes, self.output_device = model, stages, routes, output_device
+        self.pipelines = pipelines
         self.devices = tuple(dict.fromkeys([output_device, *(stage.device for stage in stages)]))
         self.norms = BatchNorms(model)
         self._has_ends = len(self.devices) > 1 or bool(self.norms)  # whether anything is to be done after a module
@@ -232,8 +260,10 @@ class StagedModel:
         return module.register_forward_hook(_Hook(self._after), prepend=True, always_call=True)
 
     def _before_recomputation(self, module: nn.Module, args: Any) -> Any:
-        if torch.compiler.is_compiling() or _active.run is not None or not is_in_backward():
+        if torch.compiler.is_compiling():
             return None
+        if _active.run is not None or not is_in_backward():
+            return _check_recomputation()
         moved = self._before(module, args)
         self._recomputed[threading.get_ident()][1].callback(self._register_after(module).remove)
         return moved
@@ -250,7 +280,7 @@ class StagedModel:
             return None
         moved = run.enter_unit(module, args)
         if run.defers_statistics:
-            self.norms.before(module, args if moved is None else moved)
+            self.norms.before(module, args if moved is None else moved, run.device)
         return moved
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import types
 import warnings
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ from parallelize.runtime.rng_state import RNGState
 from parallelize.runtime.weighted_backward import weigh_losses
 
 __all__ = ["Pipeline"]
+
+_log = logging.getLogger(__name__)
 
 
 def _code(hook: Any) -> Any:
@@ -70,9 +73,11 @@ class Pipeline(nn.Module):
 
     Attributes:
         refusal: why the latest kind of batch that is not split is not; None: all are.
+        restriction: why the latest kind of batch that only the first pipeline runs has no others; None: all have.
     """
 
     refusal: ConfigError | None = None
+    restriction: ConfigError | None = None
 
     def __init__(self, inner: Inner, plan: Plan, *, batch_dim: int, output_device: torch.device) -> None:
         super().__init__()
@@ -80,6 +85,7 @@ class Pipeline(nn.Module):
         self._plan = plan
         self._batch_dim = batch_dim
         self._kinds: dict[Any, BatchKind | None] = {}
+        self._pipelines: dict[Any, int] = {}  # number of pipelines of a kind of batch
         self._moded = list(inner.model.modules())
         self._cleanup = contextlib.ExitStack()
         stages = stages_on([torch.device(device) for device in plan.devices])
@@ -89,6 +95,7 @@ class Pipeline(nn.Module):
             unit_routes(inner.model, plan.events, plan.bounds),
             output_device=output_device,
             borders=border_units(inner.model, plan.events, plan.bounds),
+            pipelines=plan.pipelines,
         )
         self._cleanup.callback(self._staged.close)
         units = [inner.model.get_submodule(name) for name in dict.fromkeys(plan.events)] if plan.recompute else []
@@ -125,21 +132,27 @@ class Pipeline(nn.Module):
 
     def _run_split(self, inputs: Any) -> Any:
         key = self._key(inputs)
-        if self._kinds.get(key, self) is None:
-            return self._run_whole(inputs)
-        try:
-            batch = self._batch(inputs)
-            count = self._microbatches(batch.size)
-            if count > 1 and key not in self._kinds:
-                self._kinds[key] = self._validate(batch, count)
-            kind = self._kinds.get(key)
-            if kind is not None and count > 1:
-                self._check_parameter_hooks(kind)
-                return self._run_microbatches(batch, kind, count)
-        except refusals.CannotSplitError as error:
-            self._kinds[key], self.refusal = None, error
-            if torch.is_grad_enabled():
-                warnings.warn(f"batches like this one are not split into micro-batches: {error}", stacklevel=2)
+        while self._kinds.get(key, self) is not None:
+            pipelines = self._pipelines.setdefault(key, 1 if self._plan.recompute else self._plan.pipelines)
+            try:
+                batch = self._batch(inputs)
+                count = self._microbatches(batch.size)
+                if count == 1:
+                    break
+                if key not in self._kinds:
+                    self._kinds[key] = self._validate(batch, count, pipelines)
+                kind = self._kinds[key]
+                if kind is not None:
+                    self._check_parameter_hooks(kind)
+                    return self._run_microbatches(batch, kind, count, pipelines)
+            except refusals.CannotSplitError as error:
+                if pipelines > 1:
+                    self._pipelines[key], self.restriction = 1, error
+                    _log.warning("batches like this one run in one pipeline: %s", str(error).splitlines()[0])
+                    continue
+                self._kinds[key], self.refusal = None, error
+                if torch.is_grad_enabled():
+                    warnings.warn(f"batches like this one are not split into micro-batches: {error}", stacklevel=2)
         return self._run_whole(inputs)
 
     def _key(self, inputs: Any) -> Any:
@@ -164,14 +177,16 @@ class Pipeline(nn.Module):
                 fix="use checkpoint(..., use_reentrant=False)",
             )
 
-    def _run_microbatches(self, batch: Batch, kind: BatchKind, count: int) -> Any:
+    def _run_microbatches(self, batch: Batch, kind: BatchKind, count: int, pipelines: int) -> Any:
         is_threaded = self._is_threaded(kind)
         is_bounded = is_threaded and torch.is_grad_enabled()
         rng = RNGState(self._staged.devices)
         buffers = [(each, each.clone()) for each in map(self.inner.model.get_buffer, kind.buffers)]
         split = batch.split(count, is_bounded=is_bounded)
         try:
-            outputs, moments = self._executor.run(self._call, split, is_threaded=is_threaded, buffers=kind.buffers)
+            outputs, moments = self._executor.run(
+                self._call, split, is_threaded=is_threaded, buffers=kind.buffers, pipelines=pipelines
+            )
             kind.draws = kind.draws or (is_threaded and rng.has_changed())
             rows = [list(leaves(output)) for output in outputs]
             counts = sorted({len(row) for row in rows})
@@ -182,7 +197,7 @@ class Pipeline(nn.Module):
             weights = scalar_weights(rows, split.sizes, inputs=batch.inputs, adds_unknown=self.inner.average == "sum")
             form = output_form(rows[0], weights)
             if form not in kind.dims or _may_be_clamped(weights, split.sizes):
-                found = self._validate(batch, count) or BatchKind()
+                found = self._validate(batch, count, pipelines) or BatchKind()
                 kind.dims[form], kind.constants[form] = found.dims.get(form, {}), found.constants.get(form, {})
         except refusals.CannotSplitError:  # the batch runs again, whole
             rng.restore()
@@ -213,7 +228,7 @@ class Pipeline(nn.Module):
         used = (parameter for each in self._moded for parameter in each._parameters.values())
         return any(parameter is not None and not parameter.is_leaf for parameter in used)
 
-    def _validate(self, batch: Batch, count: int) -> BatchKind | None:
+    def _validate(self, batch: Batch, count: int, pipelines: int) -> BatchKind | None:
         """Compare micro-batches with the full batch; return None if, without gradients, the batch is better not split.
 
         Raises:
@@ -226,22 +241,31 @@ class Pipeline(nn.Module):
                 fix="pass tensors, alone or in containers",
             )
         try:
-            kind = self._validation(batch, count).run()
+            kind = self._validation(batch, count, pipelines).run()
         except torch.OutOfMemoryError:  # the full batch may need more memory than micro-batches: compare a part
             if batch.size < 4:
                 raise
             part = self._batch(batch.first(batch.size // 2))
-            return self._validate(part, self._microbatches(part.size))
+            return self._validate(part, self._microbatches(part.size), pipelines)
+        except RuntimeError as error:  # for example, a function of the user's saves a parameter for its backward
+            if pipelines == 1:
+                raise
+            raise refusals.one_pipeline(f"backward of several pipelines fails ({type(error).__name__})") from error
         # Without a graph, the number of targets of a loss is not known.
         has_loss = any(isinstance(each, tuple) for form in kind.dims for each in form)
         return None if has_loss and not torch.is_grad_enabled() else kind
 
-    def _validation(self, batch: Batch, count: int) -> BatchValidation:
+    def _validation(self, batch: Batch, count: int, pipelines: int) -> BatchValidation:
         def split(kind: BatchKind) -> tuple[list[list[Any]], Sequence[int]]:
+            if pipelines > 1 and (kind.buffers or kind.is_reentrant):
+                names = ", ".join(kind.buffers[:5])
+                raise refusals.one_pipeline(f"forward changes {names}" if names else "a reentrant checkpoint")
             copied = self._batch(copy_inputs(batch.inputs)).split(count)
             is_threaded = self._is_threaded(kind)
             with refusals.explained_split_failure(batch.split_dims):
-                outputs, _ = self._executor.run(self._call, copied, is_threaded=is_threaded, buffers=kind.buffers)
+                outputs, _ = self._executor.run(
+                    self._call, copied, is_threaded=is_threaded, buffers=kind.buffers, pipelines=pipelines
+                )
             return [list(leaves(output)) for output in outputs], copied.sizes
 
         return BatchValidation(

@@ -44,18 +44,19 @@ class Plan:
         samples: number of samples in the profiled batch.
         events: name of the unit (a submodule that is not split further) of each call, in call order.
         bounds: split points; stage j runs `events[bounds[j]:bounds[j + 1]]`.
-        devices: device of each stage.
+        devices: device of each stage, one pipeline after another.
         microbatches: maximum number of micro-batches per batch.
         recompute: whether activations are recomputed in backward.
         forward_s: predicted seconds of one micro-batch's forward in each stage.
         backward_s: predicted seconds of one micro-batch's backward in each stage.
-        memory_bytes: predicted bytes of each stage.
+        memory_bytes: predicted bytes of each stage of each pipeline.
         unsplit_s: measured seconds of a step on one device; None: the model does not fit on one device.
         predicted_s: predicted seconds of a step by this plan.
         measured_s: measured seconds of a step by this plan; None: not measured.
         is_split: whether the model is split; otherwise it runs unchanged on the one device in `devices`.
         why: why the model is split this way, or not split.
         whole_inputs: names of input tensors that are not per sample, and are therefore not split.
+        pipelines: number of pipelines, which have the same stages; micro-batch i runs in pipeline i % pipelines.
     """
 
     model: str
@@ -75,6 +76,7 @@ class Plan:
     is_split: bool = True
     why: str = ""
     whole_inputs: tuple[str, ...] = ()
+    pipelines: int = 1
 
     @property
     def speedup(self) -> float | None:
@@ -140,28 +142,26 @@ class Plan:
     def __str__(self) -> str:
         if not self.is_split:
             return f"{self.model}: not split, on {self.devices[0]}\n  why: {self.why}"
-        stages = [self._stage(index) for index in range(len(self.devices))]
-        return "\n".join([self._headline(), *_aligned(stages), f"  why: {self.why}"])
-
-    def _headline(self) -> str:
-        ideal = ideal_speedup(len(self.devices), self.microbatches)
+        count = len(self.devices) // self.pipelines
+        ideal = ideal_speedup(count, self.microbatches, self.pipelines)
         speed = "" if self.speedup is None else f", {self.speedup:.2f}x as fast as one device"
         again = ", activations recomputed" if self.recompute else ""
-        return (
-            f"{self.model}: {len(self.devices)} stages, {self.microbatches} micro-batches{again}{speed} "
-            f"(ideal {ideal:.2f}x)"
-        )
+        shape = f"{count} stages" if self.pipelines == 1 else f"{self.pipelines} pipelines of {count} stages"
+        headline = f"{self.model}: {shape}, {self.microbatches} micro-batches{again}{speed} (ideal {ideal:.2f}x)"
+        return "\n".join([headline, *_aligned([*map(self._stage, range(count))]), f"  why: {self.why}"])
 
     def _stage(self, index: int) -> list[str]:
         begin, end = self.bounds[index], self.bounds[index + 1]
         names = self.events[begin:end]
         span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        row = [f"  {index}", self.devices[index], span]
+        stages = len(self.devices) // self.pipelines
+        row = [f"  {index}", " ".join(self.devices[index::stages]), span]
         if self.forward_s:
             both = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
             row.append(_bar_text("time", both, index))
         if any(self.memory_bytes):
-            row.append(f"{_bar_text('memory', self.memory_bytes, index)} {self.memory_bytes[index] / 2**20:.1f} MiB")
+            sizes = self.memory_bytes[:stages]  # the first pipeline needs the most
+            row.append(f"{_bar_text('memory', sizes, index)} {sizes[index] / 2**20:.1f} MiB")
         return row
 
 
@@ -217,12 +217,12 @@ def _validate(found: Plan) -> Plan:
             wrong.append(name)
     if wrong:
         raise TypeError(f"wrong type of {', '.join(wrong)}")
-    stages = len(found.devices)
-    steps = [found.forward_s, found.backward_s, found.memory_bytes]
-    if not stages or found.microbatches < 1 or any(each and len(each) != stages for each in steps):
-        raise ValueError("it needs a device, a micro-batch, and one time and memory size per device")
-    if len(found.forward_s) != len(found.backward_s):
-        raise ValueError("forward_s and backward_s differ in length")
+    stages, rest = divmod(len(found.devices), max(1, found.pipelines))
+    if not stages or rest or not 1 <= found.pipelines <= found.microbatches:
+        raise ValueError("it needs a device for each stage of each pipeline, and a micro-batch for each pipeline")
+    times = len(found.forward_s), len(found.backward_s)
+    if times not in {(0, 0), (stages, stages)} or len(found.memory_bytes) not in {0, len(found.devices)}:
+        raise ValueError("it needs two times of each stage, and a memory size per device")
     ends = [0, *found.bounds[1:-1], len(found.events)]
     if found.is_split and (len(found.bounds) != stages + 1 or list(found.bounds) != sorted(set(ends))):
         raise ValueError("its bounds do not match its events and devices")

@@ -64,6 +64,7 @@ class Planner:
     placement: ModelPlacement
     options: PlannerOptions
     _predicted: dict[str, float] = field(default_factory=dict)  # bytes on each device of what runs
+    _restriction: ConfigError | None = None  # why there is one pipeline
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Make the plan from one batch, given by its arguments.
@@ -96,7 +97,6 @@ class Planner:
         model, output = self.inner.model, self.output_device
         ratio = 1 + trained_share(model) * (1 + self.options.optimizer_state)
         stages, routes = initial_stages(model, self.device_specs, output_device=output, memory_ratio=ratio)
-        self.placement.move(units.module_stages(model, routes), stages)
         if not routes:
             return self._leave_unsplit("the model calls no submodules, so there is nowhere to split it")
         spec = spec_of(output, self.device_specs)
@@ -112,12 +112,20 @@ class Planner:
             state=self._state,
         )
         while True:
+            found, full = None, None
             try:
-                return self._plan_within_caps(profiler)
+                found = self._plan_within_caps(profiler)
             except torch.OutOfMemoryError as error:
-                self._lower_caps(error)
+                full = error
+            if self._restriction is not None and self.options.max_pipelines is None:
+                self.options = replace(self.options, max_pipelines=1)
+            elif full is not None:
+                self._lower_caps(full)
+            elif found is not None:
+                return found
 
     def _plan_within_caps(self, profiler: Profiler) -> Plan:
+        self.placement.move(units.module_stages(self.inner.model, profiler.routes), profiler.stages)
         whole = functools.partial(profiler.run, self._batch.size)
         with refusals.explained_split_failure(self._batch.split_dims, run_whole=whole):
             fit = first_fit(profiler, options=self.options, specs=self.device_specs, placement=self.placement)
@@ -164,7 +172,7 @@ class Planner:
         plan = self._make_plan(fit, fit.schedule)
         unsplit_s = fit.profile.unsplit_s
         if self.options.microbatches is not None or unsplit_s is None:
-            if all(torch.device(each).type == "cpu" for each in plan.devices):
+            if plan.pipelines == 1 and all(torch.device(each).type == "cpu" for each in plan.devices):
                 return plan
             return replace(plan, measured_s=self._split_s(plan)[0])  # tells whether it fits
         if len(plan.devices) == 1:
@@ -192,7 +200,10 @@ class Planner:
         """Return the seconds of a step by a plan, and why its batch was not split; None: it was."""
         self._predicted = dict(zip(plan.devices, plan.memory_bytes, strict=False))
         with self.pipeline(plan) as pipeline:
-            return self._seconds(pipeline), pipeline.refusal
+            try:
+                return self._seconds(pipeline), pipeline.refusal
+            finally:
+                self._restriction = self._restriction or pipeline.restriction
 
     def _alternatives(self, fit: Fit) -> list[Schedule]:
         """Return the best split for each other number of micro-batches, the shortest predicted step first."""
@@ -223,8 +234,11 @@ class Planner:
             predicted_s=max(schedule.predicted_s, least_s),
             why="shortest predicted step of all splits"
             + ("; the model fits on one device, where backend='ddp' is normally faster" if fits else "")
-            + ("; without recomputing, no split fits" if schedule.recompute else ""),
+            + ("; without recomputing, no split fits" if schedule.recompute else "")
+            + ("; no device can hold the model, and it does not need all of them" if schedule.pipelines > 1 else "")
+            + (f"; in one pipeline: {str(self._restriction).splitlines()[0]}" if self._restriction else ""),
             whole_inputs=tuple(sorted(self._batch.not_per_sample)),
+            pipelines=schedule.pipelines,
         )
 
     def _largest_speedup(self, schedule: Schedule) -> float:

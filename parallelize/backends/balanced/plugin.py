@@ -32,6 +32,11 @@ class BalancedBackend(DDPOptions):
     does not make the model faster, the model stays on the first device and a warning gives the reason. With several
     nodes, each node runs such a pipeline, and gradients are averaged over the nodes with the options of "ddp".
 
+    A model that no device can hold runs in the number of pipelines that is fastest: with eight GPUs and a model that
+    needs two, in up to four. Micro-batch i runs in pipeline i % n. The parameters are on the devices of the first
+    pipeline; each forward copies them to the others, and backward adds the gradients. Where copies would not be exact
+    (activation checkpoints, buffers that forward changes), there is one pipeline, and the plan gives the reason.
+
     Micro-batches run through the unmodified model: on accelerators one after another, in one autograd graph; on the CPU
     in threads. For every new kind of batch (mode, arguments, outputs, hooks), outputs and gradients are compared with
     the full batch. If they differ, or if forward or a hook keeps tensors or state outside of the output, such batches

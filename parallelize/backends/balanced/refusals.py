@@ -23,6 +23,7 @@ __all__ = [
     "explained_split_failure",
     "forward_too_large",
     "not_sample_by_sample",
+    "one_pipeline",
     "stateful",
     "too_large",
 ]
@@ -122,6 +123,13 @@ def stateful(names: Sequence[str]) -> CannotSplitError:
         f"forward changes {listed} of the model",
         why="micro-batches run at the same time, and would read each other's values",
         fix="pass such values between modules as arguments and return values",
+    )
+
+
+def one_pipeline(what: str) -> CannotSplitError:
+    """Build the error for a forward that only the first of several pipelines can run."""
+    return CannotSplitError(
+        what, why="the other pipelines compute with copies of parameters and buffers", fix="use one pipeline"
     )
 
 

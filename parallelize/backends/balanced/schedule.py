@@ -1,4 +1,4 @@
-"""Schedule: predicts the time of a step, and chooses the fastest number of micro-batches, stages and device order.
+"""Schedule: predicts the time of a step, and chooses the fastest pipelines, stages, device order and micro-batches.
 
 The user's loop computes the loss of the full batch, so all forward passes run before all backward passes, which begin
 with the last micro-batch. Each phase fills and drains the pipeline. With k = 3 stages and m = 4 micro-batches:
@@ -14,6 +14,11 @@ with the last micro-batch. Each phase fills and drains the pipeline. With k = 3 
 With k equal stages the pipeline is at best k * m / (m + k - 1) times as fast as one device. Starting backward passes
 before all forward passes have ended (1F1B) would need the loss inside the pipeline, and save memory but not time.
 
+A model that needs few of the devices can run in r pipelines: micro-batch i runs in pipeline i % r. The parameters are
+on the devices of the first pipeline. In each step, they are copied to the others, and gradients are copied back:
+
+    step = that of m / r micro-batches + the bytes of the largest stage, to and from r - 1 pipelines, / transfer rate
+
 Source: GPipe, https://arxiv.org/abs/1811.06965
 """
 
@@ -23,6 +28,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from parallelize.backends.balanced.hardware import DeviceSpec
 from parallelize.backends.balanced.partition import Chain, Slots, smallest_cap, split_two_phase, stage_costs
@@ -42,6 +48,8 @@ __all__ = [
 
 # Maximum number of device orders that are tried.
 _MAX_ORDERS = 24
+# Several pipelines are used only if they are predicted to be this much faster than one.
+_MIN_GAIN = 1.03
 
 _Specs = Sequence[DeviceSpec]
 
@@ -117,12 +125,13 @@ class Schedule:
     """Stages, their devices and a number of micro-batches, with the predicted times and memory.
 
     Args:
-        devices: device of each stage, in order; no stage is empty.
+        devices: device of each stage, in order, one pipeline after another; no stage is empty.
         split_points: stage j runs `calls[split_points[j]:split_points[j + 1]]`.
         forward_s: predicted seconds of one micro-batch's forward in each stage.
         backward_s: predicted seconds of one micro-batch's backward in each stage.
-        memory_bytes: predicted bytes of each stage.
+        memory_bytes: predicted bytes of each stage of each pipeline.
         predicted_s: predicted seconds of a step.
+        pipelines: number of pipelines, which have the same stages.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -133,6 +142,7 @@ class Schedule:
     backward_s: tuple[float, ...]
     memory_bytes: tuple[float, ...]
     predicted_s: float
+    pipelines: int = 1
 
 
 def step_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:
@@ -140,24 +150,32 @@ def step_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches
     return sum(math.fsum(phase) + (microbatches - 1) * max(phase) for phase in (forward_s, backward_s))
 
 
-def ideal_speedup(stages: int, microbatches: int) -> float:
-    """Return the speedup of equal stages over one device if only filling and draining the pipeline cost time."""
-    return stages * microbatches / (microbatches + stages - 1)
+def ideal_speedup(stages: int, microbatches: int, pipelines: int = 1) -> float:
+    """Return the speedup of equal stages over one device if only filling and draining the pipelines cost time."""
+    return stages * microbatches / (math.ceil(microbatches / pipelines) + stages - 1)
 
 
-def candidates(profile: Profile, devices: _Specs, *, microbatches: int | None, memory: Memory) -> Iterator[Schedule]:
-    """Yield the best schedule for each order of devices and number of micro-batches (None: try 1, 2, 4, ...)."""
-    choices = _microbatch_counts(profile) if microbatches is None else [min(microbatches, profile.samples)]
-    for m, order in itertools.product(choices, _device_orders(devices)):
-        found = _schedule_for(profile, order, m=m, memory=memory)
-        if found is not None:
-            yield found
+def candidates(
+    profile: Profile, devices: _Specs, *, microbatches: int | None, memory: Memory, max_pipelines: int | None = None
+) -> Iterator[Schedule]:
+    """Yield the best schedule for each number of pipelines (at most `max_pipelines`), micro-batches and device order.
+
+    `microbatches=None`: 1, 2, 4, ... in each pipeline.
+    """
+    for pipelines, stages in _shapes(profile, devices, memory, max_pipelines or len(devices)):
+        counts = _microbatch_counts(profile, microbatches, pipelines)
+        for m, order in itertools.product(counts, _device_orders(devices)):
+            # The first pipeline has the last devices, since the first device comes last.
+            ends = [len(order) - index * stages for index in range(pipelines)]
+            found = _schedule_for(profile, [order[end - stages : end] for end in ends], m=m, memory=memory)
+            if found is not None and m >= pipelines:
+                yield found
 
 
-def best_schedule(profile: Profile, devices: _Specs, *, microbatches: int | None, memory: Memory) -> Schedule | None:
+def best_schedule(profile: Profile, devices: _Specs, **constraints: Any) -> Schedule | None:
     """Return the candidate with the shortest predicted step; None if no split fits the devices."""
-    found = candidates(profile, devices, microbatches=microbatches, memory=memory)
-    return min(found, key=lambda each: each.predicted_s, default=None)
+    found = candidates(profile, devices, **constraints)
+    return min(found, key=lambda each: each.predicted_s * (_MIN_GAIN if each.pipelines > 1 else 1.0), default=None)
 
 
 def needed_cap(profile: Profile, devices: _Specs, *, microbatches: int | None, memory: Memory) -> float:
@@ -172,10 +190,23 @@ def unsplit_bytes(profile: Profile, *, memory: Memory) -> float:
     return math.fsum(_memory(profile, m=1, memory=replace(memory, recompute=False)))
 
 
-def _microbatch_counts(profile: Profile) -> list[int]:
+def _shapes(profile: Profile, devices: _Specs, memory: Memory, max_pipelines: int) -> Iterator[tuple[int, int]]:
+    """Yield (pipelines, stages): one pipeline over all devices and, of a model that no device can hold, several.
+
+    What backward recomputes would be recomputed in the first pipeline, so that there is no other one.
+    """
+    yield 1, len(devices)
+    if not memory.recompute and unsplit_bytes(profile, memory=memory) > max(spec.cap_bytes for spec in devices):
+        for stages in range(2, len(devices) // 2 + 1):
+            yield from ((each, stages) for each in range(2, min(max_pipelines, len(devices) // stages) + 1))
+
+
+def _microbatch_counts(profile: Profile, given: int | None, pipelines: int) -> list[int]:
+    if given is not None:
+        return [min(given, profile.samples)]
     # More than 64 micro-batches only add overhead. Smaller ones than measured may behave differently.
-    most = profile.samples // profile.least_samples
-    return [2**power for power in range(7) if 2**power <= max(1, most)]
+    most = min(64, max(1, profile.samples // profile.least_samples))
+    return [count for power in range(7) if (count := pipelines * 2**power) <= most]
 
 
 def _device_orders(devices: Sequence[DeviceSpec]) -> Iterator[tuple[DeviceSpec, ...]]:
@@ -193,52 +224,70 @@ def _device_orders(devices: Sequence[DeviceSpec]) -> Iterator[tuple[DeviceSpec, 
             yield order
 
 
-def _memory(profile: Profile, *, m: int, memory: Memory) -> list[float]:
-    """Return bytes of each call: parameters, gradients, optimizer state, and activations saved by all m micro-batches.
+def _memory(profile: Profile, *, m: int, memory: Memory, pipelines: int = 1, is_copy: bool = False) -> list[float]:
+    """Return bytes of each call: parameters, gradients, optimizer state, and activations saved by all micro-batches.
 
     With recomputation, only the call's inputs are saved, plus the activations of the micro-batch being recomputed.
+    Other pipelines than the first one (`is_copy`) have no optimizer state.
     """
-    weight = 1 + profile.trained_share * (1 + memory.optimizer_state)
-    samples = math.ceil(profile.samples / m)
+    weight = 1 + profile.trained_share * (1 + (0.0 if is_copy else memory.optimizer_state))
+    samples, kept = math.ceil(profile.samples / m), _samples_of_each(profile, m, pipelines)
     needed = [
         weight * call.parameter_bytes
-        + (call.input_bytes * profile.samples + call.saved_bytes * samples if memory.recompute else 0.0)
-        + (0.0 if memory.recompute else call.saved_bytes * profile.samples)
+        + (call.input_bytes * kept + call.saved_bytes * samples if memory.recompute else call.saved_bytes * kept)
         for call in profile.calls
     ]
-    return [*needed[:-1], needed[-1] + profile.output_bytes * profile.samples]
+    # All outputs are joined on the last device of the first pipeline.
+    return [*needed[:-1], needed[-1] + profile.output_bytes * (kept if is_copy else profile.samples)]
 
 
-def _schedule_for(profile: Profile, order: tuple[DeviceSpec, ...], *, m: int, memory: Memory) -> Schedule | None:
-    samples = profile.samples / m
+def _samples_of_each(profile: Profile, m: int, pipelines: int) -> float:
+    """Return the largest number of samples that run in one pipeline."""
+    return profile.samples * math.ceil(m / pipelines) / m
+
+
+def _schedule_for(profile: Profile, pipelines: Sequence[_Specs], *, m: int, memory: Memory) -> Schedule | None:
+    """Return the best schedule for pipelines on given devices; all have the stages that suit the weakest devices."""
+    samples, count = profile.samples / m, len(pipelines)
     forward = [call.forward_s(samples) for call in profile.calls]
     backward = [call.backward_s(samples) for call in profile.calls]
     if memory.recompute:
         backward = [b + f for b, f in zip(backward, forward, strict=True)]
-    rate = min(spec.bytes_per_s for spec in order)
-    needs = _memory(profile, m=m, memory=memory)
+    rate = min(spec.bytes_per_s for each in pipelines for spec in each)
+    of_each = [_memory(profile, m=m, memory=memory, pipelines=count, is_copy=index > 0) for index in range(count)]
     transfer = [call.input_bytes * samples / rate for call in profile.calls]
-    copied = [call.input_bytes * profile.samples for call in profile.calls]
-    chain = Chain(forward=forward, backward=backward, memory=needs, transfer=transfer, copied=copied)
-    slots = Slots(caps=[spec.cap_bytes for spec in order], speeds=[spec.speed for spec in order])
+    copied = [call.input_bytes * _samples_of_each(profile, m, count) for call in profile.calls]
+    chain = Chain(forward=forward, backward=backward, memory=of_each[0], transfer=transfer, copied=copied)
+    slots = Slots(
+        caps=[min(spec.cap_bytes for spec in specs) for specs in zip(*pipelines, strict=True)],
+        speeds=[min(spec.speed for spec in specs) for specs in zip(*pipelines, strict=True)],
+    )
     split_points = split_two_phase(chain, slots)
     if split_points is None:
         return None
     edges = [0.0, *copied[1:], 0.0]
-    used = [j for j in range(len(order)) if split_points[j] < split_points[j + 1]]
-    forward_s = stage_costs(forward, chain, slots, split_points)
-    backward_s = stage_costs(backward, chain, slots, split_points)
+    used = [j for j in range(len(slots)) if split_points[j] < split_points[j + 1]]
+    ranges = [(split_points[j], split_points[j + 1]) for j in used]
+    forward_s, backward_s = (
+        tuple(costs[j] for j in used)
+        for costs in (stage_costs(each, chain, slots, split_points) for each in (forward, backward))
+    )
     fixed = math.fsum(call.forward_fixed_s + call.backward_fixed_s for call in profile.calls)
+    weights = [sum(call.parameter_bytes for call in profile.calls[i:j]) for i, j in ranges]
+    copies = max(
+        size * sum(each[stage].device != pipelines[0][stage].device for each in pipelines)
+        for stage, size in zip(used, weights, strict=True)
+    )
+    step = step_s(forward_s, backward_s, math.ceil(m / count)) + copies * (1 + profile.trained_share) / rate
     return Schedule(
-        devices=tuple(order[j] for j in used),
-        split_points=(0, *(split_points[j + 1] for j in used)),
+        devices=tuple(each[stage] for each in pipelines for stage in used),
+        split_points=(0, *(j for _, j in ranges)),
         microbatches=m,
         recompute=memory.recompute,
-        forward_s=tuple(forward_s[j] for j in used),
-        backward_s=tuple(backward_s[j] for j in used),
-        memory_bytes=tuple(
-            edges[i] + edges[j] + math.fsum(needs[i:j]) for i, j in itertools.pairwise(split_points) if i < j
-        ),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        memory_bytes=tuple(edges[i] + edges[j] + math.fsum(needs[i:j]) for needs in of_each for i, j in ranges),
         # All stages share one Python interpreter, so the fixed costs of micro-batches do not overlap.
-        predicted_s=max(step_s([forward_s[j] for j in used], [backward_s[j] for j in used], m), m * fixed),
+        predicted_s=max(step, m * fixed),
+        pipelines=count,
     )

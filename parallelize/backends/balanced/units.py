@@ -76,7 +76,7 @@ def border_units(model: nn.Module, calls: Sequence[str], split_points: Sequence[
     modules = dict(model.named_modules())
     borders = {id(modules[name]) for name, one, other in zip(calls, [0, *stages], stages, strict=False) if one != other}
     called = {id(modules[name]) for name in calls}
-    borders |= {id(modules[name]) for name in calls[1:_FIRST_UNITS]}  # where the graphs of micro-batches are marked
+    borders |= {id(modules[name]) for name in calls[:_FIRST_UNITS]}  # where the graphs of micro-batches are marked
     return borders | {unit for unit in unit_routes(model, calls, split_points) if unit not in called}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from parallelize.backends.balanced.hardware import DeviceSpec
 from parallelize.backends.balanced.schedule import (
     Memory,
     Profile,
+    Schedule,
     UnitCall,
     best_schedule,
     candidates,
@@ -203,3 +205,40 @@ def test_a_chain_of_one_call_uses_one_device() -> None:
     assert found is not None
     assert found.split_points == (0, 1)
     assert len(found.devices) == len(found.forward_s) == len(found.memory_bytes) == 1
+
+
+def eight(*, rate: float = 1e9, **options: Any) -> Schedule:
+    """Return the best schedule for eight devices of 40 MiB, two of which can hold the model of 16 calls."""
+    calls = tuple(call(f"{i}", forward=0.01, backward=0.02, parameters=MIB, saved=MIB / 32) for i in range(16))
+    specs = [replace(each, bytes_per_s=rate) for each in devices(8, cap=40 * MIB)]
+    profile = Profile(calls=calls, samples=32)
+    found = best_schedule(profile, specs, **{"microbatches": None, "memory": MEMORY, **options})
+    assert found is not None
+    return found
+
+
+def test_a_model_that_needs_two_of_eight_devices_runs_in_four_pipelines() -> None:
+    """All devices are used, each under its limit; those with copies have no optimizer state."""
+    found = eight()
+    assert (found.pipelines, found.split_points, found.microbatches) == (4, (0, 8, 16), 32)
+    names = [spec.device for spec in found.devices]
+    assert names[:2] == ["cuda:7", "cuda:0"]
+    assert len({*names}) == 8
+    edge, saved = MIB / 320 * 8, 8 * MIB / 32 * 8
+    assert found.memory_bytes == pytest.approx((8 * 4 * MIB + saved + edge,) * 2 + (8 * 2 * MIB + saved + edge,) * 6)
+    assert max(found.memory_bytes) <= 40 * MIB
+    one = eight(max_pipelines=1)
+    assert one.pipelines == 1
+    assert one.predicted_s > 1.03 * found.predicted_s
+    copies = 3 * 8 * MIB * 2 / 1e9
+    assert found.predicted_s == pytest.approx(step_s(found.forward_s, found.backward_s, 8) + copies)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rate": 1e6}, {"max_pipelines": 1}, {"memory": Memory(recompute=True)}, {"memory": Memory(optimizer_state=-1.0)}],
+    ids=["slow links", "a limit", "recomputing", "fits on one device"],
+)
+def test_one_pipeline_where_more_are_not_faster(options: dict[str, Any]) -> None:
+    """Copies over slow links take longer than they save; what backward recomputes, it recomputes in one pipeline."""
+    assert eight(**options).pipelines == 1
