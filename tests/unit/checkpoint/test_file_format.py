@@ -455,9 +455,10 @@ def test_temporary_files_of_killed_writers_are_removed(tmp_path):
 
 SAVING = """
 import sys, torch, parallelize
-print("ready", flush=True)
-for number in range(1, 100000):
+for number in range(100000):
     parallelize.save(sys.argv[1], number=number, x=torch.full((200_000,), number))
+    if number == 1:
+        print("ready", flush=True)
 """
 
 
