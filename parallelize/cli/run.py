@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import os
@@ -14,13 +15,13 @@ from pathlib import Path
 from parallelize.call.traceback_folding import in_users_code
 from parallelize.cli.arguments import Command, help_text, parse
 from parallelize.cli.run_script import run_script
-from parallelize.cli.uses_decorator import uses_decorator
 from parallelize.config.config import ENV_PREFIX
 from parallelize.decorator import distributed
 from parallelize.errors import ConfigError, LaunchError, ParallelizeError, WorkerError
 
-__all__ = ["run"]
+__all__ = ["run", "uses_decorator"]
 
+_IMPORTED_FROM = ("parallelize", "parallelize.decorator")
 # Option -> the option that it excludes, whose environment variable it overrides.
 _MUTUALLY_EXCLUSIVE = {"gpus": "processes", "processes": "gpus"}
 
@@ -84,6 +85,25 @@ def _source(command: Command) -> bytes | None:
             fix="check its name, and that it can be imported from this folder",
         )
     return Path(spec.origin).read_bytes() if spec.has_location and spec.origin and spec.origin.endswith(".py") else None
+
+
+def uses_decorator(source: str | bytes) -> bool:
+    """Return whether a script uses `distributed` under any name; imported modules are not inspected.
+
+    Return True also if the source does not parse: the interpreter then runs the script and reports the error.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return True
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {f"{each.asname or each.name}.distributed" for each in node.names if each.name == "parallelize"}
+        elif isinstance(node, ast.ImportFrom) and f"{'.' * node.level}{node.module}" in _IMPORTED_FROM:
+            names |= {each.asname or "distributed" for each in node.names if each.name in ("distributed", "*")}
+    read = (each for each in nodes if isinstance(each, (ast.Name, ast.Attribute)) and isinstance(each.ctx, ast.Load))
+    return any(ast.unparse(each) in names for each in read)
 
 
 def _exec_script(command: Command, environ: MutableMapping[str, str]) -> int:

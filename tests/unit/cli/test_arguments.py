@@ -9,7 +9,7 @@ import pytest
 from parallelize import ConfigError
 from parallelize.cli.arguments import Command, help_text, parse
 from parallelize.cli.main import main
-from parallelize.cli.uses_decorator import uses_decorator
+from parallelize.cli.run import uses_decorator
 from parallelize.config.config import Config
 from parallelize.config.options import FROM_TEXT
 
