@@ -59,12 +59,13 @@ class Rendezvous:
                 fix="call this inside a @distributed function, or call torch.distributed.init_process_group() first",
             )
         self._own: dict[str, Any] = {}
-        self._has_deleted = False
         self._timeout_s = self._run.config.timeout.total_seconds()
 
     def post(self, value: Any, stage: str = "call") -> None:
         """Post this rank's data, without waiting: of the call, or of a later stage of it."""
         if self._store is not None:
+            if stage == "call":
+                self._delete_old_keys(self._store)
             self._store.set(self._key(stage), pickle.dumps(value))  # type: ignore[arg-type]  # set() accepts bytes too
         self._own[stage] = value
 
@@ -102,8 +103,6 @@ class Rendezvous:
             late = f"{self.call}: rank {self.rank} called it after the other ranks had timed out"
             what = f"{self.call}: {_list_ranks(missing)} did not call it{until}" if missing else late
             raise SyncError(what, why=why, fix=fix)
-        if self.rank == 0:
-            self._delete_previous()
 
     def require_same(self, verb: str, *, why: str, fix: str) -> None:
         """Raise if another rank has posted another first item, with which a rank does what `verb` says.
@@ -145,7 +144,6 @@ class Rendezvous:
             raise
         finally:
             self.post(outcome, "outcome")
-            self._delete_previous()
 
     def _require_success_of_rank_0(self) -> None:
         if not self._wait([self._key("outcome", 0)], self._timeout_s):
@@ -165,20 +163,16 @@ class Rendezvous:
         what, why = f"{self.call} failed on rank 0: {outcome}", "rank 0 does this for all ranks"
         return SyncError(what, why=why, fix="see the error of rank 0", is_secondary=True)
 
-    def _delete_previous(self) -> None:
-        """Delete the keys of the previous call; those of rank 0 stay until every rank has made this call."""
-        if self._store is None or self.call_index == 0 or self._has_deleted:
-            return
-        self._has_deleted = True
-        stages = ("call", "result")  # every rank that needed them has read them
-        keys = [self._key(stage, rank, before=1) for stage in stages for rank in range(self.world_size)]
-        if not self.missing_ranks():
-            keys += [self._key(stage, 0, before=1) for stage in ("decision", "outcome", "chosen")]
-        for key in keys:
-            self._store.delete_key(key)
+    def _delete_old_keys(self, store: dist.Store) -> None:
+        """Delete what this rank has posted to the call before the previous one, once no rank can read it."""
+        stages = ["call", "result"]
+        if self.rank == 0 and self.previous_is_complete():
+            stages += ["decision", "outcome", "chosen"]
+        for stage in stages if self.call_index > 1 else ():
+            store.delete_key(self._key(stage, before=2))
 
-    def previous_had_late_ranks(self) -> bool:
-        """Return whether all ranks have by now posted to the previous call, so that late ranks are expected again."""
+    def previous_is_complete(self) -> bool:
+        """Return whether all ranks have by now posted to the previous call: then late ranks are expected again."""
         return self._store is not None and self.call_index > 0 and self._store.check(self._keys("call", before=1))
 
     def _key(self, stage: str, rank: int | None = None, *, before: int = 0) -> str:

@@ -180,7 +180,7 @@ def _gather_full_tensors(rank: int) -> Callable[[Any], Any]:
 
 def _rng_states_of_ranks(rendezvous: Rendezvous, *, have_all_arrived: bool) -> list[Any]:
     """Return the RNG states by rank, None for a rank that is not there in GRACE_S, or never made the previous call."""
-    timeout_s = GRACE_S if rendezvous.call_index == 0 or rendezvous.previous_had_late_ranks() else 0.0
+    timeout_s = GRACE_S if rendezvous.call_index == 0 or rendezvous.previous_is_complete() else 0.0
     if not have_all_arrived and not rendezvous.all_arrive(timeout_s):
         _log.warning(
             "%s was called by %d of %d ranks: the RNG states of the other ranks are not saved",
