@@ -249,7 +249,7 @@ def _set_up_output(world: World) -> None:
         io.TextIOWrapper(io.FileIO(number, "wb", closefd=False), "utf-8", "backslashreplace", write_through=True)
         for number in (1, 2)
     )
-    sys.stdin = _NoInput(io.FileIO(os.devnull))
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(_NoInput(os.devnull)))
     faulthandler.enable()
     sys.breakpointhook = _refuse_breakpoint
     if not world.is_main:
@@ -265,14 +265,14 @@ def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
     )
 
 
-class _NoInput(io.TextIOWrapper):
+class _NoInput(io.FileIO):
     """Standard input of a worker, /dev/null: reading it is an error, and not an input that has ended."""
 
-    def readline(self, *_args: Any) -> NoReturn:
+    def readinto(self, *_args: Any) -> NoReturn:
         raise LaunchError(
             "input(), or a read from sys.stdin, in a worker process",
             why="several processes cannot share the terminal or the pipe that the caller reads",
             fix=f"read it before the call, and pass it as an argument; or {_ONE_PROCESS}",
         )
 
-    read = readlines = __next__ = readline
+    readall = readinto

@@ -144,7 +144,12 @@ def read_lines() -> list[str]:
     return list(sys.stdin)
 
 
-@pytest.mark.parametrize("function", [ask, read_lines], ids=lambda function: function.__name__)
+@distributed(processes=2)
+def read_bytes() -> bytes:
+    return sys.stdin.buffer.read()
+
+
+@pytest.mark.parametrize("function", [ask, read_lines, read_bytes], ids=lambda function: function.__name__)
 def test_reading_standard_input_in_a_worker_is_refused(function: Callable[[], object]) -> None:
     """It was an EOFError, or no lines, whatever the caller's standard input has."""
     with pytest.raises(LaunchError, match=r"input\(\), or a read from sys.stdin(.|\n)*before the call"):
