@@ -19,7 +19,7 @@ from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.errors import ConfigError
-from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL
+from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL, IN_PARALLEL_MODEL
 from parallelize.inplace.block import Block
 from parallelize.inplace.engines import Engines
 from parallelize.inplace.forward_routing import route_of
@@ -124,7 +124,8 @@ def parallel_model(
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(_enter_run({name: value for name, value in options.items() if value is not None}))
         outer = context.active() or run
-        outer.flags.add(ENTERED_PARALLEL_MODEL)
+        outer.flags.update((ENTERED_PARALLEL_MODEL, IN_PARALLEL_MODEL))
+        stack.callback(outer.flags.discard, IN_PARALLEL_MODEL)
         outer.models.extend(map(weakref.ref, models))
         _refuse_comparing_shards(run)
         _refuse_apex(run, average)

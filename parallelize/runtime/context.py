@@ -16,6 +16,7 @@ from parallelize.cluster.environment import detect
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
+from parallelize.hang_detection.unsynced_training import warn_if_unsynced
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.process_group import process_group
 
@@ -115,7 +116,7 @@ def activate(runtime: Runtime) -> Iterator[Runtime]:
     token = _active.set(runtime)
     try:
         group = process_group(runtime.world, runtime.layout, runtime.watchdog, flags=runtime.flags)
-        with _on_device(runtime.device), group:
+        with _on_device(runtime.device), group, warn_if_unsynced(runtime.flags, runtime.models):
             yield runtime
     finally:
         _active.reset(token)

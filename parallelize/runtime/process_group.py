@@ -22,7 +22,7 @@ from parallelize.cluster.network import gloo_interface, resolvable_address
 from parallelize.cluster.store import serve_store
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
-from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL, warn_if_unsynced
+from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.group_abort import abort_and_destroy
 from parallelize.runtime.user_process_group import user_process_group
@@ -45,7 +45,7 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog, *, flags: se
     config, since_ns = layout.config, time.time_ns()
     if dist.is_initialized():
         with (
-            _with_watchdog(watchdog, config.timeout, flags=flags, since_ns=None),
+            _with_watchdog(watchdog, config.timeout, since_ns=None),
             user_process_group(world, os.environ, None),
         ):
             yield
@@ -64,7 +64,7 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog, *, flags: se
 
     try:
         with (
-            _with_watchdog(watchdog, config.timeout, flags=flags, since_ns=since_ns),
+            _with_watchdog(watchdog, config.timeout, since_ns=since_ns),
             user_process_group(world, os.environ, initialize_again),
         ):
             yield
@@ -133,13 +133,12 @@ def _kept_excepthook(world: World) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _with_watchdog(watchdog: Watchdog, timeout: timedelta, *, flags: set[str], since_ns: int | None) -> Iterator[None]:
+def _with_watchdog(watchdog: Watchdog, timeout: timedelta, *, since_ns: int | None) -> Iterator[None]:
     """Run the watchdog in the block if the process group has several processes.
 
     Args:
         watchdog: the watchdog of this process.
         timeout: timeout of a collective.
-        flags: `Runtime.flags` of the run.
         since_ns: time when the run initialized the group (time.time_ns); None: it is the user's and outlives the run.
     """
     if dist.get_world_size() == 1:
@@ -147,7 +146,7 @@ def _with_watchdog(watchdog: Watchdog, timeout: timedelta, *, flags: set[str], s
         return
     # All ranks enter their runs in the same order, so their counters agree.
     store = dist.PrefixStore(f"parallelize/watch/{next(_watch_ids)}", default_store())
-    with watchdog.watch(store, timeout=timeout, since_ns=since_ns), warn_if_unsynced(flags):
+    with watchdog.watch(store, timeout=timeout, since_ns=since_ns):
         yield
 
 

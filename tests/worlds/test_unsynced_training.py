@@ -44,13 +44,18 @@ def train(ways: tuple[str, ...]) -> None:
         elif way == "in a block":
             with parallel_model(model):
                 _fit(model)
+        elif way == "after its block":
+            with parallel_model(model):
+                pass
+            _fit(model)
         else:
             _fit(model)
 
 
-def test_unsynced_training_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """The warning names the line of the optimizer's step, and the fix."""
-    train(("unsynced", "unsynced again"))
+@pytest.mark.parametrize("way", ["unsynced", "after its block"])
+def test_unsynced_training_is_warned_of_once(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The warning names the line of the optimizer's step, and the fix; also if the loop follows the block."""
+    train((way, "unsynced again"))
     err = capsys.readouterr().err
     assert err.count("each of 2 processes trains a separate model") == 1
     assert "test_unsynced_training.py" in err.partition("UserWarning")[0]
