@@ -13,7 +13,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import cloudpickle
 import torch
@@ -26,6 +26,7 @@ _TORCH, _CLOUDPICKLE = (str(Path(each.__file__ or "").parent) + os.sep for each 
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 # torch.compiler.disable, which this package uses, calls its function from the second file.
 _OWN = (str(Path(__file__).parents[1]) + os.sep, str(Path(_TORCH, "_dynamo", "external_utils.py")))
+_PACKAGE = __name__.partition(".")[0] + "."
 _UNDERNEATH = (_TORCH, _CLOUDPICKLE, "<frozen")
 
 
@@ -82,7 +83,7 @@ def in_users_code(trace: TracebackType | None, *, keeps_last: bool = False) -> T
     for each in entries:
         file = each.tb_frame.f_code.co_filename
         is_kept_last = keeps_last and each is entries[-1]
-        if file.startswith(_OWN) and not is_kept_last:
+        if _is_own(each.tb_frame) and not is_kept_last:
             pending, follows_own = [], True
         elif _is_underneath(file) and not is_kept_last:
             pending.append(each)
@@ -96,6 +97,12 @@ def in_users_code(trace: TracebackType | None, *, keeps_last: bool = False) -> T
     for each in reversed(kept if has_user else []):
         inner = TracebackType(inner, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return inner
+
+
+def _is_own(frame: FrameType) -> bool:
+    """Return whether code is this package's: in one of its files, or generated there, as __init__ of a dataclass."""
+    file = frame.f_code.co_filename
+    return file.startswith(_OWN) or (file == "<string>" and frame.f_globals.get("__name__", "").startswith(_PACKAGE))
 
 
 def _is_underneath(file: str) -> bool:

@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
+from parallelize.call.traceback_folding import folded_traceback
 from parallelize.errors import ConfigError
 from parallelize.runtime import context
 
@@ -45,7 +46,10 @@ class ModelContext(contextlib.AbstractContextManager[M], contextlib.ContextDecor
     ) -> bool | None:
         """End the block; the models are plain models again."""
         _open.remove(self)
-        return self._entered.pop().__exit__(kind, error, traceback)
+        is_suppressed = self._entered.pop().__exit__(kind, error, traceback)
+        if context.active() is None:  # a script without a decorated function
+            folded_traceback.__exit__(kind, error, traceback)
+        return is_suppressed
 
     def start(self) -> M:
         """Begin the block, and end it when the decorated function returns, at `stop`, or when the process ends.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallelize import ConfigError, distributed, parallel_model
+from parallelize import ConfigError, distributed, parallel_model, shard_loader
 from parallelize.call.traceback_folding import in_users_code
 from parallelize.config.gpus import Gpus
 from parallelize.worker.main import call_function
@@ -71,9 +71,32 @@ def test_only_the_users_frames_and_the_innermost_ones_of_torch_are_left() -> Non
     assert functions(raised_by(nested).__traceback__) == ["raised_by", "nested", "fail_in_forward", "forward"]
 
 
+def script_without_a_decorator() -> None:
+    model = torch.nn.Linear(3, 1)
+    with parallel_model(model):
+        model(torch.ones(2, 4))
+
+
+@distributed(processes=1)
+def unknown_tail() -> None:
+    shard_loader([1], tail="exac")  # type: ignore[arg-type]  # the mistake
+
+
+@needs_reraise
+def test_a_block_of_a_script_is_folded() -> None:
+    """A script under torchrun decorates no function."""
+    assert functions(raised_by(script_without_a_decorator).__traceback__) == [
+        "raised_by",
+        "script_without_a_decorator",
+        "forward",
+    ]
+
+
 @needs_reraise
 def test_invalid_options_are_shown_at_the_users_line() -> None:
-    """No frame of the parser follows the line of the decorator or of the call."""
+    """No frame of the parser, or of a dataclass that has the options, follows the user's line."""
+    assert functions(raised_by(lambda: distributed(2)).__traceback__) == ["raised_by", "<lambda>"]
+    assert functions(raised_by(unknown_tail).__traceback__) == ["raised_by", "unknown_tail"]
     assert functions(raised_by(lambda: distributed(backend="dpp")).__traceback__) == ["raised_by", "<lambda>"]
     assert functions(raised_by(lambda: nested.options(gpus="x")).__traceback__) == ["raised_by", "<lambda>"]
     assert functions(raised_by(nested.options(processes=None, gpus=512)).__traceback__) == ["raised_by"]
