@@ -91,14 +91,14 @@ def distributed(*misplaced: Never, **options: Unpack[Options]) -> Callable[[Call
     Raises:
         ConfigError: options are invalid or exclude each other, or the decorated object is not a plain function.
     """
-    if misplaced:
-        given = ", ".join(map(name_of, misplaced))
-        raise ConfigError(
-            f"distributed({given})",
-            why="distributed takes only options, as keyword arguments, and returns a decorator",
-            fix="write @distributed() with parentheses above the function, or distributed(...)(function)",
-        )
     with folded_traceback:
+        if misplaced:
+            given = ", ".join(map(_shown, misplaced))
+            raise ConfigError(
+                f"distributed({given})",
+                why="distributed takes only options, as keyword arguments, and returns a decorator",
+                fix="write @distributed() with parentheses above the function, and options with names: gpus=2",
+            )
         config = Config.parse(**options)
 
     def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
@@ -275,6 +275,10 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             if layout.world_size == 1:
                 return run_in_this_process(task)
             return _launch(task, by=_worker_launcher(layout.config), node=placement.node)
+
+
+def _shown(value: object) -> str:
+    return name_of(value) if callable(value) else repr(value)
 
 
 def _boundary() -> contextlib.AbstractContextManager[None]:

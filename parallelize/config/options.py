@@ -154,7 +154,8 @@ def _timeout(name: str, value: object) -> timedelta | Fault:
     # Checked after the conversion, because timedelta rounds a nanosecond to 0.
     if isinstance(timeout, timedelta) and timedelta(0) < timeout <= timedelta(seconds=_MAX_TIMEOUT_S):
         return timeout
-    why = f"it must be above 0, and at most {_MAX_TIMEOUT_S} seconds"
+    limits = f"it must be above 0, and at most {_MAX_TIMEOUT_S} seconds"
+    why = limits if isinstance(timeout, (int, float, timedelta)) else "it is not a time"
     return Fault(f"{name}={value!r}", why, "use seconds (a positive number), a text such as '10min', or a timedelta")
 
 

@@ -57,7 +57,7 @@ def require_average(average: str) -> None:
     """
     if average not in _AVERAGES:
         fix = did_you_mean(str(average), _AVERAGES)
-        raise ConfigError(f"average={average!r}", why="gradients cannot be averaged by it", fix=fix)
+        raise ConfigError(f"average={average!r}", why="the value is unknown", fix=fix)
 
 
 @dataclass(frozen=True, eq=False)

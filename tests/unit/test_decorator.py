@@ -90,8 +90,8 @@ def test_wrong_options_are_refused_where_they_are_written() -> None:
 
 def test_a_decorator_without_parentheses_is_refused() -> None:
     """Positional arguments are refused, and the error shows the correct spelling."""
-    for given, named in ((train.__wrapped__, "train"), ("ddp", "str")):
-        with pytest.raises(ConfigError, match=rf"distributed\({named}\)(.|\n)*write @distributed\(\)"):
+    for given, named in ((train.__wrapped__, "train"), ("ddp", "'ddp'"), (2, "2")):
+        with pytest.raises(ConfigError, match=rf"distributed\({named}\)(.|\n)*write @distributed\(\)(.|\n)*gpus=2"):
             distributed(given)  # type: ignore[arg-type]  # under test
 
 

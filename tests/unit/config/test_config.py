@@ -191,8 +191,10 @@ def test_limits_of_integers(name, least, most):
 
 @pytest.mark.parametrize("timeout", [1e-9, -0.5, 10**8 + 1, timedelta(0), timedelta(seconds=10**8 + 1), True, "30"])
 def test_limits_of_a_timeout(timeout):
-    """A timeout that is 0 after rounding, or too long for a clock, is refused."""
-    assert isinstance(PARSERS["timeout"]("timeout", timeout), Fault)
+    """A timeout that is 0 after rounding, or too long for a clock, is refused; a text that is no time is named so."""
+    fault = PARSERS["timeout"]("timeout", timeout)
+    assert isinstance(fault, Fault)
+    assert fault.why.startswith("it is not a time" if timeout == "30" else "it must be above 0")
 
 
 @pytest.mark.parametrize(
