@@ -113,7 +113,7 @@ class MissingDependencyError(ParallelizeError, ImportError):
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an exception. Python 3.10 shows no notes; they are stored where 3.11 does."""
+    """Add a note to an exception, also on Python 3.10, which has no add_note."""
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:

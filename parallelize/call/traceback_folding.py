@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import sysconfig
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -20,7 +22,7 @@ import torch
 
 from parallelize.errors import ParallelizeError
 
-__all__ = ["folded_traceback", "in_users_code", "shorten_chain"]
+__all__ = ["folded_traceback", "in_users_code", "print_with_notes", "shorten_chain"]
 
 _TORCH, _CLOUDPICKLE = (str(Path(each.__file__ or "").parent) + os.sep for each in (torch, cloudpickle))
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -33,16 +35,31 @@ _UNDERNEATH = (_TORCH, _CLOUDPICKLE, "<frozen")
 class _FoldedTraceback(contextlib.AbstractContextManager[None]):
     """Context manager around the body of a public function: its exceptions leave without this package's frames.
 
-    It has no state. On Python 3.10 the interpreter keeps the traceback as it was.
+    It has no state. On Python 3.10 the interpreter keeps the traceback as it was, and does not print notes: there the
+    exception is folded when it ends the program, unless the program has an excepthook of its own.
     """
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # The interpreter re-raises `error` with its __traceback__; contextlib.contextmanager would restore the old one.
-        if error is not None and os.environ.get("PARALLELIZE_TRACEBACK") != "full":
+        if error is not None and not _is_full():
             shorten_chain(error)
+        if error is not None and sys.version_info < (3, 11) and sys.excepthook is sys.__excepthook__:
+            sys.excepthook = print_with_notes
 
 
 folded_traceback = _FoldedTraceback()
+
+
+def _is_full() -> bool:
+    return os.environ.get("PARALLELIZE_TRACEBACK") == "full"
+
+
+def print_with_notes(kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+    """Print an exception as Python 3.11 does, with its notes; an excepthook."""
+    if not _is_full():
+        shorten_chain(error)
+    shown = traceback.format_exception(kind, error, error.__traceback__)
+    sys.stderr.write("".join([*shown, *(f"{note}\n" for note in getattr(error, "__notes__", ()))]))
 
 
 def shorten_chain(error: BaseException) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -131,7 +130,6 @@ def normalized(text: str) -> list[str]:
     return re.sub(r"(others: rank 0: ).*", r"\1stopped", text).splitlines()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 shows all frames and no notes")
 def test_the_quoted_traceback_is_what_python_shows(run_script: Callable[..., Any]) -> None:
     """The guide's block of the section on tracebacks is the output of its program, and full has more lines."""
     folded, full = (run_script(FAILING, check=False, env={"PARALLELIZE_TRACEBACK": how}).stderr for how in ("", "full"))

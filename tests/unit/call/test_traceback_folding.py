@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from parallelize import ConfigError, distributed, parallel_model, shard_loader
-from parallelize.call.traceback_folding import in_users_code
+from parallelize.call.traceback_folding import in_users_code, print_with_notes
 from parallelize.config.gpus import Gpus
+from parallelize.errors import add_note
 from parallelize.worker.main import call_function
 
 needs_reraise = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 re-raises the old traceback")
@@ -110,6 +111,22 @@ def test_the_exception_and_its_causes_stay_the_same() -> None:
     assert isinstance(error.__cause__, ConfigError)
     assert error.__context__ is error.__cause__
     assert functions(error.__cause__.__traceback__) == ["chain_of_errors"]
+
+
+def test_an_error_that_ends_a_program_on_python_3_10_is_shown_as_later_versions_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The rank's lines are notes, which Python 3.10 does not print."""
+    error = raised_by(fail_in_forward)
+    add_note(error, "rank 1 raised it")
+    print_with_notes(type(error), error, error.__traceback__)
+    err = capsys.readouterr().err
+    assert [line.split()[-1] for line in err.splitlines() if "File " in line] == [
+        "raised_by",
+        "fail_in_forward",
+        "forward",
+    ]
+    assert err.endswith("rank 1 raised it\n")
 
 
 def test_full_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
