@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -162,6 +164,19 @@ def reparent_orphans() -> None:
     pr_set_child_subreaper = 36
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def separate_temporary_folder() -> Iterator[None]:
+    """Give the tests a temporary folder, removed at the end with what the killed callers of some tests leave in it."""
+    multiprocessing.util.get_temp_dir()  # is removed when this process ends, so it must not be in that folder
+    with (
+        tempfile.TemporaryDirectory(prefix="parallelize-tests-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 How = Literal["file", "-c", "stdin"]
