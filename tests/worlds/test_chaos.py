@@ -276,7 +276,7 @@ def test_a_slow_link_is_no_fault(hosts: tuple[Host, Host], tmp_path: Path) -> No
 def test_a_run_resumes_after_random_faults(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """After each of several faults at random times, a new run resumes from the last checkpoint."""
     rng = random.Random(0)
-    for number in range(8):
+    for number in range(4):
         with training(hosts, tmp_path, max_restarts=number % 2, timeout=4) as run:
             fault, node = rng.choice(["cut", "stop", "agent"]), rng.randrange(2)
             moment = time.monotonic() + rng.random()

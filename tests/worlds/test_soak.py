@@ -19,7 +19,7 @@ from torch import nn
 
 from parallelize import distributed
 
-CALLS = 200
+CALLS = 120
 WARM = 20
 
 

@@ -113,7 +113,7 @@ def test_every_sample_comes_once(dataset, kwargs, workers):
 def test_processes_make_equally_many_steps(workers, tail, drop_last):
     """Padded or dropped, all processes get equally many batches, and `len` counts them if it is known."""
     num_shards = 2 * max(workers, 1)
-    for length in (0, 1, 2, 5, 23):
+    for length in (1, 23) if workers else (0, 1, 2, 5, 23):  # each starts eight workers
         counts = [
             len(batches)
             for batches in iterate_on_all(
