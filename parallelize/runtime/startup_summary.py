@@ -9,8 +9,11 @@ later runs out of memory has already logged its memory use. Logging makes no col
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,10 +27,29 @@ from parallelize.plugins.base import Engine
 from parallelize.runtime.context import Runtime, active
 from parallelize.runtime.live_optimizers import live_optimizers
 
-__all__ = ["ActiveLoader", "StartupSummary", "register_loader", "size_text"]
+__all__ = ["ActiveLoader", "StartupSummary", "announced", "register_loader", "size_text"]
 
 _log = logging.getLogger("parallelize")
 _IS_LOGGED = "startup summary logged"  # in Runtime.flags
+_ANNOUNCED_AFTER_S = 1.0
+
+
+@contextlib.contextmanager
+def announced(text: str) -> Iterator[None]:
+    """Write a line to stderr, if it is a terminal, when the block has run for a second."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
+            sys.stderr.write(f"parallelize: {text}\n")
+
+    timer = threading.Timer(_ANNOUNCED_AFTER_S, write)
+    timer.daemon = True
+    if sys.stderr is not None and sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class ActiveLoader:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import logging
+import sys
 import threading
 import time
 import warnings
@@ -54,6 +56,28 @@ class Slow(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Sleeping.apply(self.layer(x), self.seconds)
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal, where planning shows that it runs."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_planning_takes_the_time_of_ten_steps(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    """Planning and validation run ten batches, or the log says why; a line on the terminal tells what runs."""
+    model = nn.Sequential(*(Slow(0.001) for _ in range(6)))
+    counts: list[int] = []
+    model[0].register_forward_pre_hook(lambda _module, args: counts.append(len(args[0])))
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    backend = BalancedBackend(devices=("cpu", "cpu"))
+    with caplog.at_level(logging.INFO), parallel_model(model, backend=backend):
+        model(torch.randn(16, 4))
+    assert sys.stderr.getvalue().startswith("parallelize: profiling Sequential on its first batch")
+    assert plan(model).is_split
+    text = "planning took more than the time of 10 steps: another plan, which may be faster, was timed"
+    assert sum(counts) / 16 - 1 <= 10 or text in caplog.text
 
 
 def overlaps(intervals: list[Any]) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,8 @@ class BatchKind:
         draws: whether forward draws random numbers.
         buffers: names of the buffers that forward changes, equally in every micro-batch.
         is_reentrant: whether a reentrant checkpoint computes gradients by itself.
+        has_graph: whether an output of the full batch requires grad.
+        has_warned: whether a warning was given.
         assumed_means: positions of scalars of which only the comparison shows that they are means over samples.
         dims: form of the output -> the dimensions in which outputs are joined.
         constants: form of the output -> the full batch's outputs that are not per sample, such as counts, by position.
@@ -65,9 +67,21 @@ class BatchKind:
     draws: bool = False
     buffers: tuple[str, ...] = ()
     is_reentrant: bool = False
+    has_graph: bool = False
+    has_warned: bool = False
     assumed_means: set[int] = field(default_factory=set)
     dims: dict[Form, Dims] = field(default_factory=dict)
     constants: dict[Form, dict[int, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A run of the full batch: its outputs, see `_detached`, and the gradients of a sum of those in `used`."""
+
+    values: list[Any]
+    used: set[int]
+    gradients: dict[str, torch.Tensor | None]
+    draws: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +117,13 @@ class BatchValidation:
         with before.restored(keeps_caches=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the step itself gives forward's warnings
             with before.watching():
-                first = self._whole()
+                first = self._whole(is_compared=not self.normalizes)
             if before.written:
                 raise refusals.stateful(before.written)
             before.restore()
             kind, rng = BatchKind(), RNGState(self.devices)
             second = self._whole_again(kind)
+            kind.has_graph = any(map(_requires_grad, second))
             kind.draws = rng.has_changed()
             before.restore()
             is_comparable = not kind.draws and not self.normalizes
@@ -118,6 +133,7 @@ class BatchValidation:
                 with torch.backends.cudnn.flags(enabled=False):  # cuDNN has no backward of an RNN in evaluation mode
                     self._compare_in_evaluation(kind)
             draws_python = before.python_rng.has_changed()
+        kind.has_warned = draws_python or bool(kind.assumed_means)
         if draws_python:
             warnings.warn(
                 f"forward of {type(self.model).__name__} draws from random or numpy.random: under backend='balanced' "
@@ -140,14 +156,12 @@ class BatchValidation:
         Not by `eval`, which may change more than the mode: LoRA merges weights there.
         """
         own = [each for each in self.model.modules() if isinstance(each, _BatchNorm) or _is_of_torch(each)]
-        first: list[Any] = []
-        second: list[Any] = []
         for modules in (own, list(self.model.modules())):
             for each in modules:
                 vars(each)["training"] = False
             rng = RNGState(self.devices)
             try:
-                first, second = self._whole(), self._whole()
+                first = self._whole()
             except (ConfigError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -156,12 +170,19 @@ class BatchValidation:
                     why="micro-batches of a forward that draws random numbers are compared with the batch in that mode",
                     fix="let forward run in evaluation mode, too",
                 ) from error
-            if not rng.has_changed():
-                break
-        self._compare(kind, first, second, compares_values=True)
+            if not rng.has_changed() or modules is not own:
+                second = self._whole(is_compared=False).values if first.draws else first.values
+                self._compare(kind, first, second, compares_values=True)
+                return
 
-    def _whole(self) -> list[Any]:
-        return _detached(self.whole(copy_inputs(self.inputs)))
+    def _whole(self, *, is_compared: bool = True) -> _Whole:
+        """Run the full batch, with a backward if `is_compared` and no random numbers are drawn."""
+        rng = RNGState(self.devices, has_python=True)
+        output = leaves(self.whole(copy_inputs(self.inputs)))
+        draws = rng.has_changed()
+        used = {i for i, each in enumerate(output) if _differentiable([each])}
+        used = used if is_compared and not draws and not has_reentrant_checkpoint(_differentiable(output)) else set()
+        return _Whole(_detached(output), used, self._gradients(output, used), draws)
 
     def _whole_again(self, kind: BatchKind) -> list[Any]:
         """Return the outputs of the full batch, and record side effects; a first run has filled lasting caches."""
@@ -201,7 +222,7 @@ class BatchValidation:
             )
         return output
 
-    def _compare(self, kind: BatchKind, first: list[Any], second: list[Any], *, compares_values: bool) -> None:
+    def _compare(self, kind: BatchKind, first: _Whole, second: list[Any], *, compares_values: bool) -> None:
         rows, sizes = self.split(kind)
         if any(output_form(row) != output_form(second) for row in rows):
             return  # micro-batches return different values: joining them returns placeholders
@@ -213,7 +234,7 @@ class BatchValidation:
             parts = [row[position] for row in rows]
             if all(is_equal(each, parts[0]) for each in parts) and not is_equal(parts[0], value):
                 raise refusals.not_sample_by_sample(f"output {position} of the model", math.inf)
-        is_random = any(difference(*pair) > 0 for pair in zip(first, second, strict=True))
+        is_random = any(difference(*pair) > 0 for pair in zip(first.values, second, strict=True))
         if not compares_values or is_random:
             return
         joined = join_outputs(rows, device=self.devices[0], dims=dims, weights=weights)
@@ -227,31 +248,31 @@ class BatchValidation:
             if is_assumed and any(each.item() != values[0].item() for each in values):
                 kind.assumed_means.add(position)
         if torch.is_grad_enabled() and not kind.is_reentrant:
-            self._compare_gradients(second, joined)
+            self._compare_gradients(first, joined)
 
-    def _compare_gradients(self, whole: Sequence[Any], joined: Sequence[Any]) -> None:
-        """Compare gradients of the parameters, of the same weighted sum of all outputs that can be joined.
-
-        Args:
-            whole: outputs of the full batch, see `_detached`.
-            joined: outputs of the micro-batches; backward frees their graph before the full batch gets one.
-        """
-        named = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad and each.is_leaf]
-        pairs = enumerate(zip(whole, joined, strict=True))
-        used = [
-            i
-            for i, (one, other) in pairs
-            if isinstance(one, torch.Tensor) and one.requires_grad and _differentiable([other])
-        ]
+    def _gradients(self, output: Sequence[Any], used: Collection[int]) -> dict[str, torch.Tensor | None]:
+        """Return some values of each parameter's gradient, of a weighted sum of the outputs at the positions `used`."""
+        named = {name: each for name, each in self.model.named_parameters() if each.requires_grad and each.is_leaf}
         if not named or not used:
-            return
-        parameters = [each for _, each in named]
-        found = [*map(_sampled, _gradients([joined[i] for i in used], parameters))]
-        again = [each for i, each in enumerate(leaves(self.whole(copy_inputs(self.inputs)))) if i in used]
-        expected = [*map(_sampled, _gradients(again, parameters))]
-        largest = max((each.abs().max().item() for each in expected if each is not None and each.numel()), default=0.0)
-        tolerance = 4 * max(rounding(whole[i]) for i in used)
-        for (name, _), one, other in zip(named, expected, found, strict=True):
+            return {}
+        outputs = [output[i] for i in sorted(used)]
+        ranges = [torch.arange(each.numel(), device=each.device) for each in outputs]
+        seeds = [one.cos().view(each.shape).to(each.dtype) for one, each in zip(ranges, outputs, strict=True)]
+        found = compute_gradients(outputs, seeds, inputs=[*named.values()])
+        return dict(zip(named, map(_sampled, found), strict=True))
+
+    def _compare_gradients(self, whole: _Whole, joined: Sequence[Any]) -> None:
+        """Compare gradients of the same weighted sum of all outputs that can be joined; one graph at a time exists."""
+        pairs = enumerate(zip(whole.values, joined, strict=True))
+        used = {i for i, (one, other) in pairs if _requires_grad(one) and _differentiable([other])}
+        found, expected = self._gradients(joined, used), whole.gradients
+        if used != whole.used:  # another output cannot be joined
+            expected = self._gradients(leaves(self.whole(copy_inputs(self.inputs))), used)
+        values = [each.abs().max().item() for each in expected.values() if each is not None and each.numel()]
+        largest = max(values, default=0.0)
+        tolerance = 4 * max((rounding(whole.values[i]) for i in used), default=0.0)
+        for name, one in expected.items():
+            other = found[name]
             like = one if other is None else other
             if like is None:
                 continue
@@ -274,13 +295,12 @@ def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.")
 
 
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def _differentiable(values: Any) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor) and each.grad_fn is not None]
-
-
-def _gradients(outputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    seeds = [torch.arange(each.numel(), device=each.device).cos().view(each.shape).to(each.dtype) for each in outputs]
-    return compute_gradients(outputs, seeds, inputs=parameters)
 
 
 def _sampled(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from parallelize.backends.balanced import refusals, units
 from parallelize.backends.balanced.batch import opaque_inputs
+from parallelize.backends.balanced.batch_validation import BatchKind
 from parallelize.backends.balanced.device_transfer import to_device
 from parallelize.backends.balanced.fit import PlannerOptions
 from parallelize.backends.balanced.hardware import device_specs
@@ -25,6 +26,7 @@ from parallelize.backends.balanced.stage_placement import ModelPlacement
 from parallelize.backends.balanced.stage_threads import stages_on
 from parallelize.backends.ddp_engine import DDPOptions, build_ddp_engine
 from parallelize.plugins.base import Engine, Inner
+from parallelize.runtime.startup_summary import announced
 
 __all__ = ["BalancedEngine"]
 
@@ -65,6 +67,7 @@ class BalancedEngine(Engine):
         self._ddp_engine: Engine | None = None
         self._runner: nn.Module | None = None
         self._is_no_sync = False
+        self._kinds: dict[Any, dict[Any, BatchKind | None]] = {}
         self._cleanup = contextlib.ExitStack()
         self._placement = ModelPlacement(inner.model)
         self._cleanup.enter_context(self._placement.restoring())
@@ -109,7 +112,9 @@ class BalancedEngine(Engine):
 
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         model, device = self._inner.model, self.input_device
-        plan = self._shared_plan(args, kwargs)
+        text = f"profiling {type(model).__name__} on its first batch, to choose the stages: the time of about 10 steps"
+        with announced(text):
+            plan = self._shared_plan(args, kwargs)
         remember(model, plan)
         if plan.is_split:
             runner: nn.Module = self._cleanup.enter_context(self._pipeline(plan))
@@ -128,6 +133,9 @@ class BalancedEngine(Engine):
         routes = units.unit_routes(model, plan.events, plan.bounds)
         self._placement.move(units.module_stages(model, routes), stages_on([*map(torch.device, plan.devices)]))
         pipeline = Pipeline(self._inner, plan, batch_dim=dim, output_device=self.input_device)
+        # What planning has validated with this plan is not validated again, except where a warning is due.
+        known = self._kinds.setdefault((plan.bounds, plan.devices, plan.microbatches), pipeline.kinds)
+        pipeline.kinds |= {key: kind for key, kind in known.items() if kind is not None and not kind.has_warned}
         with contextlib.closing(pipeline):
             yield pipeline
 

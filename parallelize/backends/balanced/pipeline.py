@@ -72,6 +72,7 @@ class Pipeline(nn.Module):
         output_device: device of the inputs and of the outputs.
 
     Attributes:
+        kinds: what is known of each kind of batch, see `_key`; None: such batches are not split.
         refusal: why the latest kind of batch that is not split is not; None: all are.
         restriction: why the latest kind of batch that only the first pipeline runs has no others; None: all have.
     """
@@ -84,7 +85,7 @@ class Pipeline(nn.Module):
         self.inner = inner
         self._plan = plan
         self._batch_dim = batch_dim
-        self._kinds: dict[Any, BatchKind | None] = {}
+        self.kinds: dict[Any, BatchKind | None] = {}
         self._pipelines: dict[Any, int] = {}  # number of pipelines of a kind of batch
         self._moded = list(inner.model.modules())
         self._cleanup = contextlib.ExitStack()
@@ -132,16 +133,16 @@ class Pipeline(nn.Module):
 
     def _run_split(self, inputs: Any) -> Any:
         key = self._key(inputs)
-        while self._kinds.get(key, self) is not None:
+        while self.kinds.get(key, self) is not None:
             pipelines = self._pipelines.setdefault(key, 1 if self._plan.recompute else self._plan.pipelines)
             try:
                 batch = self._batch(inputs)
                 count = self._microbatches(batch.size)
                 if count == 1:
                     break
-                if key not in self._kinds:
-                    self._kinds[key] = self._validate(batch, count, pipelines)
-                kind = self._kinds[key]
+                if key not in self.kinds:
+                    self.kinds[key] = self._validate(batch, count, pipelines)
+                kind = self.kinds[key]
                 if kind is not None:
                     self._check_parameter_hooks(kind)
                     return self._run_microbatches(batch, kind, count, pipelines)
@@ -150,7 +151,7 @@ class Pipeline(nn.Module):
                     self._pipelines[key], self.restriction = 1, error
                     _log.warning("batches like this one run in one pipeline: %s", str(error).splitlines()[0])
                     continue
-                self._kinds[key], self.refusal = None, error
+                self.kinds[key], self.refusal = None, error
                 if torch.is_grad_enabled():
                     warnings.warn(f"batches like this one are not split into micro-batches: {error}", stacklevel=2)
         return self._run_whole(inputs)

@@ -49,6 +49,12 @@ _log = logging.getLogger(__name__)
 # The model is split only if the speedup is at least this.
 _MIN_SPEEDUP = 1.03
 _MAX_TIMED_PLANS = 2
+# A measured speedup that is not timed again, since noise is smaller.
+_CLEAR_SPEEDUP = 1.2
+# Another plan is timed only if its predicted step is this much shorter than the measured one.
+_WORTH_TIMING = 0.9
+# Planning takes at most the time of this many steps, unless it has to repeat something.
+_USUAL_STEPS = 10
 # Fraction of the memory limits that is left to the next plan, if one has run out of memory.
 _SHRUNK = 0.8
 
@@ -65,6 +71,9 @@ class Planner:
     options: PlannerOptions
     _predicted: dict[str, float] = field(default_factory=dict)  # bytes on each device of what runs
     _restriction: ConfigError | None = None  # why there is one pipeline
+    # Number of pipelines -> what the first plan with them that was timed has validated.
+    _kinds: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    _repeated: list[str] = field(default_factory=list)  # why planning has taken longer
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Make the plan from one batch, given by its arguments.
@@ -91,6 +100,8 @@ class Planner:
                 found = replace(self._plan_units(), why=why)
         if found.is_split:
             _log.info("%s", found)
+        if self._repeated:
+            _log.info("planning took more than the time of %d steps: %s", _USUAL_STEPS, "; ".join(self._repeated))
         return found
 
     def _plan_units(self) -> Plan:
@@ -135,7 +146,7 @@ class Planner:
             if self.options.microbatches == 1:
                 return self._leave_unsplit("microbatches=1 runs the model as it is")
             self._predicted = {spec.device: bytes_}
-            fit = replace(fit, profile=replace(fit.profile, unsplit_s=self._seconds(self.inner)))
+            fit = replace(fit, profile=replace(fit.profile, unsplit_s=min(self._seconds(self.inner) for _ in range(2))))
         return self._choose(fit)
 
     def _lower_caps(self, error: torch.OutOfMemoryError) -> None:
@@ -149,7 +160,8 @@ class Planner:
         before, self.device_specs = self.device_specs, [lower(spec) for spec in self.device_specs]
         if self.device_specs == before:
             raise error
-        _log.info("more memory was needed than predicted (%s): planning again", str(error).splitlines()[0])
+        self._repeated.append(f"more memory was needed than predicted ({str(error).splitlines()[0]})")
+        _log.info("%s: planning again", self._repeated[-1])
 
     def _least_samples(self) -> int:
         """Return the size of the smallest micro-batch: two samples for batch norm, all if batches are not split."""
@@ -158,15 +170,12 @@ class Planner:
         return 2 if self._batch.size >= 4 and any(isinstance(m, _BatchNorm) for m in self.inner.model.modules()) else 1
 
     def _seconds(self, call: Callable[..., Any]) -> float:
-        """Return the seconds of forward and backward, the best of three runs after a warm-up; store no gradients."""
-        found = []
-        for _ in range(4):
-            self._state.restore()
-            args, kwargs = copy_inputs(self._batch.inputs)
-            began = synchronized_time(*self._devices)
-            run_backward(self.inner.model, call(*args, **kwargs))
-            found.append(synchronized_time(*self._devices) - began)
-        return min(found[1:])
+        """Return the seconds of forward and backward of the batch; store no gradients."""
+        self._state.restore()
+        args, kwargs = copy_inputs(self._batch.inputs)
+        began = synchronized_time(*self._devices)
+        run_backward(self.inner.model, call(*args, **kwargs))
+        return synchronized_time(*self._devices) - began
 
     def _choose(self, fit: Fit) -> Plan:
         plan = self._make_plan(fit, fit.schedule)
@@ -185,8 +194,11 @@ class Planner:
         if not faster:
             predicted_s = min(each.predicted_s or math.inf for each in plans)
             return self._leave_unsplit(f"{why}is predicted to take {_ms(predicted_s)} if split", plan)
-        timed = []
+        timed: list[Plan] = []
         for each in faster[:_MAX_TIMED_PLANS]:
+            if timed and (each.predicted_s or 0.0) > _WORTH_TIMING * (timed[0].measured_s or 0.0):
+                break
+            self._repeated += ["another plan, which may be faster, was timed"] * bool(timed)
             measured_s, refusal = self._split_s(each)
             if refusal is not None:
                 raise refusal
@@ -200,8 +212,15 @@ class Planner:
         """Return the seconds of a step by a plan, and why its batch was not split; None: it was."""
         self._predicted = dict(zip(plan.devices, plan.memory_bytes, strict=False))
         with self.pipeline(plan) as pipeline:
+            kinds = self._kinds.setdefault(plan.pipelines, {})
+            pipeline.kinds = dict(kinds) or pipeline.kinds
             try:
-                return self._seconds(pipeline), pipeline.refusal
+                self._seconds(pipeline)  # validates the batch, if no plan did before, and warms up
+                kinds.update({} if kinds else pipeline.kinds)
+                seconds = self._seconds(pipeline)
+                if plan.unsplit_s is not None and plan.unsplit_s < _CLEAR_SPEEDUP * seconds:
+                    seconds = min(seconds, self._seconds(pipeline))
+                return seconds, pipeline.refusal
             finally:
                 self._restriction = self._restriction or pipeline.restriction
 

@@ -38,7 +38,7 @@ from parallelize.runtime.containers import leaves
 
 __all__ = ["Profiler", "module_costs", "profile_model", "run_backward"]
 
-_REPEATS = 3
+_REPEATS = 2
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Profiler:
     has_backward: bool = True
 
     def fitted(self, caps: Sequence[float]) -> Profiler:
-        """Return a profiler with the sizes of micro-batches that fit the stages, up to half of the batch.
+        """Return a profiler with the sizes of micro-batches that fit the stages, up to a quarter of the batch.
 
         Args:
             caps: bytes that each stage may use.
@@ -144,7 +144,7 @@ class Profiler:
             most = min(((cap - k) * least / s for cap, k, s in zip(caps, kept, saved, strict=True) if s), default=most)
         if most < least:
             return counting
-        small, large = (max(least, int(min(self.batch.size // part, most))) for part in (16, 2))
+        small, large = (max(least, int(min(self.batch.size // part, most))) for part in (16, 4))
         return replace(self, sizes=(small, large))
 
     def smaller(self) -> Profiler | None:
@@ -195,8 +195,8 @@ def run_backward(model: nn.Module, output: Any) -> bool:
 def profile_model(profiler: Profiler) -> Profile:
     """Profile a model at two micro-batch sizes."""
     small, large = profiler.sizes
+    memory = profiler.run(counts_saved=True)  # warms up, too
     rows = [_fastest(profiler, size) for size in dict.fromkeys(profiler.sizes)]
-    memory = profiler.run(counts_saved=True)
     few, many = rows[0], rows[-1]
     if few.calls != many.calls:
         few = many  # the calls depend on the data: use one size only
@@ -268,8 +268,7 @@ def module_costs(profiler: Profiler) -> tuple[dict[int, float], dict[int, float]
 
 
 def _fastest(profiler: Profiler, size: int) -> _Timings:
-    """Return each unit call's shortest times over several runs, after a warm-up."""
-    profiler.run(size)
+    """Return each unit call's shortest times over several runs."""
     best = profiler.run(size)
     for _ in range(_REPEATS - 1):
         again = profiler.run(size)

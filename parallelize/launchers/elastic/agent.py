@@ -43,7 +43,8 @@ from parallelize.launchers.elastic.control_plane import SingleNode
 from parallelize.launchers.elastic.failures import WorkerExit
 from parallelize.launchers.elastic.fork_server import starting_processes
 from parallelize.launchers.elastic.signals import StopSignals
-from parallelize.launchers.elastic.worker_output import RankFiles, announced
+from parallelize.launchers.elastic.worker_output import RankFiles
+from parallelize.runtime.startup_summary import announced
 from parallelize.torch_private import self_test
 
 __all__ = ["STOP_GRACE_S", "Agent"]

@@ -17,31 +17,12 @@ from typing import TextIO
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 
-__all__ = ["OutputTail", "RankFiles", "announced", "forwarded", "open_standard_streams"]
+__all__ = ["OutputTail", "RankFiles", "forwarded", "open_standard_streams"]
 
 _POLL_EVERY_S = 0.03
 _END_BYTES = 64 << 10
 _KEPT_BYTES = 1 << 20
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2  # of <linux/falloc.h>
-_ANNOUNCED_AFTER_S = 1.0
-
-
-@contextlib.contextmanager
-def announced(text: str) -> Iterator[None]:
-    """Write a line to stderr, if it is a terminal, when the block has run for a second."""
-
-    def write() -> None:
-        with contextlib.suppress(OSError, ValueError):  # the terminal may be closed
-            sys.stderr.write(f"parallelize: {text}\n")
-
-    timer = threading.Timer(_ANNOUNCED_AFTER_S, write)
-    timer.daemon = True
-    if sys.stderr is not None and sys.stderr.isatty():
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def open_standard_streams() -> None:
