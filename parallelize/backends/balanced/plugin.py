@@ -176,7 +176,7 @@ def _contradictions(options: BalancedBackend) -> Iterator[Fault]:
         yield Fault(
             f"plan= is for {planned}, with {option}",
             "a plan is used unchanged, so the other option would be ignored",
-            "drop one of the two; without plan=, a new plan is made",
+            "drop the option, or plan= (if it is a path: delete the file), for a new plan",
         )
 
 
