@@ -150,6 +150,42 @@ def test_an_argument_as_long_as_the_batch_that_is_not_per_sample() -> None:
     assert_not_split(Tabled(), torch.randn(8, 8), torch.randn(8, 8), because="output 0 of the model")
 
 
+def test_a_number_that_switches_the_path() -> None:
+    """A new number is validated, as a new mode is; a counter is not validated for ever."""
+
+    class Deep(Chain):
+        def forward(self, x: torch.Tensor, layers: int = 2) -> torch.Tensor:
+            return self.c(self.b(self.a(x))).softmax(0 if layers == 3 else -1)
+
+    model, x, calls = Deep(), torch.randn(8, 8), []
+    plain = copy.deepcopy(model)
+    with pipelined(model, ((x,), {})):
+        with not_split_once(None):
+            torch.testing.assert_close(model(x, layers=2), plain(x, layers=2))
+        with not_split_once("output 0 of the model, computed in micro-batches, differs"):
+            torch.testing.assert_close(model(x, layers=3), plain(x, layers=3))
+        model.a.register_forward_pre_hook(lambda *_: calls.append(1))
+        for step in range(10, 30):
+            calls.clear()
+            model(x, layers=step)
+    assert len(calls) == 4
+
+
+def test_a_frozen_model_with_a_loss() -> None:
+    """Without a graph, the number of targets of a loss is not known: such batches are not split."""
+
+    class Scoring(Chain):
+        def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.c(self.b(self.a(x))), targets)
+
+    model, x, targets = Scoring().requires_grad_(requires_grad=False), torch.randn(8, 8), torch.arange(8)
+    plain = copy.deepcopy(model)
+    with pipelined(model, ((x, targets), {})):
+        for first in range(0, 8, 3):
+            some = targets.where(targets >= first, -100)
+            torch.testing.assert_close(model(x, some), plain(x, some))
+
+
 def test_samples_in_a_list() -> None:
     """Their tensors are split like others: a failure that the full batch does not have is explained by the split."""
 

@@ -26,13 +26,16 @@ from parallelize.backends.balanced.refusals import CannotSplitError
 from parallelize.errors import ConfigError
 from parallelize.runtime.containers import map_leaves
 
-__all__ = ["Batch", "Split", "copy_inputs", "named_leaves", "opaque_inputs", "rebuild"]
+__all__ = ["Batch", "Split", "Switches", "copy_inputs", "named_leaves", "opaque_inputs", "rebuild"]
 
 _PLAIN_TYPES = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, type),
     *(torch.Tensor, torch.dtype, torch.device, torch.Generator, torch.Size, nn.Module),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
 )
+
+
+_MAX_NUMBERS = 4  # of each argument
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,32 @@ class Batch:
 
     def _leaves(self) -> Iterator[tuple[Any, int | None]]:
         return zip(self._flat, self._axes, strict=True)
+
+
+class Switches:
+    """Values of arguments that may switch the path of a forward: Booleans, text, and the first values of a number.
+
+    A number such as a step counter has ever new values: those after the first ones are taken for one value.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, set[float]] = {}
+
+    def key(self, inputs: Any) -> Any:
+        """Return the names of the inputs, Booleans, and the values of arguments that are text or numbers."""
+        args, kwargs = inputs
+        given = {**{str(index): each for index, each in enumerate(args)}, **kwargs}  # not those of a list, per sample
+        switches = [(name, self._value(name, each)) for name, each in given.items()]
+        names = ((name, leaf if isinstance(leaf, bool) else None) for name, leaf in named_leaves(inputs))
+        return (*names, *((name, value) for name, value in switches if value is not None))
+
+    def _value(self, name: str, value: Any) -> Any:
+        if type(value) not in {int, float}:
+            return value if isinstance(value, str) else None
+        seen = self._seen.setdefault(name, set())
+        if len(seen) < _MAX_NUMBERS:
+            seen.add(value)
+        return value if value in seen else None
 
 
 def opaque_inputs(inputs: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Validation of micro-batches: compares them with the full batch, for every new kind of batch.
 
 A kind is new if a module has another mode, value of a Boolean or str attribute, forward hook or pre-hook, an argument
-another name, number of dimensions, or Boolean or str value, an output another form, or grad mode has changed. The full
-batch runs through the stages, too:
+another name, number of dimensions, or value (see `Switches`), an output another form, or grad mode has changed. The
+full batch runs through the stages, too:
 
 side effects    tensors used outside of the output, state stored on the model or its parameters, random numbers
 dimensions      in which dimension each output is joined

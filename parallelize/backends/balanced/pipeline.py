@@ -16,7 +16,7 @@ from torch import nn
 from typing_extensions import override
 
 from parallelize.backends.balanced import refusals
-from parallelize.backends.balanced.batch import Batch, copy_inputs, named_leaves, opaque_inputs, rebuild
+from parallelize.backends.balanced.batch import Batch, Switches, copy_inputs, opaque_inputs, rebuild
 from parallelize.backends.balanced.batch_validation import BatchKind, BatchValidation
 from parallelize.backends.balanced.device_transfer import to_device
 from parallelize.backends.balanced.executor import Executor
@@ -87,6 +87,7 @@ class Pipeline(nn.Module):
         self._batch_dim = batch_dim
         self.kinds: dict[Any, BatchKind | None] = {}
         self._pipelines: dict[Any, int] = {}  # number of pipelines of a kind of batch
+        self._switches = Switches()
         self._moded = list(inner.model.modules())
         self._cleanup = contextlib.ExitStack()
         stages = stages_on([torch.device(device) for device in plan.devices])
@@ -163,9 +164,7 @@ class Pipeline(nn.Module):
         hooks = tuple(
             _code(each) for each in (*(hook for m in self._moded for hook in user_hooks(m)), *_global_hooks())
         )
-        names = tuple((name, leaf if isinstance(leaf, bool) else None) for name, leaf in named_leaves(inputs))
-        modes = tuple(each for each in (*inputs[0], *inputs[1].values()) if isinstance(each, str))
-        return tuple(flags), hooks, names, modes, torch.is_grad_enabled(), self.inner.method
+        return tuple(flags), hooks, self._switches.key(inputs), torch.is_grad_enabled(), self.inner.method
 
     def _check_parameter_hooks(self, kind: BatchKind) -> None:
         """Raise CannotSplitError if a reentrant checkpoint would call hooks of parameters for each micro-batch."""
@@ -254,7 +253,7 @@ class Pipeline(nn.Module):
             raise refusals.one_pipeline(f"backward of several pipelines fails ({type(error).__name__})") from error
         # Without a graph, the number of targets of a loss is not known.
         has_loss = any(isinstance(each, tuple) for form in kind.dims for each in form)
-        return None if has_loss and not torch.is_grad_enabled() else kind
+        return None if has_loss and not kind.has_graph else kind
 
     def _validation(self, batch: Batch, count: int, pipelines: int) -> BatchValidation:
         def split(kind: BatchKind) -> tuple[list[list[Any]], Sequence[int]]:
