@@ -25,9 +25,10 @@ from balanced.models import (
     tensors,
 )
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from parallelize import parallel_model, shard_loader
+from parallelize import ConfigError, parallel_model, shard_loader
 from parallelize.backends.balanced.hardware import synchronized_time
 from parallelize.backends.balanced.plan import plan
 from parallelize.backends.balanced.plugin import BalancedBackend
@@ -339,7 +340,7 @@ def test_a_batch_that_no_device_can_hold(memory: int | None) -> None:
 @pytest.mark.gpu2
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_step_that_runs_out_of_memory() -> None:
-    """An error in forward or backward names the device, the predicted bytes, and options."""
+    """An error in forward, backward or an optimizer step names the device, the predicted bytes, and options."""
     model = seeded(Wide)
     x = torch.randn(64, 2**13, device="cuda:0")
     with parallel_model(model, backend=BalancedBackend(devices=("cuda:1", "cuda:0"), microbatches=4)):
@@ -349,6 +350,51 @@ def test_a_step_that_runs_out_of_memory() -> None:
         with limited(limit), pytest.raises(torch.OutOfMemoryError, match=r"predicted bytes(.|\n)*memory="):
             loss.backward()
         model(x)
+    with pytest.raises(torch.OutOfMemoryError, match="predicted bytes"):
+        optimize_without_memory(model, x[:8])
+
+
+def optimize_without_memory(model: nn.Module, x: torch.Tensor) -> None:
+    with parallel_model(model, backend=BalancedBackend(devices=("cuda:1", "cuda:0"), microbatches=4)):
+        loss_of(model(x)).backward()
+        with limited(allocated(0) + 0.06):
+            torch.optim.Adam(model.parameters(), foreach=False).step()
+
+
+def moving_average(model: nn.Module, average: nn.Module) -> None:
+    for mine, one in zip(average.parameters(), model.parameters(), strict=True):
+        mine.data.mul_(0.9).add_(one.data, alpha=0.1)
+
+
+def foreach_average(model: nn.Module, average: nn.Module) -> None:
+    torch._foreach_lerp_([*average.parameters()], [*model.parameters()], 0.1)
+
+
+@pytest.mark.gpu2
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(
+    ("use", "works"),
+    [
+        (lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3), True),
+        (lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3, foreach=True), True),
+        (lambda model, average: AveragedModel(average).update_parameters(model), True),
+        (lambda model, average: average.load_state_dict(model.state_dict()), True),
+        (moving_average, False),
+        (foreach_average, False),
+        (lambda model, _: nn.utils.parameters_to_vector(model.parameters()), False),
+        (lambda model, _: torch.stack([each.grad.norm() for each in model.parameters()]), False),
+    ],
+)
+def test_walking_the_parameters_of_two_devices(use: Any, works: bool) -> None:
+    """Clipping, averaged models and state dicts work; an operation on parameters of two devices is refused by name."""
+    model, x = seeded(Wide).cuda(), torch.randn(8, 2**13, device="cuda:0")
+    average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    names = contextlib.nullcontext() if works else pytest.raises(ConfigError, match="has moved the model's parameters")
+    with names, parallel_model(model, backend=BalancedBackend(devices=("cuda:1", "cuda:0"), microbatches=4)):
+        loss_of(model(x)).backward()
+        assert len({each.device for each in model.parameters()}) == 2
+        use(model, average)
+    assert {each.device for each in model.parameters()} == {torch.device("cuda:0")}
 
 
 class Recurrent(nn.Module):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,10 +27,14 @@ from parallelize.backends.balanced.planner import Planner
 from parallelize.backends.balanced.stage_placement import ModelPlacement
 from parallelize.backends.balanced.stage_threads import stages_on
 from parallelize.backends.ddp_engine import DDPOptions, build_ddp_engine
+from parallelize.errors import ConfigError
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.startup_summary import announced
 
 __all__ = ["BalancedEngine"]
+
+
+_OTHER_DEVICE = re.compile("same device|different devices|two devices")
 
 
 class BalancedEngine(Engine):
@@ -103,6 +109,35 @@ class BalancedEngine(Engine):
 
     @override
     def close(self, *, failed: bool) -> None:
+        """Remove the pipeline, and move the model back.
+
+        Raises:
+            ConfigError: the block has failed by an operation on parameters of several devices.
+            OutOfMemoryError: the block has run out of memory, as in an optimizer step; names the predicted bytes.
+        """
+        with self._explaining(sys.exc_info()[1] if failed else None):
+            self._close(failed=failed)
+
+    @contextlib.contextmanager
+    def _explaining(self, error: BaseException | None) -> Iterator[None]:
+        """Explain the error that has ended the block, when what runs in this context has ended."""
+        devices = sorted({str(each.device) for each in self._inner.model.parameters()})
+        is_over_several = type(error) in {RuntimeError, TypeError} and len(devices) > 1
+        has_runner = self._runner is not None
+        yield
+        if is_over_several and _OTHER_DEVICE.search(str(error)):
+            raise ConfigError(
+                f"an operation has operands on several devices: {str(error).splitlines()[0]}",
+                why=f"backend='balanced' has moved the model's parameters to {', '.join(devices)}; a copy made before "
+                "the block, as for a moving average, and sums of norms are on one of them",
+                fix="move the other operand: average.lerp_(p.to(average.device), 0.1), p.grad.norm().to(device()); or "
+                "use torch.optim.swa_utils.AveragedModel and torch.nn.utils.clip_grad_norm_, which do",
+            ) from error
+        if has_runner and isinstance(error, torch.OutOfMemoryError):
+            with plan(self._inner.model).explaining_out_of_memory():
+                raise error
+
+    def _close(self, *, failed: bool) -> None:
         try:
             if self._ddp_engine is not None:
                 self._ddp_engine.close(failed=failed)
