@@ -75,9 +75,7 @@ def test_planning_takes_the_time_of_ten_steps(caplog: pytest.LogCaptureFixture, 
     with caplog.at_level(logging.INFO), parallel_model(model, backend=backend):
         model(torch.randn(16, 4))
     assert sys.stderr.getvalue().startswith("parallelize: profiling Sequential on its first batch")
-    assert plan(model).is_split
-    text = "planning took more than the time of 10 steps: another plan, which may be faster, was timed"
-    assert sum(counts) / 16 - 1 <= 10 or text in caplog.text
+    assert sum(counts) / 16 - 1 <= 10 or "planning may have taken more than the time of 10 steps: " in caplog.text
 
 
 def overlaps(intervals: list[Any]) -> bool:

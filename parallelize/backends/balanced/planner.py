@@ -53,8 +53,6 @@ _MAX_TIMED_PLANS = 2
 _CLEAR_SPEEDUP = 1.2
 # Another plan is timed only if its predicted step is this much shorter than the measured one.
 _WORTH_TIMING = 0.9
-# Planning takes at most the time of this many steps, unless it has to repeat something.
-_USUAL_STEPS = 10
 # Fraction of the memory limits that is left to the next plan, if one has run out of memory.
 _SHRUNK = 0.8
 
@@ -101,7 +99,7 @@ class Planner:
         if found.is_split:
             _log.info("%s", found)
         if self._repeated:
-            _log.info("planning took more than the time of %d steps: %s", _USUAL_STEPS, "; ".join(self._repeated))
+            _log.info("planning may have taken more than the time of 10 steps: %s", "; ".join(self._repeated))
         return found
 
     def _plan_units(self) -> Plan:
@@ -219,6 +217,7 @@ class Planner:
                 kinds.update({} if kinds else pipeline.kinds)
                 seconds = self._seconds(pipeline)
                 if plan.unsplit_s is not None and plan.unsplit_s < _CLEAR_SPEEDUP * seconds:
+                    self._repeated.append("the gain of a plan is small, so it was timed again")
                     seconds = min(seconds, self._seconds(pipeline))
                 return seconds, pipeline.refusal
             finally:
