@@ -6,6 +6,7 @@ the forward computes; after the output is gone, those that are still alive were 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterable
@@ -36,25 +37,22 @@ class CapturedTensors(TorchFunctionMode):
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running: list[str] = []
         self._found: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        self._handles: list[Any] = []
+        self._cleanup = contextlib.ExitStack()
 
     @override
     def __enter__(self) -> Any:
         saved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-        saved.__enter__()
-        self._handles = [
-            register_module_forward_pre_hook(lambda module, _: self._running.append(self._name(module))),
-            register_module_forward_hook(self._after, always_call=True),
-        ]
-        self._saved = saved
+        before = register_module_forward_pre_hook(lambda module, _: self._running.append(self._name(module)))
+        after = register_module_forward_hook(self._after, always_call=True)
+        self._cleanup.enter_context(saved)
+        self._cleanup.callback(before.remove)
+        self._cleanup.callback(after.remove)
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
     @override
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
-        for handle in self._handles:
-            handle.remove()
-        self._saved.__exit__(*error)
+        self._cleanup.close()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -14,7 +14,7 @@ for the destination, and later kernels of the source for the copy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class DeviceTransfer(TorchFunctionMode):
         first = args[0] if args else None
         if self._copies and isinstance(first, torch.Tensor) and (_is_in_place(func) or kwargs.get("inplace")):
             self._wait_for_copies(first.device)
-        found = {each.device for each in _tensors((args, kwargs))} & self.devices
+        found = {each.device for each in leaves((args, kwargs)) if isinstance(each, torch.Tensor)} & self.devices
         if len(found) < 2 or func in _NEVER_MOVED:
             return func(*args, **kwargs)
         changed = kwargs.get("out", args[0] if _is_in_place(func) else None)
@@ -98,14 +98,11 @@ class DeviceTransfer(TorchFunctionMode):
                 source.copy_(copy)
 
     def _moved(self, value: Any, device: torch.device) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value if value.device == device or value.device not in self.devices else self._copy(value, device)
-        kind = type(value)
-        if kind is list or kind is tuple:
-            return kind([self._moved(each, device) for each in value])
-        if kind is dict:
-            return {name: self._moved(each, device) for name, each in value.items()}
-        return value
+        def move(leaf: Any) -> Any:
+            is_elsewhere = isinstance(leaf, torch.Tensor) and leaf.device != device and leaf.device in self.devices
+            return self._copy(leaf, device) if is_elsewhere else leaf
+
+        return map_leaves(move, value)
 
     def _wait_for_copies(self, device: torch.device) -> None:
         """Order a change of a tensor in place after copies that still read it, on streams of their own."""
@@ -158,17 +155,6 @@ def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 @functools.cache
 def _copy_streams(source: torch.device, target: torch.device) -> tuple[Any, Any]:
     return torch.Stream(source), torch.Stream(target)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-    elif type(value) is dict:
-        for each in value.values():
-            yield from _tensors(each)
 
 
 def _is_in_place(func: Any) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
-from parallelize.backends.balanced import refusals, units
+from parallelize.backends.balanced import units
 from parallelize.backends.balanced.batch import opaque_inputs
 from parallelize.backends.balanced.batch_validation import BatchKind
 from parallelize.backends.balanced.device_transfer import to_device
@@ -85,7 +85,8 @@ class BalancedEngine(Engine):
             if is_alone or (not torch.is_grad_enabled() and opaque_inputs((args, kwargs))):
                 # Run without a plan: its broadcast needs all ranks, and a cache that forward fills cannot be split.
                 device = next((each.device for each in self._inner.model.parameters()), self.input_device)
-                return _UnsplitModel(self._inner, device, self.input_device)(*args, **kwargs)
+                args, kwargs = to_device((args, kwargs), device)
+                return to_device(self._inner(*args, **kwargs), self.input_device)
             self._set_up(args, kwargs)
         assert self._runner is not None  # set up above
         runner = self._runner if self._ddp_engine is None or is_local else self._ddp_engine.module
@@ -155,7 +156,7 @@ class BalancedEngine(Engine):
             runner: nn.Module = self._cleanup.enter_context(self._pipeline(plan))
         else:
             self._placement.move(units.module_stages(model, {}), stages_on([device]))
-            runner = _UnsplitModel(self._inner, device, device)
+            runner = self._inner
         if self._ddp_options is not None:
             self._ddp_engine = build_ddp_engine(self._ddp_options, runner, inner=self._inner, device=device)
             self._apply_sync_setting()
@@ -210,12 +211,17 @@ class BalancedEngine(Engine):
     def _check_plan(self, plan: Plan) -> None:
         model = self._inner.model
         actual = signature(model)
-        if plan.signature != actual:
-            raise refusals.another_model(f"{plan.model} {plan.signature}", f"{type(model).__name__} {actual}")
-        available = {str(device) for device in (*self._devices, self.input_device)}
-        if not set(plan.devices) <= available:
-            run = f"a run on {', '.join(sorted(available))}"
-            raise refusals.another_model(f"devices {', '.join(plan.devices)}", run)
+        expected, given = f"{plan.model} {plan.signature}", f"{type(model).__name__} {actual}"
+        if plan.signature == actual:
+            available = {str(device) for device in (*self._devices, self.input_device)}
+            if set(plan.devices) <= available:
+                return
+            expected, given = f"devices {', '.join(plan.devices)}", f"a run on {', '.join(sorted(available))}"
+        raise ConfigError(
+            f"plan= is for {expected}, and this is {given}",
+            why="a plan refers to submodules and devices by name",
+            fix="drop plan=, or remove its file, to profile again; to save a plan: parallelize.plan(model).save(path)",
+        )
 
     def _apply_sync_setting(self) -> None:
         """Set DDP's require_backward_grad_sync, since `no_sync` may begin before the first batch builds DDP."""
@@ -239,18 +245,3 @@ class _PipelineEntry(nn.Module):
             return self._inner.bind_method(self._inner.method, self._inner.model)(*args, **kwargs)
         args, kwargs = to_device((args, kwargs), self._engine.input_device)
         return self._engine.run(args, kwargs, is_local=self._is_local)
-
-
-class _UnsplitModel(nn.Module):
-    """Runs the model on one device, without a pipeline."""
-
-    def __init__(self, inner: Inner, device: torch.device, output_device: torch.device) -> None:
-        super().__init__()
-        self.inner = inner
-        self._device = device
-        self._output_device = output_device
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = to_device((args, kwargs), self._device)
-        return to_device(self.inner(*args, **kwargs), self._output_device)

@@ -15,6 +15,7 @@ from parallelize.backends.balanced.hardware import DeviceSpec
 from parallelize.backends.balanced.profiling import Profiler, module_costs, profile_model
 from parallelize.backends.balanced.schedule import Memory, Profile, Schedule, best_schedule, needed_cap
 from parallelize.backends.balanced.stage_placement import ModelPlacement, spec_of
+from parallelize.errors import ConfigError
 
 __all__ = ["Fit", "PlannerOptions", "first_fit", "trained_share"]
 
@@ -78,7 +79,11 @@ def first_fit(
         except torch.OutOfMemoryError as error:
             fitted = None if fitted is None else fitted.smaller()
             if fitted is None:
-                raise refusals.forward_too_large(profiler.sizes[0], str(error).splitlines()[0]) from error
+                raise ConfigError(
+                    f"a forward of {profiler.sizes[0]} samples does not fit on the devices",
+                    why=str(error).splitlines()[0],
+                    fix="use larger devices or smaller submodules, which can be on different devices",
+                ) from error
 
 
 def _first_fit(

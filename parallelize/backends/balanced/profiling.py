@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,70 +38,64 @@ from parallelize.runtime.containers import leaves
 
 __all__ = ["Profiler", "module_costs", "profile_model", "run_backward"]
 
-_REPEATS = 2
+_REPEATS = 4  # of small micro-batches
 
 
 @dataclass
-class _Timings:
-    """Measurements of one run: seconds and bytes of each unit call."""
+class _Call:
+    """Measurements of one unit call."""
 
-    calls: list[str] = field(default_factory=list)
-    forward_s: list[float] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
-    saved_bytes: list[int] = field(default_factory=list)
-    input_bytes: list[int] = field(default_factory=list)
-    output_bytes: int = 0
+    unit: str
+    input_bytes: int
+    saved_bytes: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
 
 
 class _Clock:
     """Records when units begin in forward, and when their inputs' gradients are computed in backward."""
 
-    def __init__(self, names: Mapping[int, str], devices: Collection[torch.device]) -> None:
-        self.timings = _Timings()
-        self._names = names
+    def __init__(self, model: nn.Module, devices: Collection[torch.device]) -> None:
+        self.calls: list[_Call] = []
+        self.output_bytes = 0
+        self._names = {id(each): name for name, each in model.named_modules()}
         self._devices = devices
-        self._began = self.now()
-        self._is_forward, self._running = True, -1
+        self._began = synchronized_time(*devices)
+        self._running: int | None = None  # the call that runs in backward; None: this is forward
 
-    def now(self) -> float:
-        return synchronized_time(*self._devices)
+    @property
+    def units(self) -> list[str]:
+        """The names of the called units."""
+        return [each.unit for each in self.calls]
 
     def on_unit(self, module: nn.Module, args: Any) -> None:
         """Begin a unit call: the operations before the first one count as a part of it."""
-        if not self._is_forward:
+        if self._running is not None:
             return
-        timings, index = self.timings, len(self.timings.calls)
+        index = len(self.calls)
         if index:
-            self._end_forward()
-        timings.calls.append(self._names[id(module)])
-        timings.saved_bytes.append(0)
+            self.calls[-1].forward_s = self._lap()
         tensors = [each for each in leaves(args) if isinstance(each, torch.Tensor)]
-        timings.input_bytes.append(sum(each.numel() * each.element_size() for each in tensors))
+        self.calls.append(_Call(self._names[id(module)], sum(each.numel() * each.element_size() for each in tensors)))
         for each in tensors:
             if each.requires_grad and not each.is_leaf:
-                each.register_hook(lambda _, index=index: self._end_backward(index))  # type: ignore[no-untyped-call]  # torch's
+                each.register_hook(lambda _, index=index: self.end_backward(index))  # type: ignore[no-untyped-call]  # torch's
 
     def end_forward(self) -> None:
         """End the last unit call, and begin backward."""
-        self._end_forward()
-        self._is_forward = False
-        self.timings.backward_s = [0.0] * len(self.timings.calls)
-        self._running = len(self.timings.calls) - 1
+        if self.calls:
+            self.calls[-1].forward_s = self._lap()
+        self._running = len(self.calls) - 1
 
-    def end_backward(self) -> None:
-        self._end_backward(0)
+    def end_backward(self, index: int = 0) -> None:
+        """End the backward of a unit call; those of later calls that no gradient has ended are a part of it."""
+        if self._running is not None and index <= self._running:
+            self.calls[index].backward_s = self._lap()
+            self._running = index - 1
 
-    def _end_forward(self) -> None:
-        now = self.now()
-        self.timings.forward_s.append(now - self._began)
-        self._began = now
-
-    def _end_backward(self, index: int) -> None:
-        """End the backward of unit call `index`; those of later calls that no gradient has ended are a part of it."""
-        if index <= self._running:
-            now = self.now()
-            self.timings.backward_s[index] += now - self._began
-            self._began, self._running = now, index - 1
+    def _lap(self) -> float:
+        began, self._began = self._began, synchronized_time(*self._devices)
+        return self._began - began
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +121,7 @@ class Profiler:
     has_backward: bool = True
 
     def fitted(self, caps: Sequence[float]) -> Profiler:
-        """Return a profiler with the sizes of micro-batches that fit the stages, up to a quarter of the batch.
+        """Return a profiler with the sizes of micro-batches that fit the stages, up to a quarter of a large batch.
 
         Args:
             caps: bytes that each stage may use.
@@ -135,16 +129,17 @@ class Profiler:
         least, model = self.sizes[0], self.inner.model
         counting, most = replace(self, has_backward=False), math.inf
         if not all(map(math.isinf, caps)):
-            timings = counting.run(least, counts_saved=True)
             saved, kept = [0] * len(caps), [0] * len(caps)
-            for name, each in zip(timings.calls, timings.saved_bytes, strict=True):
-                saved[self.routes[id(model.get_submodule(name))][0]] += each
+            for call in counting.run(least, counts_saved=True).calls:
+                saved[self.routes[id(model.get_submodule(call.unit))][0]] += call.saved_bytes
             for module, stage in module_stages(model, self.routes):
                 kept[stage] += 2 * sum(each.nbytes for each in module.parameters(recurse=False))  # and gradients
             most = min(((cap - k) * least / s for cap, k, s in zip(caps, kept, saved, strict=True) if s), default=most)
         if most < least:
             return counting
-        small, large = (max(least, int(min(self.batch.size // part, most))) for part in (16, 4))
+        samples = self.batch.size
+        sizes = (samples // 16, max(samples // 4, min(4, samples // 2)))
+        small, large = (max(least, int(min(each, most))) for each in sizes)
         return replace(self, sizes=(small, large))
 
     def smaller(self) -> Profiler | None:
@@ -154,7 +149,7 @@ class Profiler:
             return replace(self, sizes=(small, max(small, large // 2)))
         return replace(self, has_backward=False) if self.has_backward else None
 
-    def run(self, size: int | None = None, *, counts_saved: bool = False) -> _Timings:
+    def run(self, size: int | None = None, *, counts_saved: bool = False) -> _Clock:
         """Measure forward and backward of one micro-batch.
 
         Args:
@@ -167,19 +162,20 @@ class Profiler:
         with contextlib.ExitStack() as stack:
             staged = StagedModel(model, self.stages, self.routes, output_device=self.output_device)
             stack.callback(staged.close)
-            clock = _Clock({id(each): name for name, each in model.named_modules()}, staged.devices)
+            clock = _Clock(model, staged.devices)
             if counts_saved or not self.has_backward:
-                stack.enter_context(_count_saved_bytes(clock.timings, (model, (args, kwargs)), keeps=self.has_backward))
+                stack.enter_context(_count_saved_bytes(clock.calls, (model, (args, kwargs)), keeps=self.has_backward))
             stack.enter_context(MicrobatchRun(staged, on_unit=clock.on_unit).active())
             with self.state.watching():
                 output = self.inner(*args, **kwargs)
             clock.end_forward()
-            clock.timings.output_bytes = _output_bytes(output)
+            clock.output_bytes = _output_bytes(output)
         if self.has_backward and run_backward(model, output):
             clock.end_backward()
         else:
-            clock.timings.backward_s = [2 * each for each in clock.timings.forward_s]
-        return clock.timings
+            for call in clock.calls:
+                call.backward_s = 2 * call.forward_s
+        return clock
 
 
 def run_backward(model: nn.Module, output: Any) -> bool:
@@ -196,28 +192,27 @@ def profile_model(profiler: Profiler) -> Profile:
     """Profile a model at two micro-batch sizes."""
     small, large = profiler.sizes
     memory = profiler.run(counts_saved=True)  # warms up, too
-    rows = [_fastest(profiler, size) for size in dict.fromkeys(profiler.sizes)]
-    few, many = rows[0], rows[-1]
-    if few.calls != many.calls:
+    many = _fastest([memory, profiler.run(), profiler.run()])
+    few = many if small == large else _fastest([profiler.run(small) for _ in range(_REPEATS)])
+    if few.units != many.units:
         few = many  # the calls depend on the data: use one size only
     seen: dict[int, int] = {}
     calls = []
-    for i, name in enumerate(many.calls):
-        new = parameter_bytes(profiler.inner.model.get_submodule(name), seen)
+    for i, (at_small, at_large) in enumerate(zip(few.calls, many.calls, strict=True)):
+        new = parameter_bytes(profiler.inner.model.get_submodule(at_large.unit), seen)
         seen |= new
-        forward_line = _fit_line(few.forward_s[i], many.forward_s[i], small, large)
-        backward_line = _fit_line(few.backward_s[i], many.backward_s[i], small, large)
-        is_known = memory.calls == many.calls
+        forward_line = _fit_line(at_small.forward_s, at_large.forward_s, small, large)
+        backward_line = _fit_line(at_small.backward_s, at_large.backward_s, small, large)
         calls.append(
             UnitCall(
-                unit=name,
+                unit=at_large.unit,
                 forward_fixed_s=forward_line[0],
                 forward_per_sample_s=forward_line[1],
                 backward_fixed_s=backward_line[0],
                 backward_per_sample_s=backward_line[1],
                 parameter_bytes=sum(new.values()),
-                saved_bytes=memory.saved_bytes[i] / large if is_known else 0.0,
-                input_bytes=many.input_bytes[i] / large,
+                saved_bytes=memory.calls[i].saved_bytes / large if memory.units == many.units else 0.0,
+                input_bytes=at_large.input_bytes / large,
             )
         )
     output_bytes = many.output_bytes / large
@@ -253,10 +248,10 @@ def module_costs(profiler: Profiler) -> tuple[dict[int, float], dict[int, float]
     modules = dict(profiler.inner.model.named_modules())
     seconds: dict[int, float] = {id(each): 0.0 for each in modules.values()}
     kept: dict[int, float] = dict(seconds)
-    for name, each in zip(time.calls, time.forward_s, strict=True):
-        seconds[id(modules[name])] += each
-    for name, saved in zip(memory.calls, memory.saved_bytes, strict=True):
-        kept[id(modules[name])] += saved
+    for call in time.calls:
+        seconds[id(modules[call.unit])] += call.forward_s
+    for call in memory.calls:
+        kept[id(modules[call.unit])] += call.saved_bytes
     used = [each for each in modules.values() if id(each) in called]
     return (
         {id(each): sum(seconds[id(part)] for part in each.modules()) for each in used},
@@ -267,16 +262,14 @@ def module_costs(profiler: Profiler) -> tuple[dict[int, float], dict[int, float]
     )
 
 
-def _fastest(profiler: Profiler, size: int) -> _Timings:
-    """Return each unit call's shortest times over several runs."""
-    best = profiler.run(size)
-    for _ in range(_REPEATS - 1):
-        again = profiler.run(size)
-        if again.calls != best.calls:
-            return again
-        best.forward_s = [*map(min, best.forward_s, again.forward_s)]
-        best.backward_s = [*map(min, best.backward_s, again.backward_s)]
-    return best
+def _fastest(runs: Sequence[_Clock]) -> _Clock:
+    """Return the last run, with each unit call's shortest times over all runs, if they have the same calls."""
+    last = runs[-1]
+    if all(each.units == last.units for each in runs):
+        for call, *others in zip(last.calls, *(each.calls for each in runs), strict=True):
+            call.forward_s = min(each.forward_s for each in others)
+            call.backward_s = min(each.backward_s for each in others)
+    return last
 
 
 def _fit_line(at_small: float, at_large: float, small: int, large: int) -> tuple[float, float]:
@@ -288,7 +281,7 @@ def _fit_line(at_small: float, at_large: float, small: int, large: int) -> tuple
 
 
 @contextlib.contextmanager
-def _count_saved_bytes(timings: _Timings, known: tuple[nn.Module, Any], *, keeps: bool) -> Iterator[None]:
+def _count_saved_bytes(calls: list[_Call], known: tuple[nn.Module, Any], *, keeps: bool) -> Iterator[None]:
     """Count the bytes that autograd saves in each unit call: each storage once, those of parameters and inputs never.
 
     Without `keeps`, nothing is saved, and backward is impossible.
@@ -300,9 +293,9 @@ def _count_saved_bytes(timings: _Timings, known: tuple[nn.Module, Any], *, keeps
     def pack(tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage()
         reference = refer(storage)  # not data_ptr, which the next tensor has if nothing is kept
-        if reference not in seen and timings.saved_bytes:
+        if reference not in seen and calls:
             seen.add(reference)
-            timings.saved_bytes[-1] += storage.nbytes()
+            calls[-1].saved_bytes += storage.nbytes()
         return tensor if keeps else None
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
@@ -18,10 +15,8 @@ from parallelize.runtime.containers import leaves
 __all__ = [
     "CannotSplitError",
     "UnjoinedOutput",
-    "another_model",
     "check_supported",
     "explained_split_failure",
-    "forward_too_large",
     "not_sample_by_sample",
     "one_pipeline",
     "stateful",
@@ -33,12 +28,9 @@ _NO_SPLIT = "use BalancedBackend(microbatches=1), which does not split batches, 
 _NO_CACHE = "train a Hugging Face language model with model.config.use_cache = False"
 
 _COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
-_UNSUPPORTED = (
-    DataParallel,
-    DistributedDataParallel,
-    nn.SyncBatchNorm,
-    torch.jit.ScriptModule,
-)
+# Names, since importing FSDP takes a second.
+_UNSUPPORTED = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "ScriptModule"}
+_UNSUPPORTED |= {"SyncBatchNorm"}
 
 
 class CannotSplitError(ConfigError):
@@ -46,13 +38,6 @@ class CannotSplitError(ConfigError):
 
     def __init__(self, what: str, *, why: str, fix: str) -> None:
         super().__init__(what, why=why, fix=f"{fix}; or {_NO_SPLIT}")
-
-
-def _fsdp_classes() -> Iterator[type]:
-    """Yield FSDP's classes if they are imported, which takes a second and which every instance needs."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None:
-        yield from (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
 
 
 def check_supported(inner: Inner) -> None:
@@ -69,7 +54,7 @@ def check_supported(inner: Inner) -> None:
             fix="compile its blocks instead: for block in model.blocks: block.compile(); or use backend='ddp'",
         )
     for name, module in inner.model.named_modules():
-        if isinstance(module, (*_UNSUPPORTED, *_fsdp_classes())):
+        if any(kind.__name__ in _UNSUPPORTED and kind.__module__.startswith("torch.") for kind in type(module).__mro__):
             raise ConfigError(
                 f"{name or 'the model'} is a {type(module).__name__}",
                 why="it has its own threads, processes or graph, which cannot be split into stages",
@@ -100,27 +85,26 @@ def explained_split_failure(
         raise
     except Exception as error:
         run_whole()
-        raise _split_failure(dimensions, error) from error
+        listed = [f"{name} along dimension {dim}" for name, dim in dimensions.items()]
+        raise CannotSplitError(
+            f"forward fails on a part of the batch ({type(error).__name__}), but not on the full batch; split "
+            f"arguments: {_shortened(listed, 4)}",
+            why="every tensor as long as the first one is split along the batch, also inside lists; forward may need "
+            "all samples of one of them",
+            fix="pass a list of samples as one tensor; give tensors that are not per sample another length; set "
+            "BalancedBackend(batch_dim=...); use no constant batch size in forward",
+        ) from error
 
 
-def _split_failure(dimensions: Mapping[str, int], error: Exception) -> CannotSplitError:
-    listed = ", ".join(f"{name} along dimension {dim}" for name, dim in list(dimensions.items())[:4])
-    more = f" and {len(dimensions) - 4} more" if len(dimensions) > 4 else ""
-    return CannotSplitError(
-        f"forward fails on a part of the batch ({type(error).__name__}), but not on the full batch; split arguments: "
-        f"{listed}{more}",
-        why="every tensor as long as the first one is split along the batch, also inside lists; forward may need all "
-        "samples of one of them",
-        fix="pass a list of samples as one tensor; give tensors that are not per sample another length; set "
-        "BalancedBackend(batch_dim=...); use no constant batch size in forward",
-    )
+def _shortened(names: Sequence[str], most: int) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def stateful(names: Sequence[str]) -> CannotSplitError:
     """Build the error for a forward that stores state on the model."""
-    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return CannotSplitError(
-        f"forward changes {listed} of the model",
+        f"forward changes {_shortened(names, 5)} of the model",
         why="micro-batches run at the same time, and would read each other's values",
         fix="pass such values between modules as arguments and return values",
     )
@@ -150,24 +134,6 @@ def too_large(needed_bytes: float, devices: Sequence[str], *, what: str = "the b
         why=f"{what} needs {needed_bytes / 2**20:.1f} MiB ({needed_bytes:.0f} bytes) on every device",
         fix="use more or larger devices or a smaller batch, raise memory=, or save memory: "
         "BalancedBackend(recompute='auto', optimizer_state=...)",
-    )
-
-
-def forward_too_large(samples: int, reason: str) -> ConfigError:
-    """Build the error for a model whose forward runs out of memory with few samples, without keeping activations."""
-    return ConfigError(
-        f"a forward of {samples} samples does not fit on the devices",
-        why=reason,
-        fix="use larger devices or smaller submodules, which can be on different devices",
-    )
-
-
-def another_model(expected: str, given: str) -> ConfigError:
-    """Build the error for a plan made for another model or other devices."""
-    return ConfigError(
-        f"plan= is for {expected}, and this is {given}",
-        why="a plan refers to submodules and devices by name",
-        fix="drop plan=, or remove its file, to profile again; to save a plan: parallelize.plan(model).save(path)",
     )
 
 
