@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ IN_PARALLEL_MODEL = "in parallel_model"
 """Member of Runtime.flags until the innermost parallel_model block ends."""
 
 
-@contextlib.contextmanager
-def warn_if_unsynced(flags: set[str], models: Sequence[weakref.ref[torch.nn.Module]]) -> Iterator[None]:
-    """Warn once if the first optimizer that steps in the run makes two steps without a collective between them.
+def warn_if_unsynced(
+    flags: set[str], models: Sequence[weakref.ref[torch.nn.Module]]
+) -> contextlib.AbstractContextManager[Any]:
+    """Warn once if the first optimizer that steps in the context makes two steps without a collective between them.
 
     Steps in a parallel_model block do not count. After such a block, only an optimizer of its models is checked.
 
@@ -34,8 +35,7 @@ def warn_if_unsynced(flags: set[str], models: Sequence[weakref.ref[torch.nn.Modu
         models: `Runtime.models` of the run, those that have entered a parallel_model block.
     """
     if dist.get_world_size() == 1:
-        yield
-        return
+        return contextlib.nullcontext()
     # The first optimizer, and the collectives before its step.
     first: list[tuple[weakref.ref[torch.optim.Optimizer], int | None]] = []
     is_decided = False
@@ -56,11 +56,7 @@ def warn_if_unsynced(flags: set[str], models: Sequence[weakref.ref[torch.nn.Modu
             if begun is not None and _collectives_begun() == begun:
                 _warn()
 
-    handle = register_optimizer_step_pre_hook(before_step)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return register_optimizer_step_pre_hook(before_step)
 
 
 def _trains_any(optimizer: torch.optim.Optimizer, models: Sequence[weakref.ref[torch.nn.Module]]) -> bool:

@@ -154,7 +154,7 @@ class Block:
             return self._before_averaged_forward()
         return self._engines.active.local
 
-    def _verify(self) -> contextlib.AbstractContextManager[None]:
+    def _verify(self) -> contextlib.AbstractContextManager[Any]:
         every = self._run.config.verify_every
         if every and self._run.world.world_size > 1:
             return verify_every(self.model, every=every)

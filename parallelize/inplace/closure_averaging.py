@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import numbers
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallelize.collectives import all_reduce
 from parallelize.runtime.containers import map_leaves
-from parallelize.runtime.gradients import Closure, change_closure, find_closure, parameters_of
+from parallelize.runtime.gradients import Closure, change_closure, parameters_of
 from parallelize.runtime.weighted_backward import loss_weight
 
 __all__ = ["average_closures"]
@@ -22,9 +21,8 @@ __all__ = ["average_closures"]
 _MARK = "_parallelize_is_averaged"
 
 
-@contextlib.contextmanager
-def average_closures(model: nn.Module) -> Iterator[None]:
-    """Average, while the context lasts, what closures return to the optimizers that hold a parameter of the model.
+def average_closures(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Average, until the context ends, what closures return to the optimizers that hold a parameter of the model.
 
     A line search, or an optimizer that accepts or rejects a step, compares losses. Gradients are averaged over the
     ranks, but a closure's loss is that of this rank's batch: ranks that compare their own losses take other steps, or
@@ -36,17 +34,13 @@ def average_closures(model: nn.Module) -> Iterator[None]:
     ids_at_start = {id(each) for each in model.parameters()}  # during a forward, fsdp registers full parameters
 
     def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (len(args) == 1 and not kwargs) or find_closure(args, kwargs) is None:
+        if len(args) == 1 and not kwargs:
             return None
         ids = ids_at_start | {id(each) for each in model.parameters()}
         is_held = any(id(each) in ids for each in parameters_of(optimizer))
         return change_closure(_averaged, args, kwargs) if is_held else None
 
-    handle = register_optimizer_step_pre_hook(before_step)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return register_optimizer_step_pre_hook(before_step)
 
 
 def _averaged(closure: Closure) -> Closure:

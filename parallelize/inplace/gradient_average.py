@@ -180,13 +180,9 @@ class GradientAverage:
             for window in self.windows:
                 window.end_if_stepped_by(optimizer)
 
-        handle = register_optimizer_step_post_hook(after_step)
-        try:
-            with weigh_losses(self):
-                yield
-            self._uneven_counts.warn()
-        finally:
-            handle.remove()
+        with register_optimizer_step_post_hook(after_step), weigh_losses(self):
+            yield
+        self._uneven_counts.warn()
 
     def weigh(self, roots: Roots, batch_weight: float, backward: Callable[[Weight | None], None]) -> None:
         """Weight a backward pass, and let the trackers record its gradients; implements `LossWeight`."""

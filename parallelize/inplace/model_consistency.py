@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parallelize.errors import SyncError
 from parallelize.runtime.gradients import parameters_of
-from parallelize.runtime.rank_comparison import differences, require_equal
+from parallelize.runtime.rank_comparison import differences, unequal_error
 
 __all__ = ["require_same_model", "verify_every"]
 
@@ -44,9 +43,8 @@ def require_same_model(model: nn.Module) -> None:
             )
 
 
-@contextlib.contextmanager
-def verify_every(model: nn.Module, *, every: int) -> Iterator[None]:
-    """Check every `every` steps of the model's optimizers that its parameters are equal on all ranks."""
+def verify_every(model: nn.Module, *, every: int) -> contextlib.AbstractContextManager[Any]:
+    """Check, until the context ends, that a model's parameters are bitwise equal on all ranks, every `every` steps."""
     steps = itertools.count(1)
 
     def after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -54,14 +52,11 @@ def verify_every(model: nn.Module, *, every: int) -> Iterator[None]:
         known = {id(parameter) for parameter in parameters.values()}
         if any(id(each) in known for each in parameters_of(optimizer)):
             step = next(steps)
-            if step % every == 0:
-                require_equal(parameters, model_name=type(model).__name__, when=f"after {step} optimizer steps")
+            for index, rank in differences(list(parameters.values())) if step % every == 0 else ():
+                name = f"{list(parameters)[index]} of {type(model).__name__}"
+                raise unequal_error(name, rank, when=f"after {step} optimizer steps")
 
-    handle = register_optimizer_step_post_hook(after_step)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return register_optimizer_step_post_hook(after_step)
 
 
 def _signature(model: nn.Module) -> list[tuple[str, str, tuple[int, ...], str]]:

@@ -130,13 +130,20 @@ class _StepWatch:
             self._left[id(parameter)] = _Left(name, gradient, reason)
             self._update_hooks()
 
-    def claim(self, parameter: torch.Tensor) -> Reason | None:
-        """Return why a gradient from an earlier block may differ between ranks, and watch it no longer by itself."""
-        left = self._left.pop(id(parameter), None)
-        return left.reason if left is not None and left.gradient() is parameter.grad else None
+    def claim_all(self, model: nn.Module) -> None:
+        """Record, at the entry of a block, why gradients of a model from an earlier block may differ between ranks."""
+        for parameter in model.parameters():
+            left = self._left.pop(id(parameter), None)
+            origins.pop(id(parameter), None)
+            if left is not None and left.gradient() is parameter.grad:
+                record(parameter, left.reason)
 
-    def end_block(self) -> None:
-        """Drop what is known of gradients and optimizers if no model is in a block."""
+    def leave_all(self, model: nn.Module) -> None:
+        """Watch the gradients of a model that its engine has not averaged, at the end of its block."""
+        for name, parameter in model.named_parameters():
+            gradient, reason = origins.pop(id(parameter), (None, None))
+            if gradient is not None and reason is not None and gradient() is parameter.grad:
+                self.leave(parameter, f"{name} of {type(model).__name__}", reason)
         if not self._watched:
             self._plans.clear()
             origins.clear()
@@ -285,28 +292,10 @@ class _StepWatch:
 
 
 _watch = _StepWatch()
-
-
-watch_steps = _watch.watching
+claim_gradients = _watch.claim_all
 leave_gradient = _watch.leave
-
-
-def claim_gradients(model: nn.Module) -> None:
-    """Record, at the entry of a block, why gradients of a model from an earlier block may differ between ranks."""
-    for parameter in model.parameters():
-        reason = _watch.claim(parameter)
-        origins.pop(id(parameter), None)
-        if reason is not None:
-            record(parameter, reason)
-
-
-def leave_gradients(model: nn.Module) -> None:
-    """Watch the gradients of a model that its engine has not averaged, at the end of its block."""
-    for name, parameter in model.named_parameters():
-        gradient, reason = origins.pop(id(parameter), (None, None))
-        if gradient is not None and reason is not None and gradient() is parameter.grad:
-            _watch.leave(parameter, f"{name} of {type(model).__name__}", reason)
-    _watch.end_block()
+leave_gradients = _watch.leave_all
+watch_steps = _watch.watching
 
 
 def _absent_error(suspect: _Suspect, absent: str) -> SyncError:

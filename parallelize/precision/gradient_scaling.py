@@ -208,7 +208,7 @@ class GradientScaling:
             return (self._skipped_steps.skip(optimizer), *args[1:]), kwargs
         return None
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Undo the changes of `before_step`; called by a step post-hook."""
         self._skipped_steps.finish(optimizer)
         if _reads_found_inf(optimizer):

@@ -219,12 +219,9 @@ def _patches(autocast: HeldAutocast, scaling: GradientScaling | None, storage: H
     with contextlib.ExitStack() as stack:
         stack.callback(autocast.exit)
         stack.enter_context(replace_attribute(torch.Tensor, "backward", tensor_backward))
-        stack.callback(register_optimizer_step_pre_hook(before_step).remove)
+        stack.enter_context(register_optimizer_step_pre_hook(before_step))
         if scaling is not None:
-            after_step = register_optimizer_step_post_hook(
-                lambda optimizer, _args, _kwargs: scaling.after_step(optimizer)
-            )
-            stack.callback(after_step.remove)
+            stack.enter_context(register_optimizer_step_post_hook(scaling.after_step))
             stack.callback(scaling.end_iteration)
             stack.enter_context(_scaling_patches(scaling))
             stack.enter_context(scaling.unscaled_hooks())

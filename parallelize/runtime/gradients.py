@@ -18,7 +18,6 @@ __all__ = [
     "at_end_of_backward",
     "backward_id",
     "change_closure",
-    "find_closure",
     "followed_by",
     "grad_fns_of",
     "gradient_version",
@@ -129,8 +128,8 @@ def change_closure(
     change: Callable[[Closure], Closure], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return (args, kwargs) of an optimizer's `step` with another closure; None if it has no closure."""
-    closure = find_closure(args, kwargs)
-    if closure is None:
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
         return None
     if "closure" in kwargs:
         return args, {**kwargs, "closure": change(closure)}
@@ -147,12 +146,6 @@ def followed_by(action: Callable[[], None], closure: Closure) -> Closure:
         return loss
 
     return extended
-
-
-def find_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """Return the closure in the arguments of an optimizer's `step`, or None."""
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return closure if callable(closure) else None
 
 
 def reaches_any(tensors: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,7 @@ from parallelize.hang_detection.judge import existing_keys
 from parallelize.runtime import context
 from parallelize.runtime.process_group import default_store
 
-__all__ = ["Meeting", "differences", "differs_by_rounding", "fingerprint", "require_equal", "unequal_error"]
+__all__ = ["Meeting", "differences", "differs_by_rounding", "fingerprint", "unequal_error"]
 
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # of the splitmix64 generator, as int64
@@ -92,21 +92,6 @@ def differs_by_rounding(tensor: torch.Tensor | None) -> bool:
     dist.all_reduce(extrema, dist.ReduceOp.MAX)
     tolerance = max(_ROUNDING, 8 * torch.finfo(tensor.dtype).eps)
     return bool(extrema.sum(0).max() <= tolerance * extrema.abs().max())
-
-
-def require_equal(tensors: Mapping[str, torch.Tensor], *, model_name: str, when: str) -> None:
-    """Check that tensors are bitwise equal on all ranks; a collective.
-
-    Args:
-        tensors: name -> tensor, in the same order on every rank.
-        model_name: name of the model, for the error.
-        when: time of the comparison, for the error.
-
-    Raises:
-        SyncError: a tensor differs; raised on every rank.
-    """
-    for index, rank in differences(list(tensors.values())):
-        raise unequal_error(f"{list(tensors)[index]} of {model_name}", rank, when=when)
 
 
 def unequal_error(name: str, rank: int, *, when: str) -> SyncError:
