@@ -20,8 +20,8 @@ from parallelize.data.source import Source, length_of
 from parallelize.errors import ConfigError
 from parallelize.precision.autocast_filter import set_loss_over
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.rank_consistency import ConsistencyCheck, register_check
-from parallelize.runtime.startup_summary import register_loader
+from parallelize.runtime.rank_consistency import ConsistencyCheck
+from parallelize.runtime.startup_summary import ActiveLoader
 from parallelize.runtime.step_timing import timed_steps
 from parallelize.runtime.weighted_backward import weigh_batches
 
@@ -224,7 +224,7 @@ class ShardedLoader(Generic[T]):
                     progress.facts = progress.shard.facts()
                     self._warn_of_another_order(progress)
                     progress.check = self._register_check(progress)
-                    progress.summary = register_loader(self._source.batch_summary())
+                    progress.summary = ActiveLoader(self._source.batch_summary())
                 if is_weighted:
                     is_alone = self._run.world.world_size == 1  # also if it reads the batches of several ranks
                     progress.weight.start_batch(1.0 if is_alone else progress.shard.weight(progress.steps))
@@ -277,7 +277,7 @@ class ShardedLoader(Generic[T]):
         position, steps = progress.position, progress.shard.steps()
         length = "" if steps is None else f", {steps} batches"
         start = f" from {position.start}" if position.start else ""
-        return register_check(
+        return ConsistencyCheck(
             self._name,
             f"iterates epoch {position.epoch}{start}{length}, order {progress.shard.fingerprint() or 'unknown'}",
             fix="use the same data, seeds and set_epoch() calls on all processes, and train with a tail other than "

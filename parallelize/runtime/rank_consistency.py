@@ -15,12 +15,12 @@ import torch.distributed as dist
 from parallelize.errors import SyncError
 from parallelize.runtime.process_group import default_store
 
-__all__ = ["ConsistencyCheck", "SyncPoints", "register_check", "run_checks"]
+__all__ = ["ConsistencyCheck", "SyncPoints", "run_checks"]
 
 
 @dataclass(frozen=True, eq=False)
 class ConsistencyCheck:
-    """A text that must be equal on all ranks; it is checked only while a reference to this object exists.
+    """A text that must be equal on all ranks: it is checked at the next sync point, if this object still exists then.
 
     Args:
         topic: a key that is the same on all ranks; texts with the same topic are compared.
@@ -32,15 +32,11 @@ class ConsistencyCheck:
     text: str
     fix: str
 
+    def __post_init__(self) -> None:
+        _pending.add(self)
+
 
 _pending: weakref.WeakSet[ConsistencyCheck] = weakref.WeakSet()
-
-
-def register_check(topic: str, text: str, *, fix: str) -> ConsistencyCheck:
-    """Register a check for the next sync point; it is dropped when the returned object is deleted."""
-    check = ConsistencyCheck(topic, text, fix)
-    _pending.add(check)
-    return check
 
 
 def run_checks(sync_point: str) -> None:
@@ -56,10 +52,9 @@ def run_checks(sync_point: str) -> None:
         return
     checks = list(_pending)
     _pending.clear()
-    store = default_store() if dist.is_initialized() else None
-    if store is None:
+    if not dist.is_initialized():
         return
-    rank = dist.get_rank()
+    store, rank = default_store(), dist.get_rank()
     for check in checks:
         this_rank = f"rank {rank} {check.text}"
         first_rank = store.compare_set(f"parallelize/{sync_point}/{check.topic}", "", this_rank).decode()

@@ -27,7 +27,7 @@ from parallelize.plugins.base import Engine
 from parallelize.runtime.context import Runtime, active
 from parallelize.runtime.live_optimizers import live_optimizers
 
-__all__ = ["ActiveLoader", "StartupSummary", "announced", "register_loader", "size_text"]
+__all__ = ["ActiveLoader", "StartupSummary", "announced", "size_text"]
 
 _log = logging.getLogger("parallelize")
 _IS_LOGGED = "startup summary logged"  # in Runtime.flags
@@ -53,7 +53,7 @@ def announced(text: str) -> Iterator[None]:
 
 
 class ActiveLoader:
-    """A loader that is being iterated; the summary includes it while a reference to this object exists.
+    """A loader that is being iterated; the summary includes it while this object exists.
 
     Args:
         batch_sizes: local and global batch size, such as "32 x 4 processes = 128 global".
@@ -61,16 +61,10 @@ class ActiveLoader:
 
     def __init__(self, batch_sizes: str) -> None:
         self.batch_sizes = batch_sizes
+        _active_loaders.add(self)
 
 
 _active_loaders: weakref.WeakSet[ActiveLoader] = weakref.WeakSet()
-
-
-def register_loader(batch_sizes: str) -> ActiveLoader:
-    """Register a loader for the summary; it is dropped when the returned object is deleted."""
-    loader = ActiveLoader(batch_sizes)
-    _active_loaders.add(loader)
-    return loader
 
 
 class StartupSummary:

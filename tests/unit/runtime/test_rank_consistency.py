@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from parallelize import SyncError
-from parallelize.runtime.rank_consistency import SyncPoints, register_check, run_checks
+from parallelize.runtime.rank_consistency import ConsistencyCheck, SyncPoints, run_checks
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +21,11 @@ def group():
 
 def test_later_texts_are_compared_with_the_first():
     """Equal texts pass; a different one is an error that quotes both, with the fix."""
-    first = register_check("loader", "reads epoch 1", fix="call set_epoch() alike")
+    first = ConsistencyCheck("loader", "reads epoch 1", fix="call set_epoch() alike")
     run_checks("step 1")
-    again = register_check("loader", "reads epoch 1", fix="")
+    again = ConsistencyCheck("loader", "reads epoch 1", fix="")
     run_checks("step 1")
-    other = register_check("loader", "reads epoch 2", fix="call set_epoch() alike")
+    other = ConsistencyCheck("loader", "reads epoch 2", fix="call set_epoch() alike")
     with pytest.raises(SyncError, match="rank 0 reads epoch 2, where rank 0 reads epoch 1") as caught:
         run_checks("step 1")
     assert caught.value.faults[0].fix == "call set_epoch() alike"
@@ -34,13 +34,13 @@ def test_later_texts_are_compared_with_the_first():
 
 def test_only_the_same_topic_and_sync_point_are_compared():
     """Each check runs once, and a check that was deleted does not run."""
-    kept = [register_check("a", "reads 1", fix=""), register_check("b", "reads 2", fix="")]
+    kept = [ConsistencyCheck("a", "reads 1", fix=""), ConsistencyCheck("b", "reads 2", fix="")]
     run_checks("step 1")
-    kept.append(register_check("a", "reads 3", fix=""))
+    kept.append(ConsistencyCheck("a", "reads 3", fix=""))
     run_checks("step 2")
     run_checks("step 1")
     kept.clear()
-    register_check("a", "reads 4", fix="")
+    ConsistencyCheck("a", "reads 4", fix="")
     gc.collect()
     run_checks("step 1")
 
@@ -49,7 +49,7 @@ def test_sync_points_are_distinct():
     """Texts are not compared between two series of sync points, nor between two points of one."""
     first, second = SyncPoints(), SyncPoints()
     for number, sync_points in enumerate([first, second, first]):
-        kept = register_check("loader", f"reads {number}", fix="")
+        kept = ConsistencyCheck("loader", f"reads {number}", fix="")
         sync_points.reach()
     assert kept.text == "reads 2"
 
@@ -57,7 +57,7 @@ def test_sync_points_are_distinct():
 def test_without_a_group_nothing_is_compared():
     """A single process has no other rank to differ from."""
     dist.destroy_process_group()
-    kept = register_check("loader", "reads 1", fix="")
+    kept = ConsistencyCheck("loader", "reads 1", fix="")
     run_checks("step 1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert kept.text

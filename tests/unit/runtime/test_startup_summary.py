@@ -15,7 +15,7 @@ from parallelize.config.layout import compute_layout
 from parallelize.plugins.base import LocalEngine
 from parallelize.plugins.traffic import Traffic
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.startup_summary import StartupSummary, register_loader, size_text
+from parallelize.runtime.startup_summary import ActiveLoader, StartupSummary, size_text
 
 
 def line(*models: nn.Module) -> str:
@@ -107,9 +107,9 @@ def test_traffic_is_added_up_by_operation() -> None:
 
 def test_only_active_loaders_are_listed() -> None:
     """Batch sizes are in the line while a reference to their loader is kept, equal ones once."""
-    kept = [register_loader(sizes) for sizes in ("8 x 2 processes = 16 global", "8 x 2 processes = 16 global", "")]
+    kept = [ActiveLoader(sizes) for sizes in ("8 x 2 processes = 16 global", "8 x 2 processes = 16 global", "")]
     assert "; batches: 8 x 2 processes = 16 global; fp32" in line(nn.Linear(1, 1))
-    kept.append(register_loader("4 x 2 processes = 8 global"))
+    kept.append(ActiveLoader("4 x 2 processes = 8 global"))
     assert "; batches: 4 x 2 processes = 8 global and 8 x 2 processes = 16 global; " in line(nn.Linear(1, 1))
     kept.clear()
     gc.collect()
