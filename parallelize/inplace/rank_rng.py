@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +13,9 @@ import torch.distributed as dist
 
 from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.rng_state import default_generator
+from parallelize.runtime.rng_state import global_generators
 
 __all__ = ["random_numbers_per_rank"]
-
-
-@dataclass(frozen=True)
-class _Generator:
-    """A global generator, with a hash of its state when this object was created."""
-
-    state_hash: str
-    seed: Callable[[int], Any]
-    state: Callable[[], Any]
-    restore: Callable[[Any], Any]
 
 
 @contextlib.contextmanager
@@ -49,26 +36,32 @@ def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
         yield
         return
     if run.config.seed is not None:
-        _seed(seed=run.config.seed, rank=world.rank)
+        # The number drawn makes a second block of the run draw other numbers.
+        drawn = int(torch.randint(2**62, ()).item())
+        seed = int(_hash(f"{run.config.seed}/{world.rank}/{drawn}"), 16)
+        torch.manual_seed(seed)  # every accelerator's generator, too
+        for each in global_generators(None).values():
+            each.seed(seed)
         yield
         return
-    generators = _global_generators(run.devices)
+    generators = global_generators(run.devices)
+    own = {name: _hash(each.get()) for name, each in generators.items()}
     hashes: list[Any] = [None] * world.world_size  # of the states of each rank's generators, by name
-    dist.all_gather_object(hashes, {name: each.state_hash for name, each in generators.items()})
+    dist.all_gather_object(hashes, own)
     if not split:
         _warn_of_equal(hashes)
         yield
         return
     for name, each in generators.items():
-        if any(lower.get(name) == each.state_hash for lower in hashes[: world.rank]):
-            each.seed(int(_hash(f"{each.state_hash}/{world.rank}"), 16))
+        if any(lower.get(name) == own[name] for lower in hashes[: world.rank]):
+            each.seed(int(_hash(f"{own[name]}/{world.rank}"), 16))
     yield
     if any(set(hashes[0].items()) & set(other.items()) for other in hashes[1:]):
-        states: list[Any] = [{name: each.state() for name, each in generators.items()} if world.is_main else None]
+        states: list[Any] = [{name: each.get() for name, each in generators.items()} if world.is_main else None]
         dist.broadcast_object_list(states, src=0)
         for name, each in generators.items():
-            if hashes[0].get(name) == each.state_hash:
-                each.restore(states[0][name])
+            if hashes[0].get(name) == own[name]:
+                each.set(states[0][name])
 
 
 def _warn_of_equal(hashes: Sequence[Mapping[str, str]]) -> None:
@@ -82,34 +75,7 @@ def _warn_of_equal(hashes: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def _seed(*, seed: int, rank: int) -> None:
-    # The number drawn makes a second block of the run draw other numbers.
-    drawn = int(torch.randint(2**62, ()).item())
-    state = int(_hash(f"{seed}/{rank}/{drawn}"), 16)
-    torch.manual_seed(state)
-    random.seed(state)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(state % 2**32)
-
-
-def _global_generators(devices: Sequence[torch.device]) -> dict[str, _Generator]:
-    found = {}
-    accelerators = [each for each in devices if each.type != "cpu"]
-    for number, device in enumerate([torch.device("cpu"), *accelerators]):
-        generator = default_generator(device)
-        name = "torch" if number == 0 else f"torch.{device.type}" if number == 1 else f"torch.{device.type} {number}"
-        text = _hash(generator.get_state().tolist())
-        found[name] = _Generator(text, generator.manual_seed, generator.get_state, generator.set_state)
-    found["random"] = _Generator(_hash(random.getstate()), random.seed, random.getstate, random.setstate)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        state = numpy.random.get_state(legacy=False)
-        get, restore = numpy.random.get_state, numpy.random.set_state
-        found["numpy.random"] = _Generator(_hash(state), lambda seed: numpy.random.seed(seed % 2**32), get, restore)
-    return found
-
-
 def _hash(value: object) -> str:
     """Return a hash of the value's text, as 16 hexadecimal digits."""
-    return hashlib.blake2b(str(value).encode(), digest_size=8).hexdigest()
+    text = str(value.tolist() if isinstance(value, torch.Tensor) else value)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

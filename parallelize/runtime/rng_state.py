@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["RNGState", "default_generator"]
+__all__ = ["GlobalGenerator", "RNGState", "default_generator", "global_generators"]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -21,32 +22,60 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-class RNGState:
-    """States of global generators when the object was created.
+class GlobalGenerator(NamedTuple):
+    """Functions of a global generator: they return its state, set it to a state, and seed it."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    seed: Callable[[int], Any]
+
+
+def global_generators(
+    devices: Collection[torch.device] | None, *, has_python: bool = True
+) -> dict[str, GlobalGenerator]:
+    """Return global generators by name, such as "torch", "torch.cuda" and "random".
 
     Args:
         devices: devices of torch's generators, besides the CPU; None: none of torch's.
         has_python: whether to include `random` and, if it is imported, NumPy.
     """
+    found = {}
+    used = () if devices is None else dict.fromkeys([torch.device("cpu"), *devices])
+    for number, device in enumerate(used):
+        each = default_generator(device)
+        name = f"torch.{device.type}{f' {number}' if number > 1 else ''}" if number else "torch"
+        found[name] = GlobalGenerator(each.get_state, each.set_state, each.manual_seed)
+    numpy: Any = sys.modules.get("numpy")
+    if has_python:
+        found["random"] = GlobalGenerator(random.getstate, random.setstate, random.seed)
+    if has_python and numpy is not None:
+        get = functools.partial(numpy.random.get_state, legacy=False)
+        found["numpy.random"] = GlobalGenerator(
+            get, numpy.random.set_state, lambda seed: numpy.random.seed(seed % 2**32)
+        )
+    return found
+
+
+class RNGState:
+    """States of global generators when the object was created.
+
+    Args:
+        devices: as for `global_generators`.
+        has_python: as for `global_generators`.
+    """
 
     def __init__(self, devices: Collection[torch.device] | None, *, has_python: bool = False) -> None:
-        used = () if devices is None else dict.fromkeys([torch.device("cpu"), *devices])
-        found: list[Any] = [(each.get_state, each.set_state) for each in map(default_generator, used)]
-        numpy: Any = sys.modules.get("numpy")
-        if has_python:
-            found.append((random.getstate, random.setstate))
-        if has_python and numpy is not None:
-            found.append((numpy.random.get_state, numpy.random.set_state))
-        self._states = [(get, set_, get()) for get, set_ in found]
+        generators = global_generators(devices, has_python=has_python).values()
+        self._states = [(each, each.get()) for each in generators]
 
     def has_changed(self) -> bool:
         """Return whether random numbers were drawn since then."""
-        return any(not _is_same(get(), state) for get, _, state in self._states)
+        return any(not _is_same(each.get(), state) for each, state in self._states)
 
     def restore(self) -> None:
         """Restore the states."""
-        for _, set_, state in self._states:
-            set_(state)
+        for each, state in self._states:
+            each.set(state)
 
 
 def _is_same(one: Any, other: Any) -> bool:
