@@ -212,7 +212,7 @@ def _master_clipping(original: Callable[..., Any], snapshot: ApexSnapshot) -> Ca
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         tensors: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return original([snapshot.master_of(each) for each in tensors], *args, **kwargs)
+        return original(snapshot.masters_of(tensors), *args, **kwargs)
 
     return clip
 

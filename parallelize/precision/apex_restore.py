@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,35 +35,24 @@ class ApexSnapshot:
         self._dtypes = [{name: each.dtype for name, each in floating_point_tensors(model)} for model in models]
         self._attributes = [dict(each.__dict__) for each in optimizers]
         self._forwards = [model.__dict__.get("forward", _ABSENT) for model in models]
-        self._positions = {
-            id(each): (optimizer_index, group_index, index)
-            for optimizer_index, optimizer in enumerate(optimizers)
-            for group_index, options in enumerate(optimizer.param_groups)
-            for index, each in enumerate(options["params"])
-        }
         self._originals = [[list(group["params"]) for group in each.param_groups] for each in optimizers]
         self._hooks = [
             (part._state_dict_hooks, set(part._state_dict_hooks)) for one in models for part in one.modules()
         ]
 
-    def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the master of a model parameter, or the parameter itself if no optimizer holds it."""
-        position = self._positions.get(id(parameter))
-        if position is None:
-            return parameter
-        optimizer_index, group_index, index = position
-        master: torch.Tensor = self._optimizers[optimizer_index].param_groups[group_index]["params"][index]
-        return master
+    def masters_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the masters of model parameters, and those parameters themselves that no optimizer holds."""
+        masters = {id(parameter): master for master, parameter in self._pairs()}
+        return [masters.get(id(each), each) for each in parameters]
 
     def masters(self) -> dict[int, torch.Tensor]:
         """Return id of each master parameter -> the model parameter in whose place it is."""
-        return {
-            id(master): parameter
-            for optimizer, groups in zip(self._optimizers, self._originals, strict=True)
-            for group, parameters in zip(optimizer.param_groups, groups, strict=False)
-            for master, parameter in zip(group["params"], parameters, strict=False)
-            if master is not parameter
-        }
+        return {id(master): parameter for master, parameter in self._pairs() if master is not parameter}
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for optimizer, groups in zip(self._optimizers, self._originals, strict=True):
+            for group, parameters in zip(optimizer.param_groups, groups, strict=False):
+                yield from zip(group["params"], parameters, strict=False)
 
     @torch.no_grad()
     def restore(self) -> None:

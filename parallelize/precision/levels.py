@@ -14,7 +14,7 @@ from parallelize.plugins.base import LEVELS, Amp, Level, Precision
 __all__ = ["TABLE", "LevelRow", "describe", "markdown", "resolve", "row_of"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LevelRow:
     """Row of the table: one level; "half" means bf16 or fp16.
 
@@ -29,11 +29,11 @@ class LevelRow:
     """
 
     level: Level
-    autocast: bool
-    half_weights: bool
-    half_batch_norm: bool
-    master_weights: bool
-    scales_loss: bool
+    autocast: bool = False
+    half_weights: bool = False
+    half_batch_norm: bool = False
+    master_weights: bool = True
+    scales_loss: bool = False
 
     def cells(self, dtype: str = "half") -> dict[str, str]:
         """Return the row's texts: column name -> text."""
@@ -54,18 +54,13 @@ class LevelRow:
 # the model to half. Inputs are not cast here, so that integers stored as floats keep their values; autocast casts them
 # in the operations that run in half, and runs softmax, losses and layer norm in fp32.
 TABLE: dict[Level, LevelRow] = {
-    "O0": LevelRow(
-        level="O0", autocast=False, half_weights=False, half_batch_norm=False, master_weights=True, scales_loss=False
-    ),
-    "O1": LevelRow(
-        level="O1", autocast=True, half_weights=False, half_batch_norm=False, master_weights=True, scales_loss=True
-    ),
-    "O2": LevelRow(
-        level="O2", autocast=True, half_weights=True, half_batch_norm=False, master_weights=True, scales_loss=True
-    ),
-    "O3": LevelRow(
-        level="O3", autocast=True, half_weights=True, half_batch_norm=True, master_weights=False, scales_loss=False
-    ),
+    each.level: each
+    for each in (
+        LevelRow("O0"),
+        LevelRow("O1", autocast=True, scales_loss=True),
+        LevelRow("O2", autocast=True, scales_loss=True, half_weights=True),
+        LevelRow("O3", autocast=True, half_weights=True, half_batch_norm=True, master_weights=False),
+    )
 }
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -58,11 +59,11 @@ class UnscaledHooks:
         """Replace the wrapped hooks of parameters with the original hooks."""
         for hooks in _backward_hooks_of(parameters):
             wrapped = {key: hook for key, hook in hooks.items() if isinstance(hook, _UnscaledHook)}
-            originals = {key: hook.hook for key, hook in wrapped.items() if hook.owner is self}
-            hooks.update(originals)
+            hooks.update({key: hook.args[0] for key, hook in wrapped.items() if hook.func == self.call_unscaled})
 
     def _wrapped(self, hook: Hook) -> Hook:
-        return hook if isinstance(hook, _UnscaledHook) or _is_torch_hook(hook) else _UnscaledHook(hook, owner=self)
+        is_kept = isinstance(hook, _UnscaledHook) or _is_torch_hook(hook)
+        return hook if is_kept else _UnscaledHook(self.call_unscaled, hook)
 
     def call_unscaled(self, hook: Hook, gradient: torch.Tensor) -> torch.Tensor | None:
         """Call a hook with the unscaled gradient, and scale the gradient that it returns."""
@@ -74,15 +75,8 @@ class UnscaledHooks:
         return None if result is None else (result * scale).to(gradient.dtype)
 
 
-class _UnscaledHook:
+class _UnscaledHook(functools.partial[torch.Tensor | None]):
     """A hook of the user, called through `UnscaledHooks.call_unscaled`."""
-
-    def __init__(self, hook: Hook, *, owner: UnscaledHooks) -> None:
-        self.hook = hook
-        self.owner = owner
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return self.owner.call_unscaled(self.hook, gradient)
 
 
 @self_test("loss scaling (fp16)", instead="use amp='bf16', which needs none")
