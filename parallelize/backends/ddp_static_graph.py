@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel, distributed
 
-from parallelize.runtime.gradients import at_end_of_backward, backward_id, grad_fns_of
+from parallelize.runtime.autograd_graph import grad_fns_of
+from parallelize.runtime.gradients import at_end_of_backward, backward_id
 from parallelize.torch_private import self_test
 
 __all__ = ["FirstIteration"]

@@ -19,8 +19,8 @@ from parallelize.inplace.gradient_origins import GradientTracker
 from parallelize.inplace.model_consistency import verify_every
 from parallelize.inplace.same_data import SameDataCheck
 from parallelize.inplace.step_watch import claim_gradients, leave_gradients, watch_steps
+from parallelize.runtime.autograd_graph import reaches_any
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.gradients import reaches_any
 from parallelize.runtime.rank_consistency import SyncPoints
 from parallelize.runtime.startup_summary import StartupSummary
 from parallelize.runtime.weighted_backward import bypasses_weights

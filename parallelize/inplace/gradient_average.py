@@ -30,11 +30,12 @@ from parallelize.errors import ConfigError, SyncError, did_you_mean
 from parallelize.inplace.gradient_origins import GradientTracker
 from parallelize.inplace.uneven_counts import CountRange, UnevenCounts
 from parallelize.precision.loss_scale import scale_
+from parallelize.runtime.autograd_graph import mark_outputs
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.loss_counts import (
+    MODELS_KEY,
     LossCount,
     loss_counts,
-    mark_outputs,
     models_reached,
     require_readable_losses,
 )
@@ -112,7 +113,7 @@ class Window:
     def mark(self, output: Any, inputs: Any) -> list[Any]:
         """Store this window in the graph of a forward's output; return the nodes of the output."""
         self.has_forward = True
-        return mark_outputs(output, inputs=inputs, model=self)
+        return mark_outputs(output, inputs=inputs, key=MODELS_KEY, owner=self)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Count the backward passes in the context locally."""

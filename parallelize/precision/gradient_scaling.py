@@ -16,14 +16,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from parallelize.precision import refusals
 from parallelize.precision.found_inf import FoundInf, SkippedSteps
 from parallelize.precision.loss_scale import LossScale, non_finite_flag, scale_, unscale_
-from parallelize.precision.reachable_leaves import ReachableLeaves, find_reachable_leaves, mark_outputs
+from parallelize.precision.reachable_leaves import ReachableLeaves, find_reachable_leaves, mark_forward
 from parallelize.precision.unscaled_hooks import UnscaledHooks
+from parallelize.runtime.autograd_graph import Root
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.gradients import is_capturing, is_in_backward, parameters_of
 
 __all__ = ["GradientScaling", "Roots"]
 
-Roots = Sequence[torch.Tensor | GradientEdge]
+Roots = Sequence[Root]
 Gradients = Sequence[torch.Tensor | None]
 
 
@@ -95,9 +96,9 @@ class GradientScaling:
         """Register a non-leaf tensor whose `.grad` backward will set, so that its gradient is unscaled too."""
         self._non_leaves[tensor] = None
 
-    def mark_forward(self, outputs: Any, *, args: Any, kwargs: Any) -> None:
+    def mark_forward(self, outputs: Any, inputs: Any) -> None:
         """Store the inputs of a routed forward in the graph of its outputs."""
-        mark_outputs(outputs, args=args, kwargs=kwargs, owner=self, on_backward=self._check_backward)
+        mark_forward(outputs, inputs=inputs, owner=self, on_backward=self._check_backward)
 
     def _check_backward(self, _gradients: Any) -> None:
         """Note a backward pass that has not gone through this package's patches."""
@@ -273,7 +274,7 @@ def _unscaled(scale: LossScale, gradient: torch.Tensor | None) -> torch.Tensor |
         return gradient * scale.on(gradient.device)[1]
 
 
-def _implicit_gradient(root: torch.Tensor | GradientEdge) -> torch.Tensor | None:
+def _implicit_gradient(root: Root) -> torch.Tensor | None:
     """Return the gradient 1 from which torch starts by default; None for a root for which torch raises an error."""
     if isinstance(root, GradientEdge):
         meta = root.node._input_metadata[root.output_nr]

@@ -118,7 +118,7 @@ class NativeSession(Session):
             outputs = self._run_and_hold_autocast(call, args, kwargs)
         if self._scaling is not None and torch.is_grad_enabled():
             with torch_compile.compilation_disabled():
-                self._scaling.mark_forward(outputs, args=args, kwargs=kwargs)
+                self._scaling.mark_forward(outputs, (args, kwargs))
         return outputs
 
     def _run_and_hold_autocast(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,14 +6,13 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from parallelize.runtime.autograd_graph import Root, mark_outputs, node_of, nodes_behind
 from parallelize.runtime.containers import leaves
-from parallelize.runtime.gradients import grad_fns_of
 
-__all__ = ["ReachableLeaves", "find_reachable_leaves", "mark_outputs"]
+__all__ = ["ReachableLeaves", "find_reachable_leaves", "mark_forward"]
 
-_METADATA_KEY = "parallelize: inputs"
+_KEY = "parallelize: inputs"
 _TYPES_WITHOUT_TENSORS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
 
@@ -24,37 +23,23 @@ class ReachableLeaves(NamedTuple):
     others: tuple[torch.Tensor, ...]
 
 
-def mark_outputs(outputs: Any, *, args: Any, kwargs: Any, owner: object, on_backward: Callable[[Any], None]) -> None:
-    """Store the inputs of a routed forward in the graph nodes of its outputs, so that searches skip the model's graph.
-
-        leaf x ── ops ──┐                      ┌── ops ── loss
-                        args ─[ the model ]─ outputs
-                          └───── mark ─────────┘
-
-    A mark in the metadata of a node lives as long as the graph, and references only nodes of the graph.
+def mark_forward(outputs: Any, *, inputs: Any, owner: object, on_backward: Callable[[Any], None]) -> None:
+    """Mark the outputs of a routed forward, so that searches skip the model's graph.
 
     Args:
         outputs: the value that the forward returned.
-        args: positional arguments of the forward.
-        kwargs: keyword arguments of the forward.
-        owner: key of the mark: only searches with the same owner use the mark.
+        inputs: the arguments of the forward.
+        owner: only searches with the same owner use the mark.
         on_backward: called by a backward pass that reaches an output, with the gradients there.
     """
-    values = [*leaves(args), *leaves(kwargs)]
-    if any(not isinstance(value, (torch.Tensor, *_TYPES_WITHOUT_TENSORS)) for value in values):
-        # Any other object may hold a tensor with a graph that the mark would hide.
-        return
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    inputs = {get_gradient_edge(value).node for value in tensors if value.requires_grad}
-    for node in grad_fns_of(outputs):
-        if node not in inputs:
-            node.metadata[_METADATA_KEY] = (owner, inputs)
+    if not all(isinstance(value, (torch.Tensor, *_TYPES_WITHOUT_TENSORS)) for value in leaves(inputs)):
+        return  # any other object may hold a tensor with a graph that the mark would hide
+    for node in mark_outputs(outputs, inputs=inputs, key=_KEY, owner=owner):
+        if owner in node.metadata.get(_KEY, ()):
             node.register_prehook(on_backward)
 
 
-def find_reachable_leaves(
-    roots: Iterable[torch.Tensor | GradientEdge], *, known: Container[int], owner: object
-) -> ReachableLeaves:
+def find_reachable_leaves(roots: Iterable[Root], *, known: Container[int], owner: object) -> ReachableLeaves:
     """Return the leaves in the graph of `roots`, except leaves behind a mark.
 
     Args:
@@ -62,30 +47,11 @@ def find_reachable_leaves(
         known: ids of the parameters of the block's models.
         owner: only marks with this owner are used; None: no marks.
     """
-    pending: list[Any] = [_node_of(root) for root in roots]
-    seen: set[Any] = set()
-    others = []
-    has_known = False
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        marked = node.metadata.get(_METADATA_KEY)
-        if marked is not None and marked[0] is owner:
+    has_known, others = False, []
+    for node in nodes_behind(map(node_of, roots), key=_KEY, owner=owner):
+        leaf = None if node.next_functions else getattr(node, "variable", None)
+        if id(leaf) in known or owner in node.metadata.get(_KEY, ()):
             has_known = True
-            pending.extend(marked[1])
-        elif node.next_functions:
-            pending.extend(next_node for next_node, _ in node.next_functions)
-        elif isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
-            if id(leaf) in known:
-                has_known = True
-            else:
-                others.append(leaf)
+        elif isinstance(leaf, torch.Tensor):
+            others.append(leaf)
     return ReachableLeaves(has_known, tuple(others))
-
-
-def _node_of(root: torch.Tensor | GradientEdge) -> Any:
-    if isinstance(root, GradientEdge):
-        return root.node
-    return get_gradient_edge(root).node if root.requires_grad else None

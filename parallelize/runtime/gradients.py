@@ -1,16 +1,14 @@
-"""Helpers for gradients and backward passes: parameters of optimizers, gradient versions, callbacks, grad_fns."""
+"""Helpers for gradients and backward passes: parameters of optimizers, gradient versions, callbacks."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from parallelize.runtime.containers import leaves
 from parallelize.torch_private import self_test
 
 __all__ = [
@@ -19,13 +17,11 @@ __all__ = [
     "backward_id",
     "change_closure",
     "followed_by",
-    "grad_fns_of",
     "gradient_version",
     "has_sparse_gradient",
     "is_capturing",
     "is_in_backward",
     "parameters_of",
-    "reaches_any",
     "require_patchable_backward",
     "unpatched_backward",
 ]
@@ -114,16 +110,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def grad_fns_of(output: Any) -> list[Any]:
-    """Return the distinct grad_fns of a model's output, where backward starts; torch's pytrees are searched, too."""
-    nodes: dict[Any, None] = {}
-    for leaf in leaves(output):
-        for each in (leaf,) if isinstance(leaf, torch.Tensor) else tree_leaves(leaf):
-            if isinstance(each, torch.Tensor) and each.grad_fn is not None:
-                nodes[each.grad_fn] = None
-    return list(nodes)
-
-
 def change_closure(
     change: Callable[[Closure], Closure], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -146,19 +132,3 @@ def followed_by(action: Callable[[], None], closure: Closure) -> Closure:
         return loss
 
     return extended
-
-
-def reaches_any(tensors: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether a backward pass from one of the tensors reaches one of the parameters."""
-    ids = {id(each) for each in parameters}
-    pending: list[Any] = [each if each.grad_fn is None else each.grad_fn for each in tensors]
-    visited = set()
-    while pending:
-        node = pending.pop()
-        if id(getattr(node, "variable", node)) in ids:  # AccumulateGrad.variable
-            return True
-        for following, _ in getattr(node, "next_functions", ()):
-            if following is not None and following not in visited:
-                visited.add(following)
-                pending.append(following)
-    return False

@@ -18,21 +18,21 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
+from parallelize.runtime.autograd_graph import Root, node_of, nodes_behind
 from parallelize.runtime.containers import leaves
-from parallelize.runtime.gradients import grad_fns_of
 from parallelize.torch_private import self_test
 
 __all__ = [
+    "MODELS_KEY",
     "LossCount",
     "attach_count",
     "join_weights",
     "loss_counts",
-    "mark_outputs",
     "models_reached",
     "require_readable_losses",
 ]
 
-_MODELS_KEY = "parallelize: models"
+MODELS_KEY = "parallelize: models"  # key of `mark_outputs`
 _COUNTS_KEY = "parallelize: counts"
 _MAX_NODES = 1000
 
@@ -71,16 +71,16 @@ class _Term:
     outer: float | torch.Tensor | None = None  # product of the constants that divide a sum of several such values
 
 
-def loss_counts(roots: Iterable[torch.Tensor | GradientEdge], *, is_in_model: bool = False) -> list[LossCount]:
+def loss_counts(roots: Iterable[Root], *, is_in_model: bool = False) -> list[LossCount]:
     """Return the reductions of which the roots are linear combinations, without terms that depend on no model's output.
 
     Args:
         roots: the scalar losses from which a backward starts.
         is_in_model: whether the roots were computed in the forward of a model.
     """
-    edges = [_edge(root) for root in roots if isinstance(root, GradientEdge) or root.requires_grad]
+    nodes = [(node_of(root), root.output_nr) for root in roots]
     with torch.no_grad():
-        found = list(_reductions([_Term(edge.node, edge.output_nr, None, is_in_model) for edge in edges]))
+        found = list(_reductions([_Term(*each, None, is_in_model) for each in nodes if each[0] is not None]))
     if len(found) > 1:  # e.g. a penalty on weights: data has no part in it
         found = [(term, count) for term, count in found if _is_from_data(term)]
     return [count for _, count in found]
@@ -161,7 +161,7 @@ def _reductions(terms: list[_Term]) -> Iterator[tuple[_Term, LossCount]]:
         if len(seen) > _MAX_NODES:
             yield term, LossCount("more operations than are searched", "unknown")
             return
-        if not term.is_in_model and _MODELS_KEY in node.metadata:
+        if not term.is_in_model and MODELS_KEY in node.metadata:
             term = replace(term, is_in_model=True)
         given = node.metadata.get(_COUNTS_KEY, {}).get(term.output)
         inner = None if given is not None else _operands(term)
@@ -259,60 +259,25 @@ def _number(value: Any) -> float | torch.Tensor:
 
 
 def _is_from_data(term: _Term) -> bool:
-    return term.is_in_model or bool(_models_behind([term.node], among=None))
+    return term.is_in_model or any(MODELS_KEY in node.metadata for node in nodes_behind([term.node]))
 
 
-def mark_outputs(outputs: Any, *, inputs: Any, model: object) -> list[Any]:
-    """Store a model in the graph nodes of its forward's outputs, so that searches find it and skip the forward's graph.
-
-    Args:
-        outputs: the value that the forward returned.
-        inputs: the values that it received.
-        model: what `models_reached` returns for the model.
-
-    Returns:
-        The nodes of all outputs.
-    """
-    before, nodes = set(), grad_fns_of(outputs)
-    for each in leaves(inputs):
-        if isinstance(each, torch.Tensor) and each.requires_grad:
-            before.add(get_gradient_edge(each).node)
-    for node in nodes:
-        if node not in before:
-            node.metadata.setdefault(_MODELS_KEY, {})[model] = before
-    return nodes
-
-
-def models_reached(roots: Iterable[torch.Tensor | GradientEdge], *, among: Collection[object]) -> list[Any]:
+def models_reached(roots: Iterable[Root], *, among: Collection[object]) -> list[Any]:
     """Return the models among `among` whose outputs lead to the roots."""
-    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-    return _models_behind(nodes, among=among)
-
-
-def _models_behind(nodes: Iterable[Any], *, among: Collection[object] | None) -> list[Any]:
-    """Return the models that are marked at or behind the nodes; with `among` None, at most one, of any block."""
-    pending, seen = list(nodes), {None}
-    found: dict[Any, None] = {}
-    while pending:
+    pending: list[Any] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    seen, found = {None}, dict[Any, None]()
+    while pending and len(found) < len(among):  # not nodes_behind, whose generator costs more than this search
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
-        marks = node.metadata.get(_MODELS_KEY)
+        marks = node.metadata.get(MODELS_KEY)
         if marks is None:
             for each, _ in node.next_functions:
                 pending.append(each)
             continue
-        if among is None:
-            return list(marks)
         for model, inputs in marks.items():
             if model in among:
                 found[model] = None
             pending += inputs
-        if len(found) == len(among):
-            break
     return list(found)
-
-
-def _edge(root: torch.Tensor | GradientEdge) -> GradientEdge:
-    return root if isinstance(root, GradientEdge) else get_gradient_edge(root)

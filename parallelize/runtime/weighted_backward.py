@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from parallelize.errors import ConfigError, SyncError
+from parallelize.runtime.autograd_graph import Root
 from parallelize.runtime.gradients import is_in_backward, require_patchable_backward
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
     "weigh_losses",
 ]
 
-Roots = tuple[Tensor | GradientEdge, ...]
+Roots = tuple[Root, ...]
 Weight = float | Tensor
 
 
@@ -211,7 +212,7 @@ def _batch_weight() -> float:
     return values.pop() if values else 1.0
 
 
-def _weighted_grad(root: Tensor | GradientEdge, grad: Tensor | None, weight: Weight) -> Tensor | None:
+def _weighted_grad(root: Root, grad: Tensor | None, weight: Weight) -> Tensor | None:
     """Return the weighted gradient from which a backward pass starts at a root tensor."""
     like: Any = root if isinstance(root, Tensor) else root.node._input_metadata[root.output_nr]
     if isinstance(weight, Tensor):

@@ -28,7 +28,8 @@ from parallelize import (
 )
 from parallelize.inplace.gradient_average import _required_count
 from parallelize.precision.native import Policy, mixed_precision
-from parallelize.runtime.loss_counts import mark_outputs
+from parallelize.runtime.autograd_graph import mark_outputs
+from parallelize.runtime.loss_counts import MODELS_KEY
 
 CLASSES, PADDING = 5, -100
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25, 1.5]).double()
@@ -369,7 +370,7 @@ def test_masked_targets_count_nothing_although_the_divisor_is_clamped(targets, c
     """A rank without targets computes 0 / 1, and has no part in the mean."""
     t = torch.tensor(targets)
     y = torch.ones(3, 5, requires_grad=True) * 1
-    mark_outputs(y, inputs=(), model="net")
+    mark_outputs(y, inputs=(), key=MODELS_KEY, owner="net")
     losses = F.cross_entropy(y, t.clamp(min=0), reduction="none") * (t != PADDING)
     loss = losses.sum() / (t != PADDING).sum().clamp(min=1)
     assert _required_count([loss]).count == count

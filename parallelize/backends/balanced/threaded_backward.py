@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from parallelize.backends.balanced.stage_threads import ThreadLocalState
-from parallelize.runtime.gradients import reaches_any
+from parallelize.runtime.autograd_graph import reaches_any
 
 __all__ = ["compute_gradients", "connect", "has_reentrant_checkpoint"]
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.runtime.loss_counts import LossCount, attach_count, loss_counts, mark_outputs, models_reached
+from parallelize.runtime.autograd_graph import mark_outputs
+from parallelize.runtime.loss_counts import MODELS_KEY, LossCount, attach_count, loss_counts, models_reached
 
 T = torch.tensor([0, 1, -100, 2, 3, -100])
 W = torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0])
@@ -49,7 +50,7 @@ LOSSES = {
 def outputs():
     """Return the outputs of a model."""
     x = torch.randn(6, 5, requires_grad=True) * 1
-    mark_outputs({"logits": [x]}, inputs=(), model="net")
+    mark_outputs({"logits": [x]}, inputs=(), key=MODELS_KEY, owner="net")
     return x
 
 
@@ -116,9 +117,9 @@ def test_a_given_count_is_used():
 def test_models_behind_other_models_are_found():
     """A discriminator's loss reaches the generator, through its inputs, unless they are detached."""
     z = torch.randn(3, requires_grad=True) * 1
-    mark_outputs(z, inputs=(), model="generator")
+    mark_outputs(z, inputs=(), key=MODELS_KEY, owner="generator")
     for x, expected in ((z, {"generator", "discriminator"}), (z.detach().requires_grad_(), {"discriminator"})):
         y = x * 2
-        mark_outputs(y, inputs=([x],), model="discriminator")
+        mark_outputs(y, inputs=([x],), key=MODELS_KEY, owner="discriminator")
         assert set(models_reached([y.mean()], among={"generator", "discriminator"})) == expected
     assert models_reached([nn.Linear(2, 2).weight.sum(), torch.zeros(())], among={"generator"}) == []

@@ -1,0 +1,92 @@
+"""Search of autograd graphs, and marks in them: a model in the nodes of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from parallelize.runtime.containers import leaves
+
+__all__ = ["Root", "grad_fns_of", "mark_outputs", "node_of", "nodes_behind", "reaches_any"]
+
+Root = torch.Tensor | GradientEdge
+"""Where a backward pass starts."""
+
+
+def node_of(root: Root) -> Any:
+    """Return the node at which a backward pass from `root` starts, AccumulateGrad for a leaf; None: there is none."""
+    if isinstance(root, GradientEdge):
+        return root.node
+    node = root.grad_fn
+    return get_gradient_edge(root).node if node is None and root.requires_grad else node
+
+
+def grad_fns_of(output: Any) -> list[Any]:
+    """Return the distinct grad_fns of a model's output, where backward starts; torch's pytrees are searched, too."""
+    nodes: dict[Any, None] = {}
+    for leaf in leaves(output):
+        for each in (leaf,) if isinstance(leaf, torch.Tensor) else tree_leaves(leaf):
+            if isinstance(each, torch.Tensor) and each.grad_fn is not None:
+                nodes[each.grad_fn] = None
+    return list(nodes)
+
+
+def nodes_behind(nodes: Iterable[Any], *, key: str = "", owner: object = None) -> Iterator[Any]:
+    """Yield the nodes that a backward pass from `nodes` reaches, each once, with these nodes.
+
+    Args:
+        nodes: nodes of the graph; None is ignored.
+        key: with `owner`, the marks behind which the search goes on at the inputs of a model; "": it uses no marks.
+        owner: as for `mark_outputs`.
+    """
+    pending, seen = list(nodes), {None}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        marks = node.metadata.get(key)
+        if marks is not None and owner in marks:
+            pending += marks[owner]
+        else:
+            for each, _ in node.next_functions:
+                pending.append(each)
+
+
+def reaches_any(tensors: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a backward pass from one of the tensors reaches one of the parameters."""
+    ids = {id(each) for each in parameters}
+    return any(id(getattr(node, "variable", None)) in ids for node in nodes_behind(map(node_of, tensors)))
+
+
+def mark_outputs(outputs: Any, *, inputs: Any, key: str, owner: object) -> list[Any]:
+    """Store the inputs of a model's forward in the graph nodes of its outputs, so that searches skip its own graph.
+
+        leaf x ── ops ──┐                        ┌── ops ── loss
+                        inputs ─[ the model ]─ outputs
+                          └─────── mark ─────────┘
+
+    A mark in the metadata of a node lives as long as the graph, and references only nodes of the graph.
+
+    Args:
+        outputs: the value that the forward returned.
+        inputs: the values that it received.
+        key: key of the metadata; its value is a dictionary: owner -> nodes of the inputs.
+        owner: what the mark stands for, such as the model.
+
+    Returns:
+        The nodes of the outputs; those that are also inputs have no mark.
+    """
+    before, nodes = set(), grad_fns_of(outputs)
+    for each in leaves(inputs):  # a loop: called in every step
+        if isinstance(each, torch.Tensor) and each.requires_grad:
+            before.add(node_of(each))
+    for node in nodes:
+        if node not in before:
+            node.metadata.setdefault(key, {})[owner] = before
+    return nodes
