@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 from parallelize.precision.autocast import HeldAutocast
 from parallelize.precision.gradient_scaling import GradientScaling
 from parallelize.runtime import torch_compile
+from parallelize.runtime.autograd_graph import as_roots
 from parallelize.runtime.gradients import is_in_backward
 
 __all__ = ["PatchedBackward", "PatchedGrad", "active_scaling"]
@@ -90,15 +91,14 @@ class PatchedBackward(_Patch):
         deprecated = options.get("grad_variables")
         name = "grad_variables" if gradients is None and deprecated is not None else "grad_tensors"
         initial = deprecated if name == "grad_variables" else gradients
-        roots, initial_gradients = _as_tuples(tensors, initial)
+        roots = as_roots(tensors)
         for each in _input_tensors(options.get("inputs")):
             if not each.is_leaf:
                 scaling.track_non_leaf(each)
 
-        def run(scaled_gradients: Sequence[torch.Tensor | None]) -> None:
-            self._original(roots, **{"grad_tensors": gradients, **options, name: tuple(scaled_gradients)})
-
-        scaling.backward(roots, initial_gradients, run)
+        scaling.backward(
+            roots, initial, lambda start: self._original(roots, **{"grad_tensors": gradients, **options, name: start})
+        )
 
 
 def _input_tensors(inputs: Any) -> list[torch.Tensor]:
@@ -130,7 +130,7 @@ class PatchedGrad(_Patch):
         """Compute gradients, with the arguments of torch.autograd.grad."""
         if not isinstance(inputs, (torch.Tensor, GradientEdge, Mapping)):
             inputs = tuple(inputs)
-        roots, initial_gradients = _as_tuples(outputs, grad_outputs)
+        roots = as_roots(outputs)
 
         def run(initial: Any, *, is_graph_kept: bool = False) -> Any:
             is_retained = True if is_graph_kept else retain_graph
@@ -138,22 +138,16 @@ class PatchedGrad(_Patch):
 
         if self._thread.is_running or is_in_backward():
             with self._autocast.disabled():
-                return run(initial_gradients)
+                return run(grad_outputs)
         with self._autocast.disabled(), self._recomputation:
             if self._own_scaling is None:
-                return run(initial_gradients)
+                return run(grad_outputs)
             self._thread.is_running = True
             try:
                 with torch_compile.compilation_disabled():
-                    return self._own_scaling.grad(roots, initial_gradients, run)
+                    return self._own_scaling.grad(roots, grad_outputs, run)
             finally:
                 self._thread.is_running = False
-
-
-def _as_tuples(roots: Any, gradients: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return backward's roots and their initial gradients, which are None by default, as tuples."""
-    roots = (roots,) if isinstance(roots, (torch.Tensor, GradientEdge)) else tuple(roots)
-    return roots, (gradients,) if isinstance(gradients, torch.Tensor) else tuple(gradients or [None] * len(roots))
 
 
 def active_scaling() -> GradientScaling | None:

@@ -5,27 +5,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallelize.precision import refusals
+from parallelize.errors import ConfigError
 from parallelize.precision.found_inf import FoundInf, SkippedSteps
 from parallelize.precision.loss_scale import LossScale, non_finite_flag, scale_, unscale_
 from parallelize.precision.reachable_leaves import ReachableLeaves, find_reachable_leaves, mark_forward
 from parallelize.precision.unscaled_hooks import UnscaledHooks
-from parallelize.runtime.autograd_graph import Root
+from parallelize.runtime.autograd_graph import Root, scaled_start
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.gradients import is_capturing, is_in_backward, parameters_of
 
 __all__ = ["GradientScaling", "Roots"]
 
 Roots = Sequence[Root]
-Gradients = Sequence[torch.Tensor | None]
+
+_UNSCALED_BACKWARD = (
+    "a backward pass ran without loss scaling, so small fp16 gradients may be zero and inf is not checked: it was "
+    "called by a function imported before the block (from torch.autograd import backward, grad); call "
+    "loss.backward() or torch.autograd.grad(...) instead"
+)
+_BF16 = "amp='bf16', which needs no loss scaling"
 
 
 class GradientScaling:
@@ -77,7 +82,12 @@ class GradientScaling:
         for model in self._models:
             for name, parameter in model.named_parameters():
                 if parameter.dtype is torch.float16:
-                    raise refusals.half_parameter(name, parameter)
+                    raise ConfigError(
+                        f"parameter {name!r} is in {parameter.dtype} already",
+                        why="its gradient has the same dtype, and unscaled gradients underflow in fp16",
+                        fix="pass the model in fp32, without .half(): amp='O2' computes with weights in half, amp='O3' "
+                        "stores them so",
+                    )
                 parameters[id(parameter)] = parameter
         removed = [each for key, each in self._parameters.items() if key not in parameters]
         self._found_inf.forget(removed)
@@ -105,12 +115,12 @@ class GradientScaling:
         if self._hooks.scale is None:
             self._has_unscaled_backward = True
 
-    def backward(self, roots: Roots, gradients: Gradients, run: Callable[[Gradients], None]) -> None:
+    def backward(self, roots: Roots, gradients: Any, run: Callable[[Any], None]) -> None:
         """Run a backward pass of the user, with loss scaling if it reaches parameters of the block.
 
         Args:
             roots: the tensors to differentiate.
-            gradients: the initial gradient of each root; None: 1.
+            gradients: the gradients there, as the user has given them; None: 1.
             run: runs torch's backward pass from the initial gradients that are passed to it.
 
         Raises:
@@ -121,20 +131,24 @@ class GradientScaling:
             run(gradients)
             return
         if is_capturing():
-            raise refusals.cuda_graph()
+            raise ConfigError(
+                "a CUDA graph is being captured under loss scaling",
+                why="each iteration decides anew whether to skip the step, and a graph replays one decision",
+                fix=f"capture outside of the block, or use {_BF16}",
+            )
         self._skipped_steps.restore_all()
         self._found_inf.update_scale()
         leaves = [*self._parameters.values(), *reachable.others, *self._non_leaves.keys()]
         # Exact, because the scale is a power of two.
-        scale_(leaves, lambda gradient: self._scale.on(gradient.device)[0])
+        scale_(leaves, self._scale.factor)
         try:
             with self._hooks.scaled_backward(self._scale):
-                run(_scaled_gradients(roots, gradients, self._scale))
+                run(scaled_start(roots, gradients, self._scale.factor))
         finally:
             groups = self._found_inf.group_leaves(leaves)
             self._found_inf.record(groups, unscale_(groups, self._scale))
 
-    def grad(self, roots: Roots, gradients: Gradients, run: Callable[..., Any]) -> Any:
+    def grad(self, roots: Roots, gradients: Any, run: Callable[..., Any]) -> Any:
         """Compute gradients that are not accumulated, with loss scaling if the graph leads to parameters of the block.
 
         No step is skipped on inf here. So gradients that overflow are computed again with a smaller scale, at last
@@ -142,7 +156,7 @@ class GradientScaling:
 
         Args:
             roots: the tensors to differentiate.
-            gradients: the initial gradient of each root; None: 1.
+            gradients: the gradients there, as the user has given them; None: 1.
             run: runs torch.autograd.grad from the initial gradients; `is_graph_kept` asks it to keep the graph.
         """
         if is_capturing() or not self._reachable_leaves(roots).has_known:
@@ -155,8 +169,8 @@ class GradientScaling:
                 for each in retained:
                     each.grad = None
                 is_last = attempt == len(scales)
-                with self._hooks.scaled_backward(scale), refusals.name_overflow(is_repeated=attempt > 1):
-                    results = run(_scaled_gradients(roots, gradients, scale), is_graph_kept=not is_last)
+                with self._hooks.scaled_backward(scale), _name_overflow(is_repeated=attempt > 1):
+                    results = run(scaled_start(roots, gradients, scale.factor), is_graph_kept=not is_last)
                 unscale_({0: list(retained)}, scale)
                 if is_last or not self._has_non_finite(results):
                     return map_leaves(functools.partial(_unscaled, scale), results)
@@ -192,12 +206,20 @@ class GradientScaling:
         if not self._is_managed(optimizer, parameters):
             return None
         if is_in_backward():
-            raise refusals.optimizer_in_backward(optimizer)
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step() inside backward, under loss scaling",
+                why="gradients are unscaled and checked for inf only when backward has ended",
+                fix=f"call step() after backward(), or use {_BF16}",
+            )
         if any(each is not None for each in (*args[1:2], kwargs.get("closure"))):
-            raise refusals.closure(optimizer)
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step(closure) under loss scaling",
+                why="the step calls backward several times, and uses the gradients before they can be checked for inf",
+                fix=f"call backward before step(), or use {_BF16}",
+            )
         if self._has_unscaled_backward and not self._has_warned:
             self._has_warned = True
-            warnings.warn(refusals.UNSCALED_BACKWARD, stacklevel=4)
+            warnings.warn(_UNSCALED_BACKWARD, stacklevel=4)
         if self._skipped_steps.is_skipping:
             return (self._skipped_steps.skip(optimizer), *args[1:]), kwargs
         found_inf = self._found_inf.for_optimizer(optimizer, parameters)
@@ -245,25 +267,28 @@ class GradientScaling:
             self._are_marks_complete = len(full.others) == len(marked.others)
         return full
 
-    def _is_managed(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> bool:
+    def _is_managed(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bool:
         """Return whether an optimizer steps parameters of the block's models."""
         unknown = [each for each in parameters if id(each) not in self._parameters]
         if not unknown:
             return True
         is_scaled = any(self._found_inf.has_checked(each) for each in unknown)
-        if not is_scaled and len(unknown) == sum(len(group["params"]) for group in optimizer.param_groups):
+        if not is_scaled and len(unknown) == len(parameters):
             # The optimizer has no parameter of the block, and no scaled backward has reached its parameters.
             return False
-        raise refusals.unknown_parameters(optimizer, list(_positions_of(optimizer, unknown)))
-
-
-def _scaled_gradients(roots: Roots, gradients: Gradients, scale: LossScale) -> list[torch.Tensor | None]:
-    """Return the initial gradients of the roots times the scale."""
-    initial = [
-        _implicit_gradient(root) if gradient is None else gradient
-        for root, gradient in zip(roots, gradients, strict=True)
-    ]
-    return [None if each is None else (each * scale.on(each.device)[0]).to(each.dtype) for each in initial]
+        number, index = next(
+            (number, index)
+            for number, group in enumerate(optimizer.param_groups)
+            for index, each in enumerate(group["params"])
+            if each is unknown[0]
+        )
+        raise ConfigError(
+            f"{type(optimizer).__name__} holds {len(unknown)} parameter(s) that no model of the block has: "
+            f"param_groups[{number}]['params'][{index}] of shape {tuple(unknown[0].shape)}",
+            why="their gradients are not averaged over the ranks, and the loss scale covers the block's models only",
+            fix="pass their module to the block too: parallel_model(model, criterion); or train them by a separate "
+            "loss and optimizer",
+        )
 
 
 def _unscaled(scale: LossScale, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -274,28 +299,22 @@ def _unscaled(scale: LossScale, gradient: torch.Tensor | None) -> torch.Tensor |
         return gradient * scale.on(gradient.device)[1]
 
 
-def _implicit_gradient(root: Root) -> torch.Tensor | None:
-    """Return the gradient 1 from which torch starts by default; None for a root for which torch raises an error."""
-    if isinstance(root, GradientEdge):
-        meta = root.node._input_metadata[root.output_nr]
-        size = torch.Size(meta.shape)
-        return torch.ones(size, dtype=meta.dtype, device=meta.device) if size.numel() == 1 else None
-    if not root.requires_grad or root.numel() != 1 or not root.is_floating_point():
-        return None
-    return torch.ones_like(root, memory_format=torch.preserve_format, requires_grad=False)
-
-
 def _reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer's kernels read `found_inf` on the device, as torch's fused optimizers do."""
     supports_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
     return bool(supports_found_inf) and all(group.get("fused") for group in optimizer.param_groups)
 
 
-def _positions_of(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    ids = {id(each) for each in parameters}
-    for number, group in enumerate(optimizer.param_groups):
-        for index, each in enumerate(group["params"]):
-            if id(each) in ids:
-                yield f"param_groups[{number}]['params'][{index}]", each
+@contextlib.contextmanager
+def _name_overflow(*, is_repeated: bool) -> Iterator[None]:
+    """Name the cause of an error, if a pass of torch.autograd.grad inside the context repeats one that overflowed."""
+    try:
+        yield
+    except Exception as exc:
+        if not is_repeated:
+            raise
+        raise ConfigError(
+            "torch.autograd.grad: gradients overflow with the loss scale, and a second pass with a smaller one fails",
+            why=f"the graph supports one backward pass only: {exc}",
+            fix=f"differentiate a smaller loss, or use {_BF16}",
+        ) from exc

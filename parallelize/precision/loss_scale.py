@@ -66,6 +66,10 @@ class LossScale:
             self._per_device[device] = scale, scale.double().reciprocal().float()
         return self._per_device[device]
 
+    def factor(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the scale on the device of a gradient."""
+        return self.on(gradient.device)[0]
+
     def update(self, found_inf: torch.Tensor) -> None:
         """Shrink the scale if `found_inf` is not 0; grow it after `growth_interval` calls with 0.
 

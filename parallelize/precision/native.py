@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from typing_extensions import override
 
 from parallelize.cluster.world import World
+from parallelize.errors import ConfigError
 from parallelize.plugins.base import Amp, Precision, Session
-from parallelize.precision import refusals
 from parallelize.precision.autocast import HeldAutocast
 from parallelize.precision.autocast_filter import without_filter
 from parallelize.precision.backward_patch import PatchedBackward, PatchedGrad, active_scaling
@@ -240,7 +240,12 @@ def _scaling_patches(scaling: GradientScaling) -> Iterator[None]:
 
     def patched_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         if scaler.is_enabled():
-            raise refusals.own_scaler()
+            raise ConfigError(
+                "a torch.amp.GradScaler of your own with amp='fp16'",
+                why="backward scales the loss already: it would be scaled twice",
+                fix="delete the scaler: call loss.backward() and optimizer.step(); or drop amp= and keep your own "
+                "autocast",
+            )
         return scale(scaler, outputs)
 
     with (

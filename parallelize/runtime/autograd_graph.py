@@ -1,8 +1,8 @@
-"""Search of autograd graphs, and marks in them: a model in the nodes of its outputs."""
+"""Autograd graphs: where a backward pass starts, what it reaches, and marks of models in the nodes of their outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from parallelize.runtime.containers import leaves
 
-__all__ = ["Root", "grad_fns_of", "mark_outputs", "node_of", "nodes_behind", "reaches_any"]
+__all__ = ["Root", "as_roots", "grad_fns_of", "mark_outputs", "node_of", "nodes_behind", "reaches_any", "scaled_start"]
 
 Root = torch.Tensor | GradientEdge
 """Where a backward pass starts."""
@@ -23,6 +23,40 @@ def node_of(root: Root) -> Any:
         return root.node
     node = root.grad_fn
     return get_gradient_edge(root).node if node is None and root.requires_grad else node
+
+
+def as_roots(tensors: Any) -> tuple[Root, ...]:
+    """Return the first argument of torch.autograd.backward or grad as a tuple."""
+    return (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
+
+
+def scaled_start(roots: Sequence[Root], given: Any, factor: Callable[[torch.Tensor], Any]) -> list[torch.Tensor | None]:
+    """Return the gradients from which a backward pass starts, times a factor.
+
+    Args:
+        roots: where it starts.
+        given: the gradients there, as the user has given them; None: 1.
+        factor: returns the factor for a gradient, on its device.
+
+    Returns:
+        One gradient per root; None for a root for which torch raises an error, as it does if their numbers differ.
+    """
+    gradients = (given,) if isinstance(given, torch.Tensor) else tuple([None] * len(roots) if given is None else given)
+    if len(gradients) == len(roots):
+        pairs = zip(roots, gradients, strict=True)
+        gradients = tuple(_implicit_gradient(root) if each is None else each for root, each in pairs)
+    return [None if each is None else (each * factor(each)).to(each.dtype) for each in gradients]
+
+
+def _implicit_gradient(root: Root) -> torch.Tensor | None:
+    """Return the gradient 1 from which torch starts by default; None for a root for which torch raises an error."""
+    if isinstance(root, GradientEdge):
+        meta = root.node._input_metadata[root.output_nr]
+        size = torch.Size(meta.shape)
+        return torch.ones(size, dtype=meta.dtype, device=meta.device) if size.numel() == 1 else None
+    if not root.requires_grad or root.numel() != 1 or not root.is_floating_point():
+        return None
+    return torch.ones_like(root, memory_format=torch.preserve_format, requires_grad=False)
 
 
 def grad_fns_of(output: Any) -> list[Any]:

@@ -13,17 +13,16 @@ make the same optimizer steps with the same gradients, so they cannot diverge, a
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from parallelize.errors import ConfigError, SyncError
-from parallelize.runtime.autograd_graph import Root
+from parallelize.runtime.autograd_graph import Root, as_roots, scaled_start
 from parallelize.runtime.gradients import is_in_backward, require_patchable_backward
 
 __all__ = [
@@ -134,7 +133,7 @@ class _WeightedBackward:
         if _WeightedBackward.is_running or is_in_backward():
             self.original(tensors, given, *args, **kwargs)
             return
-        roots = (tensors,) if isinstance(tensors, (Tensor, GradientEdge)) else tuple(tensors)
+        roots = as_roots(tensors)
         for each in _batches:
             each.start_backward()
         _Pass(roots, given, lambda start: self.original(roots, start, *args, **kwargs))(None)
@@ -167,7 +166,7 @@ class _Pass:
         _WeightedBackward.loss_weight = self._weights[0] if self._weights else None
         weight = self._weights[0] if self._weights else self._batch_weight
         is_one = not isinstance(weight, Tensor) and weight == 1.0
-        start = self._given if is_one else _weighted(self._roots, self._given, weight)
+        start = self._given if is_one else scaled_start(self._roots, self._given, functools.partial(_factor, weight))
         _WeightedBackward.is_running = True
         try:
             self._run(start)
@@ -175,10 +174,8 @@ class _Pass:
             _WeightedBackward.is_running = False
 
 
-def _weighted(roots: Roots, given: Any, weight: Weight) -> Any:
-    """Return the gradients from which a backward pass starts, times its weight."""
-    grads = (given,) * len(roots) if given is None or isinstance(given, Tensor) else tuple(given)
-    return [_weighted_grad(root, grad, weight) for root, grad in zip(roots, grads, strict=True)]
+def _factor(weight: Weight, gradient: Tensor) -> Weight:
+    return weight.to(gradient.device, gradient.dtype) if isinstance(weight, Tensor) else weight
 
 
 def _two_weights_error() -> ConfigError:
@@ -210,18 +207,6 @@ def _batch_weight() -> float:
             fix="use tail='pad' or 'drop' for one of the loaders",
         )
     return values.pop() if values else 1.0
-
-
-def _weighted_grad(root: Root, grad: Tensor | None, weight: Weight) -> Tensor | None:
-    """Return the weighted gradient from which a backward pass starts at a root tensor."""
-    like: Any = root if isinstance(root, Tensor) else root.node._input_metadata[root.output_nr]
-    if isinstance(weight, Tensor):
-        weight = weight.to(like.device, like.dtype)
-    if grad is not None:
-        return grad * weight
-    if math.prod(like.shape) != 1:
-        return None  # torch raises its own error
-    return torch.ones(tuple(like.shape), dtype=like.dtype, device=like.device) * weight
 
 
 @contextlib.contextmanager

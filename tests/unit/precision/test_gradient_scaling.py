@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Amp
-from parallelize.precision import refusals
 from parallelize.precision.loss_scale import LossScale, max_flag
 from parallelize.precision.native import NativeSession, Policy, mixed_precision
 
@@ -904,13 +903,6 @@ def test_what_cannot_be_scaled_is_refused(refused: Callable[[Pair], None]) -> No
         refused(model)
     assert what in str(caught.value)
     assert fix in caught.value.faults[0].fix
-
-
-def test_the_message_for_cuda_graphs() -> None:
-    """Capturing needs a GPU (tests/gpu/test_amp.py); the message does not."""
-    (fault,) = refusals.cuda_graph().faults
-    assert "CUDA graph" in fault.what
-    assert "amp='bf16'" in fault.fix
 
 
 def test_a_parameter_in_fp16_is_refused() -> None:

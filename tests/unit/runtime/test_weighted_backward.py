@@ -69,13 +69,18 @@ def test_a_backward_inside_a_backward_is_not_weighted_twice():
     assert x.grad.tolist() == [1.0, 1.0]
 
 
-def test_a_root_without_a_gradient_is_still_torchs_error():
-    """A loss of several values is refused with torch's message."""
-    with (
-        weigh_batches(BatchWeight(0.5)),
-        pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar"),
-    ):
-        torch.zeros(2, requires_grad=True).backward()
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda x: x.backward(), "only for scalar"),
+        (lambda x: x.sum().to(torch.complex64).backward(), "only for real"),
+        (lambda x: torch.autograd.backward([x.sum(), x.sum()], torch.ones(())), "got 2 tensors and 1 gradients"),
+    ],
+)
+def test_a_root_without_a_gradient_is_still_torchs_error(refused, message):
+    """A loss of several values, a complex one, and too few gradients are refused with torch's messages."""
+    with weigh_batches(BatchWeight(0.5)), pytest.raises(RuntimeError, match=message):
+        refused(torch.zeros(2, requires_grad=True))
 
 
 def test_two_weights_at_once_are_refused():
