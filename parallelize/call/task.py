@@ -168,17 +168,14 @@ class Outcome:
             WorkerError: the return value cannot be pickled.
         """
         if self.error is None:
-            self._write_value(path)
+            with _value_not_pickled():
+                dump(self, path, parts={"the returned value": self.value, "the state of an optimizer": self.states})
             return
         try:
             dump(self, path, parts={})
             load(path, device=_CPU)
         except Exception as exc:  # noqa: BLE001 - a failure must reach the caller whatever its exception is
             dump(dataclasses.replace(self, error=_picklable_error(self.error, exc)), path, parts={})
-
-    def _write_value(self, path: Path) -> None:
-        with _value_not_pickled():
-            dump(self, path, parts={"the returned value": self.value, "the state of an optimizer": self.states})
 
     def dumps(self) -> bytes:
         """Serialize the outcome of a function that returned for another rank of this program.

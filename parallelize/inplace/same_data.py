@@ -31,17 +31,19 @@ _MAX_FORWARDS = 20  # forwards in which rank 0 looks for the hashes of the other
 _MAX_ELEMENTS = 2**20  # of an input tensor that are hashed
 
 
-def same_data_check(
-    run: Runtime, models: Sequence[nn.Module]
-) -> contextlib.AbstractContextManager[SameDataCheck | None]:
-    """Return the check for a block that is about to start; None for one process, and for a block inside another.
+@contextlib.contextmanager
+def same_data_check(run: Runtime, models: Sequence[nn.Module]) -> Iterator[SameDataCheck | None]:
+    """Yield the check for a block that is about to start; None for one process, and for a block inside another.
 
     The models of an inner block may legally be called with equal inputs: a criterion with parameters, for example, with
     features gathered from all ranks.
     """
     if run.world.world_size == 1 or count_routes() > 0:
-        return contextlib.nullcontext()
-    return SameDataCheck(run, models).running()
+        yield None
+        return
+    check = SameDataCheck(run, models)
+    with check.hooks:
+        yield check
 
 
 class SameDataCheck:
@@ -61,23 +63,18 @@ class SameDataCheck:
         models: the models of the block.
 
     Attributes:
+        hooks: context of the hooks on the parameters.
         is_over: whether nothing is compared any more.
     """
 
     def __init__(self, run: Runtime, models: Sequence[nn.Module]) -> None:
         self._run, self._models = run, models
-        self._hooks = contextlib.ExitStack()
+        self.hooks = contextlib.ExitStack()
         self._store = dist.PrefixStore(f"parallelize/same data/{next(_ids)}", default_store())
         self.is_over = False
         self._forward_count = 0
         self._inputs = ""
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter: fingerprints and magnitudes
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[SameDataCheck]:
-        """Remove the hooks at the end of the context, if they are still there."""
-        with self._hooks:
-            yield self
 
     def before_forward(self, inputs: Any) -> None:
         """Hash the inputs of a forward with grad mode on, and post the hashes of the forward before.
@@ -107,14 +104,14 @@ class SameDataCheck:
 
     def _stop(self) -> None:
         self.is_over = True
-        self._hooks.close()
+        self.hooks.close()
 
     def _add_hooks(self) -> None:
         parameters: Any = [each for model in self._models for each in model.parameters() if each.requires_grad]
         # Inside torch.func.functional_call, the model has other tensors instead of parameters.
         for index, parameter in enumerate([each for each in parameters if each.is_leaf]):
             hook = functools.partial(self._on_gradient, index)
-            self._hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+            self.hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         gradient = parameter.grad

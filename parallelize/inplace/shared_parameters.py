@@ -78,36 +78,29 @@ def averaged(shared: dict[str, nn.Parameter], windows: Sequence[Window]) -> Iter
         shared: name -> parameter.
         windows: of the block's models; under `no_sync` of one of them, nothing is averaged.
     """
-    averaging = _Averaging(shared, windows)
+    pending: set[str] = set()
+
+    def on_gradient(name: str, parameter: torch.Tensor) -> None:
+        if any(each.is_no_sync for each in windows):
+            record(parameter, UNDER_NO_SYNC)
+            return
+        if not pending:
+            at_end_of_backward(average)
+        pending.add(name)
+
+    def average() -> None:
+        for name, each in shared.items():  # in the same order on every rank
+            if name in pending and each.grad is not None:
+                gradient = each.grad.detach().div_(dist.get_world_size())
+                dist.all_reduce(gradient)
+                record(each, None)
+        pending.clear()
+
     with contextlib.ExitStack() as stack:
         each: Any
         for name, each in shared.items():
             is_trained, each.requires_grad = each.requires_grad, True  # hooks of frozen parameters are refused
-            hook = functools.partial(averaging.on_gradient, name)
-            stack.callback(each.register_post_accumulate_grad_hook(hook).remove)
+            hook = functools.partial(on_gradient, name)
+            stack.enter_context(each.register_post_accumulate_grad_hook(hook))
             each.requires_grad = is_trained
         yield
-
-
-class _Averaging:
-    def __init__(self, shared: dict[str, nn.Parameter], windows: Sequence[Window]) -> None:
-        self._shared = shared
-        self._windows = windows
-        self._pending: set[str] = set()
-
-    def on_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        """Average the gradient at the end of the running backward pass."""
-        if any(each.is_no_sync for each in self._windows):
-            record(parameter, UNDER_NO_SYNC)
-            return
-        if not self._pending:
-            at_end_of_backward(self._average)
-        self._pending.add(name)
-
-    def _average(self) -> None:
-        for name, each in self._shared.items():  # in the same order on every rank
-            if name in self._pending and each.grad is not None:
-                gradient = each.grad.detach().div_(dist.get_world_size())
-                dist.all_reduce(gradient)
-                record(each, None)
-        self._pending = set()
