@@ -1,4 +1,4 @@
-"""Warning for ranks that all train on the same data, found by comparing the first steps of a block."""
+"""Warnings for ranks that train on the same data, or each on the whole dataset, from the first steps of a block."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.inplace.forward_routing import count_routes
@@ -22,6 +23,8 @@ from parallelize.runtime.context import Runtime, active
 from parallelize.runtime.gradients import is_capturing
 from parallelize.runtime.process_group import default_store
 from parallelize.runtime.rank_comparison import fingerprint
+from parallelize.runtime.replace_attribute import replace_attribute
+from parallelize.runtime.rng_state import RNGState, global_generators
 
 __all__ = ["SameDataCheck", "same_data_check"]
 
@@ -58,6 +61,9 @@ class SameDataCheck:
     step are the same data, too, if dropout may make the gradients differ; else these differ by their targets. The
     forwards of all models of the block have to agree.
 
+    A shuffled loader that is not sharded gives each rank other samples, and all samples in an epoch. The loader whose
+    iterator was made last is compared, too: by its kind of sampler, and the length and first sample of its dataset.
+
     Args:
         run: runtime of this process.
         models: the models of the block.
@@ -74,6 +80,15 @@ class SameDataCheck:
         self.is_over = False
         self._forward_count = 0
         self._inputs = ""
+        self._loader: Any = None  # whose iterator was made last
+        self._hashed_loader, self._dataset = None, ""
+        iterate = DataLoader.__iter__
+
+        def note_and_iterate(loader: Any) -> Any:
+            self._loader = loader
+            return iterate(loader)
+
+        self.hooks.enter_context(replace_attribute(DataLoader, "__iter__", note_and_iterate))
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by parameter: fingerprints and magnitudes
 
     def before_forward(self, inputs: Any) -> None:
@@ -92,11 +107,13 @@ class SameDataCheck:
         if number == 0 and not self._run.config.backend.shards_gradients:  # their hooks get averaged gradients
             self._add_hooks()
         if 0 < number <= _STEPS:
-            key, value = f"{number - 1}/{self._run.world.rank}", f"{self._inputs} {_gradient_hash(self._gradients)}"
-            self._store.set(key, value)
+            key = f"{number - 1}/{self._run.world.rank}"
+            self._store.set(key, f"{self._inputs} {_gradient_hash(self._gradients)} {self._dataset}")
             self._gradients.clear()
         if number < _STEPS:
             self._inputs = _input_hash(inputs)
+            if self._loader is not self._hashed_loader:
+                self._hashed_loader, self._dataset = self._loader, _dataset_hash(self._loader, inputs)
         elif not self._run.world.is_main:
             self._stop()
         elif number > _STEPS:
@@ -130,32 +147,40 @@ class SameDataCheck:
         posted = [each.decode().split(" ") for each in self._store.multi_get(keys)]
         size = self._run.world.world_size
         steps = [posted[first : first + size] for first in range(0, len(posted), size)]
-        inputs, gradients = ([{each[part] for each in step} for step in steps] for part in (0, 1))
+        inputs, gradients, datasets = ([{each[part] for each in step} for step in steps] for part in range(3))
         if any(len(each) > 1 for each in inputs):
+            found = set[str]().union(*datasets)
+            if len(found) == 1 and found != {""}:
+                samples = found.pop().partition("/")[0]
+                self._warn(
+                    f"ranks each read all {samples} samples of the dataset: wrap the loader in shard_loader, or, if an "
+                    "epoch is to read them that often, call warnings.filterwarnings('ignore', '.*ranks each read')"
+                )
             return
         computed = [each for each in gradients if each != {""}]
         if len(computed) > 1 and all(len(each) == 1 for each in computed):
-            self._warn("local gradients")
+            self._warn_of_same("local gradients")
             return
         changes = len({value for each in inputs for value in each if value}) == _STEPS
         if changes and (not computed or self._has_dropout()):
-            self._warn("inputs")
+            self._warn_of_same("inputs")
 
     def _has_dropout(self) -> bool:
         """Whether dropout explains gradients that differ although all of the data is equal; targets may differ, too."""
         return any("Dropout" in type(each).__name__ for model in self._models for each in model.modules())
 
-    def _warn(self, equal: str) -> None:
-        flags = (active() or self._run).flags
-        if _HAS_WARNED in flags:
-            return
-        flags.add(_HAS_WARNED)
-        warnings.warn(
-            f"{self._run.world.world_size} ranks read the same data: wrap the loader in shard_loader, or, if the data "
-            f"is drawn from a generator, seed that differently on each rank (in the first {_STEPS} forwards, the "
-            f"{equal} of {' + '.join(type(each).__name__ for each in self._models)} were bitwise equal on all ranks)",
-            stacklevel=user_stacklevel(),
+    def _warn_of_same(self, equal: str) -> None:
+        self._warn(
+            "ranks read the same data: wrap the loader in shard_loader, or, if the data is drawn from a generator, "
+            f"seed that differently on each rank (in the first {_STEPS} forwards, the {equal} of "
+            f"{' + '.join(type(each).__name__ for each in self._models)} were bitwise equal on all ranks)"
         )
+
+    def _warn(self, text: str) -> None:
+        flags = (active() or self._run).flags
+        if _HAS_WARNED not in flags:
+            flags.add(_HAS_WARNED)
+            warnings.warn(f"{self._run.world.world_size} {text}", stacklevel=user_stacklevel())
 
 
 _ids = itertools.count()  # all ranks enter blocks in the same order
@@ -177,6 +202,29 @@ def _input_hash(inputs: Any) -> str:
             return ""
         found.update(text.encode())
     return found.hexdigest() if has_tensor else ""
+
+
+def _dataset_hash(loader: Any, inputs: Any) -> str:
+    """Return the length and a hash of the dataset that a loader reads in full on each rank, for a forward's inputs.
+
+    "" if the loader is sharded, draws samples with replacement, or has not made the inputs. The first sample is read
+    with equal random numbers on all ranks, which are restored.
+    """
+    sampler = getattr(loader, "sampler", None)
+    is_full = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    size = loader.batch_size if is_full and type(loader.batch_sampler) is BatchSampler else None
+    if size is None or not any(_is_strided(each) and each.dim() and len(each) == size for each in leaves(inputs)):
+        return ""
+    before = RNGState((), has_python=True)
+    for each in global_generators(()).values():
+        each.seed(0)
+    try:
+        first = _input_hash(loader.dataset[0])
+        return f"{len(loader.dataset)}/{first}" if first else ""
+    except Exception:  # noqa: BLE001 - a dataset of the user may raise anything
+        return ""
+    finally:
+        before.restore()
 
 
 def _is_strided(value: Any) -> bool:

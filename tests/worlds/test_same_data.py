@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset
 from zoo import Mlp
 
 from parallelize import all_gather, distributed, parallel_model, rank, shard_loader
@@ -20,6 +20,16 @@ STEPS = 6
 def loader(*, shuffle: bool = False) -> DataLoader[Any]:
     data = torch.randn(8 * STEPS, 6, generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(data), batch_size=4, shuffle=shuffle)
+
+
+def drawn() -> DataLoader[Any]:
+    data = loader().dataset
+    return DataLoader(data, batch_size=4, sampler=RandomSampler(data, replacement=True))
+
+
+def divided() -> DataLoader[Any]:
+    data = loader().dataset
+    return DataLoader(Subset(data, range(rank(), len(data), 2)), batch_size=4, shuffle=True)
 
 
 def fit(model: nn.Module, batches: Any, loss_of: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> None:
@@ -82,6 +92,13 @@ def constant() -> Iterator[Any]:
     return iter([next(iter(loader()))] * STEPS)
 
 
+def shuffled() -> float:
+    """Return a random number after the training."""
+    torch.manual_seed(0)
+    fit(dropout(), loader(shuffle=True), square)
+    return torch.rand(()).item()
+
+
 SAME = {
     "no shard_loader": lambda: fit(dropout(), loader(), square),
     "fsdp": lambda: fit(Mlp(), loader(), square, backend="fsdp"),
@@ -91,7 +108,8 @@ SAME = {
 OTHER = {
     "shard_loader": lambda: fit(dropout(), shard_loader(loader()), square),
     "fsdp": lambda: fit(Mlp(), shard_loader(loader()), square, backend="fsdp"),
-    "shuffled": lambda: fit(dropout(), loader(shuffle=True), square),
+    "with replacement": lambda: fit(dropout(), drawn(), square),
+    "divided by hand": lambda: fit(dropout(), divided(), square),
     "one graph": lambda: fit(Masked(), constant(), square),
     "zero gradients": lambda: fit(Mlp(), constant(), lambda output: 0 * square(output)),
     "gathered features": gathered_criterion,
@@ -116,6 +134,14 @@ def test_ranks_that_read_the_same_data_are_warned_once(name: str, capsys: pytest
     err = capsys.readouterr().err
     assert err.count("2 ranks read the same data: wrap the loader in shard_loader") == 1
     assert "test_same_data.py" in err.partition("UserWarning")[0]
+
+
+def test_ranks_that_each_read_the_whole_dataset_are_warned_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """In another order on each rank: an epoch has twice the steps. Random numbers stay the same."""
+    first, again = train(dict.fromkeys(("first", "again"), shuffled)).values()
+    err = capsys.readouterr().err
+    assert err.count("2 ranks each read all 48 samples of the dataset: wrap the loader in shard_loader") == 1
+    assert first == again
 
 
 def test_ranks_that_do_not_are_not_warned(capsys: pytest.CaptureFixture[str]) -> None:
