@@ -215,10 +215,10 @@ def _device_orders(devices: Sequence[DeviceSpec]) -> Iterator[tuple[DeviceSpec, 
     The first order puts the last stage on the first device, which holds the training loop's targets: outputs, targets
     and loss are then on one device, and only the input is copied.
     """
-    seen: set[tuple[tuple[float, float, float], ...]] = set()
+    seen: set[tuple[tuple[float, float], ...]] = set()
     first, *others = devices
     for order in itertools.islice(itertools.permutations((*others, first)), _MAX_ORDERS):
-        kinds = tuple((spec.cap_bytes, spec.speed, spec.bytes_per_s) for spec in order)
+        kinds = tuple((spec.cap_bytes, spec.speed) for spec in order)  # one rate, the lowest, is that of all transfers
         if kinds not in seen:
             seen.add(kinds)
             yield order

@@ -181,11 +181,12 @@ def test_equal_devices_are_tried_in_one_order() -> None:
     profile = Profile(calls=tuple(call(f"{i}") for i in range(3)), samples=4)
 
     def orders(*speeds: float) -> list[tuple[float, ...]]:
-        specs = [replace(spec, speed=speed) for spec, speed in zip(devices(3), speeds, strict=True)]
+        pairs = enumerate(zip(devices(3), speeds, strict=True))
+        specs = [replace(spec, speed=speed, bytes_per_s=1e10 + index) for index, (spec, speed) in pairs]
         found = candidates(profile, specs, microbatches=2, memory=MEMORY)
         return [tuple(spec.speed for spec in each.devices) for each in found]
 
-    assert orders(1.0, 1.0, 1.0) == [(1.0, 1.0, 1.0)]
+    assert orders(1.0, 1.0, 1.0) == [(1.0, 1.0, 1.0)]  # although measured rates differ
     assert orders(1.5, 1.0, 1.0) == [(1.0, 1.0, 1.5), (1.0, 1.5, 1.0), (1.5, 1.0, 1.0)]
 
 
