@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -335,7 +336,9 @@ def test_a_plan_made_without_dropout_works_for_a_model_with_it(recompute: bool) 
 
 
 class Scarce(nn.Module):
-    """Runs out of memory with more than `most` samples, as an accelerator does."""
+    """Runs out of memory with more than `most` samples, as an accelerator does, or if its tensors are still there."""
+
+    kept: ClassVar[list[Any]] = []
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -344,7 +347,11 @@ class Scarce(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > self.most:
-            raise torch.OutOfMemoryError(f"{len(x)} samples")
+            y = self.layers(x)
+            Scarce.kept.append(weakref.ref(y))
+            raise torch.OutOfMemoryError(f"{len(y)} samples")
+        if any(each() is not None for each in Scarce.kept):
+            raise torch.OutOfMemoryError("what has run out of memory is not freed")
         return self.layers(x)
 
 

@@ -241,16 +241,18 @@ class Pipeline(nn.Module):
                 fix="pass tensors, alone or in containers",
             )
         try:
-            kind = self._validation(batch, count, pipelines).run()
+            kind: BatchKind | None = self._validation(batch, count, pipelines).run()
         except torch.OutOfMemoryError:  # the full batch may need more memory than micro-batches: compare a part
             if batch.size < 4:
                 raise
-            part = self._batch(batch.first(batch.size // 2))
-            return self._validate(part, self._microbatches(part.size), pipelines)
+            kind = None  # the part is compared outside, where the error does not keep tensors of the full batch
         except RuntimeError as error:  # for example, a function of the user's saves a parameter for its backward
             if pipelines == 1:
                 raise
             raise refusals.one_pipeline(f"backward of several pipelines fails ({type(error).__name__})") from error
+        if kind is None:
+            part = self._batch(batch.first(batch.size // 2))
+            return self._validate(part, self._microbatches(part.size), pipelines)
         # Without a graph, the number of targets of a loss is not known.
         has_loss = any(isinstance(each, tuple) for form in kind.dims for each in form)
         return None if has_loss and not kind.has_graph else kind
