@@ -20,6 +20,7 @@ from balanced.models import CASES, Gpt, assert_equal_gradients, batch_of, loss_o
 from torch import nn
 
 from parallelize import parallel_model
+from parallelize.backends.balanced.microbatch_run import active_run
 from parallelize.backends.balanced.plan import Plan, plan
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.errors import ConfigError
@@ -365,6 +366,56 @@ def test_running_out_of_memory_is_a_measurement(most: int) -> None:
         loss_of(model(x)).backward()
     assert (plan(model).is_split, plan(model).samples) == (True, 32)
     assert_equal_gradients(model.layers, alone)
+
+
+class Pair(nn.Module):
+    """Fits in two pipelines of two devices, unless forward changes a buffer, or the second pipeline has no memory."""
+
+    def __init__(self, trouble: str) -> None:
+        super().__init__()
+        self.trouble = trouble
+        self.layers = nn.Sequential(*(Slow(0.0002) for _ in range(8)))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        run = active_run()
+        if self.trouble == "memory" and run is not None and run.pipeline == 1:
+            raise torch.OutOfMemoryError("the second pipeline is full")
+        if self.trouble == "buffer":
+            self.steps += 1
+        return self.layers(x).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "pipelines", "why", "logged"),
+    [
+        ("none", 2, "it does not need all of them", ""),
+        ("buffer", 1, "in one pipeline: forward changes steps", ""),
+        (
+            "memory",
+            1,
+            "shortest predicted step",
+            "10 steps: more memory was needed than predicted (the second pipeline",
+        ),
+    ],
+)
+def test_a_plan_with_pipelines_that_fails_is_made_again(
+    trouble: str, pipelines: int, why: str, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where several pipelines do not compute what one does, or need too much memory, there is one; the log says why."""
+    model, x = seeded(lambda: Pair(trouble)), torch.randn(16, 4)
+    alone = copy.deepcopy(model)
+    loss_of(alone(x)).backward()
+    with (
+        caplog.at_level(logging.INFO),
+        parallel_model(model, backend=BalancedBackend(devices=("cpu",) * 4, memory=3000)),
+    ):
+        loss_of(model(x)).backward()
+    assert (plan(model).pipelines, len(plan(model).devices)) == (pipelines, 4)
+    assert why in plan(model).why
+    assert logged in caplog.text
+    assert_equal_gradients(model, alone)
+    assert torch.equal(model.steps, alone.steps)
 
 
 def test_a_model_of_which_no_sample_fits() -> None:

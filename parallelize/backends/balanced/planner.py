@@ -208,7 +208,8 @@ class Planner:
 
     def _split_s(self, plan: Plan) -> tuple[float, ConfigError | None]:
         """Return the seconds of a step by a plan, and why its batch was not split; None: it was."""
-        self._predicted = dict(zip(plan.devices, plan.memory_bytes, strict=False))
+        # Of a device with several stages, the largest: each of its specs has its own limit.
+        self._predicted = dict(sorted(zip(plan.devices, plan.memory_bytes, strict=False), key=lambda pair: pair[1]))
         with self.pipeline(plan) as pipeline:
             kinds = self._kinds.setdefault(plan.pipelines, {})
             pipeline.kinds = dict(kinds) or pipeline.kinds
