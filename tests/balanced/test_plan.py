@@ -390,7 +390,7 @@ class Pair(nn.Module):
     ("trouble", "pipelines", "why", "logged"),
     [
         ("none", 2, "it does not need all of them", ""),
-        ("buffer", 1, "in one pipeline: forward changes steps", ""),
+        ("buffer", 1, "in one pipeline: forward changes steps", "10 steps: forward changes steps"),
         (
             "memory",
             1,

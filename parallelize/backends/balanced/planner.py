@@ -128,6 +128,7 @@ class Planner:
                 full = error
             if self._restriction is not None and self.options.max_pipelines is None:
                 self.options = replace(self.options, max_pipelines=1)
+                self._repeated.append(f"{str(self._restriction).splitlines()[0]}, so that there is one pipeline")
             elif full is not None:
                 self._lower_caps(full)
             elif found is not None:
