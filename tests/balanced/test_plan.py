@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,10 +21,14 @@ from balanced.models import CASES, Gpt, assert_equal_gradients, batch_of, loss_o
 from torch import nn
 
 from parallelize import parallel_model
+from parallelize.backends.balanced.engine import BalancedEngine
+from parallelize.backends.balanced.executor import Executor
+from parallelize.backends.balanced.fit import PlannerOptions
 from parallelize.backends.balanced.microbatch_run import active_run
 from parallelize.backends.balanced.plan import Plan, plan
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.errors import ConfigError
+from parallelize.plugins.base import Inner, Session
 
 pytestmark = pytest.mark.slow
 
@@ -321,6 +326,19 @@ def test_a_validation_pass_may_come_first(recompute: bool) -> None:
         assert_masks_of_backward_are_those_of_forward(model)
 
 
+def test_dropout_in_two_pipelines_depends_on_the_seed_only() -> None:
+    """Masks are those of one pipeline with the same seed, in every run."""
+    found, inputs = [], ((torch.ones(8, 8),), {})
+    for pipelines in (1, 2, 2):
+        devices = ("cpu",) * 2 * pipelines
+        with pipelined(seeded(Droppy), inputs, stages=2, devices=devices, pipelines=pipelines) as model:
+            assert_masks_of_backward_are_those_of_forward(model)
+            torch.manual_seed(3)
+            found.append(model(*inputs[0]).detach())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[1], found[2])
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_plan_made_without_dropout_works_for_a_model_with_it(recompute: bool) -> None:
     """A plan fits a model with other dropout: masks depend on the seed, and recomputation draws them again."""
@@ -416,6 +434,35 @@ def test_a_plan_with_pipelines_that_fails_is_made_again(
     assert logged in caplog.text
     assert_equal_gradients(model, alone)
     assert torch.equal(model.steps, alone.steps)
+
+
+def test_what_a_plan_has_validated_is_known_to_this_plan_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are validated again with other stages or recomputation; a restriction to one pipeline stays known."""
+    model, inputs = seeded(lambda: Pair("buffer")), ((torch.randn(16, 4),), {})
+    made = plan_for(model, inputs, devices=("cpu",) * 4, pipelines=2)
+    engine = BalancedEngine(
+        Inner(model, original_methods={"forward": model.forward}, session=Session()),
+        devices=(torch.device("cpu"),) * 4,
+        output_device=torch.device("cpu"),
+        options=PlannerOptions(),
+        given=lambda: made,
+        path=None,
+        ddp_options=None,
+    )
+    used: list[int] = []
+    run = Executor.run
+    monkeypatch.setattr(Executor, "run", lambda *args, pipelines, **more: used.append(pipelines) or run(*args, **more))
+    with engine._pipeline(made) as pipeline:
+        pipeline(*inputs[0])
+    with engine._pipeline(replace(made, measured_s=1.0)) as pipeline:
+        assert len(pipeline.kinds) == 1
+        used.clear()
+        pipeline(*inputs[0])
+    assert used == [1]
+    for other in ({"recompute": True}, {"events": made.events[::-1]}, {"pipelines": 1, "devices": ("cpu",) * 2}):
+        with engine._pipeline(replace(made, **other)) as pipeline:
+            assert not pipeline.kinds
+    engine.close(failed=False)
 
 
 def test_a_model_of_which_no_sample_fits() -> None:

@@ -54,6 +54,7 @@ class BatchKind:
     """What is known of a kind of batch.
 
     Args:
+        pipelines: number of pipelines in which such batches run.
         draws: whether forward draws random numbers.
         buffers: names of the buffers that forward changes, equally in every micro-batch.
         is_reentrant: whether a reentrant checkpoint computes gradients by itself.
@@ -64,6 +65,7 @@ class BatchKind:
         constants: form of the output -> the full batch's outputs that are not per sample, such as counts, by position.
     """
 
+    pipelines: int = 1
     draws: bool = False
     buffers: tuple[str, ...] = ()
     is_reentrant: bool = False

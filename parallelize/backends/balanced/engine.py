@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class BalancedEngine(Engine):
         self._ddp_engine: Engine | None = None
         self._runner: nn.Module | None = None
         self._is_no_sync = False
-        self._kinds: dict[Any, dict[Any, BatchKind | None]] = {}
+        self._kinds: dict[Plan, dict[Any, BatchKind | None]] = {}
         self._cleanup = contextlib.ExitStack()
         self._placement = ModelPlacement(inner.model)
         self._cleanup.enter_context(self._placement.restoring())
@@ -170,7 +171,7 @@ class BalancedEngine(Engine):
         self._placement.move(units.module_stages(model, routes), stages_on([*map(torch.device, plan.devices)]))
         pipeline = Pipeline(self._inner, plan, batch_dim=dim, output_device=self.input_device)
         # What planning has validated with this plan is not validated again, except where a warning is due.
-        known = self._kinds.setdefault((plan.bounds, plan.devices, plan.microbatches), pipeline.kinds)
+        known = self._kinds.setdefault(replace(plan, measured_s=None), pipeline.kinds)
         pipeline.kinds |= {key: kind for key, kind in known.items() if kind is not None and not kind.has_warned}
         with contextlib.closing(pipeline):
             yield pipeline

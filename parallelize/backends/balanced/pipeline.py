@@ -86,7 +86,6 @@ class Pipeline(nn.Module):
         self._plan = plan
         self._batch_dim = batch_dim
         self.kinds: dict[Any, BatchKind | None] = {}
-        self._pipelines: dict[Any, int] = {}  # number of pipelines of a kind of batch
         self._switches = Switches()
         self._moded = list(inner.model.modules())
         self._cleanup = contextlib.ExitStack()
@@ -133,9 +132,10 @@ class Pipeline(nn.Module):
         return to_device(output, self._staged.output_device)
 
     def _run_split(self, inputs: Any) -> Any:
-        key = self._key(inputs)
+        key, most = self._key(inputs), 1 if self._plan.recompute else self._plan.pipelines
         while self.kinds.get(key, self) is not None:
-            pipelines = self._pipelines.setdefault(key, 1 if self._plan.recompute else self._plan.pipelines)
+            known = self.kinds.get(key)
+            pipelines = most if known is None else min(most, known.pipelines)
             try:
                 batch = self._batch(inputs)
                 count = self._microbatches(batch.size)
@@ -145,11 +145,12 @@ class Pipeline(nn.Module):
                     self.kinds[key] = self._validate(batch, count, pipelines)
                 kind = self.kinds[key]
                 if kind is not None:
+                    kind.pipelines = pipelines
                     self._check_parameter_hooks(kind)
                     return self._run_microbatches(batch, kind, count, pipelines)
             except refusals.CannotSplitError as error:
                 if pipelines > 1:
-                    self._pipelines[key], self.restriction = 1, error
+                    most, self.restriction = 1, error
                     _log.warning("batches like this one run in one pipeline: %s", str(error).splitlines()[0])
                     continue
                 self.kinds[key], self.refusal = None, error
