@@ -48,6 +48,8 @@ __all__ = [
 
 # Maximum number of device orders that are tried.
 _MAX_ORDERS = 24
+# Devices whose memory limits differ by less, as free memory does by the driver's own use, are equal.
+_ALIKE = 0.02
 # Several pipelines are used only if they are predicted to be this much faster than one.
 _MIN_GAIN = 1.03
 
@@ -215,13 +217,18 @@ def _device_orders(devices: Sequence[DeviceSpec]) -> Iterator[tuple[DeviceSpec, 
     The first order puts the last stage on the first device, which holds the training loop's targets: outputs, targets
     and loss are then on one device, and only the input is copied.
     """
-    seen: set[tuple[tuple[float, float], ...]] = set()
+    seen: set[tuple[int, ...]] = set()
     first, *others = devices
     for order in itertools.islice(itertools.permutations((*others, first)), _MAX_ORDERS):
-        kinds = tuple((spec.cap_bytes, spec.speed) for spec in order)  # one rate, the lowest, is that of all transfers
+        kinds = tuple(next(i for i, each in enumerate(devices) if _is_alike(each, spec)) for spec in order)
         if kinds not in seen:
             seen.add(kinds)
             yield order
+
+
+def _is_alike(one: DeviceSpec, other: DeviceSpec) -> bool:
+    """Whether the order of two devices is of no effect; of their rates, only the lowest of all devices is used."""
+    return one.speed == other.speed and math.isclose(one.cap_bytes, other.cap_bytes, rel_tol=_ALIKE)
 
 
 def _memory(profile: Profile, *, m: int, memory: Memory, pipelines: int = 1, is_copy: bool = False) -> list[float]:

@@ -182,11 +182,14 @@ def test_equal_devices_are_tried_in_one_order() -> None:
 
     def orders(*speeds: float) -> list[tuple[float, ...]]:
         pairs = enumerate(zip(devices(3), speeds, strict=True))
-        specs = [replace(spec, speed=speed, bytes_per_s=1e10 + index) for index, (spec, speed) in pairs]
+        specs = [
+            replace(spec, speed=speed, bytes_per_s=1e10 + index, cap_bytes=80e9 + 1e8 * index)
+            for index, (spec, speed) in pairs
+        ]
         found = candidates(profile, specs, microbatches=2, memory=MEMORY)
         return [tuple(spec.speed for spec in each.devices) for each in found]
 
-    assert orders(1.0, 1.0, 1.0) == [(1.0, 1.0, 1.0)]  # although measured rates differ
+    assert orders(1.0, 1.0, 1.0) == [(1.0, 1.0, 1.0)]  # although measured rates and free memory differ
     assert orders(1.5, 1.0, 1.0) == [(1.0, 1.0, 1.5), (1.0, 1.5, 1.0), (1.5, 1.0, 1.0)]
 
 
