@@ -12,6 +12,7 @@ import contextlib
 import functools
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -48,18 +49,28 @@ def find_module_changes(
     Returns:
         (module, dotted name) -> current value.
     """
-    imports = functools.cache(lambda name: name in sys.modules and is_importable(sys.modules[name]))
-    own = {name: each for name, each in list(sys.modules.items()) if name != "__main__" and _is_own(name)}
+    imports = functools.cache(lambda name: is_importable(sys.modules[name]))
+    modules = {name: each for name, each in list(sys.modules.items()) if _is_module(each, name)}
+    own = {name: each for name, each in modules.items() if name != "__main__" and _is_own(name)}
+    holders: defaultdict[int, list[Binding]] = defaultdict(list)
+    for name, module in own.items():
+        for key, value in list(vars(module).items()):
+            holders[id(value)].append((name, key))
     found: dict[Binding, object] = {}
     for module in (sys.modules["__main__"], *own.values()):
         names = _names_in(module)
         for change in _changes_in(module):
-            bindings = _bindings(change, module, names, own)
-            group = {binding: value for binding, value in bindings if imports(binding[0])}
+            bindings = _bindings(change, module, names, holders)
+            group = {(owner, name): value for (owner, name), value in bindings if owner in modules and imports(owner)}
             is_used = any(owner not in own or name.rpartition(".")[2] in mentioned for owner, name in group)
             if is_used and not group.keys() <= found.keys():
                 found |= _sendable(group, all_or_none=change.kind == "global")
     return found
+
+
+def _is_module(module: object, name: str) -> bool:
+    """Whether a member of sys.modules is a module of this name; programs put None, other objects and aliases there."""
+    return is_a(module, types.ModuleType) and namespace(module).get("__name__") == name
 
 
 def _sendable(values: Mapping[Binding, object], *, all_or_none: bool) -> dict[Binding, object]:
@@ -73,9 +84,19 @@ _is_own = functools.cache(is_user_code)  # for thousands of modules, on every ca
 
 
 def _bindings(
-    change: _Change, module: types.ModuleType, names: Mapping[str, object], own: Mapping[str, types.ModuleType]
+    change: _Change,
+    module: types.ModuleType,
+    names: Mapping[str, object],
+    holders: Mapping[int, Collection[Binding]],
 ) -> Iterator[tuple[Binding, object]]:
-    """Yield the variables that a statement of a module changes, with their values."""
+    """Yield the variables that a statement of a module changes, with their values.
+
+    Args:
+        change: the statement.
+        module: the module that has it.
+        names: what the names in its source code refer to.
+        holders: id of an object -> variables of the user's modules that hold it.
+    """
     if change.kind == "global":
         yield from (((module.__name__, name), vars(module)[name]) for name in change.path if name in vars(module))
         return
@@ -89,8 +110,8 @@ def _bindings(
             return
         owner = namespace(owner).get(name)
     if owner is not None and not is_a(owner, (types.ModuleType, type, types.FunctionType, *STATEFUL)):
-        for each in own.values():  # `from config import options`: each of these modules has it
-            yield from (((each.__name__, name), owner) for name, value in vars(each).items() if value is owner)
+        # `from config import options`: each of these modules has it
+        yield from ((binding, owner) for binding in holders.get(id(owner), ()))
 
 
 def _variables(owner: Any, name: str) -> list[str]:

@@ -88,3 +88,39 @@ def test_workers_have_the_programs_values(tmp_path: Path, run_script: Run) -> No
     # A file cannot be sent, so `is_open`, which is set with it, is not sent either.
     assert users == (*containers[1:], False, None)
     assert (rank, gelu, keywords) == (0, 0.0, {"weights_only": True})
+
+
+UNUSUAL = """
+    import sys
+    import types
+    from unittest.mock import MagicMock
+
+    class Config:
+        def set_lr(self):
+            self.lr = 1
+            table.clear()
+
+    table = {}
+    sys.modules[__name__] = Config()
+    sys.modules["blocked"] = None
+    sys.modules["replaced"] = MagicMock()
+"""
+
+
+def test_members_of_sys_modules_that_are_no_modules_are_left_out(tmp_path: Path, run_script: Run) -> None:
+    """None prevents an import; a module may replace itself by an object."""
+    (tmp_path / "unusual.py").write_text(textwrap.dedent(UNUSUAL))
+    script = """
+        import unusual
+        from parallelize import distributed
+
+        @distributed(processes=2)
+        def train():
+            return "trained"
+
+        if __name__ == "__main__":
+            table = []
+            table.append(1)
+            print(train())
+    """
+    assert run_script(script).stdout == "trained\n"
