@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from parallelize.call.imported_state import Binding
 from parallelize.call.reachable import STATEFUL, is_a, is_user_code, namespace
-from parallelize.call.serialization import is_picklable
+from parallelize.call.serialization import is_copyable
 
 __all__ = ["find_module_changes"]
 
@@ -76,7 +76,7 @@ def _is_module(module: object, name: str) -> bool:
 def _sendable(values: Mapping[Binding, object], *, all_or_none: bool) -> dict[Binding, object]:
     """Return the values that can be sent. What a function sets together may be a file, and that it is open."""
     changed = {key: value for key, value in values.items() if not _is_as_imported(*key, value)}
-    sent = {key: value for key, value in changed.items() if is_picklable(value, at_most=_MAX_BYTES)}
+    sent = {key: value for key, value in changed.items() if is_copyable(value, at_most=_MAX_BYTES)}
     return {} if all_or_none and len(sent) < len(changed) else sent
 
 
@@ -105,7 +105,7 @@ def _bindings(
         if not is_a(owner, (types.ModuleType, type)):
             break
         if name == change.path[-1] and change.kind == "assign":
-            if _is_plain_owner(owner):
+            if _is_found(owner) and _is_plain_owner(owner):
                 yield from ((_binding(owner, each), namespace(owner)[each]) for each in _variables(owner, name))
             return
         owner = namespace(owner).get(name)
@@ -120,6 +120,16 @@ def _variables(owner: Any, name: str) -> list[str]:
         return [name] if name in namespace(owner) else []
     is_own = is_a(owner, types.ModuleType) and is_user_code(owner.__name__)
     return [each for each in _source(owner).literals if each in vars(owner)] if is_own else []
+
+
+def _is_found(owner: Any) -> bool:
+    """Whether the name of a module or class refers to it; that of a renamed class, or one in a function, does not."""
+    if not is_a(owner, type):
+        return sys.modules.get(owner.__name__) is owner
+    found: object = sys.modules.get(owner.__module__)
+    for part in owner.__qualname__.split("."):
+        found = namespace(found).get(part)
+    return found is owner
 
 
 def _binding(owner: Any, name: str) -> Binding:

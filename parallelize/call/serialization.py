@@ -8,7 +8,6 @@ private tensors. (In shared memory, all ranks would train the same tensors.) The
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import sys
 import types
@@ -22,10 +21,11 @@ import cloudpickle
 import torch
 from torch.optim import Optimizer
 
-from parallelize.call.reachable import members
+from parallelize.call.function_ref import is_importable
+from parallelize.call.reachable import is_user_code, members
 from parallelize.errors import ConfigError
 
-__all__ = ["dump", "dump_for_rank", "dumps", "is_picklable", "load"]
+__all__ = ["dump", "dump_for_rank", "dumps", "is_copyable", "is_picklable", "load"]
 
 _FIX = "create it inside the function, or pass the values it is built from (a path, a size, a seed)"
 _HEAPTYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: set for classes made by a class statement, not for built-in exceptions
@@ -207,9 +207,69 @@ def _find_unpicklable(parts: Mapping[str, object], seen: tuple[int, ...] = ()) -
     return None
 
 
-def is_picklable(obj: object, *, at_most: float = math.inf) -> bool:
-    """Whether an object can be pickled, to at most so many bytes; pickles it."""
-    return _pickle_error(obj, at_most=at_most) is None
+def is_picklable(obj: object) -> bool:
+    """Whether an object can be pickled; pickles it."""
+    return _pickle_error(obj) is None
+
+
+def is_copyable(obj: object, *, at_most: int) -> bool:
+    """Whether an object can be pickled, to at most so many bytes, and unpickled in a process that imports modules anew.
+
+    It is pickled and unpickled, except for tensors, which are only counted.
+    """
+    tensors: list[torch.Tensor] = []
+    buffer = _Buffer(at_most)
+    try:
+        _TrialPickler(buffer, tensors).dump(obj)
+        buffer.seek(0)
+        _TrialUnpickler(buffer, tensors).load()
+    except Exception:  # noqa: BLE001 - a user's __reduce__, __setstate__ or __getattr__ may raise anything
+        return False
+    return True
+
+
+class _Buffer(io.BytesIO):
+    """File in memory that raises an OverflowError after a number of bytes."""
+
+    def __init__(self, at_most: int) -> None:
+        self._left = at_most
+
+    def write(self, data: Any) -> int:
+        self.count(memoryview(data).nbytes)
+        return super().write(data)
+
+    def count(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise OverflowError("too large")
+
+
+class _TrialPickler(_Pickler):
+    def __init__(self, buffer: _Buffer, tensors: list[torch.Tensor]) -> None:
+        super().__init__(buffer)
+        self._buffer, self._tensors = buffer, tensors
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.layout is not torch.strided or vars(obj):
+            return None
+        self._buffer.count(obj.nbytes)
+        self._tensors.append(obj)
+        return len(self._tensors) - 1
+
+
+class _TrialUnpickler(pickle.Unpickler):
+    def __init__(self, buffer: _Buffer, tensors: list[torch.Tensor]) -> None:
+        super().__init__(buffer)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]
+
+    def find_class(self, module: str, name: str) -> Any:
+        loaded = sys.modules.get(module)
+        if is_user_code(module) and not (loaded and is_importable(loaded)):
+            raise ImportError(f"no other process can import {module}")
+        return super().find_class(module, name)
 
 
 def dumps(obj: object) -> bytes:
@@ -219,23 +279,16 @@ def dumps(obj: object) -> bytes:
     return buffer.getvalue()
 
 
-class _Counter(io.BytesIO):
-    """File that keeps nothing, and raises an OverflowError after a number of bytes."""
-
-    def __init__(self, at_most: float) -> None:
-        self._left = at_most
+class _Null(io.BytesIO):
+    """File that keeps nothing."""
 
     def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self._left -= size
-        if self._left < 0:
-            raise OverflowError("too large")
-        return size
+        return memoryview(data).nbytes
 
 
-def _pickle_error(obj: object, *, at_most: float = math.inf) -> Exception | None:
+def _pickle_error(obj: object) -> Exception | None:
     try:
-        _Pickler(_Counter(at_most)).dump(obj)
+        _Pickler(_Null()).dump(obj)
     except Exception as exc:  # noqa: BLE001 - a user's __reduce__ may raise anything
         return exc
     return None

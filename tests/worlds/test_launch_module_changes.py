@@ -124,3 +124,53 @@ def test_members_of_sys_modules_that_are_no_modules_are_left_out(tmp_path: Path,
             print(train())
     """
     assert run_script(script).stdout == "trained\n"
+
+
+UNSENDABLE = """
+    import collections
+    import torch
+
+    Point = collections.namedtuple("AnotherName", "x")
+    data = None
+
+    class Config:
+        def __init__(self):
+            self.values = {"lr": 1}
+
+        def __getattr__(self, name):
+            return self.values[name]
+
+    def make_class():
+        class Local:
+            x = 1
+        return Local
+
+    def load_data():
+        global data
+        data = torch.zeros(2**25)
+
+    Local, config = make_class(), Config()
+
+    def values():
+        return Local.x, getattr(Point, "extra", None), config.lr, data
+"""
+
+
+def test_what_a_worker_could_not_set_or_unpickle_is_left_out(tmp_path: Path, run_script: Run) -> None:
+    """A class may have no name in its module, an object may be unable to unpickle, and data is too large."""
+    (tmp_path / "unsendable.py").write_text(textwrap.dedent(UNSENDABLE))
+    script = """
+        import unsendable
+        from parallelize import distributed
+
+        unsendable.Local.x = unsendable.Point.extra = unsendable.config.values["lr"] = 2
+        unsendable.load_data()
+
+        @distributed(processes=2)
+        def train():
+            return unsendable.values()
+
+        if __name__ == "__main__":
+            print(train())
+    """
+    assert ast.literal_eval(run_script(script).stdout) == (1, None, 1, None)
