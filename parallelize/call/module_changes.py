@@ -26,6 +26,11 @@ __all__ = ["find_module_changes"]
 # Each process has its own streams, arguments, handlers and so on; environment variables are sent by the launcher.
 _OF_PROCESS = frozenset({"logging", "multiprocessing", "os", "signal", "sys", "threading", "warnings"})
 
+# What mentions these is different in each worker.
+_OF_RANK = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "get_rank", "get_world_size", "getpid", "gethostname"}
+)
+
 # Larger values are data, which the workers read again when they import the module.
 _MAX_BYTES = 64 * 2**20
 
@@ -35,6 +40,13 @@ class _Change(NamedTuple):
 
     kind: Literal["assign", "modify", "global"]
     path: tuple[str, ...]
+
+    @property
+    def assigned(self) -> set[tuple[str, ...]]:
+        """Return the variables that the statement assigns, or declares to do so."""
+        if self.kind == "global":
+            return {(name,) for name in self.path}
+        return {self.path} if self.kind == "assign" else set()
 
 
 def find_module_changes(
@@ -56,12 +68,16 @@ def find_module_changes(
     for name, module in own.items():
         for key, value in list(vars(module).items()):
             holders[id(value)].append((name, key))
+    of_rank = functools.cache(lambda name: _source(own[name]).of_rank if name in own else set[str]())
     found: dict[Binding, object] = {}
     for module in (sys.modules["__main__"], *own.values()):
         names = _names_in(module)
         for change in _changes_in(module):
             bindings = _bindings(change, module, names, holders)
             group = {(owner, name): value for (owner, name), value in bindings if owner in modules and imports(owner)}
+            is_set_by_script = module.__name__ == "__main__" and change.kind == "assign"
+            if not is_set_by_script and any(name.rpartition(".")[2] in of_rank(owner) for owner, name in group):
+                continue
             is_used = any(owner not in own or name.rpartition(".")[2] in mentioned for owner, name in group)
             if is_used and not group.keys() <= found.keys():
                 found |= _sendable(group, all_or_none=change.kind == "global")
@@ -109,9 +125,17 @@ def _bindings(
                 yield from ((_binding(owner, each), namespace(owner)[each]) for each in _variables(owner, name))
             return
         owner = namespace(owner).get(name)
-    if owner is not None and not is_a(owner, (types.ModuleType, type, types.FunctionType, *STATEFUL)):
+    if id(owner) not in holders or is_a(owner, (types.ModuleType, type, types.FunctionType, *STATEFUL)):
+        return
+    if not _is_of_process(owner):
         # `from config import options`: each of these modules has it
-        yield from ((binding, owner) for binding in holders.get(id(owner), ()))
+        yield from ((binding, owner) for binding in holders[id(owner)])
+
+
+def _is_of_process(value: object) -> bool:
+    """Whether a value is `os.environ`, `sys.path` or another variable of these modules."""
+    modules = map(namespace, map(sys.modules.get, _OF_PROCESS))
+    return any(value is each for variables in modules for each in variables.values())
 
 
 def _variables(owner: Any, name: str) -> list[str]:
@@ -169,31 +193,65 @@ class _Source:
 
     Attributes:
         changes: what its statements change, in this order; `changes_in_functions`: only those inside functions.
+        lazy: what functions set that also test it, as `if client is None: client = ...`; a worker does this itself.
         literals: its variables that begin as literals.
+        of_rank: its variables, and those of its classes, that begin with a value that depends on the rank.
         imports: name -> (module, name in it or "").
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.changes: dict[_Change, None] = {}
         self.changes_in_functions: dict[_Change, None] = {}
+        self.lazy: set[tuple[str, ...]] = set()
         self.literals: set[str] = set()
+        self.of_rank: set[str] = set()
         self.imports: dict[str, tuple[str, str]] = {}
         for text in texts:
             with contextlib.suppress(SyntaxError, ValueError):  # a notebook's cell with magics
-                self._visit(ast.parse(text).body, is_in_function=False)
+                self._visit(ast.parse(text).body, tests=None)
+        self.changes_in_functions = {
+            each: None for each in self.changes_in_functions if self.lazy.isdisjoint(each.assigned)
+        }
 
-    def _visit(self, statements: Iterable[ast.stmt], *, is_in_function: bool) -> None:
+    def _visit(self, statements: Iterable[ast.stmt], *, tests: Collection[tuple[str, ...]] | None) -> None:
+        """Visit statements; `tests` is what the conditions of the function around them mention, None outside of one."""
         for node in statements:
             self.imports.update(_imports(node))
-            if isinstance(node, ast.Assign) and not is_in_function and isinstance(node.value, ast.Constant):
-                self.literals.update(each.id for each in node.targets if isinstance(each, ast.Name))
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and tests is None and node.value is not None:
+                self._visit_variables(node, node.value)
             found = dict.fromkeys(_changes(node))
             self.changes |= found
-            self.changes_in_functions |= found if is_in_function else {}
+            if tests is not None:
+                self.changes_in_functions |= found
+                self.lazy.update(*(each.assigned for each in found if not each.assigned.isdisjoint(tests)))
             is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            inner = set(_tests(node)) if is_function and tests is None else tests
             for part in (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())):
                 inside = [each for block in ("body", "orelse", "finalbody") for each in getattr(part, block, ())]
-                self._visit(inside, is_in_function=is_in_function or is_function)
+                self._visit(inside, tests=inner)
+
+    def _visit_variables(self, node: ast.Assign | ast.AnnAssign, value: ast.expr) -> None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = {each.id for each in targets if isinstance(each, ast.Name)}
+        if isinstance(value, ast.Constant):
+            self.literals |= names
+        mentioned = {
+            getattr(each, attribute, None)
+            for each in ast.walk(value)
+            for attribute in ("id", "attr", "value")
+            if isinstance(each, (ast.Name, ast.Attribute, ast.Constant))
+        }
+        if not mentioned.isdisjoint(_OF_RANK | self.of_rank):
+            self.of_rank |= names
+
+
+def _tests(function: ast.stmt) -> Iterator[tuple[str, ...]]:
+    """Yield the variables in the conditions of a function, except those that only lead to an error."""
+    for node in ast.walk(function):
+        if isinstance(node, (ast.If, ast.IfExp)):
+            is_check = isinstance(node, ast.If) and all(isinstance(each, ast.Raise) for each in node.body)
+            parts = () if is_check else ast.walk(node.test)
+            yield from (_path(part) for part in parts if isinstance(part, (ast.Name, ast.Attribute)))
 
 
 def _source(module: types.ModuleType) -> _Source:

@@ -174,3 +174,63 @@ def test_what_a_worker_could_not_set_or_unpickle_is_left_out(tmp_path: Path, run
             print(train())
     """
     assert ast.literal_eval(run_script(script).stdout) == (1, None, 1, None)
+
+
+PROCESS = """
+    import os
+    import random
+    import logging
+    from os import environ
+
+    RANK = int(os.environ.get("RANK", -1))
+    rng = random.Random(RANK)
+    _ready = False
+    chosen = None
+
+    def set_rank(rank):
+        global RANK
+        RANK = rank
+
+    def choose(value):
+        global chosen
+        if chosen is not None:
+            raise RuntimeError("chosen before")
+        chosen = value
+
+    def set_up():
+        global _ready
+        if not _ready:
+            logging.addLevelName(7, "ready")
+            _ready = True
+
+    def reset():
+        global _ready
+        _ready = False
+        rng.seed(RANK)
+
+    def values():
+        set_up()
+        return logging.getLevelName(7), RANK, rng.random() == random.Random(RANK).random(), environ["RANK"], chosen
+"""
+
+
+def test_what_a_process_sets_up_itself_stays_that_of_the_worker(tmp_path: Path, run_script: Run) -> None:
+    """A flag says that this process has set something up, and a worker has its own rank and environment variables."""
+    (tmp_path / "process.py").write_text(textwrap.dedent(PROCESS))
+    script = """
+        import os
+        import process
+        from parallelize import distributed
+
+        os.environ["UNUSED"] = "1"
+        process.set_up()
+        process.choose(3)
+
+        @distributed(processes=2)
+        def train():
+            return process.values()
+
+        if __name__ == "__main__":
+            print(train())
+    """
+    assert ast.literal_eval(run_script(script).stdout) == ("ready", 0, True, "0", 3)
