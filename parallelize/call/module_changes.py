@@ -12,6 +12,7 @@ import contextlib
 import functools
 import sys
 import types
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -207,7 +208,9 @@ class _Source:
         self.of_rank: set[str] = set()
         self.imports: dict[str, tuple[str, str]] = {}
         for text in texts:
-            with contextlib.suppress(SyntaxError, ValueError):  # a notebook's cell with magics
+            # A notebook's cell with magics; a generated file that is nested too deeply. Python has warned on import.
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 self._visit(ast.parse(text).body, tests=None)
         self.changes_in_functions = {
             each: None for each in self.changes_in_functions if self.lazy.isdisjoint(each.assigned)

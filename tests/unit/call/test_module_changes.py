@@ -38,6 +38,29 @@ def test_global_variables_that_a_function_sets_are_one_change() -> None:
     assert found.imports == {"c": ("a.b", "")}
 
 
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("if x is None:\n        x = 1", []),
+        ("if not x:\n        return\n    x = 1", []),
+        ("if x is not None:\n        raise ValueError\n    x = 1", ["x"]),
+        ("x = 1", ["x"]),
+    ],
+)
+def test_what_a_function_sets_only_once_is_left_to_each_process(code: str, names: list[str]) -> None:
+    """A check that it was not set before is none."""
+    for declaration, path in {"global x": "x", "pass": "State.x"}.items():
+        found = _Source([f"def f():\n    {declaration}\n    {code.replace('x', path)}"]).changes_in_functions
+        assert [each.path[-1] for each in found] == names
+
+
 def test_a_cell_with_magics_is_skipped() -> None:
     """A notebook's history has cells that are no Python code."""
     assert [*_Source(["%time f()", "config.lr = 1"]).changes] == [("assign", ("config", "lr"))]
+
+
+@pytest.mark.filterwarnings("error")
+def test_code_that_python_warns_of_is_read_silently() -> None:
+    """A regular expression in a plain string; and expressions that are too deep for the parser are skipped."""
+    deep = "config.x = " + " + ".join(["1"] * 5000)
+    assert [*_Source(["config.lr = '\\d'", deep]).changes] == [("assign", ("config", "lr"))]
