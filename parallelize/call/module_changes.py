@@ -7,18 +7,15 @@ variables of other modules are assigned, and which objects in them are changed. 
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import functools
 import sys
 import types
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from parallelize.call.imported_state import Binding
+from parallelize.call.module_source import Change, source_of
 from parallelize.call.reachable import STATEFUL, is_a, is_user_code, namespace
 from parallelize.call.serialization import is_copyable
 
@@ -27,27 +24,8 @@ __all__ = ["find_module_changes"]
 # Each process has its own streams, arguments, handlers and so on; environment variables are sent by the launcher.
 _OF_PROCESS = frozenset({"logging", "multiprocessing", "os", "signal", "sys", "threading", "warnings"})
 
-# What mentions these is different in each worker.
-_OF_RANK = frozenset(
-    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "get_rank", "get_world_size", "getpid", "gethostname"}
-)
-
 # Larger values are data, which the workers read again when they import the module.
 _MAX_BYTES = 64 * 2**20
-
-
-class _Change(NamedTuple):
-    """A statement that changes something: ("config", "lr") is an attribute of what the source code calls `config`."""
-
-    kind: Literal["assign", "modify", "global"]
-    path: tuple[str, ...]
-
-    @property
-    def assigned(self) -> set[tuple[str, ...]]:
-        """Return the variables that the statement assigns, or declares to do so."""
-        if self.kind == "global":
-            return {(name,) for name in self.path}
-        return {self.path} if self.kind == "assign" else set()
 
 
 def find_module_changes(
@@ -69,7 +47,7 @@ def find_module_changes(
     for name, module in own.items():
         for key, value in list(vars(module).items()):
             holders[id(value)].append((name, key))
-    of_rank = functools.cache(lambda name: _source(own[name]).of_rank if name in own else set[str]())
+    of_rank = functools.cache(lambda name: source_of(own[name]).of_rank if name in own else set[str]())
     found: dict[Binding, object] = {}
     for module in (sys.modules["__main__"], *own.values()):
         names = _names_in(module)
@@ -101,7 +79,7 @@ _is_own = functools.cache(is_user_code)  # for thousands of modules, on every ca
 
 
 def _bindings(
-    change: _Change,
+    change: Change,
     module: types.ModuleType,
     names: Mapping[str, object],
     holders: Mapping[int, Collection[Binding]],
@@ -144,7 +122,7 @@ def _variables(owner: Any, name: str) -> list[str]:
     if name != "*":
         return [name] if name in namespace(owner) else []
     is_own = is_a(owner, types.ModuleType) and is_user_code(owner.__name__)
-    return [each for each in _source(owner).literals if each in vars(owner)] if is_own else []
+    return [each for each in source_of(owner).literals if each in vars(owner)] if is_own else []
 
 
 def _is_found(owner: Any) -> bool:
@@ -177,139 +155,13 @@ def _is_as_imported(module: str, name: str, value: Any) -> bool:
 def _names_in(module: types.ModuleType) -> Mapping[str, object]:
     """Return what names in the source code of a module refer to: its variables, and imports inside functions."""
     imported = {}
-    for name, (target, attribute) in _source(module).imports.items():
+    for name, (target, attribute) in source_of(module).imports.items():
         full = f"{target}.{attribute}" if attribute else target
         imported[name] = sys.modules.get(full) or namespace(sys.modules.get(target)).get(attribute)
     return {**imported, **vars(module)}
 
 
-def _changes_in(module: types.ModuleType) -> Collection[_Change]:
-    source = _source(module)
+def _changes_in(module: types.ModuleType) -> Collection[Change]:
+    source = source_of(module)
     # What a module does when it is imported, a worker repeats.
     return source.changes if module.__name__ == "__main__" else source.changes_in_functions
-
-
-class _Source:
-    """What the source code of a module says.
-
-    Attributes:
-        changes: what its statements change, in this order; `changes_in_functions`: only those inside functions.
-        lazy: what functions set that also test it, as `if client is None: client = ...`; a worker does this itself.
-        literals: its variables that begin as literals.
-        of_rank: its variables, and those of its classes, that begin with a value that depends on the rank.
-        imports: name -> (module, name in it or "").
-    """
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.changes: dict[_Change, None] = {}
-        self.changes_in_functions: dict[_Change, None] = {}
-        self.lazy: set[tuple[str, ...]] = set()
-        self.literals: set[str] = set()
-        self.of_rank: set[str] = set()
-        self.imports: dict[str, tuple[str, str]] = {}
-        for text in texts:
-            # A notebook's cell with magics; a generated file that is nested too deeply. Python has warned on import.
-            with contextlib.suppress(SyntaxError, ValueError, RecursionError), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self._visit(ast.parse(text).body, tests=None)
-        self.changes_in_functions = {
-            each: None for each in self.changes_in_functions if self.lazy.isdisjoint(each.assigned)
-        }
-
-    def _visit(self, statements: Iterable[ast.stmt], *, tests: Collection[tuple[str, ...]] | None) -> None:
-        """Visit statements; `tests` is what the conditions of the function around them mention, None outside of one."""
-        for node in statements:
-            self.imports.update(_imports(node))
-            if isinstance(node, (ast.Assign, ast.AnnAssign)) and tests is None and node.value is not None:
-                self._visit_variables(node, node.value)
-            found = dict.fromkeys(_changes(node))
-            self.changes |= found
-            if tests is not None:
-                self.changes_in_functions |= found
-                self.lazy.update(*(each.assigned for each in found if not each.assigned.isdisjoint(tests)))
-            is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-            inner = set(_tests(node)) if is_function and tests is None else tests
-            for part in (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-                inside = [each for block in ("body", "orelse", "finalbody") for each in getattr(part, block, ())]
-                self._visit(inside, tests=inner)
-
-    def _visit_variables(self, node: ast.Assign | ast.AnnAssign, value: ast.expr) -> None:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        names = {each.id for each in targets if isinstance(each, ast.Name)}
-        if isinstance(value, ast.Constant):
-            self.literals |= names
-        mentioned = {
-            getattr(each, attribute, None)
-            for each in ast.walk(value)
-            for attribute in ("id", "attr", "value")
-            if isinstance(each, (ast.Name, ast.Attribute, ast.Constant))
-        }
-        if not mentioned.isdisjoint(_OF_RANK | self.of_rank):
-            self.of_rank |= names
-
-
-def _tests(function: ast.stmt) -> Iterator[tuple[str, ...]]:
-    """Yield the variables in the conditions of a function, except those that only lead to an error."""
-    for node in ast.walk(function):
-        if isinstance(node, (ast.If, ast.IfExp)):
-            is_check = isinstance(node, ast.If) and all(isinstance(each, ast.Raise) for each in node.body)
-            parts = () if is_check else ast.walk(node.test)
-            yield from (_path(part) for part in parts if isinstance(part, (ast.Name, ast.Attribute)))
-
-
-def _source(module: types.ModuleType) -> _Source:
-    cells = namespace(module).get("In")
-    if module.__name__ == "__main__" and isinstance(cells, list) and "get_ipython" in vars(module):
-        return _Source(map(str, cells))
-    path = str(namespace(module).get("__file__") or "")
-    try:
-        return _read(path, Path(path).stat().st_mtime_ns) if path.endswith(".py") else _Source(())
-    except (OSError, UnicodeDecodeError):
-        return _Source(())
-
-
-@functools.cache
-def _read(path: str, _changed_at: int) -> _Source:
-    return _Source([Path(path).read_text(encoding="utf-8")])
-
-
-def _imports(node: ast.stmt) -> Iterator[tuple[str, tuple[str, str]]]:
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            top = alias.name.partition(".")[0]
-            yield alias.asname or top, (alias.name if alias.asname else top, "")
-    elif isinstance(node, ast.ImportFrom) and not node.level:
-        yield from ((alias.asname or alias.name, (node.module or "", alias.name)) for alias in node.names)
-
-
-def _changes(node: ast.stmt) -> Iterator[_Change]:
-    """Yield what a statement changes."""
-    if isinstance(node, ast.Global):
-        yield _Change("global", tuple(node.names))
-    assigned: list[ast.expr] = []
-    if isinstance(node, ast.Assign):
-        assigned = [part for each in node.targets for part in getattr(each, "elts", [each])]
-    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
-        assigned = [node.target]
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        called, args = node.value.func, node.value.args
-        if isinstance(called, ast.Attribute) and (path := _path(called.value)):
-            yield _Change("modify", path)  # `options.update(...)`
-        elif isinstance(called, ast.Name) and called.id == "setattr" and len(args) == 3 and (path := _path(args[0])):
-            yield _Change("assign", (*path, str(args[1].value) if isinstance(args[1], ast.Constant) else "*"))
-    for target in assigned:
-        path = _path(target)
-        if path and isinstance(target, ast.Subscript):
-            yield _Change("modify", path)
-        elif len(path) > 1:
-            yield _Change("assign", path)
-
-
-def _path(node: ast.expr) -> tuple[str, ...]:
-    """Return the names of `config.training.lr`, or of what has the item; empty: it does not begin with a name."""
-    if isinstance(node, ast.Subscript):
-        return _path(node.value)
-    if isinstance(node, ast.Attribute):
-        before = _path(node.value)
-        return (*before, node.attr) if before else ()
-    return (node.id,) if isinstance(node, ast.Name) else ()

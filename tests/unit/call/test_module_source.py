@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallelize.call.module_changes import _Source
+from parallelize.call.module_source import Source
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,14 @@ from parallelize.call.module_changes import _Source
 def test_a_statement_is_found_in_a_script_and_in_functions_of_modules(code: str, changes: list[object]) -> None:
     """In modules, only inside functions: what happens on import, a worker repeats."""
     indented = code.replace("\n", "\n    ")
-    top, inside = _Source([code]), _Source([f"class A:\n  def f():\n    {indented}"])
+    top, inside = Source([code]), Source([f"class A:\n  def f():\n    {indented}"])
     assert [*top.changes] == [*inside.changes_in_functions] == [*inside.changes] == changes
     assert not top.changes_in_functions
 
 
 def test_global_variables_that_a_function_sets_are_one_change() -> None:
     """They are sent together or not at all."""
-    found = _Source(["is_open = False\ndef f():\n    global file, is_open\n    import a.b as c"])
+    found = Source(["is_open = False\ndef f():\n    global file, is_open\n    import a.b as c"])
     assert [*found.changes_in_functions] == [("global", ("file", "is_open"))]
     assert found.literals == {"is_open"}
     assert found.imports == {"c": ("a.b", "")}
@@ -50,17 +50,17 @@ def test_global_variables_that_a_function_sets_are_one_change() -> None:
 def test_what_a_function_sets_only_once_is_left_to_each_process(code: str, names: list[str]) -> None:
     """A check that it was not set before is none."""
     for declaration, path in {"global x": "x", "pass": "State.x"}.items():
-        found = _Source([f"def f():\n    {declaration}\n    {code.replace('x', path)}"]).changes_in_functions
+        found = Source([f"def f():\n    {declaration}\n    {code.replace('x', path)}"]).changes_in_functions
         assert [each.path[-1] for each in found] == names
 
 
 def test_a_cell_with_magics_is_skipped() -> None:
     """A notebook's history has cells that are no Python code."""
-    assert [*_Source(["%time f()", "config.lr = 1"]).changes] == [("assign", ("config", "lr"))]
+    assert [*Source(["%time f()", "config.lr = 1"]).changes] == [("assign", ("config", "lr"))]
 
 
 @pytest.mark.filterwarnings("error")
 def test_code_that_python_warns_of_is_read_silently() -> None:
     """A regular expression in a plain string; and expressions that are too deep for the parser are skipped."""
     deep = "config.x = " + " + ".join(["1"] * 5000)
-    assert [*_Source(["config.lr = '\\d'", deep]).changes] == [("assign", ("config", "lr"))]
+    assert [*Source(["config.lr = '\\d'", deep]).changes] == [("assign", ("config", "lr"))]

@@ -1,0 +1,162 @@
+"""What the source code of a module changes: statements that assign attributes, or call methods of objects."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import types
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from parallelize.call.reachable import namespace
+
+__all__ = ["Change", "Source", "source_of"]
+
+# What mentions these is different in each worker.
+_OF_RANK = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "get_rank", "get_world_size", "getpid", "gethostname"}
+)
+
+
+class Change(NamedTuple):
+    """A statement that changes something: ("config", "lr") is an attribute of what the source code calls `config`."""
+
+    kind: Literal["assign", "modify", "global"]
+    path: tuple[str, ...]
+
+    @property
+    def assigned(self) -> set[tuple[str, ...]]:
+        """Return the variables that the statement assigns, or declares to do so."""
+        if self.kind == "global":
+            return {(name,) for name in self.path}
+        return {self.path} if self.kind == "assign" else set()
+
+
+class Source:
+    """What the source code of a module says.
+
+    Attributes:
+        changes: what its statements change, in this order; `changes_in_functions`: only those inside functions.
+        lazy: what functions set that also test it, as `if client is None: client = ...`; a worker does this itself.
+        literals: its variables that begin as literals.
+        of_rank: its variables, and those of its classes, that begin with a value that depends on the rank.
+        imports: name -> (module, name in it or "").
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.changes: dict[Change, None] = {}
+        self.changes_in_functions: dict[Change, None] = {}
+        self.lazy: set[tuple[str, ...]] = set()
+        self.literals: set[str] = set()
+        self.of_rank: set[str] = set()
+        self.imports: dict[str, tuple[str, str]] = {}
+        for text in texts:
+            # A notebook's cell with magics; a generated file that is nested too deeply. Python has warned on import.
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._visit(ast.parse(text).body, tests=None)
+        self.changes_in_functions = {
+            each: None for each in self.changes_in_functions if self.lazy.isdisjoint(each.assigned)
+        }
+
+    def _visit(self, statements: Iterable[ast.stmt], *, tests: Collection[tuple[str, ...]] | None) -> None:
+        """Visit statements; `tests` is what the conditions of the function around them mention, None outside of one."""
+        for node in statements:
+            self.imports.update(_imports(node))
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and tests is None and node.value is not None:
+                self._visit_variables(node, node.value)
+            found = dict.fromkeys(_changes(node))
+            self.changes |= found
+            if tests is not None:
+                self.changes_in_functions |= found
+                self.lazy.update(*(each.assigned for each in found if not each.assigned.isdisjoint(tests)))
+            is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            inner = set(_tests(node)) if is_function and tests is None else tests
+            for part in (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+                inside = [each for block in ("body", "orelse", "finalbody") for each in getattr(part, block, ())]
+                self._visit(inside, tests=inner)
+
+    def _visit_variables(self, node: ast.Assign | ast.AnnAssign, value: ast.expr) -> None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = {each.id for each in targets if isinstance(each, ast.Name)}
+        if isinstance(value, ast.Constant):
+            self.literals |= names
+        mentioned = {
+            getattr(each, attribute, None)
+            for each in ast.walk(value)
+            for attribute in ("id", "attr", "value")
+            if isinstance(each, (ast.Name, ast.Attribute, ast.Constant))
+        }
+        if not mentioned.isdisjoint(_OF_RANK | self.of_rank):
+            self.of_rank |= names
+
+
+def _tests(function: ast.stmt) -> Iterator[tuple[str, ...]]:
+    """Yield the variables in the conditions of a function, except those that only lead to an error."""
+    for node in ast.walk(function):
+        if isinstance(node, (ast.If, ast.IfExp)):
+            is_check = isinstance(node, ast.If) and all(isinstance(each, ast.Raise) for each in node.body)
+            parts = () if is_check else ast.walk(node.test)
+            yield from (_path(part) for part in parts if isinstance(part, (ast.Name, ast.Attribute)))
+
+
+def source_of(module: types.ModuleType) -> Source:
+    """Return what the source code of a module says, or that of a notebook; nothing for other modules."""
+    cells = namespace(module).get("In")
+    if module.__name__ == "__main__" and isinstance(cells, list) and "get_ipython" in vars(module):
+        return Source(map(str, cells))
+    path = str(namespace(module).get("__file__") or "")
+    try:
+        return _read(path, Path(path).stat().st_mtime_ns) if path.endswith(".py") else Source(())
+    except (OSError, UnicodeDecodeError):
+        return Source(())
+
+
+@functools.cache
+def _read(path: str, _changed_at: int) -> Source:
+    return Source([Path(path).read_text(encoding="utf-8")])
+
+
+def _imports(node: ast.stmt) -> Iterator[tuple[str, tuple[str, str]]]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            top = alias.name.partition(".")[0]
+            yield alias.asname or top, (alias.name if alias.asname else top, "")
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        yield from ((alias.asname or alias.name, (node.module or "", alias.name)) for alias in node.names)
+
+
+def _changes(node: ast.stmt) -> Iterator[Change]:
+    """Yield what a statement changes."""
+    if isinstance(node, ast.Global):
+        yield Change("global", tuple(node.names))
+    assigned: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        assigned = [part for each in node.targets for part in getattr(each, "elts", [each])]
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+        assigned = [node.target]
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        called, args = node.value.func, node.value.args
+        if isinstance(called, ast.Attribute) and (path := _path(called.value)):
+            yield Change("modify", path)  # `options.update(...)`
+        elif isinstance(called, ast.Name) and called.id == "setattr" and len(args) == 3 and (path := _path(args[0])):
+            yield Change("assign", (*path, str(args[1].value) if isinstance(args[1], ast.Constant) else "*"))
+    for target in assigned:
+        path = _path(target)
+        if path and isinstance(target, ast.Subscript):
+            yield Change("modify", path)
+        elif len(path) > 1:
+            yield Change("assign", path)
+
+
+def _path(node: ast.expr) -> tuple[str, ...]:
+    """Return the names of `config.training.lr`, or of what has the item; empty: it does not begin with a name."""
+    if isinstance(node, ast.Subscript):
+        return _path(node.value)
+    if isinstance(node, ast.Attribute):
+        before = _path(node.value)
+        return (*before, node.attr) if before else ()
+    return (node.id,) if isinstance(node, ast.Name) else ()
