@@ -25,7 +25,7 @@ __all__ = ["find_module_changes"]
 _OF_PROCESS = frozenset({"logging", "multiprocessing", "os", "signal", "sys", "threading", "warnings"})
 
 # Larger values are data, which the workers read again when they import the module.
-_MAX_BYTES = 64 * 2**20
+_MAX_BYTES = 16 * 2**20
 
 
 def find_module_changes(
