@@ -121,7 +121,7 @@ def _is_closure(item: Any) -> bool:
 def holds_state(value: object) -> bool:
     """Whether a value is or holds a module, optimizer, scheduler, or tensor that requires grad."""
     return any(
-        is_a(item, STATEFUL) or (isinstance(item, torch.Tensor) and item.requires_grad)
+        is_a(item, STATEFUL) or (is_a(item, torch.Tensor) and item.requires_grad)
         for _, item in walk({"": value}, follows_code=False)
     )
 

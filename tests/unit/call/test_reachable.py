@@ -141,3 +141,19 @@ def test_a_search_through_much_data_ends() -> None:
 def test_what_holds_state(value: object, does: bool) -> None:
     """Modules, optimizers and trainable tensors, wherever they are held; functions and classes are code."""
     assert holds_state(value) is does
+
+
+class Vague:
+    """Raises an error of its own whenever its class is asked for."""
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]  # as a broken proxy
+        raise RuntimeError("no class")
+
+    @__class__.setter
+    def __class__(self, value: type) -> None: ...
+
+
+def test_an_object_that_does_not_tell_its_class_holds_no_state() -> None:
+    """A proxy, for example, whose object is gone."""
+    assert not holds_state([Vague()])
