@@ -121,7 +121,7 @@ def _variables(owner: Any, name: str) -> list[str]:
     """Return the variable with a name; for "*", if the owner is a module of the user, those that begin as literals."""
     if name != "*":
         return [name] if name in namespace(owner) else []
-    is_own = is_a(owner, types.ModuleType) and is_user_code(owner.__name__)
+    is_own = is_a(owner, types.ModuleType) and _is_own(owner.__name__)
     return [each for each in source_of(owner).literals if each in vars(owner)] if is_own else []
 
 

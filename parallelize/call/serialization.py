@@ -279,16 +279,9 @@ def dumps(obj: object) -> bytes:
     return buffer.getvalue()
 
 
-class _Null(io.BytesIO):
-    """File that keeps nothing."""
-
-    def write(self, data: Any) -> int:
-        return memoryview(data).nbytes
-
-
 def _pickle_error(obj: object) -> Exception | None:
     try:
-        _Pickler(_Null()).dump(obj)
+        dumps(obj)
     except Exception as exc:  # noqa: BLE001 - a user's __reduce__ may raise anything
         return exc
     return None

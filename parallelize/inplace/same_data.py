@@ -69,7 +69,7 @@ class SameDataCheck:
         models: the models of the block.
 
     Attributes:
-        hooks: context of the hooks on the parameters.
+        hooks: context of the hooks on the parameters, and on the iteration of loaders.
         is_over: whether nothing is compared any more.
     """
 
@@ -121,6 +121,7 @@ class SameDataCheck:
 
     def _stop(self) -> None:
         self.is_over = True
+        self._loader = self._hashed_loader = None
         self.hooks.close()
 
     def _add_hooks(self) -> None:
