@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -59,6 +59,9 @@ class WorkerSetup:
         start_method: default multiprocessing start method in the worker, such as for DataLoader workers.
         logs: the caller's console logging settings.
         settings: the caller's torch settings.
+
+    Attributes:
+        was_unpickled: whether this process is a worker, or about to be one.
     """
 
     folder: str
@@ -68,6 +71,13 @@ class WorkerSetup:
     start_method: str
     logs: LogSettings
     settings: TorchSettings
+
+    was_unpickled: ClassVar[bool] = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle the settings, which only a process that is going to be a worker does."""
+        self.__dict__.update(state)
+        WorkerSetup.was_unpickled = True
 
 
 def task_path(folder: Path) -> Path:

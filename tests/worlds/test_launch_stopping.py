@@ -226,6 +226,50 @@ def test_ctrl_c_while_processes_start(start_method: str, children: int) -> None:
     assert not alive
 
 
+INTERRUPTED = """
+import multiprocessing.process, os, signal
+
+class Interrupting(multiprocessing.process._ParentProcess):
+    def __init__(self, *args):
+        super().__init__(*args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+multiprocessing.process._ParentProcess = Interrupting
+"""
+
+RETURNING = """
+import multiprocessing, sys
+from parallelize import distributed
+from parallelize.launchers.elastic.plugin import ElasticLauncher
+
+def train():
+    return 7
+
+distributed(processes=2, launcher=ElasticLauncher(start_method=sys.argv[1]))(train)()
+process = multiprocessing.get_context(sys.argv[1]).Process(target=print, args=["not interrupted"])
+process.start()
+process.join()
+print(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_worker_that_is_interrupted_before_it_knows_what_it_runs(start_method: str, tmp_path: Path) -> None:
+    """A terminal's Ctrl-C reaches it while multiprocessing sets it up; a process of the caller's own is interrupted."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
+    run = subprocess.run(
+        [sys.executable, "-c", RETURNING, start_method],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "1\n"
+    assert run.stderr.count("KeyboardInterrupt") == 1
+
+
 @pytest.mark.parametrize(
     ("number", "only", "code", "message"),
     [

@@ -5,7 +5,8 @@ its parent: if an import of the caller's modules starts one of them, the fork se
 (Threads of BLAS and OpenMP do no harm: they are started again in a forked process by the libraries' own handlers.)
 
 The fork server is started with SIGINT blocked, so that Ctrl-C does not interrupt these imports. This module unblocks it
-at the end: the fork server ignores SIGINT, but the processes that it starts must not inherit the blocked signal.
+at the end: the fork server ignores SIGINT. In the processes that it starts, SIGINT is blocked until they know what they
+run: a worker unblocks it once it has its own process group, a process that the caller starts itself does so at once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import gc
 import io
 import json
 import logging
+import multiprocessing.util
 import os
 import random
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -145,7 +148,28 @@ def _start_again(request: object) -> None:
     os.execv(sys.executable, command)  # noqa: S606 - the same program
 
 
+def _block_sigint_in_children() -> None:
+    """Block SIGINT in processes that this one forks, whose default handler would interrupt them half-started."""
+    if not hasattr(signal, "pthread_sigmask"):
+        return
+    server, setup = os.getpid(), import_module("parallelize.worker.main").WorkerSetup
+
+    def block() -> None:
+        if os.getppid() == server:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    def unblock(_: object) -> None:
+        """Unblock it once the process has unpickled what it runs, unless that is a worker's function."""
+        if os.getppid() == server and not setup.was_unpickled:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    os.register_at_fork(after_in_child=block)
+    util: Any = multiprocessing.util
+    util.register_after_fork(sys.modules[__name__], unblock)
+
+
 if sys.argv[-1].startswith(_REQUEST):
     with os.fdopen(int(sys.argv[-1].removeprefix(_REQUEST))) as opened:
         _preload(json.load(opened))
+_block_sigint_in_children()
 import_module("parallelize.worker.shutdown").unblock_sigint()
