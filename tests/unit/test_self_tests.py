@@ -190,20 +190,29 @@ def test_an_altered_torch(name: str, alter: Callable[[Patch], None], monkeypatch
             SELF_TESTS[name]()
 
 
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A gloo group of one process; a DistributedDataParallel of the test is freed first, else it may block for ever.
+
+    A Reducer that holds the last reference of a group waits for gloo's threads, with the GIL for which they wait.
+    """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
 def test_a_forward_that_prepares_no_output(monkeypatch: Patch) -> None:
     """The DDP of a block refuses a forward in which torch does not call its override."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        replica = _DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True)
-        replica.is_training = lambda: True
-        replica(torch.ones(1, 2)).sum().backward()
-        monkeypatch.setattr(DistributedDataParallel, "forward", lambda ddp, x: ddp.module(x))
-        with pytest.raises(ConfigError, match="backend='ddp' with torch"):
-            replica(torch.ones(1, 2))
-    finally:
-        dist.destroy_process_group()
+    replica = _DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True)
+    replica.is_training = lambda: True
+    replica(torch.ones(1, 2)).sum().backward()
+    monkeypatch.setattr(DistributedDataParallel, "forward", lambda ddp, x: ddp.module(x))
+    with pytest.raises(ConfigError, match="backend='ddp' with torch"):
+        replica(torch.ones(1, 2))
 
 
+@pytest.mark.usefixtures("process_group")
 def test_a_renamed_node_of_ddp(monkeypatch: Patch) -> None:
     """A loss behind a node that is not known has no count, so that average="tokens" refuses it."""
 
@@ -211,17 +220,13 @@ def test_a_renamed_node_of_ddp(monkeypatch: Patch) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).mean()
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        replica = DistributedDataParallel(Model(2, 2), static_graph=True)
-        (count,) = loss_counts.loss_counts([replica(torch.ones(1, 2))], is_in_model=True)
-        assert (count.kind, count.count) == ("mean", 2)
-        sink = distributed._DDPSink
-        monkeypatch.setattr(distributed, "_DDPSink", type(sink)("_Sink", (sink,), {}))
-        (count,) = loss_counts.loss_counts([replica(torch.ones(1, 2))], is_in_model=True)
-        assert (count.kind, count.count) == ("unknown", None)
-    finally:
-        dist.destroy_process_group()
+    replica = DistributedDataParallel(Model(2, 2), static_graph=True)
+    (count,) = loss_counts.loss_counts([replica(torch.ones(1, 2))], is_in_model=True)
+    assert (count.kind, count.count) == ("mean", 2)
+    sink = distributed._DDPSink
+    monkeypatch.setattr(distributed, "_DDPSink", type(sink)("_Sink", (sink,), {}))
+    (count,) = loss_counts.loss_counts([replica(torch.ones(1, 2))], is_in_model=True)
+    assert (count.kind, count.count) == ("unknown", None)
 
 
 @pytest.mark.parametrize("is_attribute", [False, True])

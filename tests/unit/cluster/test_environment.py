@@ -407,7 +407,9 @@ def test_refuses_half_a_rendezvous(environ, what, fix):
 
 def test_runs_of_mpich_have_ports_of_their_own(tmp_path: Path) -> None:
     """MPICH's variables are the same in all runs of a machine: its proxy, whose child each process is, tells them."""
-    print_port = "import os; from parallelize.cluster.environment import detect; print(detect(os.environ).master_port)"
+    find_port = "import os; from parallelize.cluster.environment import detect; port = detect(os.environ).master_port"
+    # one write, also with PYTHONUNBUFFERED: lines of two processes are not mixed
+    print_port = f"{find_port}; os.write(1, str(port).encode() + bytes([10]))"
     proxy = tmp_path / "hydra_pmi_proxy"
     wrapper = tmp_path / "wrapper"
     wrapper.write_text(f"#!/bin/sh\n{sys.executable} -c '{print_port}'\ntrue\n")
