@@ -20,6 +20,8 @@ _OF_RANK = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "get_rank", "get_world_size", "getpid", "gethostname"}
 )
 
+_EMPTY = frozenset({"None", "False", "0", "-1", "''", "()", "[]", "{}"})
+
 
 class Change(NamedTuple):
     """A statement that changes something: ("config", "lr") is an attribute of what the source code calls `config`."""
@@ -40,7 +42,7 @@ class Source:
 
     Attributes:
         changes: what its statements change, in this order; `changes_in_functions`: only those inside functions.
-        lazy: what functions set that also test it, as `if client is None: client = ...`; a worker does this itself.
+        lazy: what functions set if it is unset, as `if client is None: client = ...`; a worker does this itself.
         literals: its variables that begin as literals.
         of_rank: its variables, and those of its classes, that begin with a value that depends on the rank.
         imports: name -> (module, name in it or "").
@@ -63,7 +65,7 @@ class Source:
         }
 
     def _visit(self, statements: Iterable[ast.stmt], *, tests: Collection[tuple[str, ...]] | None) -> None:
-        """Visit statements; `tests` is what the conditions of the function around them mention, None outside of one."""
+        """Visit statements; `tests` is what the function around them tests for being unset, None outside of one."""
         for node in statements:
             self.imports.update(_imports(node))
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and tests is None and node.value is not None:
@@ -95,12 +97,46 @@ class Source:
 
 
 def _tests(function: ast.stmt) -> Iterator[tuple[str, ...]]:
-    """Yield the variables in the conditions of a function, except those that only lead to an error."""
-    for node in ast.walk(function):
+    """Yield the variables that a function tests for being unset, to set them or to return."""
+    nodes = list(ast.walk(function))
+    names = {path[0] for path in _assigned(nodes) if len(path) == 1}
+    names.update(each.arg for each in nodes if isinstance(each, ast.arg))
+    local = names.difference(*(each.names for each in nodes if isinstance(each, ast.Global)))
+    for node in nodes:
         if isinstance(node, (ast.If, ast.IfExp)):
-            is_check = isinstance(node, ast.If) and all(isinstance(each, ast.Raise) for each in node.body)
-            parts = () if is_check else ast.walk(node.test)
-            yield from (_path(part) for part in parts if isinstance(part, (ast.Name, ast.Attribute)))
+            inside = list(ast.walk(node))
+            is_set_or_not = isinstance(node, ast.IfExp) or any(isinstance(each, ast.Return) for each in inside)
+            tested = _tested_for_unset(node.test, local)
+            yield from tested if is_set_or_not else tested.intersection(_assigned(inside))
+
+
+def _assigned(nodes: Iterable[ast.AST]) -> set[tuple[str, ...]]:
+    targets = (each for each in nodes if isinstance(each, (ast.Name, ast.Attribute)))
+    return {_path(each) for each in targets if isinstance(each.ctx, ast.Store)}
+
+
+def _tested_for_unset(test: ast.expr, local: Collection[str]) -> set[tuple[str, ...]]:
+    """Return the variables that a condition tests, as `x is None` or `not x` does, without those that it compares."""
+    unset: set[tuple[str, ...]] = set()
+    compared: set[tuple[str, ...]] = set()
+    conditions = [test]
+    for each in conditions:
+        if isinstance(each, (ast.BoolOp, ast.UnaryOp)):
+            conditions += each.values if isinstance(each, ast.BoolOp) else [each.operand]
+        else:
+            paths = {_path(part) for part in ast.walk(each) if isinstance(part, (ast.Name, ast.Attribute))}
+            is_with_local = len({path[0] in local for path in paths if path}) > 1
+            (compared if is_with_local or _is_comparison(each) else unset).update(paths)
+    return unset - compared
+
+
+def _is_comparison(condition: ast.expr) -> bool:
+    """Whether a condition compares two values: not with an empty one, by `is`, or with what depends on the process."""
+    if not isinstance(condition, ast.Compare) or isinstance(condition.ops[0], (ast.Is, ast.IsNot)):
+        return False
+    sides = [condition.left, *condition.comparators]
+    names = {getattr(part, "attr", getattr(part, "id", "")) for part in ast.walk(condition)}
+    return names.isdisjoint(_OF_RANK) and not any(ast.unparse(each) in _EMPTY for each in sides)
 
 
 def source_of(module: types.ModuleType) -> Source:

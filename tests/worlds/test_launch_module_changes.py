@@ -26,7 +26,8 @@ SETTINGS = """
 
     def set_lr(value):
         global lr
-        lr = value
+        if value != lr:
+            lr = value
 
     def values():
         return lr, fixed, width, depth, table, names, options.a, Defaults.lr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from parallelize.call.module_source import Source
@@ -45,13 +47,31 @@ def test_global_variables_that_a_function_sets_are_one_change() -> None:
         ("if not x:\n        return\n    x = 1", []),
         ("if x is not None:\n        raise ValueError\n    x = 1", ["x"]),
         ("x = 1", ["x"]),
+        ("if x == -1 or not len(x):\n        x = 1", []),
+        ("x = 1 if not isinstance(x, int) else x", []),
+        ("if x != os.getpid():\n        x = os.getpid()", []),
+        ("if v != x:\n        x = v", ["x"]),
+        ("if v == x:\n        return\n    x = v", ["x"]),
+        ("if x is None or x != v:\n        x = v", ["x"]),
+        ("if not isclose(v, x):\n        x = v", ["x"]),
+        ("old = float(v)\n    if old is not x:\n        x = old", ["x"]),
+        ("if x != FAST:\n        x = FAST", ["x"]),
+        ("x = v if x < v else x", ["x"]),
+        ("if x is not None:\n        print('changed')\n    x = v", ["x"]),
     ],
 )
 def test_what_a_function_sets_only_once_is_left_to_each_process(code: str, names: list[str]) -> None:
-    """A check that it was not set before is none."""
+    """A comparison with another value, and a condition that leads to an error or a message only, are no such test."""
     for declaration, path in {"global x": "x", "pass": "State.x"}.items():
-        found = Source([f"def f():\n    {declaration}\n    {code.replace('x', path)}"]).changes_in_functions
+        body = re.sub(r"\bx\b", path, code)
+        found = Source([f"def f(v):\n    {declaration}\n    {body}"]).changes_in_functions
         assert [each.path[-1] for each in found] == names
+
+
+def test_a_test_of_an_argument_for_being_unset_counts() -> None:
+    """Setting an attribute of an argument only once is no change of a module called alike."""
+    code = "def f(config):\n    if config.lr is None:\n        config.lr = 1"
+    assert not Source([code]).changes_in_functions
 
 
 def test_a_cell_with_magics_is_skipped() -> None:
