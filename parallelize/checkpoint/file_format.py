@@ -122,7 +122,9 @@ def _load(path: Path) -> dict[Any, Any]:
         raise ConfigError(
             f"no checkpoint {path}" if is_missing else f"cannot read {path}",
             why="no such file on this host" if is_missing else str(exc),
-            fix="check the path; with several nodes, use a folder that all of them share",
+            fix="check the path; with several nodes, use a folder that all of them share"
+            if is_missing
+            else "let this user read it, and check the disk that it is on",
         ) from exc
     is_zip = header == _MAGIC  # otherwise a file of torch 1.5 or older, or something else
     try:
@@ -192,9 +194,15 @@ def _checked_shards(path: Path, shards: Mapping[str, Any]) -> Path:
 
 
 def is_zip_file(path: Path) -> bool:
-    """Return whether the file begins like a zip file of torch.save; a file damaged by a crash may not."""
-    path = path / MAIN_FILE if path.is_dir() else path
-    return path.is_file() and _header(path) == _MAGIC
+    """Return whether the file begins like a zip file of torch.save; a file damaged by a crash may not.
+
+    A file that cannot be read, for example without permission, may be one.
+    """
+    try:
+        path = path / MAIN_FILE if path.is_dir() else path
+        return path.is_file() and _header(path) == _MAGIC
+    except OSError:
+        return True
 
 
 def _header(path: Path) -> bytes:

@@ -158,7 +158,8 @@ class Checkpoints:
         if refusal is not None:
             raise ConfigError(
                 f"checkpoints({str(self._user_folder)!r}): {refusal.faults[0].what}",
-                why="it is undamaged, no other checkpoint in the folder can be loaded, and a new run would replace it",
+                why=f"{refusal.faults[0].why}; no other checkpoint in the folder can be loaded, and a new run would "
+                "replace this one",
                 fix="for a new run, use another folder or remove the files; to resume, " + refusal.faults[0].fix,
             ) from refusal
         return ""

@@ -143,6 +143,15 @@ def test_undamaged_files_that_cannot_be_loaded_raise(tmp_path, holds):
     assert path.read_bytes() == before
 
 
+def test_a_file_that_cannot_be_read_raises(tmp_path):
+    """A file without read permission, or on a failing disk, may be the newest state: the run does not start anew."""
+    (tmp_path / "step-000000002.pt").symlink_to("/proc/self/mem")  # reading it fails, for root as well
+    with pytest.raises(ConfigError, match="cannot read") as caught, checkpoints(tmp_path, model=nn.Linear(1, 1)):
+        pass
+    assert "Input/output error" in caught.value.faults[0].why
+    assert "let this user read it" in caught.value.faults[0].fix
+
+
 def test_a_file_of_another_format_is_skipped_for_one_that_can_be_loaded(tmp_path, caplog):
     """A run resumes from the newest file that it can load."""
     with checkpoints(tmp_path, every=1, model=nn.Linear(1, 1)) as saved:
