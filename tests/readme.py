@@ -110,7 +110,7 @@ def peers() -> str:
     rows = [["", *(f"{name} {version}" for name, version in found["versions"].items())]]
     for row in found["rows"].values():
         cells = (_SHORT.get(answer, answer).replace("|", "\\|") for answer in row["answers"].values())
-        rows.append([f"[{row['says']}]({row['proof'].partition('::')[0]})", *cells])
+        rows.append([f"[{row['says']}](../../{row['proof'].partition('::')[0]})", *cells])
     return _table(rows)
 
 

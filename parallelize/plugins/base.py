@@ -1,7 +1,7 @@
 """Base classes of plug-ins: `Backend`, `Launcher` and `Precision`, with the objects that they receive and return.
 
 A plug-in declares its capabilities as class attributes. The `config` package checks each request against them, and
-README's support table is generated from them. No code tests for a plug-in's name.
+The guides' support table is generated from them. No code tests for a plug-in's name.
 """
 
 from __future__ import annotations

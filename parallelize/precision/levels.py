@@ -50,7 +50,7 @@ class LevelRow:
 
 
 # Rows and their meaning follow Apex's opt_levels (https://nvidia.github.io/apex/amp.html#opt-levels, and the classes
-# O0-O3 of apex/amp/frontend.py), with one difference, which README states too: in O2 and O3 Apex casts the inputs of
+# O0-O3 of apex/amp/frontend.py), with one difference, which the guide states too: in O2 and O3 Apex casts the inputs of
 # the model to half. Inputs are not cast here, so that integers stored as floats keep their values; autocast casts them
 # in the operations that run in half, and runs softmax, losses and layer norm in fp32.
 TABLE: dict[Level, LevelRow] = {
@@ -72,7 +72,7 @@ def row_of(amp: Amp, precision: Precision | type[Precision]) -> LevelRow:
 
 
 def markdown() -> str:
-    """Return the table as README prints it."""
+    """Return the table as the guide to precision prints it."""
     rows = [TABLE[level].cells() for level in LEVELS]
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
