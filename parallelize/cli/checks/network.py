@@ -25,7 +25,6 @@ class Network:
         host: host name of this machine.
         name_is_reachable: whether the host name resolves to an address that other machines can reach.
         outward: interface of the route to MASTER_ADDR or, if not set, of the default route; None: no route.
-        loopback_error: why listening on 127.0.0.1 fails; None: it works.
         gloo_names: value of GLOO_SOCKET_IFNAME; None: not set.
         nccl_names: value of NCCL_SOCKET_IFNAME; None: not set.
         master: value of MASTER_ADDR; None: not set.
@@ -36,7 +35,6 @@ class Network:
     host: str = ""
     name_is_reachable: bool = True
     outward: str | None = None
-    loopback_error: str | None = None
     gloo_names: str | None = None
     nccl_names: str | None = None
     master: str | None = None
@@ -53,7 +51,6 @@ def gather(environ: Mapping[str, str]) -> Network:
         host=socket.gethostname(),
         name_is_reachable=network.is_hostname_reachable(),
         outward=_outward_interface(master if master and error is None else _OUTSIDE_ADDRESS),
-        loopback_error=_loopback_error(),
         gloo_names=environ.get("GLOO_SOCKET_IFNAME") or None,
         nccl_names=environ.get("NCCL_SOCKET_IFNAME") or None,
         master=master or None,
@@ -76,24 +73,9 @@ def _outward_interface(address: str) -> str | None:
         return None
 
 
-def _loopback_error() -> str | None:
-    try:
-        with socket.create_server(("127.0.0.1", 0)):
-            return None
-    except OSError as error:
-        return str(error)
-
-
 def judge(facts: Network) -> Iterator[Finding]:
     """Yield a fault for each interface name or address with which processes could not connect."""
     known = ", ".join(facts.interfaces) or "none"
-    if facts.loopback_error is not None:
-        yield fault(
-            "loopback-down",
-            f"cannot listen on 127.0.0.1: {facts.loopback_error}",
-            why="the processes of one machine connect there",
-            fix="ip link set lo up",
-        )
     unknown = [name for name in _split_names(facts.gloo_names) if name not in facts.interfaces]
     if unknown:
         yield fault(

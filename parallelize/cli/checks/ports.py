@@ -1,8 +1,10 @@
-"""Doctor check: the range of ephemeral ports, and whether one of them and MASTER_PORT are free."""
+"""Doctor check: the range of ephemeral ports, and whether processes can listen on one of them and on MASTER_PORT."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,16 +26,16 @@ class Ports:
     Args:
         first: lowest ephemeral port; 0: unknown.
         last: highest ephemeral port; 0: unknown.
-        error: why listening on an ephemeral port fails; None: it works.
+        error: errno of listening on an ephemeral port of 127.0.0.1; None: it works.
         master_port: value of MASTER_PORT; None: not set.
-        taken_by_another: whether another program listens on MASTER_PORT of this machine.
+        master_error: errno of listening on MASTER_PORT; None: it works, or is not for this machine to do.
     """
 
     first: int = 0
     last: int = 0
-    error: str | None = None
+    error: int | None = None
     master_port: str | None = None
-    taken_by_another: bool = False
+    master_error: int | None = None
 
 
 def gather(environ: Mapping[str, str]) -> Ports:
@@ -47,29 +49,36 @@ def gather(environ: Mapping[str, str]) -> Ports:
         last=last,
         error=_listen_error("127.0.0.1", 0),
         master_port=text or None,
-        taken_by_another=bool(port) and is_local_address(master) and _listen_error(master, port) is not None,
+        master_error=_listen_error(master, port) if port and is_local_address(master) else None,
     )
 
 
-def _listen_error(address: str, port: int) -> str | None:
+def _listen_error(address: str, port: int) -> int | None:
     with contextlib.suppress(socket.gaierror):  # the network check reports this error
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         try:
             with socket.create_server((address, port), family=family):
                 return None
         except OSError as error:
-            return str(error)
+            return error.errno
     return None
 
 
 def judge(facts: Ports) -> Iterator[Finding]:
-    """Yield a finding if no port is free, the range is small, or MASTER_PORT is invalid or taken."""
-    if facts.error is not None:
+    """Yield a finding if no port can be listened on, the range is small, or MASTER_PORT is invalid or unusable."""
+    if facts.error == errno.EADDRINUSE:
         yield fault(
             "no-free-port",
-            f"no free port: {facts.error}",
+            f"no free port: {os.strerror(facts.error)}",
             why="the processes of a call connect through a port",
             fix="end programs with many sockets; ss -s shows their number",
+        )
+    elif facts.error is not None:
+        yield fault(
+            "loopback-down",
+            f"cannot listen on 127.0.0.1: {os.strerror(facts.error)}",
+            why="the processes of one machine connect there",
+            fix="ip link set lo up",
         )
     if facts.last and facts.last - facts.first < _FEW_PORTS:
         yield warning(
@@ -85,12 +94,19 @@ def judge(facts: Ports) -> Iterator[Finding]:
             why="a port is a number from 1 to 65535",
             fix="export MASTER_PORT=29400, or any free port, the same on every node; or unset it",
         )
-    if facts.taken_by_another:
+    if facts.master_error == errno.EADDRINUSE:
         yield fault(
             "master-port-taken",
             f"MASTER_PORT={facts.master_port} is in use on this machine (MASTER_ADDR)",
             why="node 0 of a run must listen on it",
             fix="export another MASTER_PORT on all nodes; `ss -ltnp` shows the program that uses this one",
+        )
+    elif facts.master_error is not None:
+        yield fault(
+            "master-port-refused",
+            f"cannot listen on MASTER_PORT={facts.master_port}: {os.strerror(facts.master_error)}",
+            why="node 0 of a run must listen on it; ports below 1024 are for root",
+            fix="export MASTER_PORT=29400, or any free port above 1023, the same on every node; or unset it",
         )
 
 

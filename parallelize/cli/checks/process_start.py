@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from parallelize.cli.findings import Check, Finding, warning
+from parallelize.launchers.elastic.worker_environment import available_cores
 
 __all__ = ["CHECK", "ProcessStart", "gather", "judge"]
 
@@ -20,14 +20,12 @@ class ProcessStart:
     Args:
         system: value of sys.platform.
         methods: the start methods that multiprocessing supports.
-        has_pidfd: whether os.pidfd_open exists, which notifies workers at once when their caller ends.
         cores: number of CPU cores that this process may use.
         omp_threads: value of OMP_NUM_THREADS; None: not set.
     """
 
     system: str = "linux"
     methods: tuple[str, ...] = ("fork", "spawn", "forkserver")
-    has_pidfd: bool = True
     cores: int = 1
     omp_threads: str | None = None
 
@@ -37,8 +35,7 @@ def gather(environ: Mapping[str, str]) -> ProcessStart:
     return ProcessStart(
         system=sys.platform,
         methods=tuple(multiprocessing.get_all_start_methods()),
-        has_pidfd=hasattr(os, "pidfd_open"),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=available_cores(),
         omp_threads=environ.get("OMP_NUM_THREADS") or None,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import re
 from collections.abc import Iterator
@@ -144,7 +145,6 @@ FACTS_WITH_FINDING: list[tuple[str, str, Check[Any], Any]] = [
     ),
     ("no-gloo", "without gloo", collectives.CHECK, Collectives(has_gloo=False)),
     ("no-nccl", "2 GPU(s)", collectives.CHECK, Collectives(gpus=2)),
-    ("loopback-down", "Cannot assign", network.CHECK, Network(interfaces={}, loopback_error="Cannot assign")),
     ("gloo-interface-unknown", "=eth7", network.CHECK, Network(interfaces=LAN, gloo_names="eth7")),
     ("gloo-interface-unknown", "=eth0,ib0", network.CHECK, Network(interfaces=LAN, gloo_names="eth0,ib0")),
     *(
@@ -157,11 +157,23 @@ FACTS_WITH_FINDING: list[tuple[str, str, Check[Any], Any]] = [
         network.CHECK,
         Network(interfaces=LAN, master="nowhere", master_error="its name resolves nowhere"),
     ),
-    ("no-free-port", "Address already in use", ports.CHECK, Ports(error="Address already in use")),
+    ("no-free-port", "Address already in use", ports.CHECK, Ports(error=errno.EADDRINUSE)),
+    ("loopback-down", "Cannot assign", ports.CHECK, Ports(error=errno.EADDRNOTAVAIL)),
     ("few-ports", "60000 to 60100", ports.CHECK, Ports(first=60000, last=60100)),
     ("master-port-invalid", "MASTER_PORT=http", ports.CHECK, Ports(master_port="http")),
     ("master-port-invalid", "MASTER_PORT=70000", ports.CHECK, Ports(master_port="70000")),
-    ("master-port-taken", "MASTER_PORT=80", ports.CHECK, Ports(master_port="80", taken_by_another=True)),
+    (
+        "master-port-taken",
+        "MASTER_PORT=8000 is in use",
+        ports.CHECK,
+        Ports(master_port="8000", master_error=errno.EADDRINUSE),
+    ),
+    (
+        "master-port-refused",
+        "MASTER_PORT=80: Permission denied",
+        ports.CHECK,
+        Ports(master_port="80", master_error=errno.EACCES),
+    ),
     ("no-shared-memory", "/dev/shm", memory.CHECK, Memory(folder="/tmp", folder_free_bytes=9 * GIB)),
     (
         "little-shared-memory",
@@ -235,6 +247,7 @@ FAULT_IDS = {
     "loopback-down",
     "mask-beyond",
     "master-port-invalid",
+    "master-port-refused",
     "master-port-taken",
     "master-unreachable",
     "nccl-interface-unknown",
