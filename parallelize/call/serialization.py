@@ -288,9 +288,11 @@ def _pickle_error(obj: object) -> Exception | None:
 
 
 def _named_members(name: str, item: object) -> dict[str, object]:
-    """Return what an object refers to; says which names are variables of a function."""
+    """Return what an object refers to, without what is private to a library; says which are variables of a function."""
     found = {} if isinstance(item, type) else members(name, item)
     if not isinstance(item, types.FunctionType):
-        return found
+        is_own = is_user_code(type(item).__module__)
+        return {key: value for key, value in found.items() if is_own or not key.startswith(f"{name}._")}
     free = item.__code__.co_freevars
-    return {f"the {'' if key in free else 'global '}variable {key!r}": value for key, value in found.items()}
+    variables = found if is_user_code(item.__module__) else {}
+    return {f"the {'' if key in free else 'global '}variable {key!r}": value for key, value in variables.items()}

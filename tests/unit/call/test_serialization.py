@@ -161,6 +161,18 @@ def test_the_innermost_unpicklable_object_is_named(part: object, name: str, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_private_parts_of_libraries_are_not_named(tmp_path: Path) -> None:
+    """The user knows the public attributes of a library's object, but no variable of its functions."""
+    operator = torch.library.custom_op(
+        "tests::unpicklable", lambda x: x.clone(), mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    model = torch.nn.Sequential(torch.nn.Identity())
+    model[0].lock = threading.Lock()
+    for thing, name in [(operator, "the variable 'thing'"), (model, "the variable 'thing'.0.lock")]:
+        with pytest.raises(ConfigError, match=f"{name} cannot be pickled"):
+            dump(closure_over(thing), tmp_path / "file", parts={"call": closure_over(thing)})
+
+
 def test_an_unpicklable_object_in_a_reference_cycle(tmp_path: Path) -> None:
     """The search for its name ends."""
     recursive: list[object] = []
