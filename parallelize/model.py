@@ -124,8 +124,9 @@ def parallel_model(
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(_enter_run({name: value for name, value in options.items() if value is not None}))
         outer = context.active() or run
+        if IN_PARALLEL_MODEL not in outer.flags:  # an outer block removes its own mark
+            stack.callback(outer.flags.discard, IN_PARALLEL_MODEL)
         outer.flags.update((ENTERED_PARALLEL_MODEL, IN_PARALLEL_MODEL))
-        stack.callback(outer.flags.discard, IN_PARALLEL_MODEL)
         outer.models.extend(map(weakref.ref, models))
         _refuse_comparing_shards(run)
         _refuse_apex(run, average)

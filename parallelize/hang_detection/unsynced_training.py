@@ -17,7 +17,7 @@ __all__ = ["ENTERED_PARALLEL_MODEL", "IN_PARALLEL_MODEL", "warn_if_unsynced"]
 ENTERED_PARALLEL_MODEL = "parallel_model entered"
 """Member of Runtime.flags after the run has entered a parallel_model block."""
 IN_PARALLEL_MODEL = "in parallel_model"
-"""Member of Runtime.flags until the innermost parallel_model block ends."""
+"""Member of Runtime.flags in parallel_model blocks."""
 
 
 def warn_if_unsynced(
