@@ -162,6 +162,7 @@ class FSDPEngine(Engine):
     def close(self, *, failed: bool) -> None:
         semantics.close_copies(failed=failed)
         self._exit_stack.close()
+        self._guard.apply_requires_grad()
         for module, name, original in self._registrations:
             # The last forward may have left unsharded parameters registered.
             module._parameters[name] = self._shards[id(original)]

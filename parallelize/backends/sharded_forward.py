@@ -122,8 +122,10 @@ class ShardedForward(nn.Module):
         return map_leaves(lambda _: next(hooked), outputs[-1])
 
     def _free_outdated(self) -> None:
-        """Free parameters that are still gathered from a forward before their shards were last changed."""
-        writes = [semantics.num_writes, *(each.sharded_param._local_tensor._version for each in self._fsdp_params)]
+        """Free parameters that are still gathered from before their shards were changed, frozen or unfrozen."""
+        shards = [each.sharded_param for each in self._fsdp_params]
+        versions = ((each._local_tensor._version, each.requires_grad) for each in shards)
+        writes = [semantics.num_writes, *itertools.chain.from_iterable(versions)]
         if self._depth == 0 and self._writes != writes:
             self._writes = writes
             self._set_reshard_after_backward(to=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallelize.errors import SyncError
+from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime.gradients import gradient_version, parameters_of
 from parallelize.torch_private import self_test
 
@@ -42,12 +43,13 @@ class ShardedParameterGuard:
         self._registrations = registrations
         self._shards = shards
         self._names = {id(shards[id(each)]): name for name, each in _names_of(model, registrations).items()}
-        groups: list[Any] = [
-            module._get_fsdp_state()._fsdp_param_group for module in root.modules() if isinstance(module, FSDPModule)
+        states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+        self._groups: list[list[Any]] = [
+            list(each._fsdp_param_group.fsdp_params) for each in states if each._fsdp_param_group is not None
         ]
-        self._fsdp_params: dict[int, Any] = {
-            id(each.sharded_param): each for group in groups if group is not None for each in group.fsdp_params
-        }
+        self._fsdp_params: dict[int, Any] = {id(each.sharded_param): each for group in self._groups for each in group}
+        self._frozen_at_first: list[Any] | None = None
+        self._requires_grad: dict[int, bool] = {}
         self._stepped_versions: dict[int, tuple[int, int]] = {}
 
     @property
@@ -60,7 +62,10 @@ class ShardedParameterGuard:
 
         Raises:
             SyncError: a parameter was replaced.
+            ConfigError: one is trained, in mixed precision, of a group that was frozen at the first forward.
         """
+        self.apply_requires_grad()
+        self._refuse_late_training()
         for module, name, original in self._registrations:
             sharded = self._shards[id(original)]
             current = module._parameters.get(name)
@@ -71,6 +76,30 @@ class ShardedParameterGuard:
                     why="fsdp would compute with the parameters that it sharded at the entry of the block",
                     fix="drop assign=True of load_state_dict, copy into the parameter, or change the model before the "
                     "block; call a method named in methods= for a functional call",
+                )
+
+    def apply_requires_grad(self) -> None:
+        """Set requires_grad of shards as the user has set it on full parameters, which a forward leaves registered."""
+        for module, name, original in self._registrations:
+            sharded, current = self._shards[id(original)], module._parameters.get(name)
+            before = self._requires_grad.get(id(sharded))
+            if current is not None and before is sharded.requires_grad is not current.requires_grad:
+                sharded.requires_grad_(current.requires_grad)
+        self._requires_grad = {key: each.sharded_param.requires_grad for key, each in self._fsdp_params.items()}
+
+    def _refuse_late_training(self) -> None:
+        """Refuse training of a group for which fully_shard chose no dtype of gradients at the first forward."""
+        if self._frozen_at_first is None:
+            frozen = [group for group in self._groups if not any(each.sharded_param.requires_grad for each in group)]
+            self._frozen_at_first = list(itertools.chain.from_iterable(frozen))
+            return
+        for each in self._frozen_at_first:
+            if each.sharded_param.requires_grad and each.param_dtype is not None:
+                raise ConfigError(
+                    f"{self._names[id(each.sharded_param)]} of {type(self._model).__name__} is trained from now on",
+                    why=f"fsdp, with parameters in {each.param_dtype}, chooses the type of gradients at the first "
+                    "forward of the block, when this parameter and those sharded with it were frozen",
+                    fix="enter parallel_model again after the change, or use amp=True or backend='ddp'",
                 )
 
     def before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -381,6 +381,49 @@ def test_parameters_unfrozen_inside_the_block_train() -> None:
     assert_close(run(), train_in_one_process(steps=2))
 
 
+@pytest.mark.parametrize("where", ["model", "optimizer"])
+def test_parameters_unfrozen_after_an_evaluation_train(where: str) -> None:
+    """A forward without backward leaves full parameters in the model, and shards in the optimizer: both are heeded."""
+
+    @distributed(processes=WORLD, backend="fsdp")
+    def run() -> tuple[list[bool], list[bool]]:
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 1))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with parallel_model(model):
+            with torch.no_grad():
+                model(batch_of(rank()))
+            for each in model.parameters() if where == "model" else optimizer.param_groups[0]["params"]:
+                each.requires_grad_()
+            model(batch_of(rank())).sum().backward()
+            trained = [each.grad is not None for each in model.parameters()]
+            with torch.no_grad():
+                model(batch_of(rank()))
+            model[1].requires_grad_(False)
+        return trained, [each.requires_grad for each in model.parameters()]
+
+    assert run() == ([True] * 4, [True, True, False, False])
+
+
+def test_training_in_half_precision_what_was_frozen_at_first_is_refused() -> None:
+    """fully_shard has chosen no type for these gradients; where they are in fp32, training goes on."""
+
+    @distributed(processes=2, backend="fsdp")
+    def train(amp: str) -> str:
+        model = nn.Linear(4, 1).requires_grad_(False)
+        with parallel_model(model, amp=amp):
+            model(torch.ones(2, 4))
+            model.requires_grad_()
+            model(torch.ones(2, 4)).sum().backward()
+        return "trained"
+
+    assert train("O1") == "trained"
+    with pytest.raises(ConfigError, match="weight of Linear is trained from now on") as caught:
+        train("O2")
+    assert "torch.bfloat16" in caught.value.faults[0].why
+    assert "enter parallel_model again" in caught.value.faults[0].fix
+
+
 def test_tied_parameters_in_two_blocks_are_refused() -> None:
     """A parameter is gathered with one block only; within one group it stays tied."""
 
