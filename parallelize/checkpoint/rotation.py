@@ -239,7 +239,11 @@ def checkpoints(
     saved._in_background = in_background
     try:
         if context.rank() == 0:
-            _remove_leftovers(Path(folder))
+            try:
+                _remove_leftovers(Path(folder))
+            except OSError as exc:
+                fix = "let this user read and write the folder, or use another one"
+                raise ConfigError(f"checkpoints({str(folder)!r})", why=str(exc), fix=fix) from exc
         saved.resume()
         yield saved
         saved._in_background = False

@@ -79,7 +79,8 @@ def _plugin_class(kind: registry.Kind, name: str, value: object) -> type[Any] | 
     if found is not None:
         return found
     why = f"no {name} has this name"
-    return Fault(f"{name}={value!r}", why, did_you_mean(value, registry.names(kind)))
+    hint = f"use process_group_backend={value!r} for the collectives; " if value in ("nccl", "gloo") else ""
+    return Fault(f"{name}={value!r}", why, hint * (name == "backend") + did_you_mean(value, registry.names(kind)))
 
 
 def _gpus(_name: str, value: object) -> Gpus | Fault | None:

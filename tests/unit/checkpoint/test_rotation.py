@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import enum
+import sys
 import threading
 import time
 import types
@@ -150,6 +151,16 @@ def test_a_file_that_cannot_be_read_raises(tmp_path):
         pass
     assert "Input/output error" in caught.value.faults[0].why
     assert "let this user read it" in caught.value.faults[0].fix
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="such a path is not there, and pathlib raises no error")
+def test_a_folder_that_cannot_be_read_raises(tmp_path):
+    """The error names the call, for example without permission, or as here because the name is too long."""
+    folder = tmp_path / ("x" * 300)
+    with pytest.raises(ConfigError, match="checkpoints") as caught, checkpoints(folder, model=nn.Linear(1, 1)):
+        pass
+    assert "File name too long" in caught.value.faults[0].why
+    assert "let this user read" in caught.value.faults[0].fix
 
 
 def test_a_file_of_another_format_is_skipped_for_one_that_can_be_loaded(tmp_path, caplog):

@@ -317,6 +317,12 @@ def test_unknown_plug_ins_list_the_known_ones(options, why):
         assert repr(known) in fault.fix
 
 
+def test_a_backend_of_torch_is_told_its_option():
+    """Torch calls nccl a backend, which is another option here."""
+    (fault,) = faults_of(backend="nccl")
+    assert fault.fix.startswith("use process_group_backend='nccl' for the collectives; known: 'balanced'")
+
+
 def test_process_group_backends():
     """A backend that torch does not have is refused, with torch's list."""
     (fault,) = faults_of(process_group_backend="cpu:gloo,cuda:ncl")
