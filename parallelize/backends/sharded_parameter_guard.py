@@ -82,8 +82,9 @@ class ShardedParameterGuard:
         """Set requires_grad of shards as the user has set it on full parameters, which a forward leaves registered."""
         for module, name, original in self._registrations:
             sharded, current = self._shards[id(original)], module._parameters.get(name)
-            before = self._requires_grad.get(id(sharded))
-            if current is not None and before is sharded.requires_grad is not current.requires_grad:
+            if current is None or current is sharded:
+                continue
+            if self._requires_grad.get(id(sharded)) is sharded.requires_grad is not current.requires_grad:
                 sharded.requires_grad_(current.requires_grad)
         self._requires_grad = {key: each.sharded_param.requires_grad for key, each in self._fsdp_params.items()}
 
