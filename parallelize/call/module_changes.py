@@ -58,8 +58,9 @@ def find_module_changes(
             if not is_set_by_script and any(name.rpartition(".")[2] in of_rank(owner) for owner, name in group):
                 continue
             is_used = any(owner not in own or name.rpartition(".")[2] in mentioned for owner, name in group)
+            is_one = change.kind in ("global", "class") and "*" not in change.path
             if is_used and not group.keys() <= found.keys():
-                found |= _sendable(group, all_or_none=change.kind == "global")
+                found |= _sendable(group, all_or_none=is_one)
     return found
 
 
@@ -96,12 +97,17 @@ def _bindings(
         yield from (((module.__name__, name), vars(module)[name]) for name in change.path if name in vars(module))
         return
     owner = names.get(change.path[0])
+    if change.kind == "class":
+        for name in change.path[1:]:
+            yield from _bindings(Change("assign", (change.path[0], name)), module, names, holders)
+        return
     for name in change.path[1:]:
         if not is_a(owner, (types.ModuleType, type)):
             break
         if name == change.path[-1] and change.kind == "assign":
             if _is_found(owner) and _is_plain_owner(owner):
-                yield from ((_binding(owner, each), namespace(owner)[each]) for each in _variables(owner, name))
+                found = _variables(owner, name, holders)
+                yield from ((_binding(owner, each), namespace(owner)[each]) for each in found)
             return
         owner = namespace(owner).get(name)
     if id(owner) not in holders or is_a(owner, (types.ModuleType, type, types.FunctionType, *STATEFUL)):
@@ -117,12 +123,24 @@ def _is_of_process(value: object) -> bool:
     return any(value is each for variables in modules for each in variables.values())
 
 
-def _variables(owner: Any, name: str) -> list[str]:
-    """Return the variable with a name; for "*", if the owner is a module of the user, those that begin as literals."""
+def _variables(owner: Any, name: str, holders: Mapping[int, Collection[Binding]]) -> list[str]:
+    """Return the variable with a name; for "*", of the user's modules and classes, those that begin as literals.
+
+    It has set neither what class methods set by name, nor containers that several modules share.
+    """
     if name != "*":
         return [name] if name in namespace(owner) else []
-    is_own = is_a(owner, types.ModuleType) and _is_own(owner.__name__)
-    return [each for each in source_of(owner).literals if each in vars(owner)] if is_own else []
+    module = owner.__module__ if is_a(owner, type) else owner.__name__
+    if not _is_own(module):
+        return []
+    source = source_of(sys.modules[module])
+    by_name = source.lazy.union(*(each.assigned for each in source.changes_in_functions))
+    return [
+        each
+        for each in source.literals - source.of_rank
+        if each in namespace(owner) and (owner.__name__, each) not in by_name
+        if not is_a(value := namespace(owner)[each], (list, dict, set)) or len(holders.get(id(value), ())) < 2
+    ]
 
 
 def _is_found(owner: Any) -> bool:

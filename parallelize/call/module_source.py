@@ -26,7 +26,7 @@ _EMPTY = frozenset({"None", "False", "0", "-1", "''", "()", "[]", "{}"})
 class Change(NamedTuple):
     """A statement that changes something: ("config", "lr") is an attribute of what the source code calls `config`."""
 
-    kind: Literal["assign", "modify", "global"]
+    kind: Literal["assign", "modify", "global", "class"]
     path: tuple[str, ...]
 
     @property
@@ -34,6 +34,8 @@ class Change(NamedTuple):
         """Return the variables that the statement assigns, or declares to do so."""
         if self.kind == "global":
             return {(name,) for name in self.path}
+        if self.kind == "class":
+            return {(self.path[0], name) for name in self.path[1:]}
         return {self.path} if self.kind == "assign" else set()
 
 
@@ -75,16 +77,33 @@ class Source:
             if tests is not None:
                 self.changes_in_functions |= found
                 self.lazy.update(*(each.assigned for each in found if not each.assigned.isdisjoint(tests)))
+            if isinstance(node, ast.ClassDef):
+                self._visit_class_methods(node)
             is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             inner = set(_tests(node)) if is_function and tests is None else tests
             for part in (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())):
                 inside = [each for block in ("body", "orelse", "finalbody") for each in getattr(part, block, ())]
                 self._visit(inside, tests=inner)
 
+    def _visit_class_methods(self, node: ast.ClassDef) -> None:
+        """Add what class methods set: `cls.lr` and `cls.wd` is Change("class", ("Config", "lr", "wd"))."""
+        for each in node.body:
+            if not isinstance(each, ast.FunctionDef) or "classmethod" not in map(ast.unparse, each.decorator_list):
+                continue
+            found = [change for part in ast.walk(each) if isinstance(part, ast.stmt) for change in _changes(part)]
+            cls = each.args.args[0].arg if each.args.args else ""
+            paths = {path: None for kind, path in found if kind == "assign" and path[0] == cls and len(path) == 2}
+            change = Change("class", (node.name, *(name for _, name in paths)))
+            if paths:
+                self.changes_in_functions[change] = None
+            if not paths.keys().isdisjoint(_tests(each)):
+                self.lazy |= change.assigned
+
     def _visit_variables(self, node: ast.Assign | ast.AnnAssign, value: ast.expr) -> None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         names = {each.id for each in targets if isinstance(each, ast.Name)}
-        if isinstance(value, ast.Constant):
+        with contextlib.suppress(ValueError):
+            ast.literal_eval(value)
             self.literals |= names
         mentioned = {
             getattr(each, attribute, None)

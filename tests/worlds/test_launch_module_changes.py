@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 SETTINGS = """
@@ -89,6 +91,54 @@ def test_workers_have_the_programs_values(tmp_path: Path, run_script: Run) -> No
     # A file cannot be sent, so `is_open`, which is set with it, is not sent either.
     assert users == (*containers[1:], False, None)
     assert (rank, gelu, keywords) == (0, 0.0, {"weights_only": True})
+
+
+CONFIG = """
+    import os
+
+    class Config:
+        lr = 0.0
+        patience = -1
+        layers = [1]
+        connection = None
+        is_connected = False
+        rank = int(os.environ.get("RANK", -1))
+
+        @classmethod
+        def update(cls, **values):
+            for name, value in values.items():
+                setattr(cls, name, value)
+
+        @classmethod
+        def connect(cls):
+            cls.connection = open(os.devnull)
+            cls.is_connected = True
+
+    def values():
+        return Config.lr, Config.patience, Config.layers, Config.is_connected, Config.rank
+"""
+
+
+@pytest.mark.parametrize("update", ["Config.update(**new)", "for name in new: setattr(Config, name, new[name])"])
+def test_workers_have_attributes_of_classes(tmp_path: Path, run_script: Run, update: str) -> None:
+    """A class method sets them, or a loop in the script; what another method opens is left to each process."""
+    (tmp_path / "config.py").write_text(textwrap.dedent(CONFIG))
+    script = f"""
+        import config
+        from config import Config
+        from parallelize import distributed
+
+        @distributed(processes=2)
+        def train():
+            return config.values()
+
+        if __name__ == "__main__":
+            new = dict(lr=0.5, patience=3, layers=[2, 3])
+            {update}
+            Config.connect()
+            print(train())
+    """
+    assert run_script(script).stdout == "(0.5, 3, [2, 3], False, 0)\n"
 
 
 UNUSUAL = """

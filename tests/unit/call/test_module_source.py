@@ -68,6 +68,39 @@ def test_what_a_function_sets_only_once_is_left_to_each_process(code: str, names
         assert [each.path[-1] for each in found] == names
 
 
+CLASS = """
+class Config:
+    lr, patience, layers, rank, made = 0.1, 0, [1], None, None
+    patience = -1
+    layers = [1]
+    size = f()
+
+    @classmethod
+    def set(cls, lr, **others):
+        cls.lr, cls.wd = lr, 0
+        cls.size.x = 1
+
+    @classmethod
+    def connect(cls):
+        if cls.made is None:
+            cls.made = connect()
+
+    @classmethod
+    def reset(cls):
+        cls.made = None
+
+    def of_object(cls):
+        cls.rank = 1
+"""
+
+
+def test_what_a_class_method_sets_is_one_change_of_the_class() -> None:
+    """What one of them sets up lazily, is not that of another, either."""
+    found = Source([CLASS])
+    assert [each for each in found.changes_in_functions if each.kind == "class"] == [("class", ("Config", "lr", "wd"))]
+    assert found.literals == {"patience", "layers"}
+
+
 def test_a_test_of_an_argument_for_being_unset_counts() -> None:
     """Setting an attribute of an argument only once is no change of a module called alike."""
     code = "def f(config):\n    if config.lr is None:\n        config.lr = 1"
