@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 from parallelize import distributed, parallel_model
 from parallelize.backends.balanced.hardware import DeviceSpec
-from parallelize.backends.balanced.partition import Chain, Slots, split_one_phase
-from parallelize.backends.balanced.plan import Plan, plan
+from parallelize.backends.balanced.partition import Chain, split
+from parallelize.backends.balanced.plan import Plan, PlannerOptions, ideal_speedup, plan
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.backends.balanced.schedule import Memory, Profile, UnitCall, best_schedule, ideal_speedup, step_s
+from parallelize.backends.balanced.schedule import Line, Profile, UnitCall, best_plan, step_s
 
 DEVICES = ("cpu", "cpu")
 
@@ -172,10 +172,13 @@ def by_parameters(made: Plan, model: nn.Module) -> Plan:
         new = [each for each in modules[name].parameters() if id(each) not in seen]
         seen |= {id(each) for each in new}
         sizes.append(float(sum(each.numel() for each in new)))
-    nothing = [0.0] * len(sizes)
-    chain = Chain(forward=sizes, backward=nothing, memory=nothing, transfer=nothing)
-    bounds = split_one_phase(sizes, chain, Slots(caps=[float("inf")] * 2, speeds=[1.0] * 2))
-    return replace(made, bounds=tuple(bounds or made.bounds))
+    return replace(made, bounds=by_cost(sizes, 2))
+
+
+def by_cost(costs: list[float], count: int) -> tuple[int, ...]:
+    bounds = split(Chain(seconds=costs, memory=costs), caps=[float("inf")] * count, speeds=[1.0] * count)
+    assert bounds is not None
+    return bounds
 
 
 def planned(model: nn.Module, x: Tensor, **options: Any) -> Plan:
@@ -283,11 +286,8 @@ def quality() -> None:
             calls = [unit_call(name, f, b) for name, f, b in zip(found.events, forward, backward, strict=True)]
             profile = Profile(calls=tuple(calls), samples=16)
             devices = [DeviceSpec(device=f"{i}", cap_bytes=float("inf")) for i in range(count)]
-            chosen = best_schedule(profile, devices, microbatches=16, memory=Memory())
-            nothing = [0.0] * len(sizes)
-            chain = Chain(forward=sizes, backward=nothing, memory=nothing, transfer=nothing)
-            bounds = split_one_phase(sizes, chain, Slots(caps=[float("inf")] * count, speeds=[1.0] * count))
-            stages = [slice(*pair) for pair in itertools.pairwise(bounds or ())]
+            chosen = best_plan(profile, devices, PlannerOptions(microbatches=16, recompute=False))
+            stages = [slice(*pair) for pair in itertools.pairwise(by_cost(sizes, count))]
             other = step_s([sum(forward[s]) for s in stages], [sum(backward[s]) for s in stages], 16)
             whole = 16 * (sum(forward) + sum(backward))
             print(
@@ -300,10 +300,8 @@ def quality() -> None:
 def unit_call(name: str, forward: float, backward: float) -> UnitCall:
     return UnitCall(
         unit=name,
-        forward_fixed_s=0.0,
-        forward_per_sample_s=forward,
-        backward_fixed_s=0.0,
-        backward_per_sample_s=backward,
+        forward=Line(0.0, forward),
+        backward=Line(0.0, backward),
         parameter_bytes=0,
         saved_bytes=0.0,
         input_bytes=0.0,
@@ -331,8 +329,8 @@ def per_call(found: Plan, model: nn.Module, x: Tensor) -> tuple[list[float], lis
     )
     calls = profile_model(profiler).calls
     return (
-        [call.forward_s(1) for call in calls],
-        [call.backward_s(1) for call in calls],
+        [call.forward.at(1) for call in calls],
+        [call.backward.at(1) for call in calls],
         [float(call.parameter_bytes) for call in calls],
     )
 

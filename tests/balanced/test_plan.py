@@ -23,9 +23,8 @@ from torch import nn
 from parallelize import parallel_model
 from parallelize.backends.balanced.engine import BalancedEngine
 from parallelize.backends.balanced.executor import Executor
-from parallelize.backends.balanced.fit import PlannerOptions
 from parallelize.backends.balanced.microbatch_run import active_run
-from parallelize.backends.balanced.plan import Plan, plan
+from parallelize.backends.balanced.plan import Plan, PlannerOptions, plan
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner, Session

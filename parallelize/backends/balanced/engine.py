@@ -19,11 +19,10 @@ from parallelize.backends.balanced import units
 from parallelize.backends.balanced.batch import opaque_inputs
 from parallelize.backends.balanced.batch_validation import BatchKind
 from parallelize.backends.balanced.device_transfer import to_device
-from parallelize.backends.balanced.fit import PlannerOptions
 from parallelize.backends.balanced.hardware import device_specs
 from parallelize.backends.balanced.microbatch_run import active_run
 from parallelize.backends.balanced.pipeline import Pipeline
-from parallelize.backends.balanced.plan import Plan, plan, remember, signature
+from parallelize.backends.balanced.plan import Plan, PlannerOptions, plan, remember, signature
 from parallelize.backends.balanced.planner import Planner
 from parallelize.backends.balanced.stage_placement import ModelPlacement
 from parallelize.backends.balanced.stage_threads import stages_on

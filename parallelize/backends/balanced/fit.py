@@ -1,23 +1,23 @@
-"""Fit: the units, the sizes of which decide whether a model fits the devices, and the fastest schedule of them."""
+"""Fit: the units, the sizes of which decide whether a model fits the devices, and the fastest plan for them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import nn
 
 from parallelize.backends.balanced import refusals, units
 from parallelize.backends.balanced.hardware import DeviceSpec
+from parallelize.backends.balanced.plan import Plan, PlannerOptions
 from parallelize.backends.balanced.profiling import Profiler, module_costs, profile_model
-from parallelize.backends.balanced.schedule import Memory, Profile, Schedule, best_schedule, needed_cap
+from parallelize.backends.balanced.schedule import Profile, best_plan, needed_cap
 from parallelize.backends.balanced.stage_placement import ModelPlacement, spec_of
 from parallelize.errors import ConfigError
 
-__all__ = ["Fit", "PlannerOptions", "first_fit", "trained_share"]
+__all__ = ["first_fit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,36 +40,15 @@ _GRANULARITIES: Mapping[bool | str, Sequence[_Granularity]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannerOptions:
-    """The options of BalancedBackend that affect the plan; `microbatches=None`: choose the fastest number."""
-
-    microbatches: int | None = None
-    recompute: bool | Literal["auto"] = "auto"
-    optimizer_state: float = 2.0
-    batch_dim: int = 0
-    memory: int | tuple[int, ...] | None = None
-    max_pipelines: int | None = None
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A schedule that fits the devices, and the measurements from which it was made."""
-
-    schedule: Schedule
-    profile: Profile
-    memory: Memory
-
-
 def first_fit(
     profiler: Profiler, *, options: PlannerOptions, specs: Sequence[DeviceSpec], placement: ModelPlacement
-) -> Fit:
-    """Return the best schedule that fits, measured with the largest micro-batch that the devices can run.
+) -> tuple[Plan, Profile]:
+    """Return the best plan that fits, and its measurements, with the largest micro-batch that the devices can run.
 
     The profiler's units are the submodules without submodules; `placement` moves the model.
 
     Raises:
-        ConfigError: no schedule fits.
+        ConfigError: no plan fits.
     """
     fitted: Profiler | None = None
     while True:
@@ -88,8 +67,8 @@ def first_fit(
 
 def _first_fit(
     profiler: Profiler, *, options: PlannerOptions, specs: Sequence[DeviceSpec], placement: ModelPlacement
-) -> Fit:
-    """Return the best schedule of the first granularity with which the model fits.
+) -> tuple[Plan, Profile]:
+    """Return the best plan of the first granularity with which the model fits.
 
     Small units balance best; large units need the least memory when recomputed; the smallest possible units fit
     where no others do. The memory limit in the error is that of units chosen by bytes, since units chosen by time
@@ -107,18 +86,10 @@ def _first_fit(
         chosen = units.choose_units(model, of_each, at_most=at_most)
         split_profiler = replace(profiler, routes={id(module): [stage_of[id(module)]] for module in chosen})
         placement.move(units.module_stages(model, split_profiler.routes), profiler.stages)
-        measured = replace(profile_model(split_profiler), trained_share=trained_share(model))
-        memory = Memory(optimizer_state=options.optimizer_state, recompute=granularity.recompute)
-        constraints: dict[str, Any] = {"microbatches": options.microbatches, "memory": memory}
-        schedule = best_schedule(measured, specs, **constraints, max_pipelines=options.max_pipelines)
-        if schedule is not None:
-            return Fit(schedule, measured, memory)
+        profile, decided = profile_model(split_profiler), replace(options, recompute=granularity.recompute)
+        plan = best_plan(profile, specs, decided)
+        if plan is not None:
+            return plan, profile
         if granularity.cost == "bytes":
-            needed = min(needed, needed_cap(measured, specs, **constraints))
+            needed = min(needed, needed_cap(profile, specs, decided))
     raise refusals.too_large(needed, [spec.device for spec in specs])
-
-
-def trained_share(model: nn.Module) -> float:
-    """Return the fraction of a model's parameters that require grad."""
-    total = sum(each.numel() for each in model.parameters())
-    return sum(each.numel() for each in model.parameters() if each.requires_grad) / max(1, total)

@@ -6,21 +6,21 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
 
 from parallelize.backends.balanced.hardware import device_out_of_memory
-from parallelize.backends.balanced.schedule import ideal_speedup
 from parallelize.errors import ConfigError
 
-__all__ = ["Plan", "plan", "remember", "signature"]
+__all__ = ["Plan", "PlannerOptions", "ideal_speedup", "plan", "remember", "signature"]
 
 _FORMAT = 2
 _BAR = 24
@@ -29,6 +29,18 @@ _NUMBERS: Any = {float: (int, float)}
 _BYTES = "predicted bytes:"
 
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerOptions:
+    """The options of BalancedBackend that affect the plan; `microbatches=None`: choose the fastest number."""
+
+    microbatches: int | None = None
+    recompute: bool | Literal["auto"] = "auto"
+    optimizer_state: float = 2.0
+    batch_dim: int = 0
+    memory: int | tuple[int, ...] | None = None
+    max_pipelines: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +198,11 @@ def plan(model: nn.Module) -> Plan:
             fix="run one batch first: with parallel_model(model, backend='balanced'): model(x)",
         )
     return found
+
+
+def ideal_speedup(stages: int, microbatches: int, pipelines: int = 1) -> float:
+    """Return the speedup of equal stages over one device if only filling and draining the pipelines cost time."""
+    return stages * microbatches / (math.ceil(microbatches / pipelines) + stages - 1)
 
 
 def remember(model: nn.Module, found: Plan) -> None:

@@ -24,17 +24,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallelize.backends.balanced import refusals, units
 from parallelize.backends.balanced.batch import Batch, copy_inputs
-from parallelize.backends.balanced.fit import Fit, PlannerOptions, first_fit, trained_share
+from parallelize.backends.balanced.fit import first_fit
 from parallelize.backends.balanced.hardware import DeviceSpec, device_out_of_memory, synchronized_time
 from parallelize.backends.balanced.pipeline import Pipeline
-from parallelize.backends.balanced.plan import Plan, signature
-from parallelize.backends.balanced.profiling import Profiler, run_backward
-from parallelize.backends.balanced.schedule import (
-    Schedule,
-    candidates,
-    ideal_speedup,
-    unsplit_bytes,
-)
+from parallelize.backends.balanced.plan import Plan, PlannerOptions, ideal_speedup, signature
+from parallelize.backends.balanced.profiling import Profiler, run_backward, trained_share
+from parallelize.backends.balanced.schedule import Profile, plans, unsplit_bytes
 from parallelize.backends.balanced.side_effects import ModelState
 from parallelize.backends.balanced.stage_placement import ModelPlacement, initial_stages, spec_of
 from parallelize.backends.balanced.stage_threads import stages_on
@@ -138,15 +133,15 @@ class Planner:
         self.placement.move(units.module_stages(self.inner.model, profiler.routes), profiler.stages)
         whole = functools.partial(profiler.run, self._batch.size)
         with refusals.explained_split_failure(self._batch.split_dims, run_whole=whole):
-            fit = first_fit(profiler, options=self.options, specs=self.device_specs, placement=self.placement)
-        bytes_, spec = unsplit_bytes(fit.profile, memory=fit.memory), spec_of(self.output_device, self.device_specs)
+            plan, profile = first_fit(profiler, options=self.options, specs=self.device_specs, placement=self.placement)
+        bytes_, spec = unsplit_bytes(profile, self.options), spec_of(self.output_device, self.device_specs)
         if len(profiler.stages) == 1 and bytes_ <= spec.cap_bytes:
             self.placement.move(units.module_stages(self.inner.model, profiler.routes), profiler.stages)
             if self.options.microbatches == 1:
                 return self._leave_unsplit("microbatches=1 runs the model as it is")
             self._predicted = {spec.device: bytes_}
-            fit = replace(fit, profile=replace(fit.profile, unsplit_s=min(self._seconds(self.inner) for _ in range(2))))
-        return self._choose(fit)
+            plan = replace(plan, unsplit_s=min(self._seconds(self.inner) for _ in range(2)))
+        return self._choose(plan, profile)
 
     def _lower_caps(self, error: torch.OutOfMemoryError) -> None:
         """Lower the memory limit of the device that has run out of memory, in what the planner has run last."""
@@ -176,9 +171,9 @@ class Planner:
         run_backward(self.inner.model, call(*args, **kwargs))
         return synchronized_time(*self._devices) - began
 
-    def _choose(self, fit: Fit) -> Plan:
-        plan = self._make_plan(fit, fit.schedule)
-        unsplit_s = fit.profile.unsplit_s
+    def _choose(self, plan: Plan, profile: Profile) -> Plan:
+        """Return the fastest plan, given the one with the shortest predicted step."""
+        unsplit_s, plan = plan.unsplit_s, self._explained(plan)
         if self.options.microbatches is not None or unsplit_s is None:
             if plan.pipelines == 1 and all(torch.device(each).type == "cpu" for each in plan.devices):
                 return plan
@@ -188,10 +183,10 @@ class Planner:
             why = "only one device" if count == 1 else f"no split over {count} devices is predicted to be faster"
             return self._leave_unsplit(why, plan)
         why = f"a step takes {_ms(unsplit_s)} on one device, and "
-        plans = [plan, *(self._make_plan(fit, each) for each in self._alternatives(fit))]
-        faster = [each for each in plans if unsplit_s >= _MIN_SPEEDUP * (each.predicted_s or math.inf)]
+        every = [plan, *self._alternatives(plan, profile)]
+        faster = [each for each in every if unsplit_s >= _MIN_SPEEDUP * (each.predicted_s or math.inf)]
         if not faster:
-            predicted_s = min(each.predicted_s or math.inf for each in plans)
+            predicted_s = min(each.predicted_s or math.inf for each in every)
             return self._leave_unsplit(f"{why}is predicted to take {_ms(predicted_s)} if split", plan)
         timed: list[Plan] = []
         for each in faster[:_MAX_TIMED_PLANS]:
@@ -225,47 +220,31 @@ class Planner:
             finally:
                 self._restriction = self._restriction or pipeline.restriction
 
-    def _alternatives(self, fit: Fit) -> list[Schedule]:
-        """Return the best split for each other number of micro-batches, the shortest predicted step first."""
-        every = candidates(fit.profile, self.device_specs, microbatches=None, memory=fit.memory)
-        best_of: dict[int, Schedule] = {fit.schedule.microbatches: fit.schedule}
-        for each in sorted(every, key=lambda each: each.predicted_s):
+    def _alternatives(self, plan: Plan, profile: Profile) -> list[Plan]:
+        """Return the best plan for each other number of micro-batches, the shortest predicted step first."""
+        every = plans(profile, self.device_specs, replace(self.options, recompute=plan.recompute))
+        best_of = {plan.microbatches: plan}
+        for each in sorted(every, key=lambda each: each.predicted_s or math.inf):
             if len(each.devices) > 1:
-                best_of.setdefault(each.microbatches, each)
+                best_of.setdefault(each.microbatches, self._explained(replace(each, unsplit_s=plan.unsplit_s)))
         return list(best_of.values())[1:]
 
-    def _make_plan(self, fit: Fit, schedule: Schedule) -> Plan:
-        measured = fit.profile
-        fits = measured.unsplit_s is not None
-        least_s = (measured.unsplit_s or 0.0) / self._largest_speedup(schedule)  # a shorter prediction is noise
-        return Plan(
-            model=type(self.inner.model).__name__,
-            signature=signature(self.inner.model),
-            samples=measured.samples,
-            events=tuple(call.unit for call in measured.calls),
-            bounds=schedule.split_points,
-            devices=tuple(spec.device for spec in schedule.devices),
-            microbatches=schedule.microbatches,
-            recompute=schedule.recompute,
-            forward_s=schedule.forward_s,
-            backward_s=schedule.backward_s,
-            memory_bytes=schedule.memory_bytes,
-            unsplit_s=measured.unsplit_s,
-            predicted_s=max(schedule.predicted_s, least_s),
+    def _explained(self, plan: Plan) -> Plan:
+        """Return a plan with the reasons for it, and with no shorter predicted step than is possible."""
+        # A prediction that is faster than equally long stages on devices like the fastest is noise.
+        fastest = max(spec_of(torch.device(each), self.device_specs).speed for each in plan.devices)
+        ideal = ideal_speedup(len(plan.devices), plan.microbatches) * fastest
+        least_s = (plan.unsplit_s or 0.0) / ideal * spec_of(self.output_device, self.device_specs).speed
+        return replace(
+            plan,
+            predicted_s=max(plan.predicted_s or 0.0, least_s),
             why="shortest predicted step of all splits"
-            + ("; the model fits on one device, where backend='ddp' is normally faster" if fits else "")
-            + ("; without recomputing, no split fits" if schedule.recompute else "")
-            + ("; no device can hold the model, and it does not need all of them" if schedule.pipelines > 1 else "")
+            + ("; the model fits on one device, where backend='ddp' is normally faster" if plan.unsplit_s else "")
+            + ("; without recomputing, no split fits" if plan.recompute else "")
+            + ("; no device can hold the model, and it does not need all of them" if plan.pipelines > 1 else "")
             + (f"; in one pipeline: {str(self._restriction).splitlines()[0]}" if self._restriction else ""),
             whole_inputs=tuple(sorted(self._batch.not_per_sample)),
-            pipelines=schedule.pipelines,
         )
-
-    def _largest_speedup(self, schedule: Schedule) -> float:
-        """Return the speedup over the output device of stages that are equally long on devices like the fastest."""
-        fastest = max(spec.speed for spec in schedule.devices)
-        ideal = ideal_speedup(len(schedule.devices), schedule.microbatches)
-        return ideal * fastest / spec_of(self.output_device, self.device_specs).speed
 
     def _leave_unsplit(self, why: str, plan: Plan | None = None) -> Plan:
         self.placement.move(units.module_stages(self.inner.model, {}), stages_on([self.output_device]))

@@ -13,8 +13,7 @@ import torch
 from typing_extensions import override
 
 from parallelize.backends.balanced.engine import BalancedEngine
-from parallelize.backends.balanced.fit import PlannerOptions
-from parallelize.backends.balanced.plan import Plan
+from parallelize.backends.balanced.plan import Plan, PlannerOptions
 from parallelize.backends.balanced.refusals import check_supported
 from parallelize.backends.ddp_engine import DDPOptions
 from parallelize.cluster.world import World

@@ -28,7 +28,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from parallelize.backends.balanced.batch import Batch, copy_inputs
 from parallelize.backends.balanced.hardware import synchronized_time
 from parallelize.backends.balanced.microbatch_run import MicrobatchRun, StagedModel
-from parallelize.backends.balanced.schedule import Profile, UnitCall
+from parallelize.backends.balanced.plan import signature
+from parallelize.backends.balanced.schedule import Line, Profile, UnitCall
 from parallelize.backends.balanced.side_effects import ModelState
 from parallelize.backends.balanced.stage_threads import Stage
 from parallelize.backends.balanced.threaded_backward import compute_gradients, has_reentrant_checkpoint
@@ -36,7 +37,7 @@ from parallelize.backends.balanced.units import module_stages, parameter_bytes
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves
 
-__all__ = ["Profiler", "module_costs", "profile_model", "run_backward"]
+__all__ = ["Profiler", "module_costs", "profile_model", "run_backward", "trained_share"]
 
 _REPEATS = 4  # of small micro-batches
 
@@ -190,7 +191,7 @@ def run_backward(model: nn.Module, output: Any) -> bool:
 
 def profile_model(profiler: Profiler) -> Profile:
     """Profile a model at two micro-batch sizes."""
-    small, large = profiler.sizes
+    model, (small, large) = profiler.inner.model, profiler.sizes
     memory = profiler.run(counts_saved=True)  # warms up, too
     many = _fastest([memory, profiler.run(), profiler.run()])
     few = many if small == large else _fastest([profiler.run(small) for _ in range(_REPEATS)])
@@ -199,24 +200,33 @@ def profile_model(profiler: Profiler) -> Profile:
     seen: dict[int, int] = {}
     calls = []
     for i, (at_small, at_large) in enumerate(zip(few.calls, many.calls, strict=True)):
-        new = parameter_bytes(profiler.inner.model.get_submodule(at_large.unit), seen)
+        new = parameter_bytes(model.get_submodule(at_large.unit), seen)
         seen |= new
-        forward_line = _fit_line(at_small.forward_s, at_large.forward_s, small, large)
-        backward_line = _fit_line(at_small.backward_s, at_large.backward_s, small, large)
         calls.append(
             UnitCall(
                 unit=at_large.unit,
-                forward_fixed_s=forward_line[0],
-                forward_per_sample_s=forward_line[1],
-                backward_fixed_s=backward_line[0],
-                backward_per_sample_s=backward_line[1],
+                forward=_fit_line(at_small.forward_s, at_large.forward_s, small, large),
+                backward=_fit_line(at_small.backward_s, at_large.backward_s, small, large),
                 parameter_bytes=sum(new.values()),
                 saved_bytes=memory.calls[i].saved_bytes / large if memory.units == many.units else 0.0,
                 input_bytes=at_large.input_bytes / large,
             )
         )
-    output_bytes = many.output_bytes / large
-    return Profile(calls=tuple(calls), samples=profiler.batch.size, least_samples=small, output_bytes=output_bytes)
+    return Profile(
+        calls=tuple(calls),
+        samples=profiler.batch.size,
+        trained_share=trained_share(model),
+        least_samples=small,
+        output_bytes=many.output_bytes / large,
+        model=type(model).__name__,
+        signature=signature(model),
+    )
+
+
+def trained_share(model: nn.Module) -> float:
+    """Return the fraction of a model's parameters that require grad."""
+    total = sum(each.numel() for each in model.parameters())
+    return sum(each.numel() for each in model.parameters() if each.requires_grad) / max(1, total)
 
 
 def _output_bytes(output: Any) -> int:
@@ -272,12 +282,12 @@ def _fastest(runs: Sequence[_Clock]) -> _Clock:
     return last
 
 
-def _fit_line(at_small: float, at_large: float, small: int, large: int) -> tuple[float, float]:
-    """Return (fixed seconds, seconds per sample) of the line through two measurements; both are at least 0."""
+def _fit_line(at_small: float, at_large: float, small: int, large: int) -> Line:
+    """Return the line through the seconds at two sizes; neither of its parts is negative."""
     if large == small:
-        return at_large, 0.0
+        return Line(at_large, 0.0)
     per_sample = min(max(0.0, (at_large - at_small) / (large - small)), at_large / large)
-    return at_large - per_sample * large, per_sample
+    return Line(at_large - per_sample * large, per_sample)
 
 
 @contextlib.contextmanager

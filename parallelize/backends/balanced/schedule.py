@@ -28,24 +28,19 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 from parallelize.backends.balanced.hardware import DeviceSpec
-from parallelize.backends.balanced.partition import Chain, Slots, smallest_cap, split_two_phase, stage_costs
+from parallelize.backends.balanced.partition import Chain, smallest_cap, split
+from parallelize.backends.balanced.plan import Plan, PlannerOptions
 
-__all__ = [
-    "Memory",
-    "Profile",
-    "Schedule",
-    "UnitCall",
-    "best_schedule",
-    "candidates",
-    "ideal_speedup",
-    "needed_cap",
-    "step_s",
-    "unsplit_bytes",
-]
+__all__ = ["Line", "Profile", "UnitCall", "best_plan", "needed_cap", "plans", "step_s", "unsplit_bytes"]
 
+# The slowest forward stage and the slowest backward stage limit a step: in most models the same one, but not if parts
+# are frozen. So chains are split by forward + weight * backward, and the shortest of these steps is chosen. For random
+# chains of up to 40 calls, it is that of the best split if backward takes twice as long as forward, 0.2 % longer if the
+# ratio differs between calls, and 2 % longer if the first half has no backward.
+_BACKWARD_WEIGHTS = (1.0, 0.5, 2.0, 0.25, 4.0, 0.125, 8.0)
 # Maximum number of device orders that are tried.
 _MAX_ORDERS = 24
 # Devices whose memory limits differ by less, as free memory does by the driver's own use, are equal.
@@ -56,12 +51,23 @@ _MIN_GAIN = 1.03
 _Specs = Sequence[DeviceSpec]
 
 
+class Line(NamedTuple):
+    """Seconds of a micro-batch by its number of samples.
+
+    The fixed part (Python overhead, kernel launches, loading weights from memory) does not shrink with the micro-batch.
+    """
+
+    fixed_s: float
+    per_sample_s: float
+
+    def at(self, samples: float) -> float:
+        """Return the seconds for a micro-batch of this many samples."""
+        return self.fixed_s + self.per_sample_s * samples
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitCall:
     """Measured cost of one call of a unit (a submodule that is not split further), up to the next unit's call.
-
-    A micro-batch of b samples takes `fixed + per_sample * b` seconds. The fixed part (Python overhead, kernel launches,
-    loading weights from memory) does not shrink with the micro-batch.
 
     Args:
         unit: the submodule's name in the model.
@@ -71,21 +77,11 @@ class UnitCall:
     """
 
     unit: str
-    forward_fixed_s: float
-    forward_per_sample_s: float
-    backward_fixed_s: float
-    backward_per_sample_s: float
+    forward: Line
+    backward: Line
     parameter_bytes: int
     saved_bytes: float
     input_bytes: float
-
-    def forward_s(self, samples: float) -> float:
-        """Return the seconds of forward for a micro-batch of this many samples."""
-        return self.forward_fixed_s + self.forward_per_sample_s * samples
-
-    def backward_s(self, samples: float) -> float:
-        """Return the seconds of backward for a micro-batch of this many samples."""
-        return self.backward_fixed_s + self.backward_per_sample_s * samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,56 +91,20 @@ class Profile:
     Args:
         calls: costs of each unit call, in call order.
         samples: number of samples in the batch.
-        unsplit_s: seconds of a step on the full batch without a pipeline; None: the model does not fit on one device.
         trained_share: fraction of the parameters that require grad.
         least_samples: size of the smallest measured micro-batch.
         output_bytes: bytes per sample of outputs and of a loss of them, on the device of the last stage.
+        model: name of the model's class.
+        signature: see `Plan`.
     """
 
     calls: tuple[UnitCall, ...]
     samples: int
-    unsplit_s: float | None = None
     trained_share: float = 1.0
     least_samples: int = 1
     output_bytes: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Assumptions for predicting how much memory a stage uses.
-
-    Args:
-        optimizer_state: bytes of optimizer state per byte of a trained parameter.
-        recompute: whether activations are recomputed in backward.
-    """
-
-    optimizer_state: float = 2.0
-    recompute: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Stages, their devices and a number of micro-batches, with the predicted times and memory.
-
-    Args:
-        devices: device of each stage, in order, one pipeline after another; no stage is empty.
-        split_points: stage j runs `calls[split_points[j]:split_points[j + 1]]`.
-        forward_s: predicted seconds of one micro-batch's forward in each stage.
-        backward_s: predicted seconds of one micro-batch's backward in each stage.
-        memory_bytes: predicted bytes of each stage of each pipeline.
-        predicted_s: predicted seconds of a step.
-        pipelines: number of pipelines, which have the same stages.
-    """
-
-    devices: tuple[DeviceSpec, ...]
-    split_points: tuple[int, ...]
-    microbatches: int
-    recompute: bool
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    memory_bytes: tuple[float, ...]
-    predicted_s: float
-    pipelines: int = 1
+    model: str = ""
+    signature: str = ""
 
 
 def step_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:
@@ -152,58 +112,53 @@ def step_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches
     return sum(math.fsum(phase) + (microbatches - 1) * max(phase) for phase in (forward_s, backward_s))
 
 
-def ideal_speedup(stages: int, microbatches: int, pipelines: int = 1) -> float:
-    """Return the speedup of equal stages over one device if only filling and draining the pipelines cost time."""
-    return stages * microbatches / (math.ceil(microbatches / pipelines) + stages - 1)
-
-
-def candidates(
-    profile: Profile, devices: _Specs, *, microbatches: int | None, memory: Memory, max_pipelines: int | None = None
-) -> Iterator[Schedule]:
-    """Yield the best schedule for each number of pipelines (at most `max_pipelines`), micro-batches and device order.
-
-    `microbatches=None`: 1, 2, 4, ... in each pipeline.
-    """
-    for pipelines, stages in _shapes(profile, devices, memory, max_pipelines or len(devices)):
-        counts = _microbatch_counts(profile, microbatches, pipelines)
+def plans(profile: Profile, devices: _Specs, options: PlannerOptions) -> Iterator[Plan]:
+    """Yield the best plan for each number of pipelines, micro-batches and device order; recompute="auto" is True."""
+    for pipelines, stages in _shapes(profile, devices, options):
+        counts = _microbatch_counts(profile, options.microbatches, pipelines)
         for m, order in itertools.product(counts, _device_orders(devices)):
             # The first pipeline has the last devices, since the first device comes last.
             ends = [len(order) - index * stages for index in range(pipelines)]
-            found = _schedule_for(profile, [order[end - stages : end] for end in ends], m=m, memory=memory)
+            found = _plan_for(profile, [order[end - stages : end] for end in ends], m=m, options=options)
             if found is not None and m >= pipelines:
                 yield found
 
 
-def best_schedule(profile: Profile, devices: _Specs, **constraints: Any) -> Schedule | None:
-    """Return the candidate with the shortest predicted step; None if no split fits the devices."""
-    found = candidates(profile, devices, **constraints)
-    return min(found, key=lambda each: each.predicted_s * (_MIN_GAIN if each.pipelines > 1 else 1.0), default=None)
+def best_plan(profile: Profile, devices: _Specs, options: PlannerOptions) -> Plan | None:
+    """Return the plan with the shortest predicted step; None if no split fits the devices."""
+
+    def value(found: Plan) -> float:
+        return (found.predicted_s or 0.0) * (_MIN_GAIN if found.pipelines > 1 else 1.0)
+
+    return min(plans(profile, devices, options), key=value, default=None)
 
 
-def needed_cap(profile: Profile, devices: _Specs, *, microbatches: int | None, memory: Memory) -> float:
-    """Return the smallest memory limit per device, in bytes, under which any schedule fits."""
-    m = min(microbatches or profile.samples, profile.samples)
+def needed_cap(profile: Profile, devices: _Specs, options: PlannerOptions) -> float:
+    """Return the smallest memory limit per device, in bytes, under which any plan fits."""
+    m = min(options.microbatches or profile.samples, profile.samples)
     copied = [call.input_bytes * profile.samples for call in profile.calls]
-    return smallest_cap(_memory(profile, m=m, memory=memory), len(devices), copied=copied)
+    return smallest_cap(_memory(profile, m=m, options=options), len(devices), copied=copied)
 
 
-def unsplit_bytes(profile: Profile, *, memory: Memory) -> float:
+def unsplit_bytes(profile: Profile, options: PlannerOptions) -> float:
     """Return the bytes of the model and, without recomputation, of the activations of the full batch."""
-    return math.fsum(_memory(profile, m=1, memory=replace(memory, recompute=False)))
+    return math.fsum(_memory(profile, m=1, options=replace(options, recompute=False)))
 
 
-def _shapes(profile: Profile, devices: _Specs, memory: Memory, max_pipelines: int) -> Iterator[tuple[int, int]]:
+def _shapes(profile: Profile, devices: _Specs, options: PlannerOptions) -> Iterator[tuple[int, int]]:
     """Yield (pipelines, stages): one pipeline over all devices and, of a model that no device can hold, several.
 
     What backward recomputes would be recomputed in the first pipeline, so that there is no other one.
     """
     yield 1, len(devices)
-    if not memory.recompute and unsplit_bytes(profile, memory=memory) > max(spec.cap_bytes for spec in devices):
+    most = options.max_pipelines or len(devices)
+    if not options.recompute and unsplit_bytes(profile, options) > max(spec.cap_bytes for spec in devices):
         for stages in range(2, len(devices) // 2 + 1):
-            yield from ((each, stages) for each in range(2, min(max_pipelines, len(devices) // stages) + 1))
+            yield from ((each, stages) for each in range(2, min(most, len(devices) // stages) + 1))
 
 
 def _microbatch_counts(profile: Profile, given: int | None, pipelines: int) -> list[int]:
+    """Return 1, 2, 4, ... in each pipeline; or the given number."""
     if given is not None:
         return [min(given, profile.samples)]
     # More than 64 micro-batches only add overhead. Smaller ones than measured may behave differently.
@@ -211,7 +166,7 @@ def _microbatch_counts(profile: Profile, given: int | None, pipelines: int) -> l
     return [count for power in range(7) if (count := pipelines * 2**power) <= most]
 
 
-def _device_orders(devices: Sequence[DeviceSpec]) -> Iterator[tuple[DeviceSpec, ...]]:
+def _device_orders(devices: _Specs) -> Iterator[tuple[DeviceSpec, ...]]:
     """Yield the orders in which devices can be assigned to stages; of equivalent orders, only the first.
 
     The first order puts the last stage on the first device, which holds the training loop's targets: outputs, targets
@@ -231,17 +186,19 @@ def _is_alike(one: DeviceSpec, other: DeviceSpec) -> bool:
     return one.speed == other.speed and math.isclose(one.cap_bytes, other.cap_bytes, rel_tol=_ALIKE)
 
 
-def _memory(profile: Profile, *, m: int, memory: Memory, pipelines: int = 1, is_copy: bool = False) -> list[float]:
+def _memory(
+    profile: Profile, *, m: int, options: PlannerOptions, pipelines: int = 1, is_copy: bool = False
+) -> list[float]:
     """Return bytes of each call: parameters, gradients, optimizer state, and activations saved by all micro-batches.
 
     With recomputation, only the call's inputs are saved, plus the activations of the micro-batch being recomputed.
     Other pipelines than the first one (`is_copy`) have no optimizer state.
     """
-    weight = 1 + profile.trained_share * (1 + (0.0 if is_copy else memory.optimizer_state))
+    weight = 1 + profile.trained_share * (1 + (0.0 if is_copy else options.optimizer_state))
     samples, kept = math.ceil(profile.samples / m), _samples_of_each(profile, m, pipelines)
     needed = [
         weight * call.parameter_bytes
-        + (call.input_bytes * kept + call.saved_bytes * samples if memory.recompute else call.saved_bytes * kept)
+        + (call.input_bytes * kept + call.saved_bytes * samples if options.recompute else call.saved_bytes * kept)
         for call in profile.calls
     ]
     # All outputs are joined on the last device of the first pipeline.
@@ -253,48 +210,61 @@ def _samples_of_each(profile: Profile, m: int, pipelines: int) -> float:
     return profile.samples * math.ceil(m / pipelines) / m
 
 
-def _schedule_for(profile: Profile, pipelines: Sequence[_Specs], *, m: int, memory: Memory) -> Schedule | None:
-    """Return the best schedule for pipelines on given devices; all have the stages that suit the weakest devices."""
-    samples, count = profile.samples / m, len(pipelines)
-    forward = [call.forward_s(samples) for call in profile.calls]
-    backward = [call.backward_s(samples) for call in profile.calls]
-    if memory.recompute:
-        backward = [b + f for b, f in zip(backward, forward, strict=True)]
+def _plan_for(profile: Profile, pipelines: Sequence[_Specs], *, m: int, options: PlannerOptions) -> Plan | None:
+    """Return the best plan for pipelines on given devices; all have the stages that suit the weakest devices."""
+    samples, count, recompute = profile.samples / m, len(pipelines), bool(options.recompute)
+    forward = [call.forward.at(samples) for call in profile.calls]
+    backward = [call.backward.at(samples) + recompute * call.forward.at(samples) for call in profile.calls]
     rate = min(spec.bytes_per_s for each in pipelines for spec in each)
-    of_each = [_memory(profile, m=m, memory=memory, pipelines=count, is_copy=index > 0) for index in range(count)]
     transfer = [call.input_bytes * samples / rate for call in profile.calls]
     copied = [call.input_bytes * _samples_of_each(profile, m, count) for call in profile.calls]
-    chain = Chain(forward=forward, backward=backward, memory=of_each[0], transfer=transfer, copied=copied)
-    slots = Slots(
-        caps=[min(spec.cap_bytes for spec in specs) for specs in zip(*pipelines, strict=True)],
-        speeds=[min(spec.speed for spec in specs) for specs in zip(*pipelines, strict=True)],
-    )
-    split_points = split_two_phase(chain, slots)
-    if split_points is None:
+    needs = [_memory(profile, m=m, options=options, pipelines=count, is_copy=index > 0) for index in range(count)]
+    chain = Chain(seconds=forward, memory=needs[0], transfer=transfer, copied=copied)
+    caps = [min(spec.cap_bytes for spec in specs) for specs in zip(*pipelines, strict=True)]
+    speeds = [min(spec.speed for spec in specs) for specs in zip(*pipelines, strict=True)]
+    phases = [replace(chain, seconds=each) for each in (forward, backward)]
+    bounds = _split(*phases, caps=caps, speeds=speeds, microbatches=math.ceil(m / count))
+    if bounds is None:
         return None
-    edges = [0.0, *copied[1:], 0.0]
-    used = [j for j in range(len(slots)) if split_points[j] < split_points[j + 1]]
-    ranges = [(split_points[j], split_points[j + 1]) for j in used]
-    forward_s, backward_s = (
-        tuple(costs[j] for j in used)
-        for costs in (stage_costs(each, chain, slots, split_points) for each in (forward, backward))
-    )
-    fixed = math.fsum(call.forward_fixed_s + call.backward_fixed_s for call in profile.calls)
-    weights = [sum(call.parameter_bytes for call in profile.calls[i:j]) for i, j in ranges]
+    used = [(slot, i, j) for slot, (i, j) in enumerate(itertools.pairwise(bounds)) if i < j]
+    forward_s, backward_s = (each.stages_s(bounds, speeds) for each in phases)
     copies = max(
-        size * sum(each[stage].device != pipelines[0][stage].device for each in pipelines)
-        for stage, size in zip(used, weights, strict=True)
+        sum(call.parameter_bytes for call in profile.calls[i:j])
+        * sum(each[slot].device != pipelines[0][slot].device for each in pipelines)
+        for slot, i, j in used
     )
     step = step_s(forward_s, backward_s, math.ceil(m / count)) + copies * (1 + profile.trained_share) / rate
-    return Schedule(
-        devices=tuple(each[stage] for each in pipelines for stage in used),
-        split_points=(0, *(j for _, j in ranges)),
+    fixed = math.fsum(call.forward.fixed_s + call.backward.fixed_s for call in profile.calls)
+    edges = [0.0, *copied[1:], 0.0]
+    return Plan(
+        model=profile.model,
+        signature=profile.signature,
+        samples=profile.samples,
+        events=tuple(call.unit for call in profile.calls),
+        bounds=(0, *(j for _, _, j in used)),
+        devices=tuple(each[slot].device for each in pipelines for slot, _, _ in used),
         microbatches=m,
-        recompute=memory.recompute,
+        recompute=recompute,
         forward_s=forward_s,
         backward_s=backward_s,
-        memory_bytes=tuple(edges[i] + edges[j] + math.fsum(needs[i:j]) for needs in of_each for i, j in ranges),
+        memory_bytes=tuple(edges[i] + edges[j] + math.fsum(each[i:j]) for each in needs for _, i, j in used),
         # All stages share one Python interpreter, so the fixed costs of micro-batches do not overlap.
         predicted_s=max(step, m * fixed),
         pipelines=count,
     )
+
+
+def _split(
+    forward: Chain, backward: Chain, *, caps: Sequence[float], speeds: Sequence[float], microbatches: int
+) -> tuple[int, ...] | None:
+    """Return the bounds of the stages with the shortest step, of those found; None if no stages fit the caps."""
+
+    def split_by(weight: float) -> tuple[int, ...] | None:
+        seconds = [f + weight * b for f, b in zip(forward.seconds, backward.seconds, strict=True)]
+        transfer = [(1 + weight) * each for each in forward.transfer]
+        return split(replace(forward, seconds=seconds, transfer=transfer), caps=caps, speeds=speeds)
+
+    def step(bounds: Sequence[int]) -> float:
+        return step_s(forward.stages_s(bounds, speeds), backward.stages_s(bounds, speeds), microbatches)
+
+    return min(filter(None, map(split_by, _BACKWARD_WEIGHTS)), key=step, default=None)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallelize.backends.balanced import refusals, units
 from parallelize.backends.balanced.hardware import DeviceSpec
-from parallelize.backends.balanced.partition import Chain, Slots, smallest_cap, split_one_phase
+from parallelize.backends.balanced.partition import Chain, smallest_cap, split
 from parallelize.backends.balanced.stage_threads import Stage, stages_on
 
 __all__ = ["ModelPlacement", "initial_stages", "spec_of"]
@@ -94,18 +94,14 @@ def initial_stages(
         return stages_on([output_device]), {id(module): [0] for module in leaf_modules}
     order = [*specs[1:], specs[0]]
     sizes = [sizes[0] + own, *sizes[1:]] if sizes else [own]
-    nothing = [0.0] * len(sizes)
-    split_points = split_one_phase(
-        sizes,
-        Chain(forward=sizes, backward=nothing, memory=sizes, transfer=nothing),
-        Slots(caps=[spec.cap_bytes for spec in order], speeds=[1.0] * len(order)),
-    )
-    if split_points is None or not leaf_modules:
+    chain = Chain(seconds=sizes, memory=sizes)
+    bounds = split(chain, caps=[spec.cap_bytes for spec in order], speeds=[1.0] * len(order))
+    if bounds is None or not leaf_modules:
         needed_bytes = smallest_cap(sizes, len(order))
         what = "even without activations, the best split"
         raise refusals.too_large(needed_bytes, [spec.device for spec in specs], what=what)
     stages = stages_on([torch.device(spec.device) for spec in order])
-    intervals = enumerate(itertools.pairwise(split_points))
+    intervals = enumerate(itertools.pairwise(bounds))
     return stages, {id(module): [stage] for stage, (i, j) in intervals for module in leaf_modules[i:j]}
 
 

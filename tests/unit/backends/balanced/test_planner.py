@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced.batch import Batch
-from parallelize.backends.balanced.fit import PlannerOptions
 from parallelize.backends.balanced.hardware import DeviceSpec
+from parallelize.backends.balanced.plan import Plan, PlannerOptions
 from parallelize.backends.balanced.planner import Planner
-from parallelize.backends.balanced.schedule import Memory, Profile, Schedule, UnitCall, best_schedule
+from parallelize.backends.balanced.schedule import Line, Profile, UnitCall, best_plan
 from parallelize.backends.balanced.stage_placement import ModelPlacement
 
 
@@ -26,28 +26,17 @@ def test_a_prediction_faster_than_the_ideal_is_noise(microbatches, speeds, speed
     specs = tuple(
         DeviceSpec(device=name, cap_bytes=1e9, speed=speed) for name, speed in zip(("cpu", "meta"), speeds, strict=True)
     )
-    call = UnitCall(
-        unit="0",
-        forward_fixed_s=0.25,
-        forward_per_sample_s=0.0,
-        backward_fixed_s=0.25,
-        backward_per_sample_s=0.0,
-        parameter_bytes=4,
-        saved_bytes=4.0,
-        input_bytes=4.0,
-    )
-    profile = Profile(calls=(call, call), samples=8, least_samples=1, unsplit_s=2.0)
-    schedule = Schedule(
-        devices=specs,
-        split_points=(0, 1, 2),
+    predicted = Plan(
+        model="",
+        signature="",
+        samples=8,
+        events=("0", "1"),
+        bounds=(0, 1, 2),
+        devices=("cpu", "meta"),
         microbatches=microbatches,
-        recompute=False,
-        forward_s=(0.25, 0.25),
-        backward_s=(0.25, 0.25),
-        memory_bytes=(4.0, 4.0),
+        unsplit_s=2.0,
         predicted_s=1.0,
     )
-    fit = types.SimpleNamespace(schedule=schedule, profile=profile, memory=Memory())
     planner = Planner(
         inner=types.SimpleNamespace(model=nn.Linear(1, 1)),
         pipeline=None,
@@ -57,7 +46,7 @@ def test_a_prediction_faster_than_the_ideal_is_noise(microbatches, speeds, speed
         options=PlannerOptions(),
     )
     planner._batch = Batch(((torch.zeros(8),), {}), dim=0)
-    made = planner._make_plan(fit, schedule)
+    made = planner._explained(predicted)
     assert made.speedup == pytest.approx(speedup)
     assert dataclasses.replace(made, predicted_s=1.0).speedup == 2.0
 
@@ -76,17 +65,15 @@ def test_auto_splits_if_it_is_faster(slowdown):
     """Equal calls over two devices are split into several micro-batches, unless the measured step is not faster."""
     call = UnitCall(
         unit="0",
-        forward_fixed_s=0.0,
-        forward_per_sample_s=0.01,
-        backward_fixed_s=0.0,
-        backward_per_sample_s=0.02,
+        forward=Line(0.0, 0.01),
+        backward=Line(0.0, 0.02),
         parameter_bytes=4,
         saved_bytes=4.0,
         input_bytes=4.0,
     )
-    profile = Profile(calls=(call,) * 4, samples=16, least_samples=1, unsplit_s=4 * 16 * 0.03)
+    profile = Profile(calls=(call,) * 4, samples=16)
     specs = tuple(DeviceSpec(device=name, cap_bytes=1e9) for name in ("cpu", "meta"))
-    schedule = best_schedule(profile, specs, microbatches=None, memory=Memory())
+    plan = best_plan(profile, specs, PlannerOptions(recompute=False))
     model = nn.Linear(1, 1)
     planner = Modeled(
         inner=types.SimpleNamespace(model=model),
@@ -97,7 +84,7 @@ def test_auto_splits_if_it_is_faster(slowdown):
         options=PlannerOptions(),
     )
     planner._batch, planner.slowdown = Batch(((torch.zeros(16),), {}), dim=0), slowdown
-    found = planner._choose(types.SimpleNamespace(schedule=schedule, profile=profile, memory=Memory()))
+    found = planner._choose(dataclasses.replace(plan, unsplit_s=4 * 16 * 0.03), profile)
     assert found.is_split is (slowdown == 1.0)
     if found.is_split:
         assert (found.microbatches, found.bounds) == (16, (0, 2, 4))
