@@ -437,18 +437,41 @@ def encoder() -> nn.Module:
 )
 def test_the_predicted_peak_of_each_device(make: Any, shape: tuple[int, ...], amp: Any) -> None:
     """A step with Adam and a loss outside of the model needs the predicted bytes, within 15 %."""
+    x = torch.randint(1000, shape, device="cuda:0") if make is Recurrent else torch.randn(shape, device="cuda:0")
+    assert_predicted_peak(make, lambda model: model(x).square().mean(), amp=amp)
+
+
+@pytest.mark.gpu2
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_predicted_peak_beside_logits() -> None:
+    """A step of a language model that computes its loss needs the predicted bytes, with each logit in memory once."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 4000, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=4, use_cache=False)
+    tokens = torch.randint(4000, (32, 64), device="cuda:0")
+    kept = {}  # the output, as in a loop that has a variable for it, until the forward of the next step
+
+    def step(model: Any) -> torch.Tensor:
+        kept.clear()
+        kept.update(model(input_ids=tokens, labels=tokens))
+        return kept["loss"]
+
+    assert_predicted_peak(lambda: transformers.LlamaForCausalLM(config), step, microbatches=8)
+
+
+def assert_predicted_peak(make: Any, step: Any, *, microbatches: int = 4, amp: Any = None) -> None:
     gc.collect()
     before = [torch.cuda.memory_allocated(device) for device in range(2)]
     model = seeded(make).cuda()
-    x = torch.randint(1000, shape, device="cuda:0") if make is Recurrent else torch.randn(shape, device="cuda:0")
     optimizer = torch.optim.Adam(model.parameters())
-    with parallel_model(model, backend=BalancedBackend(devices=("cuda:0", "cuda:1"), microbatches=4), amp=amp):
+    backend = BalancedBackend(devices=("cuda:0", "cuda:1"), microbatches=microbatches)
+    with parallel_model(model, backend=backend, amp=amp):
         for _ in range(4):
             for device in range(2):
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
             optimizer.zero_grad()
-            model(x).square().mean().backward()
+            step(model).backward()
             optimizer.step()
         made = plan(model)
         names = ("cuda:0", "cuda:1")

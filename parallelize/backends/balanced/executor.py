@@ -52,7 +52,14 @@ class Executor:
             return call(*args, **kwargs)
 
     def run(
-        self, call: Call, batch: Split, *, is_threaded: bool, buffers: Sequence[str] = (), pipelines: int = 1
+        self,
+        call: Call,
+        batch: Split,
+        *,
+        is_threaded: bool,
+        buffers: Sequence[str] = (),
+        pipelines: int = 1,
+        on_output: Callable[[int, Any], Any] = lambda _, output: output,
     ) -> tuple[list[Any], list[Moments]]:
         """Return the model's output for each micro-batch of a batch, and the moments that batch norms have computed.
 
@@ -62,6 +69,7 @@ class Executor:
             is_threaded: whether they run in threads.
             buffers: names of buffers that forward changes; all micro-batches begin with the same values.
             pipelines: number of pipelines that are used.
+            on_output: called with the index of each micro-batch and its output, returns what is kept of the output.
 
         Raises:
             ConfigError: micro-batches change one of `buffers` differently.
@@ -77,11 +85,13 @@ class Executor:
             for index in range(count)
         ]
 
-        def one(run: MicrobatchRun, inputs: Any) -> Any:
-            with run.active():
-                return call(*inputs[0], **inputs[1])
+        def one(index: int) -> Any:
+            args, kwargs = batch.inputs[index]
+            with runs[index].active():
+                output = call(*args, **kwargs)
+            return on_output(index, output)
 
-        calls = [functools.partial(one, *pair) for pair in zip(runs, batch.inputs, strict=True)]
+        calls = [functools.partial(one, index) for index in range(count)]
         try:
             with self._recomputing():
                 outputs = self._in_threads(calls) if is_threaded else self._one_by_one(calls, buffers)

@@ -4,22 +4,30 @@ Tensors are concatenated along the dimension in which the full batch is as long 
 up to that of the batch: means are weighted by the number of their targets, sums are added. Other scalars are averaged
 by samples, or, under average="sum", added. A value that is equal in all micro-batches is returned once. In place of
 another output, the caller gets a placeholder that raises when it is used.
+
+Outputs beside a loss, such as the logits of a language model, are often not used, and the largest tensors of a step;
+`OutputBuffers` holds them once at a time. They are not joined at their first use: a tensor without memory passes
+isinstance, but autograd functions and DLPack take it as it is, without a graph and without values.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from parallelize.backends.balanced.batch import rebuild
 from parallelize.backends.balanced.refusals import UnjoinedOutput
+from parallelize.runtime.containers import leaves
 from parallelize.runtime.loss_counts import LossCount, attach_count, join_weights
 
 __all__ = [
     "Dims",
     "Form",
+    "OutputBuffers",
     "Weights",
     "difference",
     "infer_batch_dims",
@@ -41,6 +49,101 @@ Weights = Mapping[int, tuple[Sequence[float | torch.Tensor], LossCount]]
 # The largest relative difference that counts as rounding, by the dtype of an output; of gradients, four times as much.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ROUNDING_OF_HALF = 5e-2
+
+
+class OutputBuffers:
+    """Memory of the joined outputs beside a loss, to which those of each micro-batch are copied when it ends.
+
+    Concatenated after the last micro-batch, they would be in memory twice. Until then, a stand-in is returned for each
+    copied tensor: it has its shape and its gradient, and no memory. Tensors on other devices are not copied: the next
+    micro-batch would wait there for the copy.
+
+    Args:
+        known: dimensions in which outputs of earlier batches like this one are joined, by their form.
+        sizes: number of samples of each micro-batch.
+        device: device of the joined tensors.
+    """
+
+    def __init__(self, known: Mapping[Form, Dims], sizes: Sequence[int], *, device: torch.device) -> None:
+        with_loss = [form for form in known if any(isinstance(each, tuple) for each in form)]
+        self._form: Form = with_loss[-1] if with_loss else ()
+        self._dims: Dims = known.get(self._form, {})
+        self._sizes, self._kind = sizes, (torch.strided, device)
+        self._lock = threading.Lock()
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._parts: dict[tuple[int, int], torch.Tensor] = {}
+
+    def copy(self, index: int, output: Any) -> Any:
+        """Copy the outputs of a micro-batch, and return them with stand-ins."""
+        row = leaves(output)
+        dims = [each.dim() if isinstance(each, torch.Tensor) else None for each in row]
+        if dims != [0 if isinstance(each, tuple) else each for each in self._form]:
+            return output
+        return rebuild(output, [self._copied(index, position, each) for position, each in enumerate(row)])
+
+    def replace_stand_ins(self, rows: Sequence[list[Any]], dims: Dims) -> None:
+        """Replace stand-ins by the joined tensor or, if another dimension or shape was found, by their own values."""
+        for position, buffer in self._buffers.items():
+            dim, copied = self._dims[position], [i for i in range(len(rows)) if (position, i) in self._parts]
+            if dim == dims.get(position) and len(copied) == len(rows):
+                joined = _joined([buffer], dim, *(row[position] for row in rows))
+                for row in rows:
+                    row[position] = joined
+            else:
+                for i in copied:
+                    rows[i][position] = _joined([self._parts[position, i].clone()], 0, rows[i][position])
+
+    def _copied(self, index: int, position: int, value: Any) -> Any:
+        dim = self._dims.get(position)
+        if dim is None or type(value) is not torch.Tensor or (value.layout, value.device) != self._kind:
+            return value
+        length, rest = divmod(value.shape[dim], self._sizes[index])
+        shape = (*value.shape[:dim], length * sum(self._sizes), *value.shape[dim + 1 :])
+        if rest or not value.is_contiguous() or not value.is_floating_point():
+            return value
+        with self._lock:
+            if position not in self._buffers:
+                self._buffers[position] = torch.empty(shape, dtype=value.dtype, device=value.device)
+        buffer = self._buffers[position]
+        if buffer.shape != shape or buffer.dtype != value.dtype:
+            return value
+        part = buffer.narrow(dim, length * sum(self._sizes[:index]), value.shape[dim])
+        part.copy_(value.detach())
+        self._parts[position, index] = part
+        return _stand_in(value)
+
+
+class _StandIn(torch.autograd.Function):
+    """Tensor without memory, of the shape and the gradient of another one; its values are nan."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return value.new_full((), math.nan).expand(value.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        del ctx
+        return gradients[0]
+
+
+class _Joined(torch.autograd.Function):
+    """Joined tensor in given memory, whose gradient is that of its stand-ins."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: list[torch.Tensor], dim: int, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.dim, ctx.lengths = dim, [each.shape[dim] for each in parts]
+        ctx.set_materialize_grads(False)
+        return memory.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        whole = gradients[0]
+        return None, None, *([None] * len(ctx.lengths) if whole is None else torch.split(whole, ctx.lengths, ctx.dim))
+
+
+_stand_in: Any = _StandIn.apply
+_joined: Any = _Joined.apply
 
 
 def output_form(values: Sequence[Any], weights: Weights | None = None) -> Form:

@@ -22,7 +22,14 @@ from parallelize.backends.balanced.device_transfer import to_device
 from parallelize.backends.balanced.executor import Executor
 from parallelize.backends.balanced.graph_entries import GraphEntries, mark_joined
 from parallelize.backends.balanced.microbatch_run import StagedModel, user_hooks
-from parallelize.backends.balanced.outputs import Weights, is_equal, join_outputs, output_form, scalar_weights
+from parallelize.backends.balanced.outputs import (
+    OutputBuffers,
+    Weights,
+    is_equal,
+    join_outputs,
+    output_form,
+    scalar_weights,
+)
 from parallelize.backends.balanced.plan import Plan, remember
 from parallelize.backends.balanced.stage_threads import StageThreads, is_bound_to_thread, stages_on
 from parallelize.backends.balanced.threaded_backward import connect
@@ -184,9 +191,17 @@ class Pipeline(nn.Module):
         rng = RNGState(self._staged.devices)
         buffers = [(each, each.clone()) for each in map(self.inner.model.get_buffer, kind.buffers)]
         split = batch.split(count, is_bounded=is_bounded)
+        # Forward-mode derivatives, and outputs on several devices, are concatenated.
+        known = {} if is_bound_to_thread() or pipelines > 1 else kind.dims
+        joined = OutputBuffers(known, split.sizes, device=self._staged.output_device)
         try:
             outputs, moments = self._executor.run(
-                self._call, split, is_threaded=is_threaded, buffers=kind.buffers, pipelines=pipelines
+                self._call,
+                split,
+                is_threaded=is_threaded,
+                buffers=kind.buffers,
+                pipelines=pipelines,
+                on_output=joined.copy,
             )
             kind.draws = kind.draws or (is_threaded and rng.has_changed())
             rows = [list(leaves(output)) for output in outputs]
@@ -208,6 +223,7 @@ class Pipeline(nn.Module):
         self._staged.norms.update(moments)
         if is_bounded and self._executor.threads is not None:
             connect(rows, bounds=split.bounds, submit=self._executor.threads.backward)
+        joined.replace_stand_ins(rows, kind.dims[form])
         values = join_outputs(rows, device=self._staged.output_device, dims=kind.dims[form], weights=weights)
         for position, constant in kind.constants.get(form, {}).items():
             if not isinstance(values[position], refusals.UnjoinedOutput) and not is_equal(values[position], constant):
