@@ -150,8 +150,6 @@ def _start_again(request: object) -> None:
 
 def _block_sigint_in_children() -> None:
     """Block SIGINT in processes that this one forks, whose default handler would interrupt them half-started."""
-    if not hasattr(signal, "pthread_sigmask"):
-        return
     server, setup = os.getpid(), import_module("parallelize.worker.main").WorkerSetup
 
     def block() -> None:
