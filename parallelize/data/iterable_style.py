@@ -89,9 +89,9 @@ class IterableStyleSource(Source[T]):
 
     def _batches(self, shard: EpochShard[T]) -> Iterator[T]:
         # The dataset cannot seek: batches before the position are made and discarded.
-        sharded, beginning = self._sharded, Position(epoch=shard.position.epoch)
-        sharded.start_epoch(beginning.epoch)
-        batches: Iterator[T] = itertools.islice(self.copy.iterate(beginning), shard.split.limit)
+        sharded = self._sharded
+        sharded.start_epoch(shard.position.epoch)
+        batches: Iterator[T] = itertools.islice(self.copy.iterate(shard.position, first=0), shard.split.limit)
         for batch in itertools.islice(batches, 1):
             is_own = sharded.divides == "processes"
             shard.first = shuffle_fingerprint(sharded.unsharded) if is_own else sharded.fingerprint()

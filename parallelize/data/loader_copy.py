@@ -132,7 +132,7 @@ class LoaderCopy(Generic[T]):
             ConfigError: the loader does not use its sampler, so every process would get all batches.
         """
         self._sampler.use(shard)
-        batches = self.iterate(shard.position, units_per_step=shard.split.group)
+        batches = self.iterate(shard.position, first=shard.position.start, units_per_step=shard.split.group)
         for batch in itertools.islice(batches, 1):
             if not self._sampler.is_iterated:
                 raise ConfigError(
@@ -143,11 +143,11 @@ class LoaderCopy(Generic[T]):
             yield batch
         yield from batches
 
-    def iterate(self, position: Position, *, units_per_step: int = 1) -> Iterator[T]:
+    def iterate(self, position: Position, *, first: int, units_per_step: int = 1) -> Iterator[T]:
         """Yield the loader's batches, with different random numbers for every process, worker and position.
 
-        With a seed and without workers, those of a batch follow from its position, `units_per_step` after
-        that of the batch before: they are the same after resuming.
+        With a seed and without workers, those of a batch follow from its position, `units_per_step` after that of the
+        batch before, the first at `first`: they are the same after resuming.
         """
         # torch draws the base seed of its workers here. Draw one even if unused: the program's RNG must advance alike.
         generator = torch.default_generator if self._generator is None else self._generator
@@ -158,11 +158,11 @@ class LoaderCopy(Generic[T]):
         # The state of the user's generator is not saved, so only its initial seed is the same after resuming.
         loader_seed = drawn if self._generator is None else self._generator.initial_seed()
         base_seed = loader_seed if self._seed is None else self._seed
-        seed = derive_seed("workers", base_seed, self._rank, position.epoch, position.start)
+        seed = derive_seed("workers", base_seed, self._rank, position.epoch, first)
         vars(self.loader)["generator"] = torch.Generator().manual_seed(seed)
         batches: Iterator[T] = iter(self.loader)
         if self.loader.num_workers == 0 and self._seed is not None and self._may_draw():
-            starts = itertools.count(position.start, units_per_step)
+            starts = itertools.count(first, units_per_step)
             seeds = (derive_seed("batch", self._seed, self._rank, position.epoch, start) for start in starts)
             batches = IsolatedRNG(0).draw(batches, seeds=seeds)
         self._iterator_count += 1

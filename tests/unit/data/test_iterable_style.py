@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import subprocess
 import sys
 import threading
 import warnings
 
 import pytest
+import torch
 from ranks import as_rank, keep_sigchld_handler, values
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -202,6 +204,27 @@ def test_resuming_yields_the_rest(workers):
         assert [batch.tolist() for batch in resumed] == full
     with as_rank(1, 3), pytest.raises(ConfigError, match="world_size=2 is loaded with world_size=3"):
         shard_loader(DataLoader(Everything(23))).load_state_dict(state)
+
+
+def test_random_numbers_of_training_after_resuming(tmp_path):
+    """Under a seed, batches draw from their own states: those that training draws go on where the run was saved."""
+
+    def collate(samples):
+        return torch.tensor(samples) + torch.rand(())
+
+    def train(batches):
+        return [(batch.tolist(), torch.rand(()).item()) for batch in batches]
+
+    make = lambda: shard_loader(DataLoader(Everything(23), batch_size=2, collate_fn=collate), seed=0)  # noqa: E731 - a new one
+    torch.manual_seed(1)
+    uninterrupted = make()
+    expected = train(uninterrupted) + train(uninterrupted)
+    torch.manual_seed(1)
+    first, resumed = make(), make()
+    seen = train(itertools.islice(first, 5))
+    par.save(tmp_path / "last.pt", loader=first)
+    par.load(tmp_path / "last.pt", loader=resumed)
+    assert seen + train(resumed) + train(resumed) == expected
 
 
 @pytest.mark.parametrize(
