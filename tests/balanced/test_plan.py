@@ -71,9 +71,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_planning_takes_the_time_of_ten_steps(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("last", [nn.Identity(), nn.BatchNorm1d(4), nn.Dropout()], ids=lambda each: type(each).__name__)
+def test_planning_takes_the_time_of_ten_steps(
+    last: nn.Module, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
     """Planning and validation run ten batches, or the log says why; a line on the terminal tells what runs."""
-    model = nn.Sequential(*(Slow(0.001) for _ in range(6)))
+    model = nn.Sequential(*(Slow(0.001) for _ in range(6)), last)
     counts: list[int] = []
     model[0].register_forward_pre_hook(lambda _module, args: counts.append(len(args[0])))
     monkeypatch.setattr(sys, "stderr", Terminal())

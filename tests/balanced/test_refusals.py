@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -169,6 +170,33 @@ def test_a_number_that_switches_the_path() -> None:
             calls.clear()
             model(x, layers=step)
     assert len(calls) == 4
+
+
+def test_a_text_that_switches_the_path() -> None:
+    """A new text is validated, as a new mode is; after eight, others are validated once, with one warning."""
+
+    class Moded(Chain):
+        def forward(self, x: torch.Tensor, mode: str = "train") -> torch.Tensor:
+            return self.c(self.b(self.a(x))).softmax(0 if mode == "global" else -1)
+
+    model, x, calls = Moded(), torch.randn(8, 8), []
+    plain = copy.deepcopy(model)
+    with pipelined(model, ((x,), {})):
+        with not_split_once("output 0 of the model, computed in micro-batches, differs"):
+            torch.testing.assert_close(model(x, mode="global"), plain(x, mode="global"))
+        model.a.register_forward_pre_hook(lambda *_: calls.append(1))
+
+        def validated(step: int) -> bool:
+            calls.clear()
+            model(x, mode=f"caption {step}")
+            return len(calls) > 4
+
+        assert all(validated(step) for step in range(7))
+        with pytest.warns(UserWarning, match="argument mode of the model has had 8 different texts"):
+            assert validated(7)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not any(validated(step) for step in range(12))
 
 
 def test_a_frozen_model_with_a_loss() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import types
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ _PLAIN_TYPES = (
 )
 
 
-_MAX_NUMBERS = 4  # of each argument
+_MAX_NUMBERS, _MAX_TEXTS = 4, 8  # of each argument
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,14 @@ class Batch:
 
 
 class Switches:
-    """Values of arguments that may switch the path of a forward: Booleans, text, and the first values of a number.
+    """Values of arguments that may switch the path of a forward: Booleans, and the first values of a number or text.
 
-    A number such as a step counter has ever new values: those after the first ones are taken for one value.
+    A number such as a step counter has ever new values: those after the first ones are taken for one value. So are
+    texts, with a warning, since one that switches the path may be among them.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, set[float]] = {}
+        self._seen: dict[tuple[str, bool], set[Any]] = {}
 
     def key(self, inputs: Any) -> Any:
         """Return the names of the inputs, Booleans, and the values of arguments that are text or numbers."""
@@ -130,11 +132,20 @@ class Switches:
         return (*names, *((name, value) for name, value in switches if value is not None))
 
     def _value(self, name: str, value: Any) -> Any:
-        if type(value) not in {int, float}:
-            return value if isinstance(value, str) else None
-        seen = self._seen.setdefault(name, set())
-        if len(seen) < _MAX_NUMBERS:
+        is_text = isinstance(value, str)
+        if not is_text and type(value) not in {int, float}:
+            return None
+        seen = self._seen.setdefault((name, is_text), set())
+        if len(seen) < (_MAX_TEXTS if is_text else _MAX_NUMBERS):
             seen.add(value)
+        elif is_text and value not in seen and None not in seen:
+            seen.add(None)  # the warning is given once
+            warnings.warn(
+                f"argument {name} of the model has had {_MAX_TEXTS} different texts: under backend='balanced' others "
+                "are validated once, and taken for one value from then on. If a text switches what forward does, pass "
+                "those that do in the first batches, or use a Boolean.",
+                stacklevel=2,
+            )
         return value if value in seen else None
 
 

@@ -60,6 +60,7 @@ class BatchKind:
         is_reentrant: whether a reentrant checkpoint computes gradients by itself.
         has_graph: whether an output of the full batch requires grad.
         has_warned: whether a warning was given.
+        in_evaluation: whether outputs and gradients were compared in evaluation mode, in two more steps.
         assumed_means: positions of scalars of which only the comparison shows that they are means over samples.
         dims: form of the output -> the dimensions in which outputs are joined.
         constants: form of the output -> the full batch's outputs that are not per sample, such as counts, by position.
@@ -71,6 +72,7 @@ class BatchKind:
     is_reentrant: bool = False
     has_graph: bool = False
     has_warned: bool = False
+    in_evaluation: bool = False
     assumed_means: set[int] = field(default_factory=set)
     dims: dict[Form, Dims] = field(default_factory=dict)
     constants: dict[Form, dict[int, Any]] = field(default_factory=dict)
@@ -128,9 +130,9 @@ class BatchValidation:
             kind.has_graph = any(map(_requires_grad, second))
             kind.draws = rng.has_changed()
             before.restore()
-            is_comparable = not kind.draws and not self.normalizes
-            self._compare(kind, first, second, compares_values=is_comparable)
-            if not is_comparable:
+            kind.in_evaluation = kind.draws or self.normalizes
+            self._compare(kind, first, second, compares_values=not kind.in_evaluation)
+            if kind.in_evaluation:
                 before.restore()
                 with torch.backends.cudnn.flags(enabled=False):  # cuDNN has no backward of an RNN in evaluation mode
                     self._compare_in_evaluation(kind)

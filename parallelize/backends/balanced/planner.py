@@ -211,6 +211,8 @@ class Planner:
             pipeline.kinds = dict(kinds) or pipeline.kinds
             try:
                 self._seconds(pipeline)  # validates the batch, if no plan did before, and warms up
+                if not kinds and any(each is not None and each.in_evaluation for each in pipeline.kinds.values()):
+                    self._repeated.append("random numbers, or batch norm: validated in evaluation mode, too")
                 kinds.update({} if kinds else pipeline.kinds)
                 seconds = self._seconds(pipeline)
                 if plan.unsplit_s is not None and plan.unsplit_s < _CLEAR_SPEEDUP * seconds:

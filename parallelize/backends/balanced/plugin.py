@@ -37,10 +37,11 @@ class BalancedBackend(DDPOptions):
     (activation checkpoints, buffers that forward changes), there is one pipeline, and the plan gives the reason.
 
     Micro-batches run through the unmodified model: on accelerators one after another, in one autograd graph; on the CPU
-    in threads. For every new kind of batch (mode, arguments, outputs, hooks), outputs and gradients are compared with
-    the full batch. If they differ, or if forward or a hook keeps tensors or state outside of the output, such batches
-    run through the stages whole, with one warning. Batch norm normalizes each micro-batch separately; its running
-    statistics are updated for the full batch. Hooks of submodules run once per micro-batch, on its samples.
+    in threads. For every new kind of batch (mode, arguments, outputs, hooks; the first eight texts of an argument),
+    outputs and gradients are compared with the full batch. If they differ, or if forward or a hook keeps tensors or
+    state outside of the output, such batches run through the stages whole, with one warning. Batch norm normalizes each
+    micro-batch separately; its running statistics are updated for the full batch. Hooks of submodules run once per
+    micro-batch, on its samples.
 
     Args:
         devices: used instead of the GPUs of `gpus=`; may list a device twice. Outputs are on the run's first device,
