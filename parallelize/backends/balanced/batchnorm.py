@@ -24,7 +24,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallelize.backends.balanced.device_transfer import to_device
-from parallelize.errors import ConfigError
 
 __all__ = ["BatchNorms", "Moments"]
 
@@ -63,21 +62,11 @@ class BatchNorms:
         return any(each.training for each in self._modules.values())
 
     def before(self, module: nn.Module, args: tuple[Any, ...], device: torch.device) -> None:
-        """Give a batch norm that is about to run scratch buffers on a device, if it is in training.
-
-        Raises:
-            ConfigError: the micro-batch has one value per channel.
-        """
+        """Give a batch norm that is about to run scratch buffers on a device, if it is in training."""
         norm = self._modules.get(id(module))
         if norm is None or not norm.training or norm.running_mean is None or norm.running_var is None:
             return
         x = args[0]
-        if x.numel() == x.shape[1]:
-            raise ConfigError(
-                f"batch norm over {x.shape[1]} channels gets one value per channel in a micro-batch",
-                why="each micro-batch is normalized separately, and one value has no variance",
-                fix="use larger batches or fewer micro-batches, BalancedBackend(batch_norm='full'), or group norm",
-            )
         self._locks[id(module)].acquire()
         self._before[id(module)] = x.numel() // x.shape[1], {name: getattr(norm, name) for name in _STATE}
         norm.running_mean = torch.zeros_like(norm.running_mean, device=device)

@@ -168,7 +168,7 @@ class ModelState:
                 vars(module)[name] = value
             if isinstance(content, list):
                 value[:] = content
-            elif content is not None and not _is_equal(value, content):
+            elif content is not None:
                 value.clear()
                 value.update(content)
 
@@ -198,13 +198,6 @@ def _contents(value: Any) -> Any:
         return None
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return len(value), [pair for pair in itertools.islice(items, 1000) if type(pair[1]) in {bool, int, float, str}]
-
-
-def _is_equal(value: Any, content: Any) -> bool:
-    """Return whether a dictionary or a set has the very same values as its former copy."""
-    if isinstance(value, set):
-        return bool(value == content)
-    return list(value) == list(content) and all(value[key] is content[key] for key in value)
 
 
 def _has_changed(one: torch.Tensor, other: torch.Tensor) -> bool:
