@@ -1,6 +1,7 @@
 """A pretended CUDA for tests: two devices on the CPU build of torch, which report what a real device would not order.
 
-Run any command on it with `python tests/fake_cuda COMMAND`, such as `pytest -m "gpu or gpu2"`.
+Run any command on it with `python tests/fake_cuda COMMAND`, such as `pytest -m "gpu or gpu2"`. The environment variable
+FAKE_CUDA_DEVICES is another number of devices, at most 8; `python tests/fake_cuda --devices=4 COMMAND` sets it.
 
 All work is computed at once, on the CPU. Vector clocks of streams, events and the host record which access to device
 memory is ordered after which, as CUDA defines it: by the stream, by events, by waits of the host, and by the caching

@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 __all__ = ["install"]
 
-PHYSICAL_DEVICES = 2
+PHYSICAL_DEVICES = int(os.environ.get("FAKE_CUDA_DEVICES", "2"))
 MEMORY = 8 << 30
 UUID = "GPU-00000000-0000-0000-0000-00000000000{}"
 

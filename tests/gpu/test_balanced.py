@@ -38,17 +38,26 @@ pytestmark = pytest.mark.gpu
 
 PAIRS = [("cuda:0", "cuda:0"), ("cpu", "cuda:0"), ("cuda:0", "cpu")]
 # Two pipelines of two stages: the second one computes with copies of all parameters.
-PIPELINES = pytest.param(
-    ("cuda:1", "cuda:0", "cuda:0", "cuda:1"),
-    marks=[pytest.mark.gpu2, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")],
-)
+PIPELINES = [
+    pytest.param(
+        devices,
+        marks=[
+            pytest.mark.gpu2,
+            pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices"),
+        ],
+    )
+    for devices, count in [
+        (("cuda:1", "cuda:0", "cuda:0", "cuda:1"), 2),
+        (("cuda:1", "cuda:0", "cuda:3", "cuda:2"), 4),
+    ]
+]
 
 
 def to_gpu(value: Any) -> Any:
     return map_leaves(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-@pytest.mark.parametrize("devices", [*PAIRS, PIPELINES], ids="+".join)
+@pytest.mark.parametrize("devices", [*PAIRS, *PIPELINES], ids="+".join)
 @pytest.mark.parametrize(
     "name", ["cnn", "resnet", "unet", "gpt, tied", "gpt, loss inside", "lstm", "experts", "in place"]
 )
@@ -96,7 +105,7 @@ class SavingLinear(nn.Linear):
         return Saves.apply(x, self.weight)  # type: ignore[no-untyped-call]  # torch's
 
 
-@pytest.mark.parametrize("devices", [PIPELINES], ids="+".join)
+@pytest.mark.parametrize("devices", PIPELINES, ids="+".join)
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
@@ -115,6 +124,20 @@ def test_what_copies_of_parameters_do_not_compute_runs_in_one_pipeline(
     with parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)), not_split_once(None):
         loss_of(model(x)).backward()
     assert f"in one pipeline: {reason}" in caplog.text
+    loss_of(alone(x)).backward()
+    assert_equal_gradients(model, alone, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("devices", PIPELINES[1:], ids="+".join)
+def test_a_model_that_needs_two_of_four_devices(devices: tuple[str, ...]) -> None:
+    """The planner uses all four, and each has the bytes that it may use; gradients are those of the plain model."""
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))).cuda(), torch.randn(4096, 64).cuda()
+    alone = copy.deepcopy(model)
+    memory = int(0.8 * 16 * x.nbytes)  # of the activations
+    with parallel_model(model, backend=BalancedBackend(devices=devices, memory=memory)):
+        loss_of(model(x)).backward()
+        assert {*plan(model).devices} == {*devices}
+        assert max(plan(model).memory_bytes) <= memory
     loss_of(alone(x)).backward()
     assert_equal_gradients(model, alone, rtol=1e-3, atol=1e-4)
 
@@ -156,7 +179,7 @@ class Reader(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("is_reentrant", [False, True])
-@pytest.mark.parametrize("devices", [*PAIRS, PIPELINES], ids="+".join)
+@pytest.mark.parametrize("devices", [*PAIRS, *PIPELINES], ids="+".join)
 def test_checkpoints_with_arguments_on_two_devices(devices: tuple[str, ...], is_reentrant: bool) -> None:
     """Backward recomputes a unit inside a stage, whose second argument is on another device."""
     model, x = seeded(Reader).cuda(), torch.randn(8, 8).cuda()

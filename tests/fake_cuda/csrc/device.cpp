@@ -7,6 +7,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -16,26 +17,31 @@
 namespace fake_cuda {
 namespace {
 
-constexpr int kPhysicalDevices = 2;
+constexpr int kMostDevices = 8;
 
 thread_local int the_device = 0;
-thread_local int64_t the_stream_ids[kPhysicalDevices] = {};
+thread_local int64_t the_stream_ids[kMostDevices] = {};
 std::atomic<int64_t> next_stream_id{1};
 std::atomic<int> the_sync_debug_mode{0};
-std::atomic<double> the_memory_fractions[kPhysicalDevices] = {1.0, 1.0};
+std::atomic<double> the_memory_fractions[kMostDevices] = {1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0};
+
+int physical_devices() {
+  auto count = std::getenv("FAKE_CUDA_DEVICES");
+  return count == nullptr ? 2 : std::clamp(std::atoi(count), 1, kMostDevices);
+}
 
 // As the CUDA driver reads the variable: the first entry that is no device ends the list.
 std::vector<int> visible_devices() {
   std::vector<int> found;
   auto mask = std::getenv("CUDA_VISIBLE_DEVICES");
   if (mask == nullptr) {
-    for (int i = 0; i < kPhysicalDevices; ++i) found.push_back(i);
+    for (int i = 0; i < physical_devices(); ++i) found.push_back(i);
     return found;
   }
   for (const char* rest = mask; *rest != '\0';) {
     char* end = nullptr;
     auto device = std::strtol(rest, &end, 10);
-    if (end == rest || device < 0 || device >= kPhysicalDevices) break;
+    if (end == rest || device < 0 || device >= physical_devices()) break;
     for (auto each : found) {
       if (each == device) return {};
     }
