@@ -3,7 +3,7 @@
 1  place      put the model on the output device; if it does not fit there, split it by the bytes of its parameters
 2  profile    time every submodule to choose units, which are not split further; time the units at two batch sizes
 3  schedule   choose the stages with the shortest predicted step under every device's memory limit
-4  time       run the best plans, which are validated, and the unsplit model; if no plan is faster, do not split
+4  time       run the plan, which is validated, and the unsplit model; if the plan is not faster, do not split
 
 The model's forward hooks run during planning. Buffers and RNG states are restored at the end; gradients do not change.
 """
@@ -29,7 +29,6 @@ from parallelize.backends.balanced.hardware import DeviceSpec, device_out_of_mem
 from parallelize.backends.balanced.pipeline import Pipeline
 from parallelize.backends.balanced.plan import Plan, PlannerOptions, ideal_speedup, signature
 from parallelize.backends.balanced.profiling import Profiler, run_backward, trained_share
-from parallelize.backends.balanced.schedule import Profile, plans, unsplit_bytes
 from parallelize.backends.balanced.side_effects import ModelState
 from parallelize.backends.balanced.stage_placement import ModelPlacement, initial_stages, spec_of
 from parallelize.backends.balanced.stage_threads import stages_on
@@ -43,11 +42,6 @@ _log = logging.getLogger(__name__)
 
 # The model is split only if the speedup is at least this.
 _MIN_SPEEDUP = 1.03
-_MAX_TIMED_PLANS = 2
-# A measured speedup that is not timed again, since noise is smaller.
-_CLEAR_SPEEDUP = 1.2
-# Another plan is timed only if its predicted step is this much shorter than the measured one.
-_WORTH_TIMING = 0.9
 # Fraction of the memory limits that is left to the next plan, if one has run out of memory.
 _SHRUNK = 0.8
 
@@ -64,8 +58,6 @@ class Planner:
     options: PlannerOptions
     _predicted: dict[str, float] = field(default_factory=dict)  # bytes on each device of what runs
     _restriction: ConfigError | None = None  # why there is one pipeline
-    # Number of pipelines -> what the first plan with them that was timed has validated.
-    _kinds: dict[int, dict[Any, Any]] = field(default_factory=dict)
     _repeated: list[str] = field(default_factory=list)  # why planning has taken longer
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -133,15 +125,15 @@ class Planner:
         self.placement.move(units.module_stages(self.inner.model, profiler.routes), profiler.stages)
         whole = functools.partial(profiler.run, self._batch.size)
         with refusals.explained_split_failure(self._batch.split_dims, run_whole=whole):
-            plan, profile = first_fit(profiler, options=self.options, specs=self.device_specs, placement=self.placement)
-        bytes_, spec = unsplit_bytes(profile, self.options), spec_of(self.output_device, self.device_specs)
-        if len(profiler.stages) == 1 and bytes_ <= spec.cap_bytes:
+            plan, needed = first_fit(profiler, options=self.options, specs=self.device_specs, placement=self.placement)
+        spec = spec_of(self.output_device, self.device_specs)
+        if len(profiler.stages) == 1 and needed <= spec.cap_bytes:
             self.placement.move(units.module_stages(self.inner.model, profiler.routes), profiler.stages)
             if self.options.microbatches == 1:
                 return self._leave_unsplit("microbatches=1 runs the model as it is")
-            self._predicted = {spec.device: bytes_}
+            self._predicted = {spec.device: needed}
             plan = replace(plan, unsplit_s=min(self._seconds(self.inner) for _ in range(2)))
-        return self._choose(plan, profile)
+        return self._choose(self._explained(plan))
 
     def _lower_caps(self, error: torch.OutOfMemoryError) -> None:
         """Lower the memory limit of the device that has run out of memory, in what the planner has run last."""
@@ -171,9 +163,9 @@ class Planner:
         run_backward(self.inner.model, call(*args, **kwargs))
         return synchronized_time(*self._devices) - began
 
-    def _choose(self, plan: Plan, profile: Profile) -> Plan:
-        """Return the fastest plan, given the one with the shortest predicted step."""
-        unsplit_s, plan = plan.unsplit_s, self._explained(plan)
+    def _choose(self, plan: Plan) -> Plan:
+        """Return the plan with its measured time; or leave the model unsplit, if this is not slower."""
+        unsplit_s = plan.unsplit_s
         if self.options.microbatches is not None or unsplit_s is None:
             if plan.pipelines == 1 and all(torch.device(each).type == "cpu" for each in plan.devices):
                 return plan
@@ -183,53 +175,27 @@ class Planner:
             why = "only one device" if count == 1 else f"no split over {count} devices is predicted to be faster"
             return self._leave_unsplit(why, plan)
         why = f"a step takes {_ms(unsplit_s)} on one device, and "
-        every = [plan, *self._alternatives(plan, profile)]
-        faster = [each for each in every if unsplit_s >= _MIN_SPEEDUP * (each.predicted_s or math.inf)]
-        if not faster:
-            predicted_s = min(each.predicted_s or math.inf for each in every)
-            return self._leave_unsplit(f"{why}is predicted to take {_ms(predicted_s)} if split", plan)
-        timed: list[Plan] = []
-        for each in faster[:_MAX_TIMED_PLANS]:
-            if timed and (each.predicted_s or 0.0) > _WORTH_TIMING * (timed[0].measured_s or 0.0):
-                break
-            self._repeated += ["another plan, which may be faster, was timed"] * bool(timed)
-            measured_s, refusal = self._split_s(each)
-            if refusal is not None:
-                raise refusal
-            timed.append(replace(each, measured_s=measured_s))
-        plan = min(timed, key=lambda each: each.measured_s or math.inf)
-        if unsplit_s < _MIN_SPEEDUP * (plan.measured_s or math.inf):
-            return self._leave_unsplit(f"{why}{_ms(plan.measured_s or math.inf)} if split", plan)
-        return plan
+        if unsplit_s < _MIN_SPEEDUP * (plan.predicted_s or 0.0):
+            return self._leave_unsplit(f"{why}is predicted to take {_ms(plan.predicted_s or 0.0)} if split", plan)
+        measured_s, refusal = self._split_s(plan)
+        if refusal is not None:
+            raise refusal
+        if unsplit_s < _MIN_SPEEDUP * measured_s:
+            return self._leave_unsplit(f"{why}{_ms(measured_s)} if split", plan)
+        return replace(plan, measured_s=measured_s)
 
     def _split_s(self, plan: Plan) -> tuple[float, ConfigError | None]:
         """Return the seconds of a step by a plan, and why its batch was not split; None: it was."""
         # Of a device with several stages, the largest: each of its specs has its own limit.
         self._predicted = dict(sorted(zip(plan.devices, plan.memory_bytes, strict=False), key=lambda pair: pair[1]))
         with self.pipeline(plan) as pipeline:
-            kinds = self._kinds.setdefault(plan.pipelines, {})
-            pipeline.kinds = dict(kinds) or pipeline.kinds
             try:
-                self._seconds(pipeline)  # validates the batch, if no plan did before, and warms up
-                if not kinds and any(each is not None and each.in_evaluation for each in pipeline.kinds.values()):
+                self._seconds(pipeline)  # validates the batch, and warms up
+                if any(kind is not None and kind.in_evaluation for kind in pipeline.kinds.values()):
                     self._repeated.append("random numbers, or batch norm: validated in evaluation mode, too")
-                kinds.update({} if kinds else pipeline.kinds)
-                seconds = self._seconds(pipeline)
-                if plan.unsplit_s is not None and plan.unsplit_s < _CLEAR_SPEEDUP * seconds:
-                    self._repeated.append("the gain of a plan is small, so it was timed again")
-                    seconds = min(seconds, self._seconds(pipeline))
-                return seconds, pipeline.refusal
+                return self._seconds(pipeline), pipeline.refusal
             finally:
                 self._restriction = self._restriction or pipeline.restriction
-
-    def _alternatives(self, plan: Plan, profile: Profile) -> list[Plan]:
-        """Return the best plan for each other number of micro-batches, the shortest predicted step first."""
-        every = plans(profile, self.device_specs, replace(self.options, recompute=plan.recompute))
-        best_of = {plan.microbatches: plan}
-        for each in sorted(every, key=lambda each: each.predicted_s or math.inf):
-            if len(each.devices) > 1:
-                best_of.setdefault(each.microbatches, self._explained(replace(each, unsplit_s=plan.unsplit_s)))
-        return list(best_of.values())[1:]
 
     def _explained(self, plan: Plan) -> Plan:
         """Return a plan with the reasons for it, and with no shorter predicted step than is possible."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +38,7 @@ from parallelize.backends.balanced.units import module_stages, parameter_bytes
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves
 
-__all__ = ["Profiler", "module_costs", "profile_model", "run_backward", "trained_share"]
+__all__ = ["Profiler", "module_shares", "profile_model", "run_backward", "trained_share"]
 
 _REPEATS = 4  # of small micro-batches
 
@@ -238,8 +239,8 @@ def _output_bytes(output: Any) -> int:
     return sum(sizes) * (1 if has_loss else 4)
 
 
-def module_costs(profiler: Profiler) -> tuple[dict[int, float], dict[int, float]]:
-    """Return, by ids of called submodules, the seconds of forward, and the bytes of parameters and saved tensors.
+def module_shares(profiler: Profiler) -> dict[int, float]:
+    """Return, by ids of called submodules, the share of each in the time of forward or in memory, whichever is larger.
 
     The profiler's units must be the submodules without submodules: what a module costs is the sum of those inside it.
     """
@@ -254,22 +255,20 @@ def module_costs(profiler: Profiler) -> tuple[dict[int, float], dict[int, float]
         memory = profiler.run(counts_saved=True)
     finally:
         handle.remove()
-    time = profiler.run()
     modules = dict(profiler.inner.model.named_modules())
-    seconds: dict[int, float] = {id(each): 0.0 for each in modules.values()}
-    kept: dict[int, float] = dict(seconds)
-    for call in time.calls:
+    seconds, size = defaultdict[int, float](float), defaultdict[int, float](float)
+    for call in profiler.run().calls:
         seconds[id(modules[call.unit])] += call.forward_s
     for call in memory.calls:
-        kept[id(modules[call.unit])] += call.saved_bytes
-    used = [each for each in modules.values() if id(each) in called]
-    return (
-        {id(each): sum(seconds[id(part)] for part in each.modules()) for each in used},
-        {
-            id(each): sum(parameter_bytes(each).values()) + sum(kept[id(part)] for part in each.modules())
-            for each in used
-        },
-    )
+        size[id(modules[call.unit])] += call.saved_bytes
+    for each in modules.values():
+        size[id(each)] += sum(own.nbytes for own in each.parameters(recurse=False))
+
+    def share(module: nn.Module) -> float:
+        parts = [id(each) for each in module.modules()]
+        return max(sum(costs[each] for each in parts) / (sum(costs.values()) or 1.0) for costs in (seconds, size))
+
+    return {id(each): share(each) for each in modules.values() if id(each) in called}
 
 
 def _fastest(runs: Sequence[_Clock]) -> _Clock:

@@ -84,7 +84,7 @@ def test_auto_splits_if_it_is_faster(slowdown):
         options=PlannerOptions(),
     )
     planner._batch, planner.slowdown = Batch(((torch.zeros(16),), {}), dim=0), slowdown
-    found = planner._choose(dataclasses.replace(plan, unsplit_s=4 * 16 * 0.03), profile)
+    found = planner._choose(dataclasses.replace(plan, unsplit_s=4 * 16 * 0.03))
     assert found.is_split is (slowdown == 1.0)
     if found.is_split:
         assert (found.microbatches, found.bounds) == (16, (0, 2, 4))
