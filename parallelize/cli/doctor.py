@@ -8,20 +8,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from parallelize.cli.checks import (
-    accelerators,
-    apex,
-    cluster,
-    collectives,
-    limits,
-    memory,
-    network,
-    overrides,
-    ports,
-    process_start,
-    smoke,
-    versions,
-)
+from parallelize.cli.checks import accelerators, cluster, limits, memory, network, overrides, ports, smoke, versions
 from parallelize.cli.findings import Check, Result
 from parallelize.errors import ConfigError
 from parallelize.version import __version__
@@ -41,14 +28,11 @@ Exit code 1 if there is a fault, 0 if there are only warnings or none.
 CHECKS: tuple[Check[Any], ...] = (
     versions.CHECK,
     accelerators.CHECK,
-    collectives.CHECK,
     network.CHECK,
     ports.CHECK,
     memory.CHECK,
     limits.CHECK,
-    process_start.CHECK,
     cluster.CHECK,
-    apex.CHECK,
     overrides.CHECK,
     smoke.CHECK,
 )

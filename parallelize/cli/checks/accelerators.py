@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from parallelize.cli.findings import Check, Finding, fault, warning
 
@@ -49,6 +50,7 @@ class Accelerators:
         gpus: the GPUs that are visible to this process.
         architectures: architectures that this torch has kernels for, such as "sm_90" and "compute_90".
         apart: pairs of GPUs without peer access.
+        has_nccl: whether this torch was built with NCCL or RCCL.
     """
 
     build: str = "CPU"
@@ -59,6 +61,7 @@ class Accelerators:
     gpus: tuple[Gpu, ...] = ()
     architectures: tuple[str, ...] = ()
     apart: tuple[tuple[int, int], ...] = ()
+    has_nccl: bool = True
 
 
 def gather(environ: Mapping[str, str]) -> Accelerators:
@@ -78,6 +81,7 @@ def gather(environ: Mapping[str, str]) -> Accelerators:
         gpus=tuple(_gpu(index) for index in range(count)),
         architectures=tuple(torch.cuda.get_arch_list()) if count else (),
         apart=tuple((a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)),
+        has_nccl=dist.is_nccl_available(),
     )
 
 
@@ -113,6 +117,13 @@ def judge(facts: Accelerators) -> Iterator[Finding]:
             "GPUs of several models: " + ", ".join(f"{count} x {name}" for name, count in models.items()),
             why="ranks wait for each other at every step: the slowest GPU limits all",
             fix="use GPUs of one model: gpus=[...]",
+        )
+    if facts.gpus and not facts.has_nccl:
+        yield fault(
+            "no-nccl",
+            f"{len(facts.gpus)} GPU(s), and torch without NCCL",
+            why="NCCL runs collectives of GPU tensors",
+            fix="install torch from pytorch.org or PyPI; or use process_group_backend='gloo', which is slower",
         )
     if facts.apart:
         yield warning(

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from ranks import without_leak_report
 
-from parallelize.cli.checks import apex, cluster, limits, memory, network, overrides, ports, smoke
+from parallelize.cli.checks import cluster, limits, memory, network, overrides, ports, smoke
 from parallelize.cli.findings import Check
 
 DOCTOR = [sys.executable, "-m", "parallelize", "doctor"]
@@ -186,31 +186,6 @@ def test_the_longest_folder_works(monkeypatch: pytest.MonkeyPatch, run_script: A
         assert run_script(code, env={"TMPDIR": str(too_long)}, check=False).returncode == 1
     finally:
         shutil.rmtree(base)  # torch leaves a folder of its compiler there
-
-
-@pytest.mark.parametrize(
-    ("files", "finding"),
-    [
-        ({"apex/__init__.py": "class RNN: pass"}, "apex-unrelated"),
-        ({"apex/__init__.py": "", "apex/optimizers/__init__.py": ""}, "apex-without-amp"),
-        ({"apex/__init__.py": "raise RuntimeError('built for another torch')"}, "apex-broken"),
-        ({"apex/__init__.py": "from apex import amp", "apex/amp.py": ""}, None),
-    ],
-)
-def test_apex_packages(
-    files: dict[str, str], finding: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyPI's apex, NVIDIA's current one, one that cannot be imported, and one with amp."""
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    try:
-        assert ids(apex.CHECK, {}) == ({finding} if finding else set())
-    finally:
-        for name in [each for each in sys.modules if each.partition(".")[0] == "apex"]:
-            del sys.modules[name]
 
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2"}
