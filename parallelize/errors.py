@@ -13,7 +13,7 @@ Each message has three parts: what is wrong, why it cannot work, and how to fix 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "WorkerError",
     "add_note",
     "did_you_mean",
+    "list_ranks",
 ]
 
 
@@ -133,3 +134,12 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     near = sorted(difflib.get_close_matches(name.casefold(), names), key=lambda each: abs(len(each) - len(name)))
     hint = f"did you mean {names[near[0]]}? " if near else ""
     return f"{hint}known: {', '.join(names.values()) or 'none'}"
+
+
+def list_ranks(ranks: Collection[int]) -> str:
+    """Return ranks as text for messages: "rank 1", "ranks 1-3, 7"."""
+    known = set(ranks)
+    starts = sorted(rank for rank in known if rank - 1 not in known)
+    ends = sorted(rank for rank in known if rank + 1 not in known)
+    intervals = (str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    return f"rank{'s' * (len(known) != 1)} {', '.join(intervals)}"

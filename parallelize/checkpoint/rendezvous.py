@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from parallelize.errors import ConfigError, SyncError
+from parallelize.errors import ConfigError, SyncError, list_ranks
 from parallelize.runtime import context
 from parallelize.runtime.process_group import default_store
 
@@ -101,7 +101,7 @@ class Rendezvous:
             missing, reason = self.missing_ranks(), deadlock_reason()
             until = f": {reason}" if reason else f" within {limit_s:g} s"
             late = f"{self.call}: rank {self.rank} called it after the other ranks had timed out"
-            what = f"{self.call}: {_list_ranks(missing)} did not call it{until}" if missing else late
+            what = f"{self.call}: {list_ranks(missing)} did not call it{until}" if missing else late
             raise SyncError(what, why=why, fix=fix)
 
     def require_same(self, verb: str, *, why: str, fix: str) -> None:
@@ -120,7 +120,7 @@ class Rendezvous:
     def results(self) -> list[Any]:
         """Wait for what all ranks post in the stage "result" and return it by rank."""
         if self._store is not None and not poll(self._store, self._keys("result"), self._timeout_s):
-            missing = _list_ranks(self.missing_ranks("result"))
+            missing = list_ranks(self.missing_ranks("result"))
             raise SyncError(
                 f"{self.call}: {missing} did not finish within {self._timeout_s:g} s",
                 why="every rank reads or writes its own shards",
@@ -190,7 +190,7 @@ class Rendezvous:
             return True
         missing = self.missing_ranks()
         if not deadlock_reason() and (len(keys) > 1 or 0 in missing):
-            _log.warning("rank %d waits in %s for %s", self.rank, self.call, _list_ranks(missing))
+            _log.warning("rank %d waits in %s for %s", self.rank, self.call, list_ranks(missing))
         return poll(self._store, keys, limit_s - first_s, deadlock_reason)
 
 
@@ -206,10 +206,6 @@ def poll(store: dist.Store, keys: list[str], limit_s: float, deadlock_reason: Ca
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _MAX_POLL_S)
     return True
-
-
-def _list_ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def store_of_ranks() -> dist.Store | None:

@@ -13,9 +13,10 @@ Any other wait may still end: a rank that evaluates, compiles or writes a file m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parallelize.errors import list_ranks
 from parallelize.hang_detection.rank_state import Collective, RankState
 
 __all__ = ["HangReport", "find_absent_rank", "find_deadlock", "timeout_report", "waiting_line"]
@@ -137,7 +138,7 @@ def _find_returned(states: Sequence[RankState], waits: _Waits) -> HangReport | N
         returned = sorted(all_returned & waits.awaited(state))
         if returned:
             return HangReport(
-                f"rank {state.rank} {_waits(state)} for {_ranks(returned)}, which {_has(returned)} returned",
+                f"rank {state.rank} {_waits(state)} for {list_ranks(returned)}, which {_has(returned)} returned",
                 "a rank that has returned makes no further collective calls",
                 _FIX_RETURNED,
                 (state.rank, *returned),
@@ -157,7 +158,7 @@ def _find_cycle(states: Sequence[RankState], waits: _Waits) -> HangReport | None
         left = kept
     if not left:
         return None
-    edges = {targets: _ranks(targets & left.keys()) for targets in alive}
+    edges = {targets: list_ranks(targets & left.keys()) for targets in alive}
     text = _by_text([(s.rank, f"{_waits(s)} for {edges[left[s.rank]]}") for s in states if s.rank in left])
     why = "each of them is in a collective that another of them has not begun"
     return HangReport(f"ranks wait for each other: {text}", why, _FIX_MISMATCH, tuple(sorted(left)))
@@ -188,9 +189,9 @@ def waiting_line(states: Sequence[RankState], *, world_size: int) -> str:
     awaited = {*_Waits(states).awaited(first), *first.peers} or others
     silent = sorted({*range(world_size)} - {state.rank for state in states})
     texts = [_by_text([(state.rank, _where(state)) for state in states if state.rank in awaited - same], ", which ")]
-    texts.append(f"{_ranks(silent)}, which {_has(silent)} not answered" if silent else "")
+    texts.append(f"{list_ranks(silent)}, which {_has(silent)} not answered" if silent else "")
     for_ranks = "; ".join(filter(None, texts))
-    return f"{_ranks(sorted(same))} {_waits(first, len(same))}{for_ranks and f' for {for_ranks}'}"
+    return f"{list_ranks(sorted(same))} {_waits(first, len(same))}{for_ranks and f' for {for_ranks}'}"
 
 
 def timeout_report(states: Sequence[RankState], timeout_s: float, *, world_size: int, reason: str) -> HangReport:
@@ -228,18 +229,6 @@ def _by_text(texts: Sequence[tuple[int, str]], join: str = " ") -> str:
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, text in texts:
         groups[text].append(rank)
-    phrases = [f"{_ranks(ranks)}{join}{text}" for text, ranks in groups.items()]
+    phrases = [f"{list_ranks(ranks)}{join}{text}" for text, ranks in groups.items()]
     more = f"; and {len(phrases) - _MAX_GROUPS} more" if len(phrases) > _MAX_GROUPS else ""
     return "; ".join(phrases[:_MAX_GROUPS]) + more
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    """Format ranks: "rank 1", "ranks 1-3, 7"."""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(_intervals(frozenset(ranks)))}"
-
-
-def _intervals(ranks: frozenset[int]) -> Iterator[str]:
-    starts = sorted(rank for rank in ranks if rank - 1 not in ranks)
-    ends = sorted(rank for rank in ranks if rank + 1 not in ranks)
-    for start, end in zip(starts, ends, strict=True):
-        yield str(start) if start == end else f"{start}-{end}"

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from parallelize.errors import list_ranks
 from parallelize.hang_detection.flight_recorder import collective_start_times
 from parallelize.runtime.process_group import default_store
 
@@ -124,22 +125,18 @@ def report_line(timings: Sequence[StepTiming], *, world_size: int, label: str) -
     shown = sorted(timings, key=lambda timing: -timing.data_s)[:_MAX_LISTED] if is_long else timings
     for timing in shown:
         ranks_by_text[_timing_text(timing)].append(timing.rank)
-    phrases = [f"{_ranks_text(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+    phrases = [f"{list_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
     if len(shown) < len(timings):
         phrases.append(f"{len(timings) - len(shown)} more ranks wait less for data")
     unfinished = sorted({*range(world_size)} - {timing.rank for timing in timings})
     if unfinished:
-        phrases.append(f"{_ranks_text(unfinished)}: not finished yet")
+        phrases.append(f"{list_ranks(unfinished)}: not finished yet")
     return f"{label}: {'; '.join([*phrases, *_slowest_text(timings)])}"
 
 
 def _timing_text(timing: StepTiming) -> str:
     fraction = timing.data_s / timing.step_s if timing.step_s else 0.0
     return f"{timing.steps} steps of {timing.step_s * 1000:.3g} ms, {fraction:.0%} of it waiting for data"
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _slowest_text(timings: Sequence[StepTiming]) -> Iterator[str]:

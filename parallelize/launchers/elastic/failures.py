@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallelize.call.task import Outcome, error_text, format_error
-from parallelize.errors import ParallelizeError, SyncError, WorkerError, add_note
+from parallelize.errors import ParallelizeError, SyncError, WorkerError, add_note, list_ranks
 from parallelize.hang_detection.stack_frames import call_site_in
 
 __all__ = ["WorkerExit", "caller_exception", "has_root_cause", "is_secondary", "was_stopped"]
@@ -198,14 +198,7 @@ def _group_ranks(texts: dict[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
-    return "; ".join(f"rank{'s' * (len(each) > 1)} {_format_ranges(each)}: {text}" for text, each in ranks.items())
-
-
-def _format_ranges(ranks: Sequence[int]) -> str:
-    """Format 1, 2, 3, 7 as "1-3, 7"."""
-    starts = [rank for rank in ranks if rank - 1 not in ranks]
-    ends = [rank for rank in ranks if rank + 1 not in ranks]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    return "; ".join(f"{list_ranks(each)}: {text}" for text, each in ranks.items())
 
 
 def _with_notes(error: BaseException, notes: Sequence[str]) -> BaseException:

@@ -27,7 +27,7 @@ def test_equal_timings_are_reported_together() -> None:
         timings(0.002, 0.002, 0.05, late_s=(0.0, 0.001, 0.002)), world_size=3, label="train.py:3 epoch 1"
     )
     assert line == (
-        "train.py:3 epoch 1: ranks 0, 1: 10 steps of 100 ms, 2% of it waiting for data; "
+        "train.py:3 epoch 1: ranks 0-1: 10 steps of 100 ms, 2% of it waiting for data; "
         "rank 2: 10 steps of 100 ms, 50% of it waiting for data"
     )
 
@@ -107,7 +107,7 @@ def test_a_step_that_takes_no_time_has_no_wait() -> None:
 
 def test_unfinished_ranks_are_named() -> None:
     """A process that is still in its epoch has no timing yet."""
-    assert report_line(timings(0.0, late_s=(0.0,)), world_size=3, label="").endswith("; ranks 1, 2: not finished yet")
+    assert report_line(timings(0.0, late_s=(0.0,)), world_size=3, label="").endswith("; ranks 1-2: not finished yet")
 
 
 def test_timings_that_have_arrived_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
