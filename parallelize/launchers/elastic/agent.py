@@ -27,7 +27,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -36,7 +36,6 @@ from typing import Any
 import torch.distributed.elastic.multiprocessing.api as torch_api
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from parallelize.errors import LaunchError
 from parallelize.launchers.elastic.control_plane import SingleNode
@@ -146,7 +145,7 @@ class Agent(LocalElasticAgent):
             exits += [each for each in late if each.rank not in known]
             self._kill_worker_groups()
             self._control_plane.report(self.attempt, exits)
-            return RunResult(state=WorkerState.FAILED, failures=self._process_failures(worker_group, exits))
+            return RunResult(state=WorkerState.FAILED)
         if self._success is None and all(map(self._has_returned, range(len(self._processes())))):
             # Only after all have returned: if a worker died, torch elastic would wait 30 s for the other workers.
             self._success = super()._monitor_workers(worker_group)
@@ -184,15 +183,6 @@ class Agent(LocalElasticAgent):
     def _has_returned(self, local_rank: int) -> bool:
         context: Any = self._pcontext
         return local_rank in context._return_values or not context._ret_vals[local_rank].empty()
-
-    def _process_failures(self, worker_group: WorkerGroup, exits: Sequence[WorkerExit]) -> dict[int, ProcessFailure]:
-        ranks = [(worker.global_rank, local) for local, worker in enumerate(worker_group.workers)]
-        exitcodes = {each.rank: each.exitcode for each in exits}
-        processes = self._processes()
-        return {
-            rank: ProcessFailure(local, processes[local].pid or 0, exitcodes.get(rank, -signal.SIGTERM), error_file="")
-            for rank, local in ranks
-        }
 
     def _processes(self) -> list[BaseProcess]:
         context: Any = getattr(self._pcontext, "_pc", None)
