@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 import textwrap
@@ -109,13 +110,7 @@ def document(results: Sequence[Result]) -> dict[str, Any]:
                 "status": result.status,
                 "summary": result.summary,
                 "findings": [
-                    {
-                        "id": finding.id,
-                        "severity": finding.severity,
-                        "what": finding.fault.what,
-                        "why": finding.fault.why,
-                        "fix": finding.fault.fix,
-                    }
+                    {"id": finding.id, "severity": finding.severity, **dataclasses.asdict(finding.fault)}
                     for finding in result.findings
                 ],
                 "facts": dict(result.facts),

@@ -93,8 +93,7 @@ def gather(environ: Mapping[str, str]) -> Smoke:
 def _fault_of(error: Exception) -> Fault:
     fix = "see the findings above; run TORCH_CPP_LOG_LEVEL=INFO NCCL_DEBUG=INFO parallelize doctor for details"
     if isinstance(error, ParallelizeError):
-        first = error.faults[0]
-        return Fault(first.what, first.why, first.fix)
+        return error.faults[0]
     lines = str(error).strip().splitlines() or [""]
     return Fault(f"{type(error).__name__}: {lines[0]}", "two ranks on this machine could not communicate", fix)
 
