@@ -143,20 +143,16 @@ class EpochSplit:
 
     def units_of_stream(self, stream: Iterable[T], rank: int) -> Iterator[T]:
         """Yield the units of a process, from those of an epoch, whose number is unknown, from its beginning."""
-        first: list[T] = []
-        pending: list[T] = []
-        total, size = self.start, self.world_size
-        for total, unit in enumerate(itertools.islice(stream, self.limit), start=1):
-            if len(first) < size - 1:
-                first.append(unit)
-            if total <= self.start:
-                continue
-            owner = (total - 1 - self.start) % size
-            if owner == rank:
-                pending.append(unit)
-            # "drop" yields a unit only if every other process has one, too.
-            if pending and (self.tail != "drop" or owner == size - 1):
-                yield pending.pop()
-        missing = (self.start - total) % size if total > self.start else 0
-        if self.tail == "pad" and rank >= size - missing:
-            yield first[(rank - (size - missing)) % len(first)]
+        counter = itertools.count()
+        units = zip(itertools.islice(stream, self.limit), counter, strict=False)
+        first = [unit for unit, _ in itertools.islice(units, rank)]  # those that may pad this rank's
+        # "drop" yields a unit only if every other process has one, too.
+        others = self.world_size - 1 - rank if self.tail == "drop" else 0
+        for unit, _ in itertools.islice(units, self.start, None, self.world_size - others):
+            if others and len(list(itertools.islice(units, others))) < others:
+                return
+            yield unit
+        total = next(counter)
+        missing = (self.start - total) % self.world_size if total > self.start else 0
+        if self.tail == "pad" and rank >= self.world_size - missing:
+            yield first[(rank - (self.world_size - missing)) % len(first)]
