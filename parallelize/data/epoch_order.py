@@ -76,7 +76,7 @@ def draw_order(sampler: Any, *, seed: int, epoch: int, max_listed: int = MAX_LIS
     if (length := len(sampler)) > max_listed:
         return None
     # A length may be an estimate, and an endless sampler may have one.
-    with stream_rng(sampler, seed=seed, epoch=epoch).use():
+    with stream_rng(sampler, seed=seed, epoch=epoch):
         return _listed(iter(sampler), at_most=2 * length + _CHUNK)
 
 

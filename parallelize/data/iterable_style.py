@@ -217,6 +217,14 @@ class ShardedIterableDataset(IterableDataset[T]):
         return f"{int(self._shared[1]):08x}" if self._shared[1] else ""
 
     def __iter__(self) -> Iterator[T]:
+        return itertools.chain.from_iterable(self._chunks())
+
+    def _chunks(self) -> Iterator[Iterable[T]]:
+        """Yield the samples of this worker's shard, in lists of those that are drawn together.
+
+        Raises:
+            ConfigError: the dataset shards itself by num_workers from a later sample on, or though `divides` denies it.
+        """
         found: Any = get_worker_info()
         is_counted = self.divides in (None, "workers")
         # In a worker process that info has recorded what the worker_init_fn has read.
@@ -225,22 +233,34 @@ class ShardedIterableDataset(IterableDataset[T]):
         shown: Any = info if is_counted else None if found is None else GlobalWorkerInfo(found, World())
         if info.num_shards == 1:  # the dataset draws from the global generators, whose states may not repeat
             samples = iter(self.unsharded)
-            yield from self._hashed(list(itertools.islice(samples, min(self.batch_size, _MAX_COMPARED))))
-            yield from samples
+            yield self._hashed(list(itertools.islice(samples, min(self.batch_size, _MAX_COMPARED))))
+            yield samples
             return
         rng = IsolatedRNG(derive_seed("iterable", self.seed, int(self._shared[0])))
         with _worker_info(shown):
             stream: Iterator[Any] = rng.begin(self.unsharded)
         is_own = self._shards_itself(shown)
         if not is_own:
-            stream = self._compared(stream, info, shown)
+            if info.shard_index < self.world.world_size:
+                # The number that rank 0 draws for its first batch; other ranks draw more.
+                count = min(info.num_shards * (self.batch_size - 1) + 1, _MAX_COMPARED)
+                with rng, _worker_info(shown):
+                    first = self._hashed(list(itertools.islice(stream, count)))
+                stream = itertools.chain(first, stream)
             split = EpochSplit(world_size=info.num_shards, group=info.num_shards, tail=self.tail)
             stream = split.units_of_stream(stream, info.shard_index)
         while True:
             # Not while batches are used: collate_fn, and in this process the training loop, draw from other states.
-            with contextlib.nullcontext() if is_own else rng.use(), _worker_info(shown):
+            with contextlib.nullcontext() if is_own else rng, _worker_info(shown):
                 drawn = list(itertools.islice(stream, self.batch_size))
-            yield from drawn
+            if not is_own and shown is not None and shown.num_shards > 1 and "num_workers" in shown.read:
+                when = "after its first sample" if self.divides is None else f"with divides={self.divides!r}"
+                raise ConfigError(
+                    f"the iterable {type(self.unsharded).__name__} reads num_workers of get_worker_info() {when}",
+                    why="it shards itself over the workers: sharding it again would skip samples",
+                    fix="use divides='workers' if all of its samples are sharded so",
+                )
+            yield drawn
             if len(drawn) < self.batch_size:
                 return
 
@@ -260,26 +280,6 @@ class ShardedIterableDataset(IterableDataset[T]):
                 "shard_loader(loader, divides='nothing') if every worker iterates all samples",
             )
         return bool(shown.read)
-
-    def _compared(self, stream: Iterator[Any], info: GlobalWorkerInfo, shown: GlobalWorkerInfo | None) -> Iterator[Any]:
-        """Yield the samples, and write the hash of the first ones.
-
-        Raises:
-            ConfigError: the dataset shards itself by num_workers from a later sample on, or though `divides` denies it.
-        """
-        if info.shard_index < self.world.world_size:
-            # The number that rank 0 draws for its first batch; other ranks draw more.
-            count = min(info.num_shards * (self.batch_size - 1) + 1, _MAX_COMPARED)
-            stream = itertools.chain(self._hashed(list(itertools.islice(stream, count))), stream)
-        for sample in stream:
-            if shown is not None and shown.num_shards > 1 and "num_workers" in shown.read:
-                when = "after its first sample" if self.divides is None else f"with divides={self.divides!r}"
-                raise ConfigError(
-                    f"the iterable {type(self.unsharded).__name__} reads num_workers of get_worker_info() {when}",
-                    why="it shards itself over the workers: sharding it again would skip samples",
-                    fix="use divides='workers' if all of its samples are sharded so",
-                )
-            yield sample
 
     def _hashed(self, first: list[Any]) -> list[Any]:
         is_alone = self.world.world_size == 1

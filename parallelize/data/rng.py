@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import functools
 import hashlib
 import itertools
@@ -16,74 +16,6 @@ import torch
 __all__ = ["IsolatedRNG", "derive_seed", "get_state", "is_generator"]
 
 T = TypeVar("T")
-
-
-class IsolatedRNG:
-    """A separate stream of random numbers for code that draws from the global generators.
-
-    Meanwhile numpy.random draws from another bit generator, as copying a state takes 50 us. Each change of it drops the
-    second Gaussian that `numpy.random.randn` keeps for the next call.
-
-    Args:
-        seed: seed of the stream.
-        generators: further generators that the code draws from (see `is_generator`).
-    """
-
-    def __init__(self, seed: int, generators: Sequence[Any] = ()) -> None:
-        self._seed = seed
-        # The module `random` has the methods of random.Random. torch.manual_seed also seeds every accelerator.
-        accesses = map(_Access.to, (torch.default_generator, random, *generators))
-        self._get, self._set, self._reseed = zip(*accesses, strict=True)
-        self._states: list[Any] | None = None
-        self._numpy_bits: Any = None
-
-    @contextlib.contextmanager
-    def use(self, seed: int | None = None) -> Iterator[None]:
-        """Use the stream in the block, from where the last block ended; then restore the generators' previous state.
-
-        Args:
-            seed: a seed with which the stream starts anew in this block; None: continue it.
-        """
-        numpy, outside, is_new = _numpy(), [get() for get in self._get], seed is not None or self._states is None
-        numpy_bits = None if numpy is None else numpy.random.get_bit_generator()
-        try:
-            if numpy is not None:
-                is_new_to_numpy = is_new or self._numpy_bits is None
-                self._numpy_bits = self._numpy_bits or numpy.random.MT19937(0)
-                numpy.random.set_bit_generator(self._numpy_bits)
-                if is_new_to_numpy:
-                    numpy.random.seed((self._seed if seed is None else seed) % 2**32)
-            starts = itertools.repeat(self._seed if seed is None else seed) if is_new else self._states or ()
-            for start, state in zip(self._reseed if is_new else self._set, starts, strict=False):
-                start(state)
-            yield
-            if seed is None:
-                self._states = [get() for get in self._get]
-        finally:
-            for set_state, state in zip(self._set, outside, strict=True):
-                set_state(state)
-            if numpy_bits is not None:
-                numpy.random.set_bit_generator(numpy_bits)
-
-    def begin(self, units: Iterable[T]) -> Iterator[T]:
-        """Draw the first unit from the stream now; the others are drawn from the generators as they are."""
-        with self.use():
-            iterator = iter(units)
-            first = list(itertools.islice(iterator, 1))
-        return itertools.chain(first, iterator)
-
-    def draw(
-        self, units: Iterable[T], *, size: int = 1, seeds: Iterable[int | None] = itertools.repeat(None)
-    ) -> Iterator[T]:
-        """Yield units, of which `size` at a time are drawn from the stream; each seed restarts it (see `use`)."""
-        iterator: Iterator[T] | None = None
-        for seed in seeds:
-            with self.use(seed):
-                iterator = iter(units) if iterator is None else iterator
-                drawn = list(itertools.islice(iterator, size))
-            yield from drawn
-            if len(drawn) < size:
-                return
 
 
 class _Access(NamedTuple):
@@ -104,6 +36,100 @@ class _Access(NamedTuple):
         bits = generator.bit_generator
         set_state = functools.partial(setattr, bits, "state")
         return cls(lambda: bits.state, set_state, lambda seed: set_state(type(bits)(seed).state))
+
+    @classmethod
+    def to_random(cls) -> _Access:
+        """Access the generator of the module `random`, whose `getstate` takes 7 us to make a tuple of 625 ints.
+
+        CPython's generator is an index and an array of 624 words: they are copied, if they prove to be its state.
+        """
+        generator: Any = getattr(random.getstate, "__self__", None)
+        is_original = sys.implementation.name == "cpython" and type(generator) is random.Random
+        if is_original:
+            start = object.__basicsize__
+            size = random.Random.__mro__[1].__basicsize__ - start
+            memory = (ctypes.c_char * size).from_address(id(generator) + start)
+            words = memoryview(memory.raw).cast("I")
+            if (*words[1:625], words[0]) == generator.getstate()[1]:
+
+                def set_state(state: tuple[bytes, float | None]) -> None:
+                    memory.raw, generator.gauss_next = state
+
+                return cls(lambda: (memory.raw, generator.gauss_next), set_state, random.seed)
+        return cls(random.getstate, random.setstate, random.seed)
+
+    @classmethod
+    def to_numpy(cls) -> Iterator[_Access]:
+        """Access numpy.random, if NumPy is installed, which torch imports: the state is the bit generator in use."""
+        numpy = _numpy()
+        if numpy is not None:
+            bits = numpy.random.MT19937(0)
+
+            def seed(value: int) -> None:
+                numpy.random.set_bit_generator(bits)
+                numpy.random.seed(value % 2**32)
+
+            yield cls(numpy.random.get_bit_generator, numpy.random.set_bit_generator, seed)
+
+
+class IsolatedRNG:
+    """A separate stream of random numbers for code that draws from the global generators, in `with` blocks.
+
+    Each block continues the stream from where the last one ended; after it, the generators have their previous states.
+    The second Gaussian that `numpy.random.randn` keeps for the next call is dropped.
+
+    Args:
+        seed: seed of the stream.
+        generators: further generators that the code draws from (see `is_generator`).
+    """
+
+    def __init__(self, seed: int, generators: Sequence[Any] = ()) -> None:
+        # torch.manual_seed also seeds every accelerator.
+        accesses = [_Access.to(torch.default_generator), _Access.to_random(), *_Access.to_numpy()]
+        self._get, self._set, self._reseed = zip(*accesses, *map(_Access.to, generators), strict=True)
+        self._seed = seed
+        self._states: list[Any] | None = None
+        self._outside: list[Any] = []
+
+    def restart(self, seed: int) -> None:
+        """Start another stream in the next block."""
+        self._seed, self._states = seed, None
+
+    def __enter__(self) -> None:
+        self._outside = [get() for get in self._get]
+        if self._states is None:
+            for seed in self._reseed:
+                seed(self._seed)
+        else:
+            for set_state, state in zip(self._set, self._states, strict=True):
+                set_state(state)
+
+    def __exit__(self, *_exc: object) -> None:
+        self._states = [get() for get in self._get]
+        for set_state, state in zip(self._set, self._outside, strict=True):
+            set_state(state)
+
+    def begin(self, units: Iterable[T]) -> Iterator[T]:
+        """Draw the first unit from the stream now; the others are drawn from the generators as they are."""
+        with self:
+            iterator = iter(units)
+            first = list(itertools.islice(iterator, 1))
+        return itertools.chain(first, iterator)
+
+    def draw(
+        self, units: Iterable[T], *, size: int = 1, seeds: Iterable[int | None] = itertools.repeat(None)
+    ) -> Iterator[T]:
+        """Yield units, of which `size` at a time are drawn from the stream; each seed restarts it."""
+        iterator: Iterator[T] | None = None
+        for seed in seeds:
+            if seed is not None:
+                self.restart(seed)
+            with self:
+                iterator = iter(units) if iterator is None else iterator
+                drawn = list(itertools.islice(iterator, size))
+            yield from drawn
+            if len(drawn) < size:
+                return
 
 
 def is_generator(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import sys
@@ -165,12 +166,14 @@ def test_every_kind_of_generator_is_isolated(make: Any) -> None:
         rng = IsolatedRNG(2**40 + 7, [own])
         numbers = []
         for _ in range(3):
-            with rng.use():
+            with rng:
                 numbers += [draw(own), random.random(), torch.rand(()).item(), np.random.random()]
             draw(own)
-        with rng.use(9):
+        rng.restart(9)
+        with rng:
             numbers += [draw(own), random.random(), torch.rand(()).item(), np.random.random()]
-        with rng.use(9):
+        rng.restart(9)
+        with rng:
             assert numbers[-4] == draw(own)
         return numbers
 
@@ -180,6 +183,27 @@ def test_every_kind_of_generator_is_isolated(make: Any) -> None:
     assert all(len(set(numbers[each::4])) == 4 for each in range(4))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), _numpy_keys()) == (state, before[1])
+
+
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_the_module_random_is_isolated_also_where_a_program_replaced_a_function(
+    is_patched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state, and the second Gaussian that it keeps, are as before; the stream keeps its own between blocks."""
+    if is_patched:
+        monkeypatch.setattr(random, "getstate", lambda get=random.getstate: get())
+    random.gauss(0, 1)
+    before = random.getstate()
+    expected = random.Random(5)
+    rng = IsolatedRNG(5)
+    for count in (1, 3, 700):
+        with rng:
+            assert [random.gauss(0, 1) for _ in range(count)] == [expected.gauss(0, 1) for _ in range(count)]
+        assert random.getstate() == before
+    with contextlib.suppress(KeyError), rng:
+        random.shuffle([1, 2])
+        raise KeyError
+    assert random.getstate() == before
 
 
 def _numpy_keys() -> list[int]:
