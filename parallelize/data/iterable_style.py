@@ -95,8 +95,8 @@ class IterableStyleSource(Source[T]):
         for batch in itertools.islice(batches, 1):
             is_own = sharded.divides == "processes"
             shard.first = shuffle_fingerprint(sharded.unsharded) if is_own else sharded.fingerprint()
-            if self.world.world_size == 1 and not shard.first:  # the batch's, which a collate_fn may have augmented
-                shard.first = sample_fingerprint([batch])
+            if self.world.world_size == 1 and not shard.first:  # the batch's, whose floats a collate_fn may have drawn
+                shard.first = sample_fingerprint([batch], has_floats=False)
             batches = itertools.chain([batch], batches)
         yield from itertools.islice(batches, shard.position.start, None)
 

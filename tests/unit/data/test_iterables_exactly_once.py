@@ -273,11 +273,14 @@ def noise_added(samples):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(("order", "collate"), [(augmented, None), (None, noise_added)])
-def test_augmentation_is_no_other_order(recwarn, order, collate, workers):
+@pytest.mark.parametrize(
+    ("order", "collate", "divides"),
+    [(augmented, None, None), (None, noise_added, None), (None, noise_added, "processes")],
+)
+def test_augmentation_is_no_other_order(recwarn, order, collate, divides, workers):
     """Labels identify samples, and what a collate_fn draws does not count, also in one process without a seed."""
     loader = DataLoader(Stream(order) if order else Stream(), batch_size=3, num_workers=workers, collate_fn=collate)
-    interrupted, resumed = shard_loader(loader), shard_loader(loader, tail="drop")
+    interrupted, resumed = (shard_loader(loader, tail=tail, divides=divides) for tail in ("pad", "drop"))
     batches = iter(interrupted)
     next(batches), next(batches)
     resumed.load_state_dict(interrupted.state_dict())
