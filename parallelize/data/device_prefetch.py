@@ -29,7 +29,6 @@ from parallelize.runtime.containers import leaves, map_leaves
 __all__ = ["move_batches", "move_to_device", "prefetch_batches"]
 
 T = TypeVar("T")
-_END = object()
 
 
 def move_batches(batches: Iterator[T], device: torch.device, *, prefetch: int, are_fresh: bool = False) -> Iterator[T]:
@@ -158,11 +157,10 @@ def prefetch_batches(batches: Iterator[T], copier: Any, *, prefetch: int) -> Ite
         prefetch: number of copies to start ahead of the batch in use; none ahead of a batch that is shared.
     """
     copies: deque[Any] = deque()
-    errors: list[Exception] = []
-    fetched = _until_error(batches, errors)
+    end: Exception | None = None
     try:
         for ahead in itertools.chain(range(prefetch), itertools.repeat(prefetch)):
-            _start_copies(fetched, copier, copies, ahead=ahead)
+            end = end or _start_copies(batches, copier, copies, ahead=ahead)
             if not copies:
                 break
             yield copier.wait(copies.popleft())
@@ -170,26 +168,16 @@ def prefetch_batches(batches: Iterator[T], copier: Any, *, prefetch: int) -> Ite
         # The memory of unused copies may be reused only after they have finished.
         for each in copies:
             copier.wait(each)
-    if errors:
-        raise errors[0]
+    if end is not None and not isinstance(end, StopIteration):
+        raise end
 
 
-def _start_copies(batches: Iterator[Any], copier: Any, copies: deque[Any], *, ahead: int) -> None:
+def _start_copies(batches: Iterator[Any], copier: Any, copies: deque[Any], *, ahead: int) -> Exception | None:
+    """Start the next copies, and return what ended the batches: StopIteration, an error of the loader, or None."""
     while len(copies) <= ahead and not (copies and copier.is_shared(copies[-1])):
-        found = next(batches, _END)
-        if found is _END:
-            break
-        copies.append(copier.start(found))
-
-
-def _until_error(batches: Iterator[T], errors: list[Exception]) -> Iterator[T]:
-    """Yield the batches up to the loader's first error, and append that to `errors`."""
-    while True:
         try:
             batch = next(batches)
-        except StopIteration:
-            return
         except Exception as exc:  # noqa: BLE001 - raised by prefetch_batches after the earlier batches
-            errors.append(exc)
-            return
-        yield batch
+            return exc
+        copies.append(copier.start(batch))
+    return None

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from parallelize.cluster.world import World
 from parallelize.data.epoch_order import stream_rng
 from parallelize.data.epoch_shard import EpochShard, Position
-from parallelize.data.loader_copy import GlobalWorkerInfo, LoaderCopy, set_worker_info
+from parallelize.data.loader_copy import GlobalWorkerInfo, LoaderCopy, copy_of, set_worker_info
 from parallelize.data.loader_options import Divides, LoaderOptions, check_length_options
 from parallelize.data.rng import IsolatedRNG, derive_seed
 from parallelize.data.sample_fingerprint import sample_fingerprint
@@ -49,7 +49,7 @@ class IterableStyleSource(Source[T]):
     ) -> None:
         _check_options(options, f"the iterable {type(loader.dataset).__name__}", has_length=False)
         super().__init__(options, run.world, is_own=True)
-        self.copy, self.loader = copy, copy.with_user_dataset(loader)
+        self.copy, self.loader = copy, copy_of(loader)  # one with the user's dataset, on which attributes are looked up
         dataset: Any = copy.loader.dataset
         self.listeners = EpochListeners([dataset])
         self._sharded: ShardedIterableDataset[Any] = ShardedIterableDataset(

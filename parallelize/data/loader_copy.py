@@ -28,7 +28,7 @@ from parallelize.data.rng import IsolatedRNG, derive_seed
 from parallelize.errors import ConfigError
 from parallelize.torch_private import unsupported
 
-__all__ = ["GlobalWorkerInfo", "LoaderCopy", "WorkerInit", "data_location", "set_worker_info"]
+__all__ = ["GlobalWorkerInfo", "LoaderCopy", "WorkerInit", "copy_of", "data_location", "set_worker_info"]
 
 T = TypeVar("T")
 
@@ -80,6 +80,13 @@ class _ShardedSampler:
         return getattr(self._replaced, name)
 
 
+def copy_of(loader: DataLoader[T]) -> DataLoader[T]:
+    """Return a copy of a loader without its iterator, whose workers belong to the user's loader."""
+    copy: DataLoader[T] = object.__new__(type(loader))
+    vars(copy).update(vars(loader), _iterator=None)  # DataLoader.__setattr__ forbids changes after construction
+    return copy
+
+
 class LoaderCopy(Generic[T]):
     """A copy of the user's DataLoader, made without calling its constructor. The user's loader is not modified.
 
@@ -102,10 +109,7 @@ class LoaderCopy(Generic[T]):
                 fix="save shard_loader(loader).state_dict(), and shard_loader(loader).load_state_dict(state)",
             )
         self._seed, self._rank = seed, worker_init.rank
-        self.loader: DataLoader[T] = object.__new__(type(loader))
-        # Bypasses DataLoader.__setattr__, which forbids changes after construction. The iterator is not copied: its
-        # workers belong to the user's loader.
-        vars(self.loader).update(vars(loader), _iterator=None)
+        self.loader = copy_of(loader)
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._sampler = _ShardedSampler(getattr(loader, name))
         if not isinstance(loader.dataset, IterableDataset):
@@ -118,12 +122,6 @@ class LoaderCopy(Generic[T]):
     def set_attributes(self, **attributes: Any) -> None:
         """Set attributes of the copy that DataLoader does not allow changing."""
         vars(self.loader).update(attributes)
-
-    def with_user_dataset(self, loader: DataLoader[T]) -> DataLoader[T]:
-        """Return another copy, with the user's dataset and worker_init_fn, on which attributes are looked up."""
-        shown: DataLoader[T] = object.__new__(type(loader))
-        vars(shown).update(vars(loader), _iterator=None)
-        return shown
 
     def iterate_shard(self, shard: EpochShard[T]) -> Iterator[T]:
         """Yield the batches that the loader makes from the units of a shard (see `iterate`).
