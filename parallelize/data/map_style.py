@@ -37,8 +37,7 @@ class MapStyleSource(Source[T]):
         self.copy, self.loader = copy, copy.loader
         batches: Any = loader.batch_sampler
         self._sharder = _find_distributed_sampler(loader, world)
-        self.is_sharded_by_user = self._sharder is not None
-        super().__init__(options, world, is_own=self.is_sharded_by_user)
+        super().__init__(options, world, is_own=self._sharder is not None)
         # Indices if torch's BatchSampler groups them; without a batch size, each unit is a batch, or a single item.
         is_grouped = self._sharder is None and is_exactly(batches, BatchSampler)
         sampler = loader.sampler if batches is None else batches.sampler if is_grouped else batches
@@ -50,9 +49,7 @@ class MapStyleSource(Source[T]):
         has_random_seed = loader.generator is None and is_exactly(sampler, RandomSampler)
         self._seed = (options.seed or 0) if has_random_seed else sampler_seed(sampler, options.seed or 0)
         self.group = self._group_size()
-        inner = getattr(sampler, "sampler", None)
-        self.samplers = EpochListeners([sampler, inner])
-        self.listeners = EpochListeners([sampler, inner, self._sharder, loader.dataset])
+        self.listeners = EpochListeners([sampler, getattr(sampler, "sampler", None), self._sharder, loader.dataset])
         self._data = _dataset_text(loader.dataset)
 
     def shard(self, position: Position) -> EpochShard[T]:

@@ -72,7 +72,8 @@ def source_for(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
         world = World(rank=rank, world_size=merged.world_size, local_world_size=merged.world_size)
         rank_run = run if run.world.world_size > 1 else dataclasses.replace(run, world=world)
         sources.append(_source_of(each, options=options, run=rank_run, occurrence=occurrence))
-        if len(merged.ranks) > 1 and (options.divides == "processes" or sources[0].is_sharded_by_user):
+        is_sharded_by_sampler = isinstance(sources[0], MapStyleSource) and sources[0].is_own
+        if len(merged.ranks) > 1 and (options.divides == "processes" or is_sharded_by_sampler):
             raise ConfigError(
                 f"compare with a {type(loader).__name__} that is sharded outside of shard_loader",
                 why="one process cannot read the batches of all ranks from it",

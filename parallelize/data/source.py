@@ -32,14 +32,12 @@ class Source(abc.ABC, Generic[T]):
     listeners: EpochListeners
     drop_last = False
     """Whether an incomplete last step is left out."""
-    is_sharded_by_user = False
 
     def __init__(self, options: LoaderOptions, world: World, *, is_own: bool = False) -> None:
         """Set the number of shards: 1 if `is_own`, that is, if each process has units of its own."""
         self.options, self.world, self.is_own = options, world, is_own
         self.rank, self.shards = (0, 1) if is_own else (world.rank, world.world_size)
         self.group = self.shards  # number of units that all shards together take in a step
-        self.samplers = EpochListeners(())  # those on which the length depends
 
     @abc.abstractmethod
     def shard(self, position: Position) -> EpochShard[T]:
@@ -76,8 +74,7 @@ class Source(abc.ABC, Generic[T]):
 
     def steps(self, position: Position) -> int | None:
         """Count this process's batches from a position on; None if unknown."""
-        with self.samplers.at(position.epoch):
-            return self.split(position).known_steps(self.rank)
+        return self.split(position).known_steps(self.rank)
 
     def batch_summary(self) -> str:
         """Return a description of the batch size per process and the global one, for logs; may be empty."""
@@ -105,19 +102,6 @@ class EpochListeners:
         for each, current in zip(self._listeners, self._last_set, strict=True):
             with contextlib.suppress(TypeError):  # it cannot be hashed, or referenced weakly
                 _set_by_a_loader[each] = current
-
-    @contextlib.contextmanager
-    def at(self, epoch: int) -> Iterator[None]:
-        """Set an epoch in the block, on every sampler that tells its epoch, and then the previous one."""
-        current = zip(self._listeners, self._current(), strict=True)
-        changed = [(each, previous) for each, previous in current if previous not in (None, epoch)]
-        for each, _ in changed:
-            each.set_epoch(epoch)
-        try:
-            yield
-        finally:
-            for each, previous in changed:
-                each.set_epoch(previous)
 
     def epoch_set_by_user(self) -> int | None:
         """Return the epoch that the user has set on a sampler or dataset since the last `set_epoch` here, or None."""
