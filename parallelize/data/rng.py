@@ -8,68 +8,16 @@ import hashlib
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
+
+from parallelize.runtime.rng_state import GeneratorAccess
 
 __all__ = ["IsolatedRNG", "derive_seed", "get_state", "is_generator"]
 
 T = TypeVar("T")
-
-
-class _Access(NamedTuple):
-    """The functions that read, set and seed the state of a generator."""
-
-    get_state: Callable[[], Any]
-    set_state: Callable[[Any], object]
-    seed: Callable[[int], object]
-
-    @classmethod
-    def to(cls, generator: Any) -> _Access:
-        if hasattr(generator, "manual_seed"):
-            return cls(generator.get_state, generator.set_state, generator.manual_seed)
-        if hasattr(generator, "getstate"):
-            return cls(generator.getstate, generator.setstate, generator.seed)
-        if hasattr(generator, "get_state"):  # numpy.random.RandomState
-            return cls(generator.get_state, generator.set_state, lambda seed: generator.seed(seed % 2**32))
-        bits = generator.bit_generator
-        set_state = functools.partial(setattr, bits, "state")
-        return cls(lambda: bits.state, set_state, lambda seed: set_state(type(bits)(seed).state))
-
-    @classmethod
-    def to_random(cls) -> _Access:
-        """Access the generator of the module `random`, whose `getstate` takes 7 us to make a tuple of 625 ints.
-
-        CPython's generator is an index and an array of 624 words: they are copied, if they prove to be its state.
-        """
-        generator: Any = getattr(random.getstate, "__self__", None)
-        is_original = sys.implementation.name == "cpython" and type(generator) is random.Random
-        if is_original:
-            start = object.__basicsize__
-            size = random.Random.__mro__[1].__basicsize__ - start
-            memory = (ctypes.c_char * size).from_address(id(generator) + start)
-            words = memoryview(memory.raw).cast("I")
-            if (*words[1:625], words[0]) == generator.getstate()[1]:
-
-                def set_state(state: tuple[bytes, float | None]) -> None:
-                    memory.raw, generator.gauss_next = state
-
-                return cls(lambda: (memory.raw, generator.gauss_next), set_state, random.seed)
-        return cls(random.getstate, random.setstate, random.seed)
-
-    @classmethod
-    def to_numpy(cls) -> Iterator[_Access]:
-        """Access numpy.random, if NumPy is installed, which torch imports: the state is the bit generator in use."""
-        numpy = _numpy()
-        if numpy is not None:
-            bits = numpy.random.MT19937(0)
-
-            def seed(value: int) -> None:
-                numpy.random.set_bit_generator(bits)
-                numpy.random.seed(value % 2**32)
-
-            yield cls(numpy.random.get_bit_generator, numpy.random.set_bit_generator, seed)
 
 
 class IsolatedRNG:
@@ -85,8 +33,8 @@ class IsolatedRNG:
 
     def __init__(self, seed: int, generators: Sequence[Any] = ()) -> None:
         # torch.manual_seed also seeds every accelerator.
-        accesses = [_Access.to(torch.default_generator), _Access.to_random(), *_Access.to_numpy()]
-        self._get, self._set, self._reseed = zip(*accesses, *map(_Access.to, generators), strict=True)
+        accesses = [_access(torch.default_generator), _access_random_module(), *_access_numpy_random()]
+        self._get, self._set, self._reseed = zip(*accesses, *map(_access, generators), strict=True)
         self._seed = seed
         self._states: list[Any] | None = None
         self._outside: list[Any] = []
@@ -141,13 +89,59 @@ def is_generator(value: object) -> bool:
 
 def get_state(generator: Any) -> Any:
     """Return the state of a generator (see `is_generator`)."""
-    return _Access.to(generator).get_state()
+    return _access(generator).get()
 
 
 def derive_seed(*parts: object) -> int:
     """Return a seed computed from values by hashing."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _access(generator: Any) -> GeneratorAccess:
+    if hasattr(generator, "manual_seed"):
+        return GeneratorAccess(generator.get_state, generator.set_state, generator.manual_seed)
+    if hasattr(generator, "getstate"):
+        return GeneratorAccess(generator.getstate, generator.setstate, generator.seed)
+    if hasattr(generator, "get_state"):  # numpy.random.RandomState
+        return GeneratorAccess(generator.get_state, generator.set_state, lambda seed: generator.seed(seed % 2**32))
+    bits = generator.bit_generator
+    set_state = functools.partial(setattr, bits, "state")
+    return GeneratorAccess(lambda: bits.state, set_state, lambda seed: set_state(type(bits)(seed).state))
+
+
+def _access_random_module() -> GeneratorAccess:
+    """Access the generator of the module `random`, whose `getstate` takes 7 us to make a tuple of 625 ints.
+
+    CPython's generator is an index and an array of 624 words: they are copied, if they prove to be its state.
+    """
+    generator: Any = getattr(random.getstate, "__self__", None)
+    is_original = sys.implementation.name == "cpython" and type(generator) is random.Random
+    if is_original:
+        start = object.__basicsize__
+        size = random.Random.__mro__[1].__basicsize__ - start
+        memory = (ctypes.c_char * size).from_address(id(generator) + start)
+        words = memoryview(memory.raw).cast("I")
+        if (*words[1:625], words[0]) == generator.getstate()[1]:
+
+            def set_state(state: tuple[bytes, float | None]) -> None:
+                memory.raw, generator.gauss_next = state
+
+            return GeneratorAccess(lambda: (memory.raw, generator.gauss_next), set_state, random.seed)
+    return _access(random)  # the module has the methods of random.Random
+
+
+def _access_numpy_random() -> Iterator[GeneratorAccess]:
+    """Access numpy.random, if NumPy is installed, which torch imports: its state is the bit generator in use."""
+    numpy = _numpy()
+    if numpy is not None:
+        bits = numpy.random.MT19937(0)
+
+        def seed(value: int) -> None:
+            numpy.random.set_bit_generator(bits)
+            numpy.random.seed(value % 2**32)
+
+        yield GeneratorAccess(numpy.random.get_bit_generator, numpy.random.set_bit_generator, seed)
 
 
 def _numpy() -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["GlobalGenerator", "RNGState", "default_generator", "global_generators"]
+__all__ = ["GeneratorAccess", "RNGState", "default_generator", "global_generators"]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -22,8 +22,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-class GlobalGenerator(NamedTuple):
-    """Functions of a global generator: they return its state, set it to a state, and seed it."""
+class GeneratorAccess(NamedTuple):
+    """Functions of a generator: they return its state, set it to a state, and seed it."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
@@ -32,7 +32,7 @@ class GlobalGenerator(NamedTuple):
 
 def global_generators(
     devices: Collection[torch.device] | None, *, has_python: bool = True
-) -> dict[str, GlobalGenerator]:
+) -> dict[str, GeneratorAccess]:
     """Return global generators by name, such as "torch", "torch.cuda" and "random".
 
     Args:
@@ -44,13 +44,13 @@ def global_generators(
     for number, device in enumerate(used):
         each = default_generator(device)
         name = f"torch.{device.type}{f' {number}' if number > 1 else ''}" if number else "torch"
-        found[name] = GlobalGenerator(each.get_state, each.set_state, each.manual_seed)
+        found[name] = GeneratorAccess(each.get_state, each.set_state, each.manual_seed)
     numpy: Any = sys.modules.get("numpy")
     if has_python:
-        found["random"] = GlobalGenerator(random.getstate, random.setstate, random.seed)
+        found["random"] = GeneratorAccess(random.getstate, random.setstate, random.seed)
     if has_python and numpy is not None:
         get = functools.partial(numpy.random.get_state, legacy=False)
-        found["numpy.random"] = GlobalGenerator(
+        found["numpy.random"] = GeneratorAccess(
             get, numpy.random.set_state, lambda seed: numpy.random.seed(seed % 2**32)
         )
     return found
