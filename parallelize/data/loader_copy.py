@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import types
 from collections.abc import Callable, Iterator
@@ -31,16 +30,6 @@ from parallelize.torch_private import unsupported
 __all__ = ["GlobalWorkerInfo", "LoaderCopy", "WorkerInit", "copy_of", "data_location", "set_worker_info"]
 
 T = TypeVar("T")
-
-_PLAIN = frozenset({torch.Tensor, range, int, float, complex, bool, str, bytes, type(None)})
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether reading all items of a value runs none of the user's code."""
-    kind = type(value)
-    if kind in (list, tuple):
-        return all(map(_is_plain, value))
-    return kind in _PLAIN or (kind is dict and all(map(_is_plain, value.values())))
 
 
 class _ShardedSampler:
@@ -181,15 +170,12 @@ class LoaderCopy(Generic[T]):
     def _may_draw(self) -> bool:
         """Return whether making a batch runs code of the user, which may draw random numbers."""
         is_torchs = type(self.loader) is DataLoader and self.loader.collate_fn in (default_collate, default_convert)
-        # The __iter__ of a subclass may draw, too.
-        return not is_torchs or not self._sampler.has_order or not self._has_plain_dataset
-
-    @functools.cached_property
-    def _has_plain_dataset(self) -> bool:
         dataset: Any = self.loader.dataset
-        while type(dataset) is Subset and _is_plain(dataset.indices):
+        while type(dataset) is Subset:
             dataset = dataset.dataset
-        return _is_plain(dataset.tensors if type(dataset) is TensorDataset else dataset)
+        are_tensors = type(dataset) is TensorDataset and {*map(type, dataset.tensors)} == {torch.Tensor}
+        # The __iter__ of a subclass may draw, too.
+        return not (is_torchs and self._sampler.has_order and are_tensors)
 
     def close(self) -> None:
         """Shut down persistent workers."""

@@ -29,7 +29,6 @@ from torch.utils.data import (
 )
 
 from parallelize import shard_loader
-from parallelize.data import loader_copy
 from parallelize.data.epoch_order import Permutation, draw_order, order_fingerprint
 from parallelize.data.epoch_shard import indices_of, rows_in_dataset_order
 from parallelize.data.rng import IsolatedRNG
@@ -250,7 +249,7 @@ def drawing(samples: list[Any]) -> list[Any]:
     [
         (TensorDataset(torch.arange(6)), {}, False),
         (Subset(Subset(TensorDataset(torch.arange(9)), range(8)), range(6)), {"shuffle": True}, False),
-        (list(range(6)), {"batch_size": None}, False),
+        (list(range(6)), {}, True),
         (list(range(6)), {"collate_fn": drawing}, True),
         (list(range(6)), {"sampler": Draws()}, True),
         (Noise(), {}, True),
@@ -273,17 +272,6 @@ def test_random_states_are_saved_where_code_may_draw(
         first = counts[0]
         next(batches)
     assert (counts[0] > first) == is_saved
-
-
-def test_a_dataset_is_searched_once_for_code_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in every epoch: a list of many samples is read whole."""
-    searched: list[Any] = []
-    is_plain = loader_copy._is_plain
-    monkeypatch.setattr(loader_copy, "_is_plain", lambda value: searched.append(value) or is_plain(value))
-    with as_rank(0, 2):
-        loader = shard_loader(DataLoader(list(range(6))), seed=4)
-        assert [len(list(loader)) for _ in range(3)] == [3, 3, 3]
-    assert searched.count(list(range(6))) == 1
 
 
 @given(
