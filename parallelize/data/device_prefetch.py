@@ -118,10 +118,6 @@ class _Copier:
             return leaf
         return torch.empty_like(leaf, pin_memory=True).copy_(leaf)
 
-    def is_shared(self, copy: _Copy[Any]) -> bool:
-        """Whether the loader may write to a part of the batch when it makes the next one."""
-        return copy.is_shared
-
     def wait(self, copy: _Copy[T]) -> T:
         """Make the current stream wait for a copy, and return the copied batch."""
         current = torch.accelerator.current_stream(self._device)
@@ -142,7 +138,7 @@ class _Copy(Generic[T]):
     batch: T
     done: torch.Event
     stream: torch.Stream
-    is_shared: bool
+    is_shared: bool  # whether the loader may write to a part of the batch when it makes the next one
 
 
 def prefetch_batches(batches: Iterator[T], copier: Any, *, prefetch: int) -> Iterator[T]:
@@ -153,7 +149,7 @@ def prefetch_batches(batches: Iterator[T], copier: Any, *, prefetch: int) -> Ite
 
     Args:
         batches: batches on the host.
-        copier: an object with the methods `start(batch) -> copy`, `is_shared(copy)` and `wait(copy) -> batch`.
+        copier: an object with the methods `start(batch) -> copy` and `wait(copy) -> batch`; a copy has `is_shared`.
         prefetch: number of copies to start ahead of the batch in use; none ahead of a batch that is shared.
     """
     copies: deque[Any] = deque()
@@ -174,7 +170,7 @@ def prefetch_batches(batches: Iterator[T], copier: Any, *, prefetch: int) -> Ite
 
 def _start_copies(batches: Iterator[Any], copier: Any, copies: deque[Any], *, ahead: int) -> Exception | None:
     """Start the next copies, and return what ended the batches: StopIteration, an error of the loader, or None."""
-    while len(copies) <= ahead and not (copies and copier.is_shared(copies[-1])):
+    while len(copies) <= ahead and not (copies and copies[-1].is_shared):
         try:
             batch = next(batches)
         except Exception as exc:  # noqa: BLE001 - raised by prefetch_batches after the earlier batches

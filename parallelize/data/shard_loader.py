@@ -135,8 +135,7 @@ class _Lines:
         """Count a new loader of a line in the active run."""
         if self._run is not active():
             self._run, self._lines = active(), {}
-        # Without a run, as in a notebook, a line that is executed again has the same order again.
-        line = self._lines.setdefault(call_site, LineOfCode(counts_epochs=active() is not None))
+        line = self._lines.setdefault(call_site, LineOfCode())
         line.made += 1
         return line
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.source import Source, length_of
 from parallelize.errors import ConfigError
 from parallelize.precision.autocast_filter import set_loss_over
-from parallelize.runtime.context import Runtime
+from parallelize.runtime.context import Runtime, active
 from parallelize.runtime.rank_consistency import ConsistencyCheck
 from parallelize.runtime.startup_summary import ActiveLoader
 from parallelize.runtime.step_timing import timed_steps
@@ -30,28 +31,15 @@ __all__ = ["LineOfCode", "ShardedLoader"]
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class LineOfCode:
-    """A line that calls shard_loader, and the loaders that it has made in this run.
+    """A line that calls shard_loader: the number of its loaders in this run, and the epoch in which the next begins.
 
-    Args:
-        counts_epochs: whether epochs go on from one of its loaders to the next.
-
-    Attributes:
-        made: number of its loaders.
+    The epoch is that of a new loader of a kind (see `_kind`): it follows one that had a single epoch.
     """
 
-    def __init__(self, *, counts_epochs: bool) -> None:
-        self.made = 0
-        self._counts_epochs = counts_epochs
-        self._next_epochs: dict[object, int] = {}
-
-    def first_epoch(self, key: object) -> int:
-        """Return the epoch in which a new loader with this key begins: it follows one that had a single epoch."""
-        return self._next_epochs.get(key, 0)
-
-    def begin_epoch(self, key: object, *, epoch: int, is_first: bool) -> None:
-        """Record that a loop over a loader with this key has begun, which is its first loop or a later one."""
-        self._next_epochs[key] = epoch + 1 if is_first and self._counts_epochs else 0
+    made: int = 0
+    next_epochs: dict[object, int] = field(default_factory=dict)
 
 
 class ShardedLoader(Generic[T]):
@@ -65,7 +53,7 @@ class ShardedLoader(Generic[T]):
         self._source, self._run, self._name, self._line = source, run, name, line
         self._loops, self._kind = 0, _kind(source.loader, options)
         # Of the next `iter()`, unless an iterator has advanced since it was set.
-        self._position = Position(epoch=line.first_epoch(self._kind))
+        self._position = Position(epoch=line.next_epochs.get(self._kind, 0))
         self._iterators = LoaderIterators[T]()
 
     @property  # type: ignore[misc]  # isinstance uses it: a sharded DataLoader is a DataLoader
@@ -243,7 +231,7 @@ class ShardedLoader(Generic[T]):
         # Not where the loop ends: an iterator that is left is closed after the next loader was made.
         self._loops += 1
         if self._kind is not None:
-            self._line.begin_epoch(self._kind, epoch=progress.position.epoch, is_first=self._loops == 1)
+            self._line.next_epochs[self._kind] = progress.position.epoch + 1 if self._loops == 1 else 0
 
     def _batches(self, progress: EpochProgress[T]) -> Iterator[T]:
         batches, device, options = progress.shard.fetch(progress.shard), self._run.device, self._options
@@ -308,7 +296,10 @@ def _other_state_error(name: str, saved: Any, expected: Any) -> ConfigError:
 
 
 def _kind(loader: object, options: LoaderOptions) -> object:
-    """Return what the loaders have in common that one line makes for each epoch; None if it is no DataLoader."""
-    if not isinstance(loader, DataLoader):
+    """Return what the loaders have in common that one line makes for each epoch; None: their epochs are not counted.
+
+    Without a run, as in a notebook, a line that is executed again has the same order again.
+    """
+    if active() is None or not isinstance(loader, DataLoader):
         return None
     return type(loader.dataset), length_of(loader.dataset), dataclasses.replace(options, progress=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -97,16 +97,13 @@ class Copier:
         self.log = []
         self.shared = shared
 
-    def is_shared(self, batch):
-        return batch in self.shared
-
     def start(self, batch):
         self.log.append(f"start {batch}")
-        return batch
+        return SimpleNamespace(batch=batch, is_shared=batch in self.shared)
 
-    def wait(self, batch):
-        self.log.append(f"wait {batch}")
-        return batch
+    def wait(self, copy):
+        self.log.append(f"wait {copy.batch}")
+        return copy.batch
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
