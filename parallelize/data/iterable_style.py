@@ -32,11 +32,7 @@ _MAX_COMPARED = 16
 
 
 class IterableStyleSource(Source[T]):
-    """Source for a DataLoader over an iterable dataset; its units are this process's batches.
-
-    Raises:
-        ConfigError: an option is set that iterable datasets do not support.
-    """
+    """Source for a DataLoader over an iterable dataset; its units are this process's batches."""
 
     def __init__(
         self,
@@ -106,9 +102,6 @@ class BatchIterableSource(Source[T]):
 
     With divides="processes" all of its batches are for this process. `occurrence`, the number of loaders that the same
     line of code has made before in this run, is added to the seed.
-
-    Raises:
-        ConfigError: an option is set that only a DataLoader supports.
     """
 
     def __init__(
@@ -156,11 +149,7 @@ class BatchIterableSource(Source[T]):
 
 
 def _check_options(options: LoaderOptions, name: str, *, has_length: bool) -> None:
-    """Check that data without indices supports the options.
-
-    Raises:
-        ConfigError: an option needs the indices or the length.
-    """
+    """Raise a ConfigError for options that need the indices, or the length of data that has none."""
     if options.batch == "global":
         raise ConfigError(
             f"batch='global' with {name}",

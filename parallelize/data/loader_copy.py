@@ -47,11 +47,6 @@ class _ShardedSampler:
         """Set the shard whose units the next iterators yield."""
         self._shard, self.is_iterated = shard, False
 
-    @property
-    def has_order(self) -> bool:
-        """Whether the units were drawn before, and not by a sampler of the user while batches are made."""
-        return self._shard is not None and self._shard.order is not None
-
     def __iter__(self) -> Iterator[Any]:
         # torch's iterator over worker processes calls this twice: when it is created and when it is reset.
         self.is_iterated = True
@@ -174,8 +169,9 @@ class LoaderCopy(Generic[T]):
         while type(dataset) is Subset:
             dataset = dataset.dataset
         are_tensors = type(dataset) is TensorDataset and {*map(type, dataset.tensors)} == {torch.Tensor}
-        # The __iter__ of a subclass may draw, too.
-        return not (is_torchs and self._sampler.has_order and are_tensors)
+        # The __iter__ of a subclass may draw, too, and so may a sampler whose units are not drawn yet.
+        has_order = self._sampler._shard is not None and self._sampler._shard.order is not None
+        return not (is_torchs and has_order and are_tensors)
 
     def close(self) -> None:
         """Shut down persistent workers."""
@@ -273,16 +269,12 @@ def data_location(where: str) -> Iterator[None]:
     except StopIteration:
         raise
     except Exception as exc:
-        _add_location(exc, where)
+        note = f"in the data of {where}{_index_text(exc.__traceback__)}"
+        if hasattr(exc, "add_note"):
+            exc.add_note(note)
+        elif exc.args and isinstance(exc.args[0], str):  # Python 3.10
+            exc.args = (f"{exc.args[0]}\n{note}", *exc.args[1:])
         raise
-
-
-def _add_location(error: BaseException, where: str) -> None:
-    note = f"in the data of {where}{_index_text(error.__traceback__)}"
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif error.args and isinstance(error.args[0], str):  # Python 3.10
-        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
 
 
 def _index_text(traceback: types.TracebackType | None) -> str:

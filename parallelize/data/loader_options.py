@@ -73,11 +73,7 @@ class LoaderOptions:
 
 
 def check_length_options(options: LoaderOptions, name: str, *, needs_limit: bool = True) -> None:
-    """Check that no option needs the length of data that has none; `name` is the data's, for the error.
-
-    Raises:
-        ConfigError: the tail is "weighted", or the limit is a fraction.
-    """
+    """Raise a ConfigError for options that need the length of data that has none, which the error calls `name`."""
     if options.tail == "weighted":
         raise ConfigError(
             f"tail='weighted' with {name}",

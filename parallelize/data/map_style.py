@@ -28,9 +28,6 @@ class MapStyleSource(Source[T]):
     """Source for a DataLoader over a map-style dataset; its units are indices, or batches that its sampler makes.
 
     If the loader's sampler already shards it, the units are this process's batches, which are kept.
-
-    Raises:
-        ConfigError: the loader does not support the options.
     """
 
     def __init__(self, loader: DataLoader[T], *, copy: LoaderCopy[T], options: LoaderOptions, world: World) -> None:

@@ -150,16 +150,13 @@ _SHARDED: WeakKeyDictionary[Any, tuple[Runtime | None, _ByOptions]] = WeakKeyDic
 
 def _sharded_loaders_of(loader: object) -> _ByOptions:
     try:
-        run, by_options = _SHARDED.get(loader, (None, _new_by_options(loader)))
-        if run is not active():  # each call of a decorated function begins with epoch 0
-            by_options = _new_by_options(loader)
-        _SHARDED[loader] = (active(), by_options)
+        run, by_options = _SHARDED.get(loader, (None, None))
+        if by_options is None or run is not active():  # each call of a decorated function begins with epoch 0
+            # The sharded loader of an iterable references the iterable: a strong reference here keeps both alive
+            # forever. That is accepted only for an iterable with `set_epoch`, whose epochs have to be counted.
+            is_kept = isinstance(loader, DataLoader) or hasattr(loader, "set_epoch")
+            by_options = {} if is_kept else WeakValueDictionary()
+            _SHARDED[loader] = (active(), by_options)
     except TypeError:  # a list cannot be weakly referenced, and its order does not depend on the epoch
         return {}
     return by_options
-
-
-def _new_by_options(loader: object) -> _ByOptions:
-    # The sharded loader of an iterable references the iterable: a strong reference here keeps both alive forever. That
-    # is accepted only for an iterable with `set_epoch`, whose epochs have to be counted.
-    return {} if isinstance(loader, DataLoader) or hasattr(loader, "set_epoch") else WeakValueDictionary()

@@ -240,7 +240,7 @@ class ShardedLoader(Generic[T]):
             batches = move_batches(batches, device, prefetch=options.prefetch, are_fresh=are_fresh)
         if options.progress and self._run.world.is_main:
             label = options.progress if isinstance(options.progress, str) else f"epoch {progress.position.epoch}"
-            batches = _with_progress_bar(batches, progress.shard, steps=progress.shard.steps(), label=label)
+            batches = _with_progress_bar(batches, progress.shard, label)
         if options.report:
             batches = timed_steps(batches, label=f"{self._name} epoch {progress.position.epoch}")
         with data_location(f"rank {self._run.world.rank}"):
@@ -275,12 +275,12 @@ class ShardedLoader(Generic[T]):
         )
 
 
-def _with_progress_bar(batches: Iterator[T], shard: EpochShard[T], *, steps: int | None, label: str) -> Iterator[T]:
+def _with_progress_bar(batches: Iterator[T], shard: EpochShard[T], label: str) -> Iterator[T]:
     """Yield batches, and show a bar that counts all processes' samples or, if unknown, this process's batches."""
     from tqdm.auto import tqdm  # imported late: in a notebook without ipywidgets the import warns
 
     samples = shard.samples()
-    unit, total = (" batches", steps) if samples is None else (" samples", samples)
+    unit, total = (" batches", shard.steps()) if samples is None else (" samples", samples)
     with tqdm(total=total, desc=label, unit=unit, dynamic_ncols=True) as bar:
         for step, batch in enumerate(batches):
             yield batch
