@@ -135,10 +135,10 @@ def _access_numpy_random() -> Iterator[GeneratorAccess]:
     """Access numpy.random, if NumPy is installed, which torch imports: its state is the bit generator in use."""
     numpy = _numpy()
     if numpy is not None:
-        bits = numpy.random.MT19937(0)
+        bits = functools.cache(lambda: numpy.random.MT19937(0))  # made when it is used, in 50 us
 
         def seed(value: int) -> None:
-            numpy.random.set_bit_generator(bits)
+            numpy.random.set_bit_generator(bits())
             numpy.random.seed(value % 2**32)
 
         yield GeneratorAccess(numpy.random.get_bit_generator, numpy.random.set_bit_generator, seed)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from parallelize import ConfigError
+from parallelize.data import sampler_arithmetic
 from parallelize.data.epoch_order import Permutation
-from parallelize.data.sampler_arithmetic import TAILS, EpochSplit
+from parallelize.data.sampler_arithmetic import TAILS, EpochSplit, Tail
 
 splits = st.builds(
     lambda total, world_size, batch, tail, drop_last: EpochSplit(
@@ -198,3 +199,17 @@ def test_the_length_of_an_epoch_may_be_unknown():
     """Only a known one gives a number of steps."""
     assert EpochSplit(world_size=2, group=4).known_steps(0) is None
     assert EpochSplit(total=9, world_size=2, group=4).known_steps(0) == 3
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(("group", "world_size"), [(2, 1), (6, 2), (9, 3), (7, 3), (40, 2)])
+def test_batches_are_those_of_their_positions(
+    tail: Tail, group: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units are read for several steps at once, which changes no batch, wherever an epoch starts and ends."""
+    monkeypatch.setattr(sampler_arithmetic, "_CHUNK", 8)
+    for total, start, rank in itertools.product((1, 30, 42), (0, 12), range(world_size)):
+        split = EpochSplit(total=total, world_size=world_size, group=group, tail=tail, start=min(start, total - 1))
+        order = list(range(100, 100 + total))
+        expected = [[order[each % total] for each in split.positions(rank, step)] for step in range(split.steps(rank))]
+        assert [list(each) for each in split.batches(order, rank)] == expected
