@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import itertools
@@ -32,8 +31,8 @@ class IsolatedRNG:
     """
 
     def __init__(self, seed: int, generators: Sequence[Any] = ()) -> None:
-        # torch.manual_seed also seeds every accelerator.
-        accesses = [_access(torch.default_generator), _access_random_module(), *_access_numpy_random()]
+        # torch.manual_seed also seeds every accelerator. The module `random` has the methods of random.Random.
+        accesses = [_access(torch.default_generator), _access(random), *_access_numpy_random()]
         self._get, self._set, self._reseed = zip(*accesses, *map(_access, generators), strict=True)
         self._seed = seed
         self._states: list[Any] | None = None
@@ -108,27 +107,6 @@ def _access(generator: Any) -> GeneratorAccess:
     bits = generator.bit_generator
     set_state = functools.partial(setattr, bits, "state")
     return GeneratorAccess(lambda: bits.state, set_state, lambda seed: set_state(type(bits)(seed).state))
-
-
-def _access_random_module() -> GeneratorAccess:
-    """Access the generator of the module `random`, whose `getstate` takes 7 us to make a tuple of 625 ints.
-
-    CPython's generator is an index and an array of 624 words: they are copied, if they prove to be its state.
-    """
-    generator: Any = getattr(random.getstate, "__self__", None)
-    is_original = sys.implementation.name == "cpython" and type(generator) is random.Random
-    if is_original:
-        start = object.__basicsize__
-        size = random.Random.__mro__[1].__basicsize__ - start
-        memory = (ctypes.c_char * size).from_address(id(generator) + start)
-        words = memoryview(memory.raw).cast("I")
-        if (*words[1:625], words[0]) == generator.getstate()[1]:
-
-            def set_state(state: tuple[bytes, float | None]) -> None:
-                memory.raw, generator.gauss_next = state
-
-            return GeneratorAccess(lambda: (memory.raw, generator.gauss_next), set_state, random.seed)
-    return _access(random)  # the module has the methods of random.Random
 
 
 def _access_numpy_random() -> Iterator[GeneratorAccess]:

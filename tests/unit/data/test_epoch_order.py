@@ -184,13 +184,8 @@ def test_every_kind_of_generator_is_isolated(make: Any) -> None:
     assert (random.getstate(), _numpy_keys()) == (state, before[1])
 
 
-@pytest.mark.parametrize("is_patched", [False, True])
-def test_the_module_random_is_isolated_also_where_a_program_replaced_a_function(
-    is_patched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_module_random_is_isolated() -> None:
     """Its state, and the second Gaussian that it keeps, are as before; the stream keeps its own between blocks."""
-    if is_patched:
-        monkeypatch.setattr(random, "getstate", lambda get=random.getstate: get())
     random.gauss(0, 1)
     before = random.getstate()
     expected = random.Random(5)
