@@ -115,6 +115,7 @@ class ShardedLoader(Generic[T]):
 
     def _start_at(self, position: Position) -> None:
         self._position, self._iterators = position, LoaderIterators()
+        self._source.listeners.set_epoch(position.epoch)  # a sampler's length may depend on it
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as plain values; equal on all processes that have made equally many steps.

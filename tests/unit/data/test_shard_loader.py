@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import weakref
 from collections import Counter, UserDict
@@ -1140,3 +1141,34 @@ def test_two_loaders_of_one_dataset_count_their_own_epochs():
         for _ in range(3):
             list(evaluation)
     assert (seen, training.epoch) == ([0, 1, 2], 3)
+
+
+class Growing:
+    """A batch sampler that has one batch more in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 10 + self.epoch
+
+    def __iter__(self):
+        return iter([[each] for each in range(len(self))])
+
+
+def test_length_after_set_epoch_or_loading() -> None:
+    """The number of batches is that of the epoch that was set, or that is resumed, before it is iterated."""
+
+    def growing_loader():
+        return shard_loader(DataLoader(list(range(50)), batch_sampler=Growing()))
+
+    first = growing_loader()
+    first.set_epoch(3)
+    assert len(first) == 13
+    for _ in itertools.islice(first, 4):
+        pass
+    resumed = growing_loader()
+    resumed.load_state_dict(first.state_dict())
+    assert len(resumed) == len(list(resumed)) == 9
