@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,7 @@ from parallelize.config.options import FROM_TEXT, PARSERS
 from parallelize.errors import ConfigError, Fault, did_you_mean
 from parallelize.plugins.base import Amp, Backend, Launcher
 
-__all__ = ["ENV_PREFIX", "Config"]
+__all__ = ["ENV_PREFIX", "Config", "naming_variables"]
 
 ENV_PREFIX = "PARALLELIZE_"
 # PRELOAD=0: the fork server imports none of the caller's modules; TRACEBACK=full: errors show this package's frames
@@ -119,10 +119,7 @@ class Config:
         try:
             config = self.changed(**changes) if changes else self
         except ConfigError as error:
-            variables = ", ".join(f"{_variable(name)}={environ[_variable(name)]}" for name in changes)
-            for fault in error.faults:
-                faults.append(dataclasses.replace(fault, why=f"{fault.why} (the environment has {variables})"))
-            raise ConfigError.of(faults) from error
+            raise ConfigError.of([*faults, *naming_variables(error, changes, environ)]) from error
         if faults:
             raise ConfigError.of(faults)
         return config
@@ -151,6 +148,13 @@ class Config:
         if name in ("backend", "launcher"):
             return type(current) is type(parsed)
         return name == "amp" and current is not None and parsed == Amp()
+
+
+def naming_variables(error: ConfigError, names: Iterable[str], environ: Mapping[str, str]) -> list[Fault]:
+    """Return the faults of an error; each names the variables that the environment has for these options."""
+    given = ", ".join(f"{_variable(name)}={environ[_variable(name)]}" for name in names if environ.get(_variable(name)))
+    end = f" (the environment has {given})" if given else ""
+    return [dataclasses.replace(fault, why=f"{fault.why}{end}") for fault in error.faults]
 
 
 def _parse_each(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:

@@ -10,7 +10,7 @@ from parallelize.cluster.devices import Hardware
 from parallelize.cluster.environment import detect, detect_node, number_of_pods
 from parallelize.cluster.slurm_allocation import Allocation, current_allocation, sbatch_lines
 from parallelize.cluster.world import Node, World
-from parallelize.config.config import Config
+from parallelize.config.config import Config, naming_variables
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.errors import ConfigError, Fault
 
@@ -50,16 +50,17 @@ def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Pla
             contradict each other.
     """
     allocation = current_allocation(environ)
-    if allocation is None:
-        return _place(config, hardware, environ)
-    if allocation.gpus_on_node is not None:
+    if allocation is not None and allocation.gpus_on_node is not None:
         # Some clusters do not hide the GPUs of other jobs.
         hardware = dataclasses.replace(hardware, count=min(hardware.count, allocation.gpus_on_node))
     try:
         placement = _place(config, hardware, environ)
     except ConfigError as error:
-        raise ConfigError.of([*error.faults[:-1], _with_sbatch_lines(error.faults[-1], config, allocation)]) from None
-    if placement.world is None and placement.node is None:
+        faults = naming_variables(error, ("gpus", "processes", "num_nodes"), environ)
+        if allocation is not None:
+            faults[-1] = _with_sbatch_lines(faults[-1], config, allocation)
+        raise ConfigError.of(faults) from None
+    if allocation is not None and placement.world is None and placement.node is None:
         _check_nodes(config, allocation)
     return placement
 

@@ -57,6 +57,12 @@ def test_variables_are_ignored_on_one_node() -> None:
     assert placement.node is None
 
 
+def test_a_request_of_the_environment_is_named() -> None:
+    """A request that does not fit the machine is told as the variable that made it."""
+    with pytest.raises(ConfigError, match=r"no GPU .*\(the environment has PARALLELIZE_GPUS=4\)"):
+        place(Config.parse(gpus=4), CPU, {"PARALLELIZE_GPUS": "4", "PARALLELIZE_AMP": "1"})
+
+
 @pytest.mark.parametrize("options", [{"gpus": 8, "num_nodes": 2}, {"gpus": 8}, {}], ids=["both", "gpus", "none"])
 def test_one_task_per_node_starts_eight_workers(options: dict[str, int]) -> None:
     """srun's only task on a node of eight GPUs starts eight processes, also by default."""
