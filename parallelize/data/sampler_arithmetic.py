@@ -149,14 +149,17 @@ class EpochSplit:
                 yield batch
 
     def units_of_stream(self, stream: Iterable[T], rank: int) -> Iterator[T]:
-        """Yield the units of a process, from those of an epoch, whose number is unknown, from its beginning."""
+        """Yield the units of a process, from those of an epoch, whose number is unknown, from its beginning.
+
+        Those of the other processes in a step are drawn first: a stream that is left goes on at the same unit on all.
+        """
         counter = itertools.count()
         units = zip(itertools.islice(stream, self.limit), counter, strict=False)
         first = [unit for unit, _ in itertools.islice(units, rank)]  # those that may pad this rank's
-        # "drop" yields a unit only if every other process has one, too.
-        others = self.world_size - 1 - rank if self.tail == "drop" else 0
-        for unit, _ in itertools.islice(units, self.start, None, self.world_size - others):
-            if others and len(list(itertools.islice(units, others))) < others:
+        others = self.world_size - 1 - rank
+        for unit, _ in itertools.islice(units, self.start, None, rank + 1):
+            drawn = sum(1 for _ in itertools.islice(units, others))
+            if self.tail == "drop" and drawn < others:
                 return
             yield unit
         total = next(counter)

@@ -387,3 +387,34 @@ def test_a_limit_is_not_cut_to_an_estimated_length():
         warnings.simplefilter("ignore")  # torch: the length is wrong
         loader = shard_loader(DataLoader(Underestimated(40), batch_size=4), limit=4, divides="nothing")
         assert len(list(loader)) == 4
+
+
+class GoesOn(IterableDataset):
+    """Continues in each epoch where the last one was left."""
+
+    def __init__(self):
+        self.numbers = itertools.count()
+
+    def __iter__(self):
+        return self.numbers
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: DataLoader(GoesOn(), batch_size=2), lambda: iter(torch.arange(98).view(-1, 2))]
+)
+@pytest.mark.parametrize("tail", ["pad", "drop", "exact"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_stream_that_goes_on_is_left_at_the_same_sample_by_all_ranks(make, tail, world_size):
+    """After a look at a batch, a loop that is left, and a limit, no sample comes twice and none is missing."""
+    ranks = []
+    for rank in range(world_size):
+        with as_rank(rank, world_size):
+            loader = make()
+            batches = [next(iter(shard_loader(loader, tail=tail)))]
+            batches += [batch for batch, _ in zip(shard_loader(loader, tail=tail), range(3), strict=False)]
+            batches += shard_loader(loader, tail=tail, limit=2)
+            ranks.append(values(batches))
+    # zip takes a batch that it does not yield
+    seen = sorted(itertools.chain.from_iterable(ranks))
+    skipped = range(4 * 2 * world_size, 5 * 2 * world_size)
+    assert seen == [each for each in range(7 * 2 * world_size) if each not in skipped]
