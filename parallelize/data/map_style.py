@@ -13,7 +13,7 @@ from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import LoaderOptions, check_length_options
 from parallelize.data.sample_fingerprint import sample_fingerprint
-from parallelize.data.self_sharding import number_of_shards
+from parallelize.data.self_sharding import number_of_shards, samplers_in, sharding_queries
 from parallelize.data.source import EpochListeners, Source, length_of
 from parallelize.errors import ConfigError
 
@@ -130,10 +130,11 @@ def _find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | No
     """Return the sampler that already shards a loader over the processes, or None.
 
     Raises:
-        ConfigError: the sampler's number of shards is not the world size, or it has the shard of another rank.
+        ConfigError: the sampler's number of shards is not the world size, it has the shard of another rank, or it may
+            shard the loader: its code uses the rank and the world size.
     """
-    batches = loader.batch_sampler
-    for sampler in (batches, loader.sampler, getattr(batches, "sampler", None)):
+    samplers = [each for held in (loader.batch_sampler, loader.sampler) for each in samplers_in(held)]
+    for sampler in samplers:
         number = number_of_shards(sampler)
         if number is None:
             continue
@@ -150,6 +151,15 @@ def _find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | No
                 fix="remove the sampler: shard_loader shards the loader itself",
             )
         return sampler
+    for sampler in samplers if world.world_size > 1 else ():
+        if used := sharding_queries(sampler):
+            raise ConfigError(
+                f"the sampler {type(sampler).__name__} may shard the loader over the processes: its code uses "
+                f"{' and '.join(used)}",
+                why="if it does, sharding the loader again would skip samples",
+                fix="remove its sharding: shard_loader shards the loader itself; or keep it, and tell so by the "
+                "sampler's attributes rank and num_replicas, as DistributedSampler does",
+            )
     return None
 
 

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterDataPipe
+from torch.utils.data import DataLoader, IterDataPipe, Sampler
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import get_all_graph_pipes
 
@@ -18,10 +18,27 @@ from parallelize.data.loader_options import Divides
 from parallelize.errors import ConfigError
 from parallelize.runtime import context
 
-__all__ = ["is_loader_of_batches", "number_of_shards", "own_sharding", "shards_itself", "shuffle_fingerprint"]
+__all__ = [
+    "is_loader_of_batches",
+    "number_of_shards",
+    "own_sharding",
+    "samplers_in",
+    "sharding_queries",
+    "shards_itself",
+    "shuffle_fingerprint",
+]
 
-# Attributes for a sampler's number of shards; torch, Lightning and timm use the first, Accelerate the second.
-_NUM_SHARDS_ATTRIBUTES = ("num_replicas", "num_processes", "num_shards", "world_size", "_num_replicas", "_world_size")
+# Attributes for a sampler's number of shards; torch, Lightning and timm use the first, Accelerate the second,
+# and Megatron and DeepSpeed "data_parallel_size".
+_NUM_SHARDS_ATTRIBUTES = (
+    "num_replicas",
+    "num_processes",
+    "num_shards",
+    "world_size",
+    "data_parallel_size",
+    "_num_replicas",
+    "_world_size",
+)
 _RANK_ATTRIBUTE = re.compile(
     r".*rank|_?((cur|current|my|this|own)_?)?(shard|process|replica)(_?(id|idx|index|no|num|number))?"
 )
@@ -77,12 +94,34 @@ def number_of_shards(sampler: Any) -> tuple[str, int] | None:
     """
     for name in _NUM_SHARDS_ATTRIBUTES:
         size = getattr(sampler, name, None)
-        if isinstance(size, int):
-            attributes = getattr(sampler, "__dict__", {}).items()
-            has_rank = any(_RANK_ATTRIBUTE.fullmatch(key) and isinstance(value, int) for key, value in attributes)
-            if name != "num_shards" or has_rank or _queries(sampler):
-                return name, size
+        if isinstance(size, int) and (name != "num_shards" or _has_rank(sampler) or _queries(sampler)):
+            return name, size
     return None
+
+
+def sharding_queries(sampler: Any) -> list[str]:
+    """Return the names with which a sampler's code queries the rank and the world size; empty unless it has both.
+
+    Code that queries the rank only may write a log on rank 0.
+    """
+    used = _queries(sampler)
+    has_both = used & _WORLD_SIZE_NAMES and (used & _RANK_NAMES or _has_rank(sampler))
+    return sorted(used) if has_both or "DistributedSampler" in used else []
+
+
+def samplers_in(sampler: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
+    """Yield a sampler, then those that it holds."""
+    yield sampler
+    held = list(getattr(sampler, "__dict__", {}).values())
+    held += [item for each in held if isinstance(each, (list, tuple)) for item in each[:_MAX_ITEMS]]
+    held += [getattr(sampler, "sampler", None)]
+    for each in {id(each): each for each in held if isinstance(each, Sampler)}.values() if depth else ():
+        yield from samplers_in(each, depth - 1)
+
+
+def _has_rank(sampler: Any) -> bool:
+    attributes = getattr(sampler, "__dict__", {}).items()
+    return any(_RANK_ATTRIBUTE.fullmatch(key) and isinstance(value, int) for key, value in attributes)
 
 
 def shuffle_fingerprint(data: Any) -> str:

@@ -449,6 +449,76 @@ def test_a_number_of_files_is_no_sharding(monkeypatch):
             shard_loader(DataLoader(numbers(8), sampler=given))
 
 
+class BatchesOf(Sampler):
+    """Makes batches of a sampler in an attribute of its own name."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __iter__(self):
+        indices = iter(self.inner)
+        while batch := list(itertools.islice(indices, 2)):
+            yield batch
+
+
+class Through(BatchesOf):
+    def __iter__(self):
+        return iter(self.inner)
+
+
+class Megatron(Sampler):
+    def __init__(self):
+        self.data_parallel_rank, self.data_parallel_size = 1, 2
+
+    def __iter__(self):
+        return iter(range(self.data_parallel_rank, 8, self.data_parallel_size))
+
+
+@pytest.mark.parametrize("inner", [DistributedSampler(numbers(8), 2, 1, shuffle=False), Megatron()])
+def test_a_sampler_inside_of_a_sampler_shards_the_loader(inner):
+    """It is found in any attribute, and in a list of samplers, and not sharded again."""
+    with as_rank(1, 2):
+        for sampler in (BatchesOf(inner), BatchesOf(Through(inner))):
+            assert values(shard_loader(DataLoader(numbers(8), batch_sampler=sampler))) == [1, 3, 5, 7]
+        several = Reversed(8)
+        several.parts = [inner]
+        assert values(shard_loader(DataLoader(numbers(8), 2, sampler=several))) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+class QueriesBoth(Reversed):
+    def __iter__(self):
+        return iter(range(par.rank(), self.length, par.world_size()))
+
+
+class QueriesAtFirst(Reversed):
+    def __init__(self, length):
+        super().__init__(length)
+        self.rank, self.ranks = par.rank(), par.world_size()
+
+
+class MakesASampler(Reversed):
+    def __iter__(self):
+        return iter(DistributedSampler(numbers(self.length), 2, 0))
+
+
+class Logs(Reversed):
+    def __iter__(self):
+        assert par.rank() < 2
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("kind", [QueriesBoth, QueriesAtFirst, MakesASampler])
+def test_a_sampler_whose_code_shards_it_is_refused(kind):
+    """One that uses the rank and the world size, at most at its making; one that only logs on a rank is sharded."""
+    with as_rank(1, 2):
+        for options in ({"sampler": kind(8)}, {"batch_sampler": BatchesOf(kind(8))}):
+            with pytest.raises(ConfigError, match=f"the sampler {kind.__name__} may shard the loader over the proc"):
+                shard_loader(DataLoader(numbers(8), **options))
+        assert values(shard_loader(DataLoader(numbers(8), sampler=Logs(8)))) == [6, 4, 2, 0]
+    with as_rank(0, 1):
+        assert len(list(shard_loader(DataLoader(numbers(8), sampler=kind(8))))) >= 4
+
+
 def test_a_sampler_for_another_rank_is_refused():
     """A sampler made with the local rank, or before the processes are started, has the samples of another rank."""
     with as_rank(3, 4), pytest.raises(ConfigError, match=r"DistributedSampler\(rank=1\) on rank 3"):
