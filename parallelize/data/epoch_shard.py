@@ -13,9 +13,10 @@ from torch import Tensor
 
 from parallelize.collectives import all_gather
 from parallelize.data.epoch_order import Permutation, order_fingerprint
+from parallelize.data.rng import derive_seed
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.sampler_arithmetic import EpochSplit
-from parallelize.errors import ConfigError
+from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime.containers import map_leaves
 
 __all__ = ["EpochShard", "Position", "indices_of", "rows_in_dataset_order"]
@@ -143,6 +144,7 @@ class EpochShard(Generic[T]):
 
         Raises:
             ConfigError: the loader has no indices, a tensor has another number of rows, or a leaf is not a tensor.
+            SyncError: the processes have iterated different orders.
         """
         if self.order is None:
             raise ConfigError(
@@ -151,7 +153,16 @@ class EpochShard(Generic[T]):
                 fix="use parallelize.all_gather",
             )
         # Every process computes which samples each process was given, so only step counts and results are sent.
-        counts, gathered_rows = rows_in_dataset_order(self.split, self.order, all_gather(steps))
+        order = derive_seed(self.split, self.position.epoch, self.fingerprint())
+        steps_by_rank, orders = all_gather([steps, order])
+        if others := [rank for rank, each in enumerate(orders) if each != orders[0]]:
+            raise SyncError(
+                f"gather on ranks that have iterated different epochs or orders: {others} and 0",
+                why="each process computes from its own order which samples the others were given",
+                fix="iterate the loader equally often on all processes, with the same data, seeds and set_epoch() "
+                "calls; on one process alone, use a separate loader",
+            )
+        counts, gathered_rows = rows_in_dataset_order(self.split, self.order, steps_by_rank)
         count, longest = counts[self.rank], max(counts)
         last = max(steps - 1, 0)  # only the last step repeats units
         repeated = self.split.positions(self.rank, last)[len(self.split.unique_positions(self.rank, last)) :]

@@ -220,6 +220,24 @@ def test_a_rank_without_samples_gathers_too():
     assert evaluate.all_ranks() == [(1, [0, 1]), (1, [0, 1]), (0, [0, 1])]
 
 
+@pytest.mark.parametrize("difference", ["epoch", "sampler"])
+def test_results_of_different_orders_are_not_gathered(difference):
+    """As after a loop on rank 0 alone, or of a sampler with its own random numbers: rows would be those of others."""
+
+    @distributed(processes=2, timeout=20)
+    def evaluate():
+        torch.manual_seed(rank())
+        sampler = SubsetRandomSampler(torch.randperm(16)[:12]) if difference == "sampler" else None
+        loader = DataLoader(TensorDataset(torch.arange(16)), batch_size=4, sampler=sampler, shuffle=sampler is None)
+        sharded = shard_loader(loader, tail="exact")
+        if rank() == 0 and difference == "epoch":
+            list(sharded)
+        return sharded.gather(torch.cat([x for (x,) in sharded]))
+
+    with pytest.raises(SyncError, match=r"gather on ranks that have iterated different epochs or orders: \[1\] and 0"):
+        evaluate()
+
+
 def test_one_rank_may_iterate_alone():
     """A loader runs no collective: rank 0 can evaluate while the others continue."""
 
