@@ -68,12 +68,12 @@ class EpochShard(Generic[T]):
     first: str = ""
 
     def facts(self) -> dict[str, Any]:
-        """Return what is saved of an interrupted epoch: its number of units, or the hash of the first of a stream.
+        """Return what is saved of an interrupted epoch: its number of units and order, or a hash of a stream's first.
 
         That hash is comparable where all processes together take as many units in a step.
         """
         if self.order is not None:
-            return {"units": len(self.order)}
+            return {"units": len(self.order), "order": self.fingerprint()}
         return {"first": [self.split.group, self.first]} if self.first else {}
 
     def __iter__(self) -> Iterator[Any]:

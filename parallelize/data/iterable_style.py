@@ -132,7 +132,7 @@ class BatchIterableSource(Source[T]):
             rng = stream_rng(loader, seed=self._seed, epoch=position.epoch)
             return self.make_shard(position, rng.draw, stream=loader)
         # Lists are compared, as each rank may shuffle its own. Other sequences may make a new batch at each access.
-        first = loader[:_MAX_COMPARED] if isinstance(loader, (list, tuple)) and self.shards > 1 else ()
+        first = loader[:_MAX_COMPARED] if isinstance(loader, (list, tuple)) else ()
         fields = {"order": range(len(loader)), "data": sample_fingerprint(first)}
         return self.make_shard(position, lambda indices: (loader[index] for index in indices), **fields)
 

@@ -71,12 +71,13 @@ class MapStyleSource(Source[T]):
         return length_of(self._sampler)
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
-        """Return the seed and the number of indices; that of batches may depend on the epoch, and a sampler's order."""
+        """Return the seed and, unless it may be that of another epoch, the number of indices."""
         if self.is_own:
             batch_size = {"batch_size": getattr(self._sampler, "batch_size", None)} if is_within_epoch else {}
             return {"world_size": self.world.world_size, **batch_size}
-        is_of_batches = self._batch_size is None and self.loader.batch_sampler is not None
-        return {"seed": self._seed} if is_of_batches else {"units": self.length, "seed": self._seed}
+        is_of_batches = self._batch_size is None and self.loader.batch_sampler is not None  # their number may vary
+        has_units = not is_of_batches and (is_within_epoch or not self.listeners)
+        return {**({"units": self.length} if has_units else {}), "seed": self._seed}
 
     def batch_summary(self) -> str:
         """Return the batch size per process and the global one, or the name of the sampler that shards the loader."""

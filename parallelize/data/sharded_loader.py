@@ -111,11 +111,8 @@ class ShardedLoader(Generic[T]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next `iter()`, and start that epoch from its beginning."""
-        self._start_at(Position(epoch=epoch))
-
-    def _start_at(self, position: Position) -> None:
-        self._position, self._iterators = position, LoaderIterators()
-        self._source.listeners.set_epoch(position.epoch)  # a sampler's length may depend on it
+        self._position, self._iterators = Position(epoch=epoch), LoaderIterators()
+        self._source.listeners.set_epoch(epoch)  # a sampler's length may depend on it
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as plain values; equal on all processes that have made equally many steps.
@@ -155,11 +152,13 @@ class ShardedLoader(Generic[T]):
             ConfigError: the state was saved with other data or another seed. All other loaders also require the same
                 number of processes and, within an epoch, the same batches.
         """
-        for name, expected in self._source.identity(is_within_epoch=bool(state["start"])).items():
+        facts = {name: state[name] for name in ("units", "first", "order") if name in state and state["start"]}
+        position = Position(epoch=state["epoch"], start=state["start"], facts=facts)
+        self._source.listeners.set_epoch(position.epoch)  # a sampler's length may depend on it
+        for name, expected in self._source.identity(is_within_epoch=bool(position.start)).items():
             if state.get(name) != expected:
                 raise _other_state_error(name, state.get(name), expected)
-        facts = {name: state[name] for name in ("units", "first") if name in state and state["start"]}
-        self._start_at(Position(epoch=state["epoch"], start=state["start"], facts=facts))
+        self._position, self._iterators = position, LoaderIterators()
 
     def gather(self, results: Any) -> Any:
         """Gather per-sample results of all processes in dataset order; a collective: every process has to call it.
@@ -248,16 +247,26 @@ class ShardedLoader(Generic[T]):
             yield from batches
 
     def _warn_of_another_order(self, progress: EpochProgress[T]) -> None:
-        """Warn if a stream that is resumed does not begin as it did when the state was saved."""
-        saved, now = (facts.get("first", [0, ""]) for facts in (progress.position.facts, progress.facts))
-        if saved == now or saved[0] != now[0]:
+        """Warn if an epoch that is resumed has another order, or another beginning, than when its state was saved."""
+        facts = (progress.position.facts, progress.facts)
+        saved, now = (each.get("first", [0, ""]) for each in facts)
+        saved_order, order = (each.get("order") for each in facts)
+        epoch = f"the resumed epoch {progress.position.epoch} of {self._name}"
+        if saved != now and saved[0] == now[0]:
+            text = (
+                f"{epoch} begins with other samples than when its state was saved, so that samples may be repeated or "
+                "skipped, unless only their augmentation differs: the data draws from generators that are not seeded. "
+                "Use shard_loader(loader, seed=0), or seed its generators."
+            )
+        elif saved_order and saved_order != order:
+            text = (
+                f"{epoch} has another order or other data than when its state was saved, so that samples may be "
+                "repeated or skipped. A sampler that counts its epochs itself has to have a method set_epoch(epoch), "
+                "generators and random splits have to be seeded, and lists of files sorted."
+            )
+        else:
             return
-        warnings.warn(
-            f"the resumed epoch {progress.position.epoch} of {self._name} begins with other samples than when its "
-            "state was saved, so that samples may be repeated or skipped, unless only their augmentation differs: the "
-            "data draws from generators that are not seeded. Use shard_loader(loader, seed=0), or seed its generators.",
-            stacklevel=4,
-        )
+        warnings.warn(text, stacklevel=4)
 
     def _register_check(self, progress: EpochProgress[T]) -> ConsistencyCheck | None:
         """Register the epoch, length and order, which ranks compare at the model's first step."""

@@ -94,6 +94,9 @@ class EpochListeners:
         self._listeners = [each for each in unique.values() if callable(getattr(each, "set_epoch", None))]
         self._last_set = self._current()
 
+    def __bool__(self) -> bool:
+        return bool(self._listeners)
+
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of every sampler and dataset."""
         for each in self._listeners:

@@ -27,6 +27,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
 import parallelize as par
@@ -800,6 +801,78 @@ def test_resuming_with_another_world_size_yields_the_rest(
     assert interleaved == order[start:]
 
 
+class CountsItsEpochs(Reversed):
+    """Draws another order at each iteration, and has no set_epoch."""
+
+    count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return iter(torch.randperm(self.length, generator=torch.Generator().manual_seed(self.count)).tolist())
+
+
+def unseeded_split():
+    return DataLoader(random_split(numbers(24), [12, 12])[0], 2, shuffle=True)
+
+
+def shuffled_list():
+    return random.sample([torch.tensor([number, number + 1]) for number in range(0, 12, 2)], 6)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: loader_of(12, batch_size=2, sampler=CountsItsEpochs(12)), unseeded_split, shuffled_list]
+)
+def test_a_resumed_epoch_of_another_order_is_named(make):
+    """Its sampler begins anew with another epoch, or the data is split or shuffled without a seed."""
+    interrupted, resumed = shard_loader(make()), shard_loader(make())
+    list(interrupted)
+    batches = iter(interrupted)
+    next(batches), next(batches)
+    state = interrupted.state_dict()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    with pytest.warns(UserWarning, match="the resumed epoch 1 of .* has another order or other data"):
+        list(resumed)
+    list(resumed)  # later epochs are not compared
+
+
+class Curriculum:
+    """A sampler or a dataset with more samples in each epoch, as of a curriculum."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 10 + 2 * self.epoch
+
+    def __iter__(self):
+        return iter(range(len(self)))
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: loader_of(99, batch_size=2, sampler=Curriculum()), lambda: DataLoader(Curriculum(), 2, shuffle=True)],
+)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_epoch_of_another_length_is_resumed(make, steps):
+    """The number of units is compared with that of the saved epoch, which set_epoch has set."""
+    with as_rank(1, 2):
+        interrupted, resumed = shard_loader(make()), shard_loader(make())
+        list(interrupted), list(interrupted)
+        state = interrupted.state_dict()
+        for step, _ in enumerate(interrupted, 1):
+            if step == steps:
+                state = interrupted.state_dict()
+        interrupted.set_epoch(2)
+        resumed.load_state_dict(state)
+        assert values(resumed) == values(interrupted)[2 * steps :]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("tail", ["pad", "drop", "exact", "weighted"])
 def test_a_state_resumes_where_it_was_saved(workers, tail):
@@ -886,7 +959,7 @@ def test_a_state_between_epochs_is_of_the_next_one():
     sharded = shard_loader(loader_of(4, batch_size=2))
     for _ in sharded:
         state = sharded.state_dict()
-    assert sharded.state_dict() == {**state, "epoch": 1, "start": 0}
+    assert {**sharded.state_dict(), "order": state["order"]} == {**state, "epoch": 1, "start": 0}
     resumed = shard_loader(loader_of(4, batch_size=2))
     resumed.load_state_dict(state)
     assert [list(resumed), len(list(resumed))] == [[], 2]
