@@ -14,12 +14,12 @@ batch is fetched, and no batch is fetched ahead of one that is returned as it is
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 from collections import UserDict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 def move_batches(batches: Iterator[T], device: torch.device, *, prefetch: int, are_fresh: bool = False) -> Iterator[T]:
-    """Yield the batches, moved to a device.
+    """Yield batches of the host, moved to a device; those that are not pinned are copied to pinned memory first.
 
     Args:
-        batches: batches on the host; those that are not pinned are copied to pinned memory first.
+        batches: batches on the host.
         device: the target device.
         prefetch: number of batches to copy ahead; each takes memory on the device.
         are_fresh: whether no batch shares memory with an earlier one, as those of DataLoader workers: pinned memory is
@@ -47,12 +47,9 @@ def move_batches(batches: Iterator[T], device: torch.device, *, prefetch: int, a
 
 
 def move_to_device(value: T, device: torch.device, *, non_blocking: bool = False) -> T:
-    """Move every leaf that has a `to` method to a device, and return the leaves in the same containers.
+    """Move every leaf that has a `to` method to a device, and return all leaves in the same containers.
 
-    Args:
-        value: a tensor, an object with a `to` method, or containers of them; other leaves are kept.
-        device: the target device.
-        non_blocking: whether pinned memory may be read after this function has returned.
+    With `non_blocking`, pinned memory may be read after this function has returned.
     """
     return _map_movable(lambda leaf: _move(leaf, device, non_blocking=non_blocking), value)
 
@@ -67,28 +64,23 @@ def _map_movable(move: Any, value: T) -> T:
 def _move(leaf: Any, device: torch.device, *, non_blocking: bool) -> Any:
     if not hasattr(leaf, "to"):
         return leaf
-    if not isinstance(leaf, Tensor) and not _accepts_non_blocking(leaf.to):
-        return leaf.to(device)
+    if not isinstance(leaf, Tensor):
+        parameters: Iterable[inspect.Parameter] = ()
+        with contextlib.suppress(ValueError):  # a method of a C extension
+            parameters = inspect.signature(leaf.to).parameters.values()
+        if not any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in parameters):
+            return leaf.to(device)
     return leaf.to(device, non_blocking=non_blocking)
-
-
-def _accepts_non_blocking(to: Any) -> bool:
-    try:
-        parameters = inspect.signature(to).parameters.values()
-    except ValueError:  # a method of a C extension
-        return False
-    return any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 class _Copier:
     """Copies batches to a device on a side stream."""
 
     def __init__(self, device: torch.device, *, are_fresh: bool) -> None:
-        self._device = device
-        self._are_fresh = are_fresh
+        self._device, self._are_fresh = device, are_fresh
         self._copy_stream = torch.Stream(device=device)
 
-    def start(self, batch: T) -> _Copy[T]:
+    def start(self, batch: Any) -> _Copy:
         """Start copying a batch to the device."""
         current = torch.accelerator.current_stream(self._device)
         copies: list[tuple[Tensor, Tensor]] = []
@@ -97,13 +89,14 @@ class _Copier:
         def allocate(leaf: Any) -> Any:
             nonlocal is_shared
             if type(leaf) is Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu":
-                target = torch.empty_like(leaf, device=self._device)
-                copies.append((target, self._pinned(leaf)))
+                target, is_readable = torch.empty_like(leaf, device=self._device), self._are_fresh and leaf.is_pinned()
+                copies.append((target, leaf if is_readable else torch.empty_like(leaf, pin_memory=True).copy_(leaf)))
                 return target
             # A custom `to` allocates memory itself, which is always safe on the current stream.
             moved = _move(leaf, self._device, non_blocking=self._are_fresh)
-            is_on_device = isinstance(leaf, Tensor) and moved is leaf
-            is_shared |= is_on_device or (moved is leaf and not self._are_fresh and _is_writable(leaf))
+            # An object that holds tensors, or a NumPy array, is one that the loader may write to.
+            is_writable = not self._are_fresh and (hasattr(leaf, "to") or hasattr(leaf, "__array_interface__"))
+            is_shared |= moved is leaf and (isinstance(leaf, Tensor) or is_writable)
             return moved
 
         moved = _map_movable(allocate, batch)
@@ -113,12 +106,7 @@ class _Copier:
                 target.copy_(source, non_blocking=True)
         return _Copy(moved, self._copy_stream.record_event(), current, is_shared)
 
-    def _pinned(self, leaf: Tensor) -> Tensor:
-        if self._are_fresh and leaf.is_pinned():
-            return leaf
-        return torch.empty_like(leaf, pin_memory=True).copy_(leaf)
-
-    def wait(self, copy: _Copy[T]) -> T:
+    def wait(self, copy: _Copy) -> Any:
         """Make the current stream wait for a copy, and return the copied batch."""
         current = torch.accelerator.current_stream(self._device)
         current.wait_event(copy.done)
@@ -129,13 +117,8 @@ class _Copier:
         return copy.batch
 
 
-def _is_writable(leaf: Any) -> bool:
-    return hasattr(leaf, "to") or hasattr(leaf, "__array_interface__")  # an object that holds tensors, a NumPy array
-
-
-@dataclass(frozen=True)
-class _Copy(Generic[T]):
-    batch: T
+class _Copy(NamedTuple):
+    batch: Any
     done: torch.Event
     stream: torch.Stream
     is_shared: bool  # whether the loader may write to a part of the batch when it makes the next one
@@ -145,12 +128,7 @@ def prefetch_batches(batches: Iterator[T], copier: Any, *, prefetch: int) -> Ite
     """Yield the batches in order, and start to copy later batches while earlier ones are in use.
 
     The first batch is yielded before the second is fetched; each further one starts one copy more, up to `prefetch`.
-    An error of the loader is raised after all earlier batches have been yielded.
-
-    Args:
-        batches: batches on the host.
-        copier: an object with the methods `start(batch) -> copy` and `wait(copy) -> batch`; a copy has `is_shared`.
-        prefetch: number of copies to start ahead of the batch in use; none ahead of a batch that is shared.
+    None starts ahead of a copy that `is_shared`. An error of the loader is raised after all earlier batches.
     """
     copies: deque[Any] = deque()
     end: Exception | None = None
