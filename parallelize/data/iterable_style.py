@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from parallelize.cluster.world import World
 from parallelize.data.epoch_order import stream_rng
-from parallelize.data.epoch_shard import EpochShard, Position
+from parallelize.data.epoch_shard import EpochShard
 from parallelize.data.loader_copy import GlobalWorkerInfo, LoaderCopy, copy_of, set_worker_info
 from parallelize.data.loader_options import Divides, LoaderOptions, check_length_options
 from parallelize.data.rng import IsolatedRNG, derive_seed
@@ -60,10 +60,9 @@ class IterableStyleSource(Source[T]):
         if divides != "processes" or not shards_itself(dataset):  # the library's loaders know their datasets
             copy.set_attributes(dataset=self._sharded)
 
-    def shard(self, position: Position) -> EpochShard[T]:
-        """Return this process's shard of an epoch, from a position on."""
-        self.listeners.set_epoch(position.epoch)
-        return self.make_shard(position, self._batches)
+    def units(self, epoch: int) -> dict[str, Any]:  # noqa: ARG002 - the position tells it
+        """Return how its batches are made; their order is not known in advance."""
+        return {"fetch": self._batches}
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
         """Return the world size, the seed of the samples, and what determines the samples of each batch."""
@@ -121,20 +120,17 @@ class BatchIterableSource(Source[T]):
         self._seed = (options.seed or 0) + occurrence
         self.listeners = EpochListeners([batches])
 
-    def shard(self, position: Position) -> EpochShard[T]:
-        """Return this process's shard of an epoch, from a position on."""
-        self.listeners.set_epoch(position.epoch)
+    def units(self, epoch: int) -> dict[str, Any]:
+        """Return the batches as a stream, or their indices."""
         loader = self.loader
         if self.is_own:
-            rng = IsolatedRNG(self._seed + position.epoch)
-            return self.make_shard(position, rng.begin, stream=loader)
+            return {"fetch": IsolatedRNG(self._seed + epoch).begin, "stream": loader}
         if not self._is_sequence:
-            rng = stream_rng(loader, seed=self._seed, epoch=position.epoch)
-            return self.make_shard(position, rng.draw, stream=loader)
+            return {"fetch": stream_rng(loader, seed=self._seed, epoch=epoch).draw, "stream": loader}
         # Lists are compared, as each rank may shuffle its own. Other sequences may make a new batch at each access.
         first = loader[:_MAX_COMPARED] if isinstance(loader, (list, tuple)) else ()
-        fields = {"order": range(len(loader)), "data": sample_fingerprint(first)}
-        return self.make_shard(position, lambda indices: (loader[index] for index in indices), **fields)
+        fetch, data = (lambda indices: (loader[index] for index in indices)), sample_fingerprint(first)
+        return {"fetch": fetch, "order": range(len(loader)), "data": data}
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:  # noqa: ARG002 - the same for both
         """Return the seed that is set while a stream is iterated, or the world size if the iterable shards itself."""

@@ -9,7 +9,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
 from parallelize.cluster.world import World
 from parallelize.data.epoch_order import MAX_LISTED, draw_order, is_exactly, order_fingerprint, sampler_seed, stream_rng
-from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import LoaderOptions, check_length_options
 from parallelize.data.sample_fingerprint import sample_fingerprint
@@ -49,21 +48,19 @@ class MapStyleSource(Source[T]):
         self.listeners = EpochListeners([sampler, getattr(sampler, "sampler", None), self._sharder, loader.dataset])
         self._data = _dataset_text(loader.dataset)
 
-    def shard(self, position: Position) -> EpochShard[T]:
-        """Return this process's shard of an epoch, from a position on."""
-        self.listeners.set_epoch(position.epoch)
-        sampler, order = self._sampler, None
+    def units(self, epoch: int) -> dict[str, Any]:
+        """Return the order of the units, or a stream of them."""
+        sampler, order, fetch = self._sampler, None, self.copy.iterate_shard
         if self.is_own:  # each process has other batches
-            return self.make_shard(position, self.copy.iterate_shard, stream=sampler)
+            return {"fetch": fetch, "stream": sampler}
         if self.length is not None:
             max_listed = MAX_LISTED if self.options.tail in ("pad", "drop") else 2**31
-            order = draw_order(sampler, seed=self._seed, epoch=position.epoch, max_listed=max_listed)
+            order = draw_order(sampler, seed=self._seed, epoch=epoch, max_listed=max_listed)
         if order is None:
             check_length_options(self.options, f"the endless {type(sampler).__name__}", needs_limit=False)
-        rng = stream_rng(sampler, seed=self._seed, epoch=position.epoch)
-        stream, is_grouped = rng.draw(sampler, size=self.group), self._batch_size is not None
-        fields = {"order": order, "stream": stream, "is_grouped": is_grouped, "data": self._data}
-        return self.make_shard(position, self.copy.iterate_shard, **fields)
+        stream = stream_rng(sampler, seed=self._seed, epoch=epoch).draw(sampler, size=self.group)
+        is_grouped = self._batch_size is not None
+        return {"fetch": fetch, "order": order, "stream": stream, "is_grouped": is_grouped, "data": self._data}
 
     @property
     def length(self) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -34,22 +34,22 @@ class Source(abc.ABC, Generic[T]):
     """Whether an incomplete last step is left out."""
 
     def __init__(self, options: LoaderOptions, world: World, *, is_own: bool = False) -> None:
-        """Set the number of shards: 1 if `is_own`, that is, if each process has units of its own."""
+        # is_own: each process has units of its own.
         self.options, self.world, self.is_own = options, world, is_own
         self.rank, self.shards = (0, 1) if is_own else (world.rank, world.world_size)
         self.group = self.shards  # number of units that all shards together take in a step
 
-    @abc.abstractmethod
     def shard(self, position: Position) -> EpochShard[T]:
         """Return this process's shard of an epoch, from a position on; runs no collective."""
-
-    def make_shard(
-        self, position: Position, fetch: Callable[[EpochShard[T]], Iterator[T]], **fields: Any
-    ) -> EpochShard[T]:
-        """Return a shard with further fields; its `order`, if there is one, tells the number of units."""
-        order = fields.get("order")
+        self.listeners.set_epoch(position.epoch)
+        fields = self.units(position.epoch)
+        order = fields.get("order")  # it tells the number of units
         split = self.split(position, None if order is None else len(order))
-        return EpochShard(position=position, fetch=fetch, split=split, rank=self.rank, is_own=self.is_own, **fields)
+        return EpochShard(position=position, split=split, rank=self.rank, is_own=self.is_own, **fields)
+
+    @abc.abstractmethod
+    def units(self, epoch: int) -> dict[str, Any]:
+        """Return the fields of an epoch's EpochShard that tell its units, and how its batches are made of them."""
 
     @property
     @abc.abstractmethod
@@ -109,10 +109,10 @@ class EpochListeners:
     def epoch_set_by_user(self) -> int | None:
         """Return the epoch that the user has set on a sampler or dataset since the last `set_epoch` here, or None."""
         for each, last_set, current in zip(self._listeners, self._last_set, self._current(), strict=True):
-            known = {None, last_set}
+            by_another = None
             with contextlib.suppress(TypeError):
-                known.add(_set_by_a_loader.get(each))
-            if current not in known:
+                by_another = _set_by_a_loader.get(each)
+            if current not in (None, last_set, by_another):
                 return current
         return None
 
