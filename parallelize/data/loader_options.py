@@ -47,19 +47,19 @@ class LoaderOptions:
             value = getattr(self, name)
             if value not in known:
                 yield Fault(f"{name}={value!r}", "the value is unknown", did_you_mean(str(value), filter(None, known)))
-        limit: Any = self.limit
+        seed, label, limit = self.seed, self.progress, self.limit
         is_fraction = isinstance(limit, float) and 0.0 < limit <= 1.0
         others = (
-            ("seed", _is_int(self.seed, 0, 2**63, or_none=True), "a seed is an integer from 0 to 2**63 - 1", "seed=0"),
+            ("seed", seed is None or _is_int(seed, 0, 2**63), "a seed is an integer from 0 to 2**63 - 1", "seed=0"),
             (
                 "limit",
-                is_fraction or _is_int(limit, 1, or_none=True),
+                limit is None or is_fraction or _is_int(limit, 1),
                 "it is neither a number of batches nor a fraction of them",
                 "limit=100 for the first 100 batches of each process, limit=0.1 for a tenth of them, or limit=None",
             ),
-            ("progress", _is_one_of(self.progress, bool, str), "it is neither a bool nor a label", "progress='train'"),
-            ("report", _is_one_of(self.report, bool), "it is not a bool", "True or False"),
-            ("to_device", _is_one_of(self.to_device, bool), "it is not a bool", "True or False"),
+            ("progress", isinstance(label, (bool, str)), "it is neither a bool nor a label", "progress='train'"),
+            ("report", isinstance(self.report, bool), "it is not a bool", "True or False"),
+            ("to_device", isinstance(self.to_device, bool), "it is not a bool", "True or False"),
             (
                 "prefetch",
                 _is_int(self.prefetch, 0, 65),
@@ -88,11 +88,5 @@ def check_length_options(options: LoaderOptions, name: str, *, needs_limit: bool
         )
 
 
-def _is_one_of(value: object, *types: type) -> bool:
-    return isinstance(value, types)
-
-
-def _is_int(value: Any, low: int, end: float = float("inf"), *, or_none: bool = False) -> bool:
-    return (value is None and or_none) or (
-        isinstance(value, int) and not isinstance(value, bool) and low <= value < end
-    )
+def _is_int(value: Any, low: int, end: float = float("inf")) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value < end

@@ -20,7 +20,7 @@ from parallelize.data.loader_copy import LoaderCopy, WorkerInit
 from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.map_style import MapStyleSource
 from parallelize.data.sample_fingerprint import sample_fingerprint
-from parallelize.data.self_sharding import is_loader_of_batches, own_sharding
+from parallelize.data.self_sharding import own_sharding
 from parallelize.data.source import Source
 from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves, map_leaves
@@ -112,8 +112,10 @@ def _source_of(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
 
 
 def _check_is_batch_iterable(loader: Any) -> None:
-    kind = type(loader).__name__
-    if isinstance(loader, (Dataset, torch.Tensor)) and not is_loader_of_batches(loader):
+    kind, stages = type(loader).__name__, getattr(loader, "pipeline", None)
+    # WebDataset's WebLoader is a Dataset: a pipeline that starts with a DataLoader.
+    is_loader = isinstance(stages, list) and any(isinstance(stage, DataLoader) for stage in stages)
+    if isinstance(loader, (Dataset, torch.Tensor)) and not is_loader:
         raise ConfigError(
             f"shard_loader of a {kind}",
             why="it contains samples, not batches",

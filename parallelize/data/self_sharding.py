@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterDataPipe, Sampler
+from torch.utils.data import IterDataPipe, Sampler
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import get_all_graph_pipes
 
@@ -19,7 +19,6 @@ from parallelize.errors import ConfigError
 from parallelize.runtime import context
 
 __all__ = [
-    "is_loader_of_batches",
     "number_of_shards",
     "own_sharding",
     "samplers_in",
@@ -83,7 +82,14 @@ def own_sharding(data: Any, world: World) -> tuple[Any, Divides | None]:
         for part in _parts(data):
             evidence = _evidence(part, data, world.world_size)
             if evidence:
-                raise _ambiguous_sharding_error(data, evidence)
+                name = type(data).__name__
+                raise ConfigError(
+                    f"the iterable {name} may shard itself over the processes: {evidence}",
+                    why="if it does, sharding it again would skip samples; if it does not, every process would iterate "
+                    "all samples",
+                    fix=f"use shard_loader(loader, divides='processes') if {name} shards its data over the processes, "
+                    "or divides='nothing' if every process iterates all of it",
+                )
     return data, None
 
 
@@ -129,12 +135,6 @@ def shuffle_fingerprint(data: Any) -> str:
     generators = [vars(part).get("generator") for part in _parts(data) if hasattr(part, "__dict__")]
     states = [repr(each.bit_generator.state) for each in generators if hasattr(each, "bit_generator")]
     return hashlib.blake2b("".join(states).encode(), digest_size=4).hexdigest() if states else ""
-
-
-def is_loader_of_batches(data: Any) -> bool:
-    """Return whether a dataset is a loader: WebDataset's WebLoader is a pipeline, which starts with a DataLoader."""
-    pipeline = getattr(data, "pipeline", None)
-    return isinstance(pipeline, list) and any(isinstance(stage, DataLoader) for stage in pipeline)
 
 
 def _is_named(data: Any, package: str, *suffixes: str) -> bool:
@@ -258,13 +258,3 @@ def _package(module: Any) -> str:
 
 def _package_of(value: Any) -> str:
     return _package(getattr(value, "__module__", None))
-
-
-def _ambiguous_sharding_error(data: object, evidence: str) -> ConfigError:
-    name = type(data).__name__
-    return ConfigError(
-        f"the iterable {name} may shard itself over the processes: {evidence}",
-        why="if it does, sharding it again would skip samples; if it does not, every process would iterate all samples",
-        fix=f"use shard_loader(loader, divides='processes') if {name} shards its data over the processes, or "
-        "divides='nothing' if every process iterates all of it",
-    )
