@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -17,7 +18,7 @@ from parallelize.data.sampler_arithmetic import Tail
 from parallelize.data.select_source import source_for
 from parallelize.data.sharded_loader import LineOfCode, ShardedLoader
 from parallelize.errors import ConfigError
-from parallelize.runtime.context import Runtime, active, current
+from parallelize.runtime.context import active, current
 
 __all__ = ["shard_loader"]
 
@@ -102,7 +103,7 @@ def shard_loader(
             why="the data would be sharded twice, and part of it skipped",
             fix="pass the DataLoader itself to each shard_loader",
         )
-    by_options = _sharded_loaders_of(loader)
+    by_options = _run_loaders().sharded(loader)
     key = dataclasses.replace(options, progress=False)  # a new progress label does not restart the epochs
     found = by_options.get(key)
     if found is None:
@@ -115,48 +116,42 @@ def shard_loader(
 
 def _make(loader: Iterable[T], options: LoaderOptions, call_site: str) -> ShardedLoader[T]:
     run = current()
-    line = _lines.next(call_site)
-    occurrence = line.made - 1
-    source = source_for(loader, options=options, run=run, occurrence=occurrence)
+    line = _run_loaders().lines[call_site]
+    source = source_for(loader, options=options, run=run, occurrence=line.made)
+    line.made += 1
     summary = source.batch_summary()
     if summary and run.world.is_main:
         _log.info("%s: %s", call_site, summary)
-    name = f"{call_site} ({line.made})" if occurrence else call_site
+    name = f"{call_site} ({line.made})" if line.made > 1 else call_site
     return ShardedLoader(source, options=options, run=run, name=name, line=line)
 
 
-class _Lines:
-    """Counts each line's loaders in a run: each has its name, a stream its seed, one per epoch its order."""
-
-    def __init__(self) -> None:
-        self._run, self._lines = active(), dict[str, LineOfCode]()
-
-    def next(self, call_site: str) -> LineOfCode:
-        """Count a new loader of a line in the active run."""
-        if self._run is not active():
-            self._run, self._lines = active(), {}
-        line = self._lines.setdefault(call_site, LineOfCode())
-        line.made += 1
-        return line
-
-
-_lines = _Lines()
-
 _ByOptions = MutableMapping[LoaderOptions, ShardedLoader[Any]]
 
-# User's loader (by identity) -> its sharded loaders in a run. An entry is freed with the user's loader.
-_SHARDED: WeakKeyDictionary[Any, tuple[Runtime | None, _ByOptions]] = WeakKeyDictionary()
+
+class _RunLoaders:
+    """The loaders of a run. A line names its loaders, of which each stream has a seed, and one per epoch an order."""
+
+    def __init__(self) -> None:
+        self.lines: defaultdict[str, LineOfCode] = defaultdict(LineOfCode)
+        # User's loader (by identity) -> its sharded loaders. An entry is freed with the user's loader.
+        self._sharded: WeakKeyDictionary[Any, _ByOptions] = WeakKeyDictionary()
+
+    def sharded(self, loader: object) -> _ByOptions:
+        """Return the sharded loaders of a user's loader."""
+        # The sharded loader of an iterable references the iterable: a strong reference here keeps both alive. That is
+        # accepted only for an iterable with `set_epoch`, whose epochs have to be counted.
+        is_kept = isinstance(loader, DataLoader) or hasattr(loader, "set_epoch")
+        try:
+            return self._sharded.setdefault(loader, {} if is_kept else WeakValueDictionary())
+        except TypeError:  # a list cannot be weakly referenced, and its order does not depend on the epoch
+            return {}
 
 
-def _sharded_loaders_of(loader: object) -> _ByOptions:
-    try:
-        run, by_options = _SHARDED.get(loader, (None, None))
-        if by_options is None or run is not active():  # each call of a decorated function begins with epoch 0
-            # The sharded loader of an iterable references the iterable: a strong reference here keeps both alive
-            # forever. That is accepted only for an iterable with `set_epoch`, whose epochs have to be counted.
-            is_kept = isinstance(loader, DataLoader) or hasattr(loader, "set_epoch")
-            by_options = {} if is_kept else WeakValueDictionary()
-            _SHARDED[loader] = (active(), by_options)
-    except TypeError:  # a list cannot be weakly referenced, and its order does not depend on the epoch
-        return {}
-    return by_options
+_outside_of_runs = _RunLoaders()
+
+
+def _run_loaders() -> _RunLoaders:
+    # Each call of a decorated function begins with epoch 0.
+    run = active()
+    return _outside_of_runs if run is None else run.states.setdefault(__name__, _RunLoaders())

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -44,6 +45,7 @@ class Runtime:
         layout: the config, and the devices of every local rank.
         flags: names of once-per-run actions that have been done, such as "startup summary logged".
         models: the models that have entered a parallel_model block.
+        states: what modules of higher floors keep for the run, by their names.
         watchdog: detects hangs if the run has several processes.
         at_end: contexts that end when the decorated function has returned.
     """
@@ -52,6 +54,7 @@ class Runtime:
     layout: Layout
     flags: set[str] = field(default_factory=set, compare=False, repr=False)
     models: list[weakref.ref[torch.nn.Module]] = field(default_factory=list, compare=False, repr=False)
+    states: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False, repr=False)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False, repr=False)
 

@@ -1315,3 +1315,14 @@ def test_length_after_set_epoch_or_loading() -> None:
     resumed = growing_loader()
     resumed.load_state_dict(first.state_dict())
     assert len(resumed) == len(list(resumed)) == 9
+
+
+def test_a_run_between_two_epochs_does_not_restart_them():
+    """Outside of a run, the epochs of a loader go on after a run that iterates it, which begins with epoch 0."""
+    loader = loader_of(8, shuffle=True)
+    first = torch.randperm(8, generator=torch.Generator().manual_seed(0)).tolist()
+    for epoch in range(3):
+        assert shard_loader(loader).epoch == epoch
+        assert (values(shard_loader(loader)) == first) == (epoch == 0)
+        with as_rank(0, 1):
+            assert values(shard_loader(loader)) == first
