@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from parallelize.data.rng import IsolatedRNG, derive_seed, get_state, is_generator
+from parallelize.data.rng import IsolatedRNG, access, derive_seed, is_generator
 
 __all__ = [
     "MAX_LISTED",
@@ -30,14 +30,11 @@ _MAX_COMPARED = 256
 
 
 class Permutation(Sequence[int]):
-    """A shuffled range of 4 bytes per index, converted to Python ints a slice at a time.
-
-    The indices are drawn when they are read first, and again after `release`.
-    """
+    """A shuffled range of 4 bytes per index, converted to Python ints a slice at a time."""
 
     def __init__(self, length: int, seed: int) -> None:
         self._length, self._seed = length, seed
-        self._drawn: torch.Tensor | None = None
+        self._drawn: torch.Tensor | None = None  # until they are read first, and after `release`
 
     def __repr__(self) -> str:
         return f"Permutation({len(self)}, {self._seed})"
@@ -71,7 +68,8 @@ def draw_order(sampler: Any, *, seed: int, epoch: int, max_listed: int = MAX_LIS
     """
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
-    if _is_shuffle(sampler):
+    is_random = is_exactly(sampler, RandomSampler) and not sampler.replacement
+    if is_random and sampler.num_samples == len(sampler.data_source):  # it yields each index once
         return Permutation(sampler.num_samples, seed + epoch)
     if (length := len(sampler)) > max_listed:
         return None
@@ -86,12 +84,6 @@ def is_exactly(sampler: object, kind: type) -> bool:
     return type(sampler) is kind or name == ("torchdata.stateful_dataloader.sampler", kind.__name__)
 
 
-def _is_shuffle(sampler: Any) -> bool:
-    """Return whether a sampler is a RandomSampler that yields each index once."""
-    is_random = is_exactly(sampler, RandomSampler) and not sampler.replacement
-    return is_random and bool(sampler.num_samples == len(sampler.data_source))
-
-
 def _listed(units: Iterator[Any], *, at_most: int) -> Sequence[Any] | None:
     """Return all units, as an array if they are ints; None: they are more than `at_most`."""
     listed: Any = []
@@ -104,8 +96,7 @@ def _listed(units: Iterator[Any], *, at_most: int) -> Sequence[Any] | None:
         listed.extend(chunk)
         if len(listed) > at_most:
             return None
-    order: Sequence[Any] = listed
-    return order
+    return listed  # type: ignore[no-any-return]  # a list, or an array
 
 
 def stream_rng(sampler: Any, *, seed: int, epoch: int) -> IsolatedRNG:
@@ -121,7 +112,7 @@ def sampler_seed(sampler: object, default: int) -> int:
     for generator in _generators(sampler):
         if isinstance(generator, torch.Generator):
             return generator.initial_seed()
-        return derive_seed(get_state(generator))
+        return derive_seed(access(generator).get())
     return default
 
 

@@ -29,8 +29,8 @@ class Position:
     """A position in the data, at which an epoch shard starts.
 
     Args:
-        epoch: number of the epoch, from 0.
-        start: number of units of that epoch that are already consumed; each `Source` class defines its unit.
+        epoch: its number, from 0.
+        start: number of its units that are already consumed; each `Source` class defines its unit.
         facts: what is known of an interrupted epoch (see `EpochShard.facts`).
     """
 
@@ -44,10 +44,8 @@ class EpochShard(Generic[T]):
     """One process's shard of the rest of one epoch.
 
     Args:
-        position: where it starts.
         fetch: function that makes the batches of this shard, or of the units of each step; called only once.
         split: how the units are sharded; the number of a stream's units may be an estimate.
-        rank: rank of this process.
         order: all units of the epoch; None if they are not known in advance.
         stream: the units of an epoch without `order`, from its beginning.
         is_grouped: whether a step takes a list of units; if false, it takes a single unit.
@@ -68,22 +66,19 @@ class EpochShard(Generic[T]):
     first: str = ""
 
     def facts(self) -> dict[str, Any]:
-        """Return what is saved of an interrupted epoch: its number of units and order, or a hash of a stream's first.
-
-        That hash is comparable where all processes together take as many units in a step.
-        """
+        """Return what is saved of an interrupted epoch: its number of units and order, or a hash of a stream's first."""
         if self.order is not None:
             return {"units": len(self.order), "order": self.fingerprint()}
+        # Hashes are comparable where all processes together take as many units in a step.
         return {"first": [self.split.group, self.first]} if self.first else {}
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the unit or the list of units of each step."""
         batches: Iterable[Sequence[Any]]
-        if self.order is None:
-            stream = self.stream if self.is_own else self._hashed_stream()
-            batches = self.split.batches_of_stream(stream, self.rank)
-        else:
+        if self.order is not None:
             batches = self.split.batches(self.order, self.rank)
+        else:
+            batches = self.split.batches_of_stream(self.stream if self.is_own else self._hashed_stream(), self.rank)
         return map(list, batches) if self.is_grouped else (batch[0] for batch in batches)
 
     def _hashed_stream(self) -> Iterator[Any]:
@@ -119,9 +114,8 @@ class EpochShard(Generic[T]):
         split = self.split
         if self.order is None:
             return None
-        if step is not None:
-            return self._samples_at(split.global_positions(step))
-        return self._samples_at(range(split.start, min(split.start_after(split.steps(0)), split.total)))
+        whole = range(split.start, min(split.start_after(split.steps(0)), split.total))
+        return self._samples_at(whole if step is None else split.global_positions(step))
 
     def weight(self, step: int) -> float:
         """Return the weight of this process's gradients in a step, for which they average to the mean over samples.
@@ -130,14 +124,15 @@ class EpochShard(Generic[T]):
         """
         if self.order is None or self.split.tail != "weighted":
             return 1.0
-        local, all_positions = self.split.unique_positions(self.rank, step), self.split.global_positions(step)
-        return self._samples_at(local) * self.split.world_size / self._samples_at(all_positions)
+        split = self.split
+        local = self._samples_at(split.unique_positions(self.rank, step))
+        return local * split.world_size / self._samples_at(split.global_positions(step))
 
     def _samples_at(self, positions: Sequence[int]) -> int:
         order: Any = self.order
-        return (
-            len(positions) if self.is_grouped else sum(len(indices_of(order[each % len(order)])) for each in positions)
-        )
+        if self.is_grouped:
+            return len(positions)
+        return sum(len(indices_of(order[each % len(order)])) for each in positions)
 
     def gather(self, results: Any, *, steps: int) -> Any:
         """All-gather the results of the first `steps` steps: one row per sample, sorted by index, without repeats.
@@ -187,16 +182,15 @@ def rows_in_dataset_order(
     """
     by_rank = [_indices(split, order, rank, steps) for rank, steps in enumerate(steps_by_rank)]
     counts = [len(each) for each in by_rank]
+    if not all(isinstance(each, Tensor) for each in by_rank):  # keys in the order in which they come first
+        numbers: dict[Any, int] = {}
+        units = ([numbers.setdefault(key, len(numbers)) for key in _to_python(each)] for each in by_rank)
+        by_rank = [torch.tensor(each, dtype=torch.int64) for each in units]
     rows = torch.cat([torch.arange(count) + rank * max(counts) for rank, count in enumerate(counts)])
-    if all(isinstance(each, Tensor) for each in by_rank):
-        indices, positions = torch.sort(torch.cat(by_rank), stable=True)
-        is_first = torch.ones_like(indices, dtype=torch.bool)
-        is_first[1:] = indices[1:] != indices[:-1]
-        return counts, rows[positions[is_first]]
-    row_of_index: dict[Any, int] = {}
-    for row, index in zip(rows.tolist(), itertools.chain.from_iterable(by_rank), strict=True):
-        row_of_index.setdefault(index, row)
-    return counts, torch.tensor(list(row_of_index.values()), dtype=torch.int64)
+    indices, positions = torch.sort(torch.cat(by_rank), stable=True)
+    is_first = torch.ones_like(indices, dtype=torch.bool)
+    is_first[1:] = indices[1:] != indices[:-1]
+    return counts, rows[positions[is_first]]
 
 
 def _indices(split: EpochSplit, order: Sequence[Any], rank: int, steps: int) -> Any:

@@ -27,7 +27,7 @@ from parallelize.data.rng import IsolatedRNG, derive_seed
 from parallelize.errors import ConfigError
 from parallelize.torch_private import unsupported
 
-__all__ = ["GlobalWorkerInfo", "LoaderCopy", "WorkerInit", "copy_of", "data_location", "set_worker_info"]
+__all__ = ["GlobalWorkerInfo", "LoaderCopy", "copy_of", "data_location", "set_worker_info"]
 
 T = TypeVar("T")
 
@@ -79,20 +79,18 @@ class LoaderCopy(Generic[T]):
         seed: seed of the random numbers drawn while batches are made. None: use the seed of the loader's generator, or
             else draw a seed when an iterator starts, as torch does. With None and without workers, the dataset draws
             from this process's global generators.
-        worker_init: worker_init_fn of the copy.
-
-    Raises:
-        ConfigError: a state was loaded into the loader, from which it would resume.
+        rank: rank of this process.
+        counted: the world whose workers get_worker_info() counts (see `GlobalWorkerInfo`); None: it is torch's.
     """
 
-    def __init__(self, loader: DataLoader[T], *, seed: int | None, worker_init: WorkerInit) -> None:
+    def __init__(self, loader: DataLoader[T], *, seed: int | None, rank: int, counted: World | None) -> None:
         if getattr(loader, "next_iter_state", None) is not None:  # of torchdata's StatefulDataLoader
             raise ConfigError(
                 f"a {type(loader).__name__} whose state was loaded before shard_loader",
                 why="the state counts batches of the unsharded loader; each process would skip as many batches of it",
                 fix="save shard_loader(loader).state_dict(), and shard_loader(loader).load_state_dict(state)",
             )
-        self._seed, self._rank = seed, worker_init.rank
+        self._seed, self._rank = seed, rank
         self.loader = copy_of(loader)
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._sampler = _ShardedSampler(getattr(loader, name))
@@ -101,18 +99,14 @@ class LoaderCopy(Generic[T]):
         self._generator = loader.generator
         self._iterator_count = 0
         if loader.num_workers > 0:
-            vars(self.loader)["worker_init_fn"] = worker_init
+            vars(self.loader)["worker_init_fn"] = _WorkerInit(loader.worker_init_fn, rank, counted)
 
     def set_attributes(self, **attributes: Any) -> None:
         """Set attributes of the copy that DataLoader does not allow changing."""
         vars(self.loader).update(attributes)
 
     def iterate_shard(self, shard: EpochShard[T]) -> Iterator[T]:
-        """Yield the batches that the loader makes from the units of a shard (see `iterate`).
-
-        Raises:
-            ConfigError: the loader does not use its sampler, so every process would get all batches.
-        """
+        """Yield the batches that the loader makes from the units of a shard (see `iterate`)."""
         self._sampler.use(shard)
         batches = self.iterate(shard.position, first=shard.position.start, units_per_step=shard.split.group)
         for batch in itertools.islice(batches, 1):
@@ -185,24 +179,17 @@ class LoaderCopy(Generic[T]):
 
 
 @dataclass(frozen=True)
-class WorkerInit:
-    """The worker_init_fn of a copied loader: adds data locations to errors, and calls the user's worker_init_fn.
-
-    Args:
-        user_init: the user's worker_init_fn.
-        rank: rank of the process that the worker belongs to.
-        counted: the world whose workers get_worker_info() counts (see `GlobalWorkerInfo`); None: it is torch's.
-    """
+class _WorkerInit:
+    """The worker_init_fn of a copied loader: adds data locations to errors, and calls the user's worker_init_fn."""
 
     user_init: Callable[[int], None] | None
     rank: int
     counted: World | None
 
     def __call__(self, worker_id: int) -> None:
-        """Initialize a worker process."""
         # These patches are never undone: the worker process belongs to the loader and ends with it.
-        fetchers: tuple[Any, ...] = (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher)
-        for fetcher in fetchers:
+        fetcher: Any
+        for fetcher in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher):
             fetcher.fetch = data_location(f"rank {self.rank}, worker {worker_id}")(fetcher.fetch)
         if self.counted is not None:
             info = GlobalWorkerInfo(get_worker_info(), self.counted)

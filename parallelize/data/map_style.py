@@ -40,11 +40,10 @@ class MapStyleSource(Source[T]):
         self._sampler: Any = sampler
         self._batch_size: int | None = batches.batch_size if is_grouped else None
         self.drop_last = is_grouped and batches.drop_last
-        self._check_options()
         # torchdata gives its RandomSampler a generator with a random seed, another one on each process.
         has_random_seed = loader.generator is None and is_exactly(sampler, RandomSampler)
         self._seed = (options.seed or 0) if has_random_seed else sampler_seed(sampler, options.seed or 0)
-        self.group = self._group_size()
+        self.group = self._group_size()  # raises for options that the sampler does not support
         self.listeners = EpochListeners([sampler, getattr(sampler, "sampler", None), self._sharder, loader.dataset])
         self._data = _dataset_text(loader.dataset)
 
@@ -83,9 +82,9 @@ class MapStyleSource(Source[T]):
         unit = "" if self._batch_size is not None else " of the sampler's batches"
         return f"{self.group / self.shards:g} x {self.shards} processes = {self.group} global{unit}"
 
-    def _check_options(self) -> None:
-        """Raise a ConfigError for options that the sampler does not support."""
-        options, name = self.options, type(self._sampler).__name__
+    def _group_size(self) -> int:
+        """Return the number of units that all processes together take in a step."""
+        size, options, processes = self._batch_size, self.options, self.shards
         if self.is_own and (options.tail, options.batch) != ("pad", "per_process"):
             option = f"tail={options.tail!r}" if options.tail != "pad" else f"batch={options.batch!r}"
             raise ConfigError(
@@ -100,11 +99,7 @@ class MapStyleSource(Source[T]):
                 fix="use DataLoader(drop_last=False), or tail='drop'",
             )
         if self.length is None:
-            check_length_options(options, f"{name}, which has no length")
-
-    def _group_size(self) -> int:
-        """Return the number of units that all processes together take in a step."""
-        size, options, processes = self._batch_size, self.options, self.shards
+            check_length_options(options, f"{type(self._sampler).__name__}, which has no length")
         if options.batch == "per_process":
             return (size or 1) * processes
         if size is None:
@@ -125,19 +120,12 @@ class MapStyleSource(Source[T]):
 
 
 def _find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | None:
-    """Return the sampler that already shards a loader over the processes, or None.
-
-    Raises:
-        ConfigError: the sampler's number of shards is not the world size, it has the shard of another rank, or it may
-            shard the loader: its code uses the rank and the world size.
-    """
+    """Return the sampler that already shards a loader over the processes, or None; raise if it does so otherwise."""
     samplers = [each for held in (loader.batch_sampler, loader.sampler) for each in samplers_in(held)]
     for sampler in samplers:
-        number = number_of_shards(sampler)
+        number, rank, fault = number_of_shards(sampler), getattr(sampler, "rank", world.rank), ""
         if number is None:
             continue
-        rank = getattr(sampler, "rank", world.rank)
-        fault = ""
         if number[1] != world.world_size:
             fault = f"({number[0]}={number[1]}) in a world of {world.world_size}"
         elif isinstance(rank, int) and rank != world.rank:  # as the local rank of a process on another node
@@ -162,10 +150,7 @@ def _find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | No
 
 
 def _dataset_text(dataset: Any) -> str:
-    """Return text for processes to compare.
-
-    It has hashes of the indices of Subsets, of the names of a dataset's files, and of the first rows of `datasets`.
-    """
+    """Return hashes of the indices of Subsets, the names of a dataset's files, and the first rows of `datasets`."""
     text = ""
     while isinstance(dataset, Subset):
         text += f" of the subset {order_fingerprint(dataset.indices)}"

@@ -14,7 +14,7 @@ import torch
 
 from parallelize.runtime.rng_state import GeneratorAccess
 
-__all__ = ["IsolatedRNG", "derive_seed", "get_state", "is_generator"]
+__all__ = ["IsolatedRNG", "access", "derive_seed", "is_generator"]
 
 T = TypeVar("T")
 
@@ -32,15 +32,11 @@ class IsolatedRNG:
 
     def __init__(self, seed: int, generators: Sequence[Any] = ()) -> None:
         # torch.manual_seed also seeds every accelerator. The module `random` has the methods of random.Random.
-        accesses = [_access(torch.default_generator), _access(random), *_access_numpy_random()]
-        self._get, self._set, self._reseed = zip(*accesses, *map(_access, generators), strict=True)
+        accesses = [access(torch.default_generator), access(random), *_access_numpy_random()]
+        self._get, self._set, self._reseed = zip(*accesses, *map(access, generators), strict=True)
         self._seed = seed
         self._states: list[Any] | None = None
         self._outside: list[Any] = []
-
-    def restart(self, seed: int) -> None:
-        """Start another stream in the next block."""
-        self._seed, self._states = seed, None
 
     def __enter__(self) -> None:
         self._outside = [get() for get in self._get]
@@ -70,7 +66,7 @@ class IsolatedRNG:
         iterator: Iterator[T] | None = None
         for seed in seeds:
             if seed is not None:
-                self.restart(seed)
+                self._seed, self._states = seed, None
             with self:
                 iterator = iter(units) if iterator is None else iterator
                 drawn = list(itertools.islice(iterator, size))
@@ -86,18 +82,14 @@ def is_generator(value: object) -> bool:
     return isinstance(value, (torch.Generator, random.Random, *kinds)) and not isinstance(value, random.SystemRandom)
 
 
-def get_state(generator: Any) -> Any:
-    """Return the state of a generator (see `is_generator`)."""
-    return _access(generator).get()
-
-
 def derive_seed(*parts: object) -> int:
     """Return a seed computed from values by hashing."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-def _access(generator: Any) -> GeneratorAccess:
+def access(generator: Any) -> GeneratorAccess:
+    """Return the functions of a generator (see `is_generator`)."""
     if hasattr(generator, "manual_seed"):
         return GeneratorAccess(generator.get_state, generator.set_state, generator.manual_seed)
     if hasattr(generator, "getstate"):

@@ -43,9 +43,7 @@ class EpochSplit:
 
     Args:
         total: number of units of the full epoch; sys.maxsize: unknown.
-        world_size: number of processes.
         group: number of units that all processes together take in one step.
-        tail: how to shard units that do not divide evenly.
         drop_last: whether to leave out an incomplete last step, as DataLoader(drop_last=True) does.
         start: number of units of the epoch that are already consumed.
         limit: the maximum number of units of the epoch to consume; None: all.
@@ -60,11 +58,7 @@ class EpochSplit:
     limit: int | None = None
 
     def limited(self, limit: float | None) -> EpochSplit:
-        """Return this split with a limit: a number of steps of the full epoch, or a fraction of them, rounded down.
-
-        Raises:
-            ConfigError: the limit is a fraction that allows less than one step.
-        """
+        """Return this split with a limit: a number of steps of the full epoch, or a fraction of them, rounded down."""
         if limit is None:
             return self
         steps = dataclasses.replace(self, start=0).steps(0)

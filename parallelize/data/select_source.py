@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from parallelize.cluster.world import World
 from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.iterable_style import BatchIterableSource, IterableStyleSource
-from parallelize.data.loader_copy import LoaderCopy, WorkerInit
+from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.map_style import MapStyleSource
 from parallelize.data.sample_fingerprint import sample_fingerprint
@@ -57,10 +57,6 @@ def source_for(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
 
     A loader with tail="exact" is not merged: it is for evaluation, and its results may be gathered. `occurrence` counts
     the loaders that the same line of code has made before in this run.
-
-    Raises:
-        ConfigError: the object is not a loader, cannot be sharded or, by several ranks, merged, or does not support the
-            options.
     """
     merged = _merged_ranks.get()
     if merged is None or options.tail == "exact":
@@ -99,10 +95,9 @@ def _source_of(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
     if not is_loader:
         return BatchIterableSource(data, divides=divides, options=options, world=run.world, occurrence=occurrence)
     counted = None if is_indexed else run.world if divides in (None, "workers") else World()
-    init = WorkerInit(loader.worker_init_fn, rank=run.world.rank, counted=counted)
     # The run's seed is used for workers only, which are seeded in every epoch: parallel_model seeds this process.
     seed = run.config.seed if options.seed is None and loader.num_workers else options.seed
-    copy: LoaderCopy[Any] = LoaderCopy(loader, seed=seed, worker_init=init)
+    copy: LoaderCopy[Any] = LoaderCopy(loader, seed=seed, rank=run.world.rank, counted=counted)
     if options.to_device and loader.num_workers == 0 and run.device.type not in ("cpu", "mps"):
         copy.set_attributes(pin_memory=False)  # move_batches pins, in the same thread
     if is_indexed:

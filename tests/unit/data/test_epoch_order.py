@@ -163,17 +163,18 @@ def test_every_kind_of_generator_is_isolated(make: Any) -> None:
 
     def drawn() -> list[float]:
         rng = IsolatedRNG(2**40 + 7, [own])
+
+        def draw_all() -> list[float]:
+            return [draw(own), random.random(), torch.rand(()).item(), np.random.random()]
+
         numbers = []
         for _ in range(3):
             with rng:
-                numbers += [draw(own), random.random(), torch.rand(()).item(), np.random.random()]
+                numbers += draw_all()
             draw(own)
-        rng.restart(9)
-        with rng:
-            numbers += [draw(own), random.random(), torch.rand(()).item(), np.random.random()]
-        rng.restart(9)
-        with rng:
-            assert numbers[-4] == draw(own)
+        first, again = rng.draw(iter(draw_all, []), seeds=[9, 9])
+        assert first == again
+        numbers += first
         return numbers
 
     before = torch.get_rng_state(), _numpy_keys()
