@@ -63,15 +63,11 @@ _MAX_DEPTH, _MAX_ITEMS = 5, 32
 def own_sharding(data: Any, world: World) -> tuple[Any, Divides | None]:
     """Return the data, sharded by its own library if possible, and how it shards itself; None: not that we know.
 
-    Streams of Hugging Face's datasets are split by split_dataset_by_node. WebDataset with split_by_node or resampled
-    shards, Mosaic's StreamingDataset, litdata's, torch's data pipes with a sharding filter, and FFCV's Loader with
-    distributed=True shard themselves.
-
     Raises:
         ConfigError: the data may shard itself: its code uses the rank or the world size, or it holds the world size; or
             its library sees another world size.
     """
-    if _is_named(data, "datasets", "IterableDataset") and getattr(data, "_distributed", None) is None:
+    if _is_named(data, "datasets", "IterableDataset") and not shards_itself(data):
         from datasets.distributed import split_dataset_by_node
 
         return split_dataset_by_node(data, rank=world.rank, world_size=world.world_size), "processes"
@@ -94,12 +90,10 @@ def own_sharding(data: Any, world: World) -> tuple[Any, Divides | None]:
 
 
 def number_of_shards(sampler: Any) -> tuple[str, int] | None:
-    """Return the attribute with a sampler's number of shards, and that number; None if it has the samples of all.
-
-    A sampler's `num_shards` may also be a number of files, if nothing tells a rank.
-    """
+    """Return the attribute with a sampler's number of shards, and that number; None if it has the samples of all."""
     for name in _NUM_SHARDS_ATTRIBUTES:
         size = getattr(sampler, name, None)
+        # If nothing tells a rank, num_shards may be a number of files.
         if isinstance(size, int) and (name != "num_shards" or _has_rank(sampler) or _queries(sampler)):
             return name, size
     return None
@@ -144,8 +138,6 @@ def _is_named(data: Any, package: str, *suffixes: str) -> bool:
 
 def shards_itself(data: Any) -> bool:
     """Return whether data is of a library, or split by one, that shards it over the processes."""
-    if _is_named(data, "streaming", "StreamingDataset") or _is_named(data, "litdata", "StreamingDataset"):
-        return True
     if _is_named(data, "ffcv", "Loader"):
         return bool(getattr(data, "distributed", False))
     if isinstance(data, IterDataPipe):
@@ -154,7 +146,9 @@ def shards_itself(data: Any) -> bool:
         stages = [stage for each in _parts(data) for stage in getattr(each, "pipeline", ())]
         names = {getattr(stage, "__name__", type(stage).__name__) for stage in stages}
         return not names.isdisjoint({"split_by_node", "ResampledShards", "ResampledShardList"})
-    return _is_named(data, "datasets", "IterableDataset") and getattr(data, "_distributed", None) is not None
+    if _is_named(data, "datasets", "IterableDataset"):
+        return getattr(data, "_distributed", None) is not None
+    return any(_is_named(data, package, "StreamingDataset") for package in ("litdata", "streaming"))
 
 
 def _check_seen_world_size(data: Any, world: World) -> None:

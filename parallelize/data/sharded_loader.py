@@ -35,7 +35,7 @@ T = TypeVar("T")
 class LineOfCode:
     """A line that calls shard_loader: the number of its loaders in this run, and the epoch in which the next begins.
 
-    The epoch is that of a new loader of a kind (see `_kind`): it follows one that had a single epoch.
+    The epoch is that of a new loader of a kind, which follows one that had a single epoch.
     """
 
     made: int = 0
@@ -51,7 +51,13 @@ class ShardedLoader(Generic[T]):
     def __init__(self, source: Source[T], *, options: LoaderOptions, run: Runtime, name: str, line: LineOfCode) -> None:
         self._options = options
         self._source, self._run, self._name, self._line = source, run, name, line
-        self._loops, self._kind = 0, _kind(source.loader, options)
+        self._loops = 0
+        # What the loaders have in common that one line makes for each epoch; None: their epochs are not counted.
+        # Without a run, as in a notebook, a line that is executed again has the same order again.
+        self._kind: object = None
+        if active() is not None and isinstance(source.loader, DataLoader):
+            dataset: Any = source.loader.dataset
+            self._kind = type(dataset), length_of(dataset), dataclasses.replace(options, progress=False)
         # Of the next `iter()`, unless an iterator has advanced since it was set.
         self._position = Position(epoch=line.next_epochs.get(self._kind, 0))
         self._iterators = LoaderIterators[T]()
@@ -303,13 +309,3 @@ def _other_state_error(name: str, saved: Any, expected: Any) -> ConfigError:
         why="the rest of the epoch would have other samples, or another order",
         fix=f"restore the loader with {name}={saved!r}, or start an epoch with set_epoch()",
     )
-
-
-def _kind(loader: object, options: LoaderOptions) -> object:
-    """Return what the loaders have in common that one line makes for each epoch; None: their epochs are not counted.
-
-    Without a run, as in a notebook, a line that is executed again has the same order again.
-    """
-    if active() is None or not isinstance(loader, DataLoader):
-        return None
-    return type(loader.dataset), length_of(loader.dataset), dataclasses.replace(options, progress=False)
