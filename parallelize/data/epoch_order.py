@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -116,11 +116,11 @@ def sampler_seed(sampler: object, default: int) -> int:
     return default
 
 
-def order_fingerprint(order: Sequence[Any]) -> str:
-    """Return a hash of an order, by its first units and a sample of the others."""
+def order_fingerprint(order: Sequence[Any], *, name: Callable[[Any], str] | None = None) -> str:
+    """Return a hash of an order, by the first units and a sample of the others, or their names."""
     if not isinstance(order, (range, Permutation)):
-        stride = max(len(order) // _MAX_COMPARED, 1)
-        order = [len(order), order[:_MAX_COMPARED], order[::stride]]
+        compared = [order[:_MAX_COMPARED], order[:: max(len(order) // _MAX_COMPARED, 1)]]
+        order = [len(order), *(units if name is None else list(map(name, units)) for units in compared)]
     return hashlib.blake2b(repr(order).encode(), digest_size=4).hexdigest()
 
 

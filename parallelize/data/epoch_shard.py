@@ -66,7 +66,7 @@ class EpochShard(Generic[T]):
     first: str = ""
 
     def facts(self) -> dict[str, Any]:
-        """Return what is saved of an interrupted epoch: its number of units and order, or a hash of a stream's first."""
+        """Return what is saved of an interrupted epoch: its units' number and order, or a hash of a stream's start."""
         if self.order is not None:
             return {"units": len(self.order), "order": self.fingerprint()}
         # Hashes are comparable where all processes together take as many units in a step.
@@ -135,12 +135,7 @@ class EpochShard(Generic[T]):
         return sum(len(indices_of(order[each % len(order)])) for each in positions)
 
     def gather(self, results: Any, *, steps: int) -> Any:
-        """All-gather the results of the first `steps` steps: one row per sample, sorted by index, without repeats.
-
-        Raises:
-            ConfigError: the loader has no indices, a tensor has another number of rows, or a leaf is not a tensor.
-            SyncError: the processes have iterated different orders.
-        """
+        """All-gather the results of the first `steps` steps: one row per sample, sorted by index, without repeats."""
         if self.order is None:
             raise ConfigError(
                 "gather on a loader without indices",
@@ -159,12 +154,21 @@ class EpochShard(Generic[T]):
             )
         counts, gathered_rows = rows_in_dataset_order(self.split, self.order, steps_by_rank)
         count, longest = counts[self.rank], max(counts)
-        last = max(steps - 1, 0)  # only the last step repeats units
-        repeated = self.split.positions(self.rank, last)[len(self.split.unique_positions(self.rank, last)) :]
-        total = count + self._samples_at(repeated if steps else ())
+        total = sum(self._samples_at(self.split.positions(self.rank, step)) for step in range(steps))
 
         def padded(leaf: Any) -> Tensor:
-            _check_rows(leaf, total)
+            if not isinstance(leaf, Tensor):
+                raise ConfigError(
+                    f"gather of a {type(leaf).__name__}",
+                    why="only tensors have one row per sample",
+                    fix="use loader.gather(torch.cat(outputs)), or torch.tensor(values)",
+                )
+            if leaf.ndim == 0 or len(leaf) != total:
+                raise ConfigError(
+                    f"gather of a tensor of shape {list(leaf.shape)}",
+                    why=f"this process was given {total} samples in this epoch, and each needs one row",
+                    fix="collect the output of every batch since iter(), and use loader.gather(torch.cat(outputs))",
+                )
             local: Tensor = leaf[:count]
             return torch.cat([local, local.new_zeros((longest - count, *local.shape[1:]))])
 
@@ -220,18 +224,3 @@ def indices_of(unit: Any) -> Sequence[Any]:
 
 def _to_python(index: Any) -> Any:
     return index.tolist() if hasattr(index, "tolist") else index
-
-
-def _check_rows(leaf: Any, total: int) -> None:
-    if not isinstance(leaf, Tensor):
-        raise ConfigError(
-            f"gather of a {type(leaf).__name__}",
-            why="only tensors have one row per sample",
-            fix="use loader.gather(torch.cat(outputs)), or torch.tensor(values)",
-        )
-    if leaf.ndim == 0 or len(leaf) != total:
-        raise ConfigError(
-            f"gather of a tensor of shape {list(leaf.shape)}",
-            why=f"this process was given {total} samples in this epoch, and each needs one row",
-            fix="collect the output of every batch since iter(), and use loader.gather(torch.cat(outputs))",
-        )

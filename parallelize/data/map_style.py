@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
@@ -18,18 +18,14 @@ from parallelize.errors import ConfigError
 
 __all__ = ["MapStyleSource"]
 
-T = TypeVar("T")
 
-_MAX_COMPARED_FILES = 256
-
-
-class MapStyleSource(Source[T]):
+class MapStyleSource(Source[Any]):
     """Source for a DataLoader over a map-style dataset; its units are indices, or batches that its sampler makes.
 
     If the loader's sampler already shards it, the units are this process's batches, which are kept.
     """
 
-    def __init__(self, loader: DataLoader[T], *, copy: LoaderCopy[T], options: LoaderOptions, world: World) -> None:
+    def __init__(self, loader: DataLoader[Any], *, copy: LoaderCopy[Any], options: LoaderOptions, world: World) -> None:
         self.copy, self.loader = copy, copy.loader
         batches: Any = loader.batch_sampler
         self._sharder = _find_distributed_sampler(loader, world)
@@ -161,8 +157,7 @@ def _dataset_text(dataset: Any) -> str:
     length = length_of(dataset)
     for items in getattr(dataset, "__dict__", {}).values():
         if isinstance(items, (list, tuple)) and length == len(items) > 0 and _file_name(items[0]):
-            compared = {*range(min(length, _MAX_COMPARED_FILES)), *range(0, length, length // _MAX_COMPARED_FILES + 1)}
-            text += f" of the files {order_fingerprint([_file_name(items[each]) for each in sorted(compared)])}"
+            text += f" of the files {order_fingerprint(items, name=_file_name)}"
     return text
 
 

@@ -179,6 +179,7 @@ class ShardedLoader(Generic[T]):
 
         Raises:
             ConfigError: rows are missing, or the loader has no indices.
+            SyncError: the processes have iterated different epochs or orders.
         """
         progress = self._iterators.current
         if progress is None:
