@@ -15,6 +15,7 @@ from torch.utils.data.graph_settings import get_all_graph_pipes
 
 from parallelize.cluster.world import World
 from parallelize.data.loader_options import Divides
+from parallelize.data.sharded_loader import ShardedLoader
 from parallelize.errors import ConfigError
 from parallelize.runtime import context
 
@@ -48,7 +49,16 @@ _WORLD_SIZE_NAMES = frozenset(
     {"get_world_size", "world_size", "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}
 )
 _RANK_NAMES = frozenset(
-    {"DistributedSampler", "get_rank", "rank", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}
+    {
+        "DistributedSampler",
+        "get_rank",
+        "rank",
+        "RANK",
+        "SLURM_PROCID",
+        "OMPI_COMM_WORLD_RANK",
+        "PMI_RANK",
+        "shard_loader",
+    }
 )
 _OWN_FUNCTIONS = {context.rank: "rank", context.world_size: "world_size"}  # these names are attributes, too
 
@@ -138,6 +148,8 @@ def _is_named(data: Any, package: str, *suffixes: str) -> bool:
 
 def shards_itself(data: Any) -> bool:
     """Return whether data is of a library, or split by one, that shards it over the processes."""
+    if issubclass(type(data), ShardedLoader):  # inside of another iterable
+        return True
     if _is_named(data, "ffcv", "Loader"):
         return bool(getattr(data, "distributed", False))
     if isinstance(data, IterDataPipe):
@@ -177,6 +189,8 @@ def _parts(data: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
         children = (cell.cell_contents for cell in data.__closure__ or () if cell != types.CellType())  # not empty
     elif isinstance(data, types.GeneratorType) and data.gi_frame is not None:
         children = data.gi_frame.f_locals.values()
+    elif isinstance(data, (zip, enumerate, map, filter)):
+        children = data.__reduce__()[1]
     elif isinstance(data, (list, tuple)):
         children = data[:_MAX_ITEMS]
     # Functions that torch's classes hold, such as a worker_init_fn, query the rank for other reasons.
@@ -184,7 +198,7 @@ def _parts(data: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
     for child in list(children)[:_MAX_ITEMS]:
         is_iterable = hasattr(type(child), "__iter__") and type(child).__module__ != "builtins"
         is_data = is_iterable and not hasattr(child, "__array__")
-        if is_data or isinstance(child, (list, tuple, types.GeneratorType, *functions)):
+        if is_data or isinstance(child, (list, tuple, types.GeneratorType, zip, enumerate, map, filter, *functions)):
             yield from _parts(child, depth - 1)
 
 

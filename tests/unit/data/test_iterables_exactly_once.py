@@ -527,6 +527,14 @@ def generator_of_a_rank():
         yield number
 
 
+def sharded_list():
+    return shard_loader(list(range(LENGTH)))
+
+
+def generator_of_shards():
+    yield from shard_loader(list(range(LENGTH)))
+
+
 def foreign(package, name, base=IterableDataset, **attributes):
     """Return an object of a class with the module and name of another library's."""
     body = {"__module__": package, "__iter__": lambda self: iter(range(LENGTH)), **attributes}
@@ -558,6 +566,12 @@ REFUSED = {
         lambda: DataLoader(foreign("litdata", "StreamingDataset", distributed_env=types.SimpleNamespace(world_size=1))),
         "StreamingDataset was sharded over 1 processes, in a world of 2",
     ),
+    "sharded inside": (
+        lambda: DataLoader(Wrapped(sharded_list())),
+        "Wrapped may shard itself .* contains a ShardedLoader",
+    ),
+    "sharded and zipped": (lambda: zip(sharded_list(), strict=True), "zip may shard itself .* ShardedLoader"),
+    "sharded by its code": (generator_of_shards, "generator may shard itself .* uses shard_loader"),
     "index only": (lambda: DataLoader(ByIndexOnly()), "ByIndexOnly reads id of get_worker_info"),
 }
 
