@@ -151,7 +151,7 @@ def _dataset_text(dataset: Any) -> str:
     while isinstance(dataset, Subset):
         text += f" of the subset {order_fingerprint(dataset.indices)}"
         dataset = dataset.dataset
-    if hasattr(dataset, "formatted_as"):  # without the user's transforms, which may draw random numbers
+    if hasattr(type(dataset), "formatted_as"):  # without the user's transforms, which may draw random numbers
         with dataset.formatted_as("arrow"):
             return f"{text} of the dataset {sample_fingerprint(dataset[:4].to_pylist())}"
     length = length_of(dataset)

@@ -303,6 +303,32 @@ def test_hugging_face_datasets_are_sharded_by_index():
             assert [value for batch in batches for value in batch["x"].tolist()] == expected
 
 
+class Labels:
+    """Has the attributes of a dataset of Hugging Face, and items of its own."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __getattr__(self, name):
+        if name == "rows" or name.startswith("__"):  # torch looks up __getitems__
+            raise AttributeError(name)
+        return getattr(self.rows, name)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[int(index)]["x"]
+
+
+def test_a_dataset_with_the_attributes_of_hugging_face_is_sharded():
+    """No slice of it is read: it may have only items."""
+    datasets = pytest.importorskip("datasets")
+    with as_rank(1, 2):
+        loader = DataLoader(Labels(datasets.Dataset.from_dict({"x": list(range(8))})), batch_size=2)
+        assert values(shard_loader(loader)) == [1, 3, 5, 7]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_data_loader_is_a_data_loader(workers):
     """torchdata's keeps its class; shard_loader saves and restores its position."""
