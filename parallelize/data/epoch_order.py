@@ -111,7 +111,7 @@ def sampler_seed(sampler: object, default: int) -> int:
     """
     for generator in _generators(sampler):
         if isinstance(generator, torch.Generator):
-            return generator.initial_seed()
+            return generator.initial_seed() % 2**63  # of a negative seed it is too large to add an epoch to it
         return derive_seed(access(generator).get())
     return default
 

@@ -307,6 +307,13 @@ def test_the_seed_of_a_generator_overrides_the_option(generator, seed, expected)
             assert values(batches) == list(reference)
 
 
+def test_a_generator_may_have_a_negative_seed():
+    """torch counts it modulo 2**64, which leaves no room to add an epoch."""
+    generator = torch.Generator().manual_seed(-1)
+    ranks = on_all(2, lambda: loader_of(10, shuffle=True, generator=generator, batch_size=10), epochs=2)
+    assert [sorted(values(one + other)) for one, other in zip(*ranks, strict=True)] == [numbers(10)] * 2
+
+
 def test_batches_of_a_batch_sampler_are_not_split():
     """With a custom batch sampler, pad repeats a batch, and weighted uses the sizes of batches."""
 
