@@ -38,7 +38,7 @@ class IterableStyleSource(Source[T]):
         self,
         loader: DataLoader[T],
         *,
-        copy: LoaderCopy[T],
+        copy: LoaderCopy,
         divides: Divides | None,
         options: LoaderOptions,
         run: Runtime,
@@ -171,9 +171,7 @@ class ShardedIterableDataset(IterableDataset[T]):
 
     Args:
         unsharded: the user's dataset.
-        divides: how the dataset shards itself: not at all ("nothing"), by "workers" or "processes", or None: infer it.
-        tail: how to shard samples that do not divide evenly.
-        world: rank and world size of this process.
+        divides: how the dataset shards itself; None: infer it.
         batch_size: number of samples that are drawn between other uses of the generators.
         seed: seed of epoch 0, the same on all processes.
         has_workers: whether worker processes iterate the dataset.
@@ -205,11 +203,7 @@ class ShardedIterableDataset(IterableDataset[T]):
         return itertools.chain.from_iterable(self._chunks())
 
     def _chunks(self) -> Iterator[Iterable[T]]:
-        """Yield the samples of this worker's shard, in lists of those that are drawn together.
-
-        Raises:
-            ConfigError: the dataset shards itself by num_workers from a later sample on, or though `divides` denies it.
-        """
+        """Yield the samples of this worker's shard, in lists of those that are drawn together."""
         found: Any = get_worker_info()
         is_counted = self.divides in (None, "workers")
         # In a worker process that info has recorded what the worker_init_fn has read.
@@ -250,11 +244,7 @@ class ShardedIterableDataset(IterableDataset[T]):
                 return
 
     def _shards_itself(self, shown: GlobalWorkerInfo) -> bool:
-        """Return whether the dataset has sharded itself, after its first sample.
-
-        Raises:
-            ConfigError: it reads only its worker's index.
-        """
+        """Return whether the dataset has sharded itself, after its first sample."""
         if self.divides is not None:
             return self.divides != "nothing"
         if shown.read == {"id"} and self.world.world_size > 1:

@@ -7,7 +7,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -29,8 +29,6 @@ from parallelize.torch_private import unsupported
 
 __all__ = ["GlobalWorkerInfo", "LoaderCopy", "copy_of", "data_location", "set_worker_info"]
 
-T = TypeVar("T")
-
 
 class _ShardedSampler:
     """Replacement for a copied loader's sampler or batch sampler; yields the units of this process's shard.
@@ -40,12 +38,8 @@ class _ShardedSampler:
 
     def __init__(self, replaced: Any) -> None:
         self._replaced = replaced
-        self._shard: EpochShard[Any] | None = None
-        self.is_iterated = False
-
-    def use(self, shard: EpochShard[Any]) -> None:
-        """Set the shard whose units the next iterators yield."""
-        self._shard, self.is_iterated = shard, False
+        self._shard: EpochShard[Any] | None = None  # whose units the next iterators yield
+        self.is_iterated = True  # false from a new shard on, until an iterator yields its units
 
     def __iter__(self) -> Iterator[Any]:
         # torch's iterator over worker processes calls this twice: when it is created and when it is reset.
@@ -64,14 +58,14 @@ class _ShardedSampler:
         return getattr(self._replaced, name)
 
 
-def copy_of(loader: DataLoader[T]) -> DataLoader[T]:
+def copy_of(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy of a loader without its iterator, whose workers belong to the user's loader."""
-    copy: DataLoader[T] = object.__new__(type(loader))
+    copy: DataLoader[Any] = object.__new__(type(loader))
     vars(copy).update(vars(loader), _iterator=None)  # DataLoader.__setattr__ forbids changes after construction
     return copy
 
 
-class LoaderCopy(Generic[T]):
+class LoaderCopy:
     """A copy of the user's DataLoader, made without calling its constructor. The user's loader is not modified.
 
     Args:
@@ -83,7 +77,7 @@ class LoaderCopy(Generic[T]):
         counted: the world whose workers get_worker_info() counts (see `GlobalWorkerInfo`); None: it is torch's.
     """
 
-    def __init__(self, loader: DataLoader[T], *, seed: int | None, rank: int, counted: World | None) -> None:
+    def __init__(self, loader: DataLoader[Any], *, seed: int | None, rank: int, counted: World | None) -> None:
         if getattr(loader, "next_iter_state", None) is not None:  # of torchdata's StatefulDataLoader
             raise ConfigError(
                 f"a {type(loader).__name__} whose state was loaded before shard_loader",
@@ -105,21 +99,12 @@ class LoaderCopy(Generic[T]):
         """Set attributes of the copy that DataLoader does not allow changing."""
         vars(self.loader).update(attributes)
 
-    def iterate_shard(self, shard: EpochShard[T]) -> Iterator[T]:
+    def iterate_shard(self, shard: EpochShard[Any]) -> Iterator[Any]:
         """Yield the batches that the loader makes from the units of a shard (see `iterate`)."""
-        self._sampler.use(shard)
-        batches = self.iterate(shard.position, first=shard.position.start, units_per_step=shard.split.group)
-        for batch in itertools.islice(batches, 1):
-            if not self._sampler.is_iterated:
-                raise ConfigError(
-                    f"{type(self.loader).__name__} does not use its sampler when it is iterated",
-                    why="its indices come from elsewhere, so every process would get all of them",
-                    fix="pass shard_loader a DataLoader that creates its iterator in __iter__",
-                )
-            yield batch
-        yield from batches
+        self._sampler._shard, self._sampler.is_iterated = shard, False
+        return self.iterate(shard.position, first=shard.position.start, units_per_step=shard.split.group)
 
-    def iterate(self, position: Position, *, first: int, units_per_step: int = 1) -> Iterator[T]:
+    def iterate(self, position: Position, *, first: int, units_per_step: int = 1) -> Iterator[Any]:
         """Yield the loader's batches, with different random numbers for every process, worker and position.
 
         With a seed and without workers, those of a batch follow from its position, `units_per_step` after that of the
@@ -136,7 +121,7 @@ class LoaderCopy(Generic[T]):
         base_seed = loader_seed if self._seed is None else self._seed
         seed = derive_seed("workers", base_seed, self._rank, position.epoch, first)
         vars(self.loader)["generator"] = torch.Generator().manual_seed(seed)
-        batches: Iterator[T] = iter(self.loader)
+        batches: Iterator[Any] = iter(self.loader)
         if self.loader.num_workers == 0 and self._seed is not None and self._may_draw():
             starts = itertools.count(first, units_per_step)
             seeds = (derive_seed("batch", self._seed, self._rank, position.epoch, start) for start in starts)
@@ -145,6 +130,12 @@ class LoaderCopy(Generic[T]):
         number, has_kept_workers = self._iterator_count, self.loader.persistent_workers
         try:
             for batch in batches:
+                if not self._sampler.is_iterated:
+                    raise ConfigError(
+                        f"{type(self.loader).__name__} does not use its sampler when it is iterated",
+                        why="its indices come from elsewhere, so every process would get all of them",
+                        fix="pass shard_loader a DataLoader that creates its iterator in __iter__",
+                    )
                 yield batch
                 if has_kept_workers and number != self._iterator_count:
                     raise ConfigError(
@@ -202,9 +193,8 @@ class _WorkerInit:
 class GlobalWorkerInfo:
     """Replacement for torch's worker info that counts the workers of all processes as if one process had them all.
 
-    With it, a dataset that shards itself by get_worker_info() shards over all processes; one without workers
-    counts as one. It records what the dataset reads, because that tells how the dataset shards itself: without it,
-    each process would have to iterate the data of all processes, and discard the part of the others.
+    A dataset that shards itself by get_worker_info() then shards over all processes, and one without workers counts as
+    one. What it reads is recorded, because that tells how it shards itself.
     """
 
     def __init__(self, info: Any, world: World) -> None:
@@ -222,7 +212,7 @@ class GlobalWorkerInfo:
 
     @property
     def num_workers(self) -> int:
-        """Number of workers of all processes; a dataset that reads it is assumed to shard itself by it."""
+        """Number of workers of all processes."""
         self.read.add("num_workers")
         return self.num_shards
 
@@ -266,18 +256,18 @@ def data_location(where: str) -> Iterator[None]:
 
 def _index_text(traceback: types.TracebackType | None) -> str:
     """Return text with the index that torch's fetcher was fetching, from the locals of its frames; may be empty."""
-    text, indices = "", []
+    text, requested = "", None
     while traceback is not None:
         code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
         if code.co_filename == _utils.fetch.__file__:
             if "idx" in names:
                 return f", index {names['idx']!r}"
-            if "possibly_batched_index" in names:
+            if isinstance(names.get("self"), _utils.fetch._MapDatasetFetcher):
                 requested = names["possibly_batched_index"]
-                text, indices = f", indices {requested!r}", requested if isinstance(requested, list) else []
-        elif code.co_name == "__getitem__":
+                text = f", indices {requested!r}" if isinstance(requested, list) else f", index {requested!r}"
+        elif code.co_name == "__getitem__" and isinstance(requested, list):
             # Since Python 3.12 the fetcher's comprehension has no frame: use the argument of dataset.__getitem__.
             index = [names[name] for name in code.co_varnames[1:2] if name in names]
-            return f", index {index[0]!r}" if index and any(index[0] is each for each in indices) else text
+            return f", index {index[0]!r}" if index and any(index[0] is each for each in requested) else text
         traceback = traceback.tb_next
     return text

@@ -97,7 +97,7 @@ def _source_of(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
     counted = None if is_indexed else run.world if divides in (None, "workers") else World()
     # The run's seed is used for workers only, which are seeded in every epoch: parallel_model seeds this process.
     seed = run.config.seed if options.seed is None and loader.num_workers else options.seed
-    copy: LoaderCopy[Any] = LoaderCopy(loader, seed=seed, rank=run.world.rank, counted=counted)
+    copy = LoaderCopy(loader, seed=seed, rank=run.world.rank, counted=counted)
     if options.to_device and loader.num_workers == 0 and run.device.type not in ("cpu", "mps"):
         copy.set_attributes(pin_memory=False)  # move_batches pins, in the same thread
     if is_indexed:

@@ -1172,6 +1172,23 @@ def test_a_failing_collate_names_the_indices():
     assert "rank 0, indices [0, 2]" in str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
 
 
+class FailingStream(IterableDataset):
+    def __iter__(self):
+        yield 1
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batch_size", "note"), [(Faulty(), None, "rank 0, index 5"), (FailingStream(), 2, "rank 0")]
+)
+def test_a_failure_without_a_list_of_indices(dataset, batch_size, note):
+    """A loader that makes no batches has one index, and a stream has none."""
+    with pytest.raises((KeyError, OSError)) as caught:
+        list(shard_loader(DataLoader(dataset, batch_size=batch_size)))
+    text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
+    assert text.rstrip("'").endswith(f"in the data of {note}")
+
+
 # Progress
 
 
