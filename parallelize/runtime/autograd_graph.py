@@ -69,13 +69,16 @@ def grad_fns_of(output: Any) -> list[Any]:
     return list(nodes)
 
 
-def nodes_behind(nodes: Iterable[Any], *, key: str = "", owner: object = None) -> Iterator[Any]:
-    """Yield the nodes that a backward pass from `nodes` reaches, each once, with these nodes.
+def nodes_behind(
+    nodes: Iterable[Any], *, key: str = "", owner: object = None, is_end: Callable[[Any], bool] | None = None
+) -> Iterator[Any]:
+    """Yield the nodes that a backward pass from `nodes` reaches, each once, in a fixed order, with these nodes.
 
     Args:
         nodes: nodes of the graph; None is ignored.
         key: with `owner`, the marks behind which the search goes on at the inputs of a model; "": it uses no marks.
         owner: as for `mark_outputs`.
+        is_end: returns whether the search ends at a node, which is yielded; None: only where the graph ends.
     """
     pending, seen = list(nodes), {None}
     while pending:
@@ -85,6 +88,8 @@ def nodes_behind(nodes: Iterable[Any], *, key: str = "", owner: object = None) -
         seen.add(node)
         yield node
         marks = node.metadata.get(key)
+        if is_end is not None and is_end(node):
+            continue
         if marks is not None and owner in marks:
             pending += marks[owner]
         else:

@@ -10,14 +10,11 @@ all micro-batches in this way, too, and are right. torch.autograd.grad is not ch
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-
 from parallelize.errors import ConfigError
-from parallelize.runtime.containers import leaves
+from parallelize.runtime.autograd_graph import grad_fns_of, node_of, nodes_behind
 from parallelize.runtime.weighted_backward import Roots, Weight
 
 __all__ = ["GraphEntries", "Microbatch", "mark_inside", "mark_joined"]
@@ -31,7 +28,7 @@ Microbatch = tuple[object, int, int]
 
 def mark_inside(tensors: Any, microbatch: Microbatch) -> None:
     """Mark the nodes of tensors that one micro-batch uses; those that several use are outside of all of them."""
-    for node in _nodes(tensors):
+    for node in grad_fns_of(tensors):
         known = node.metadata.get(_INSIDE, microbatch)
         is_shared = known is None or (known[0] is microbatch[0] and known[1] != microbatch[1])
         node.metadata[_INSIDE] = None if is_shared else microbatch
@@ -39,12 +36,13 @@ def mark_inside(tensors: Any, microbatch: Microbatch) -> None:
 
 def mark_joined(tensors: Any) -> None:
     """Mark the nodes of joined outputs, or of those of a batch that is not split: searches end there."""
-    for node in _nodes(tensors):
+    for node in grad_fns_of(tensors):
         node.metadata[_JOINED] = True
 
 
-def _nodes(tensors: Any) -> Iterator[Any]:
-    return (each.grad_fn for each in leaves(tensors) if isinstance(each, torch.Tensor) and each.grad_fn is not None)
+def _entered(node: Any) -> Microbatch | None:
+    """Return the micro-batch inside of which a node is; None: none, or it is behind a joined output."""
+    return None if _JOINED in node.metadata else node.metadata.get(_INSIDE)
 
 
 class GraphEntries:
@@ -62,7 +60,10 @@ class GraphEntries:
             ConfigError: it reaches some but not all micro-batches of a batch elsewhere than at the joined outputs.
         """
         del batch_weight
-        reached = set(_entries(roots))
+        nodes = nodes_behind(
+            map(node_of, roots), is_end=lambda node: _JOINED in node.metadata or _entered(node) is not None
+        )
+        reached = {batch for node in nodes if (batch := _entered(node)) is not None}
         if any(sum(batch is other for other, *_ in reached) < count for batch, _, count in reached):
             raise ConfigError(
                 "a backward pass reaches some micro-batches elsewhere than at the model's output",
@@ -73,26 +74,3 @@ class GraphEntries:
             )
         with self._context():
             backward(None)
-
-
-def _entries(roots: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Microbatch]:
-    """Yield the micro-batches that are reached from the roots without passing a joined output."""
-    edges = [each if isinstance(each, GradientEdge) else get_gradient_edge(each) for each in roots if _is_root(each)]
-    pending: list[Any] = [edge.node for edge in edges]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        marks = node.metadata
-        if _JOINED in marks:
-            continue
-        if marks.get(_INSIDE) is not None:
-            yield marks[_INSIDE]
-        else:
-            pending.extend(each for each, _ in node.next_functions)
-
-
-def _is_root(root: torch.Tensor | GradientEdge) -> bool:
-    return isinstance(root, GradientEdge) or root.requires_grad

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from parallelize.backends.balanced.stage_threads import ThreadLocalState
-from parallelize.runtime.autograd_graph import reaches_any
+from parallelize.runtime.autograd_graph import nodes_behind, reaches_any
 
 __all__ = ["compute_gradients", "connect", "has_reentrant_checkpoint"]
 
@@ -158,28 +158,18 @@ def _leaves(rows: Sequence[Sequence[torch.Tensor]], bounds: Sequence[torch.Tenso
     found: dict[int, torch.Tensor] = {}
     for row in rows:
         inner = set()
-        for node in _nodes(row, ends):
+        for node in nodes_behind((each.grad_fn for each in row), is_end=ends.__contains__):
             leaf = getattr(node, "variable", None)
             if isinstance(leaf, torch.Tensor):
                 found.setdefault(id(leaf), leaf)
+            elif node in ends:
+                continue
             elif node.name() == "CheckpointFunctionBackward" or (node in seen and not _is_cast(node)):
                 return None
             else:
                 inner.add(node)
         seen |= inner
     return list(found.values())
-
-
-def _nodes(outputs: Sequence[torch.Tensor], ends: Collection[Any]) -> Iterator[Any]:
-    """Yield the nodes of the outputs' graphs up to `ends`, in a fixed order."""
-    nodes: list[Any] = [each.grad_fn for each in outputs]
-    seen: set[Any] = {None, *ends}
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            nodes.extend(following for following, _ in node.next_functions)
 
 
 def _is_cast(node: Any) -> bool:
