@@ -6,7 +6,6 @@ all micro-batches, and a thread per device for its backward. On the CPU, micro-b
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import threading
@@ -22,7 +21,7 @@ from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.batch import Split
 from parallelize.backends.balanced.batchnorm import Moments
 from parallelize.backends.balanced.microbatch_run import MicrobatchRun, StagedModel, active_run
-from parallelize.backends.balanced.stage_threads import StageThreads, ThreadLocalState
+from parallelize.backends.balanced.stage_threads import StageThreads
 from parallelize.errors import ConfigError
 
 __all__ = ["Executor"]
@@ -37,12 +36,10 @@ class Executor:
     Args:
         staged: the model with its stages.
         recomputed: modules whose activations are recomputed in backward.
-        threads: threads for stages on the CPU; None: there are other stages.
     """
 
     staged: StagedModel
     recomputed: tuple[nn.Module, ...]
-    threads: StageThreads | None
 
     def run_whole(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output for one batch that is not split; batch norm works as without a pipeline."""
@@ -56,7 +53,7 @@ class Executor:
         call: Call,
         batch: Split,
         *,
-        is_threaded: bool,
+        threads: StageThreads | None = None,
         buffers: Sequence[str] = (),
         pipelines: int = 1,
         on_output: Callable[[int, Any], Any] = lambda _, output: output,
@@ -66,7 +63,7 @@ class Executor:
         Args:
             call: calls the model's forward.
             batch: the micro-batches.
-            is_threaded: whether they run in threads.
+            threads: threads in which they run; None: they run in this one, one after another.
             buffers: names of buffers that forward changes; all micro-batches begin with the same values.
             pipelines: number of pipelines that are used.
             on_output: called with the index of each micro-batch and its output, returns what is kept of the output.
@@ -76,7 +73,7 @@ class Executor:
             Exception: the forward of a micro-batch has failed; if several have, the exception of the first micro-batch.
         """
         copies: dict[Any, Any] = {}
-        locks = [threading.Lock() for _ in self.staged.stages] if is_threaded else None
+        locks = [threading.Lock() for _ in self.staged.stages] if threads is not None else None
         key, count = object(), len(batch.sizes)
         runs = [
             MicrobatchRun(
@@ -94,7 +91,7 @@ class Executor:
         calls = [functools.partial(one, index) for index in range(count)]
         try:
             with self._recomputing():
-                outputs = self._in_threads(calls) if is_threaded else self._one_by_one(calls, buffers)
+                outputs = self._one_by_one(calls, buffers) if threads is None else threads.run(calls)
         except BaseException:
             self.staged.norms.restore()
             raise
@@ -114,19 +111,6 @@ class Executor:
                 raise refusals.stateful(different)
             after = {name: each.clone() for name, each in named.items()}
         return outputs
-
-    def _in_threads(self, calls: Sequence[Call]) -> list[Any]:
-        assert self.threads is not None  # the stages are on the CPU
-        state = ThreadLocalState()
-        futures = [self.threads.forward(state.run, call) for call in calls]
-        try:
-            concurrent.futures.wait(futures)
-        except BaseException:  # for example Ctrl-C: end the threads before the caller uses the model again
-            for each in futures:
-                each.cancel()
-            concurrent.futures.wait(futures)
-            raise
-        return [each.result() for each in futures]
 
     @contextlib.contextmanager
     def _recomputing(self) -> Iterator[None]:

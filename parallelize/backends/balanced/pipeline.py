@@ -108,11 +108,10 @@ class Pipeline(nn.Module):
         self._cleanup.callback(self._staged.close)
         units = [inner.model.get_submodule(name) for name in dict.fromkeys(plan.events)] if plan.recompute else []
         is_on_cpu = {stage.device.type for stage in stages} == {"cpu"} and plan.microbatches > 1
-        threads = StageThreads(stages, microbatches=plan.microbatches) if is_on_cpu else None
-        if threads is not None:
-            self._cleanup.callback(threads.close)
-        recomputed = tuple(each for each in units if each not in self._staged.norms)
-        self._executor = Executor(self._staged, recomputed, threads)
+        self._threads = StageThreads(stages, microbatches=plan.microbatches) if is_on_cpu else None
+        if self._threads is not None:
+            self._cleanup.callback(self._threads.close)
+        self._executor = Executor(self._staged, tuple(each for each in units if each not in self._staged.norms))
         self._cleanup.enter_context(weigh_losses(GraphEntries(plan.explaining_out_of_memory)))
 
     def close(self) -> None:
@@ -186,8 +185,8 @@ class Pipeline(nn.Module):
             )
 
     def _run_microbatches(self, batch: Batch, kind: BatchKind, count: int, pipelines: int) -> Any:
-        is_threaded = self._is_threaded(kind)
-        is_bounded = is_threaded and torch.is_grad_enabled()
+        threads = self._threads_for(kind)
+        is_bounded = threads is not None and torch.is_grad_enabled()
         rng = RNGState(self._staged.devices)
         buffers = [(each, each.clone()) for each in map(self.inner.model.get_buffer, kind.buffers)]
         split = batch.split(count, is_bounded=is_bounded)
@@ -198,12 +197,12 @@ class Pipeline(nn.Module):
             outputs, moments = self._executor.run(
                 self._call,
                 split,
-                is_threaded=is_threaded,
+                threads=threads,
                 buffers=kind.buffers,
                 pipelines=pipelines,
                 on_output=joined.copy,
             )
-            kind.draws = kind.draws or (is_threaded and rng.has_changed())
+            kind.draws = kind.draws or (threads is not None and rng.has_changed())
             rows = [list(leaves(output)) for output in outputs]
             counts = sorted({len(row) for row in rows})
             if len(counts) > 1:
@@ -221,8 +220,8 @@ class Pipeline(nn.Module):
                 buffer.copy_(value)
             raise
         self._staged.norms.update(moments)
-        if is_bounded and self._executor.threads is not None:
-            connect(rows, bounds=split.bounds, submit=self._executor.threads.backward)
+        if threads is not None and is_bounded:
+            connect(rows, bounds=split.bounds, run=threads.run_backward)
         joined.replace_stand_ins(rows, kind.dims[form])
         values = join_outputs(rows, device=self._staged.output_device, dims=kind.dims[form], weights=weights)
         for position, constant in kind.constants.get(form, {}).items():
@@ -233,9 +232,10 @@ class Pipeline(nn.Module):
         mark_joined(values)
         return rebuild(outputs[0], values)
 
-    def _is_threaded(self, kind: BatchKind) -> bool:
-        is_free = not kind.draws and not kind.buffers and not self._has_replaced_parameters()
-        return self._executor.threads is not None and is_free and not is_bound_to_thread()
+    def _threads_for(self, kind: BatchKind) -> StageThreads | None:
+        """Return the threads in which micro-batches run; None: they run in this one."""
+        is_bound = kind.draws or kind.buffers or is_bound_to_thread() or self._has_replaced_parameters()
+        return None if is_bound else self._threads
 
     def _has_replaced_parameters(self) -> bool:
         """Return whether torch.func.functional_call has replaced parameters by results of operations.
@@ -280,10 +280,9 @@ class Pipeline(nn.Module):
                 names = ", ".join(kind.buffers[:5])
                 raise refusals.one_pipeline(f"forward changes {names}" if names else "a reentrant checkpoint")
             copied = self._batch(copy_inputs(batch.inputs)).split(count)
-            is_threaded = self._is_threaded(kind)
             with refusals.explained_split_failure(batch.split_dims):
                 outputs, _ = self._executor.run(
-                    self._call, copied, is_threaded=is_threaded, buffers=kind.buffers, pipelines=pipelines
+                    self._call, copied, threads=self._threads_for(kind), buffers=kind.buffers, pipelines=pipelines
                 )
             return [list(leaves(output)) for output in outputs], copied.sizes
 

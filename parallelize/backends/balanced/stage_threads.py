@@ -1,8 +1,8 @@
 """Threads of a pipeline on the CPU, and the thread-local state that they share with the caller.
 
 On an accelerator one thread issues all work, which runs on the device. On the CPU, one thread per micro-batch runs
-forward, and backward has as many threads as there are stages. In forward, a lock admits one micro-batch at a time to
-each stage. A micro-batch releases its stage before it waits for the next one, so deadlock is impossible:
+forward and backward; in backward, as many at a time as there are stages. In forward, a lock admits one micro-batch at a
+time to each stage. A micro-batch releases its stage before it waits for the next one, so deadlock is impossible:
 
     micro-batch 0   [ stage 0 ]──>[ stage 1 ]──>[ stage 2 ]
     micro-batch 1    waits  [ stage 0 ]──>[ stage 1 ]──>[ stage 2 ]
@@ -14,7 +14,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import contextvars
+import functools
 import os
+import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from parallelize.runtime.function_modes import function_modes, replace_function_modes
 
-__all__ = ["Stage", "StageThreads", "ThreadLocalState", "is_bound_to_thread", "saved_tensors_hooks", "stages_on"]
+__all__ = ["Stage", "StageThreads", "is_bound_to_thread", "saved_tensors_hooks", "stages_on"]
 
 
 @dataclass(frozen=True)
@@ -61,41 +63,61 @@ def stages_on(devices: Sequence[torch.device]) -> tuple[Stage, ...]:
 
 
 class StageThreads:
-    """Forward and backward threads of a pipeline on the CPU, started on construction and joined by `close`.
+    """Threads of a pipeline on the CPU, started on construction and joined by `close`.
 
     Args:
-        stages: the stages; each gets one backward thread, bound to the stage's cores.
-        microbatches: number of forward threads: the maximum number of micro-batches.
-
-    Attributes:
-        forward: queues a call, given with its arguments, on a forward thread; returns a Future.
-        backward: the same, on a backward thread.
+        stages: the stages.
+        microbatches: number of threads: the maximum number of micro-batches.
     """
 
     def __init__(self, stages: Sequence[Stage], *, microbatches: int) -> None:
-        intra_op = torch.get_num_threads()
-        threads_per_stage = max(1, intra_op // len(stages))
-        unbound = list(stages)  # each thread takes one
-
-        def bind() -> None:
-            torch.set_num_threads(threads_per_stage)
-            unbound.pop().bind_thread()
-
-        forward = _pool("forward", microbatches, lambda: torch.set_num_threads(threads_per_stage))
-        backward = _pool("backward", len(stages), bind)
-        self._pools = forward, backward
-        self.forward, self.backward = forward.submit, backward.submit
-        # The calls of set_num_threads in the pools also changed the default for new threads: restore it.
+        intra_op, self._is_closed = torch.get_num_threads(), False
+        self._free = queue.SimpleQueue[Stage]()  # stages on which no backward runs
+        for stage in stages:
+            self._free.put(stage)
+        per_stage = functools.partial(torch.set_num_threads, max(1, intra_op // len(stages)))
+        self._pool = ThreadPoolExecutor(microbatches, thread_name_prefix="pipeline", initializer=per_stage)
+        barrier = threading.Barrier(microbatches)
+        concurrent.futures.wait([self._pool.submit(barrier.wait) for _ in range(microbatches)])
+        # The calls of set_num_threads in the pool also changed the default for new threads: restore it.
         torch.set_num_threads(intra_op)
 
+    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return the results of calls, made in the threads with the thread-local state of this one."""
+        run = _with_state_of_this_thread()
+        futures = [self._pool.submit(run, call) for call in calls]
+        try:
+            concurrent.futures.wait(futures)
+        except BaseException:  # for example Ctrl-C: end the calls before the caller uses the model again
+            for each in futures:
+                each.cancel()
+            concurrent.futures.wait(futures)
+            raise
+        return [each.result() for each in futures]
+
+    def run_backward(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Return the results of calls, each made on a stage; after `close`, made in this thread."""
+        return [call() for call in calls] if self._is_closed else self.run([*map(self._on_a_stage, calls)])
+
     def close(self) -> None:
-        """Cancel queued tasks, and join all threads after their current tasks."""
-        for pool in self._pools:
-            pool.shutdown(wait=True, cancel_futures=True)
+        """Cancel queued calls, and join all threads after their current calls."""
+        self._is_closed = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _on_a_stage(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            stage = self._free.get()
+            try:
+                stage.bind_thread()
+                return call()
+            finally:
+                self._free.put(stage)
+
+        return run
 
 
 def is_bound_to_thread() -> bool:
-    """Return whether this thread has state that `ThreadLocalState` lacks: torch.func, dispatch modes, dual numbers."""
+    """Return whether this thread has state that others do not get: torch.func, dispatch modes, dual numbers."""
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
     return is_transformed or bool(_get_current_dispatch_mode_stack()) or forward_ad._current_level >= 0
 
@@ -105,43 +127,27 @@ def saved_tensors_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003  # torch's signature
 
 
-class ThreadLocalState:
-    """Thread-local state of the thread that creates the object, with which calls can run on other threads.
+def _with_state_of_this_thread() -> Callable[[Callable[[], Any]], Any]:
+    """Return a function that makes a call, on any thread, with the thread-local state of this one.
 
-    Contains grad and inference mode, autocast on the CPU, saved-tensor hooks, function modes (such as a default device)
-    and context variables.
+    It contains grad and inference mode, autocast on the CPU, saved-tensor hooks, function modes (such as a default
+    device) and context variables.
     """
+    context, modes, hooks = contextvars.copy_context(), function_modes(), saved_tensors_hooks()
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    dtype, is_cached = torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    is_autocast = torch.is_autocast_enabled("cpu")
 
-    def __init__(self) -> None:
-        self._context = contextvars.copy_context()
-        self._is_grad_enabled = torch.is_grad_enabled()
-        self._is_inference = torch.is_inference_mode_enabled()
-        self._autocast = (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
-        self._is_autocast_cached = torch.is_autocast_cache_enabled()
-        self._saved_tensors_hooks = saved_tensors_hooks()
-        self._function_modes = function_modes()
-
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Return the result of a call, made on the current thread with the stored state."""
-        return self._context.copy().run(self._call, call)
-
-    def _call(self, call: Callable[[], Any]) -> Any:
+    def run(call: Callable[[], Any]) -> Any:
         with contextlib.ExitStack() as stack:
-            if self._is_inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
-            is_enabled, dtype = self._autocast
-            if is_enabled:
-                stack.enter_context(torch.autocast("cpu", dtype=dtype, cache_enabled=self._is_autocast_cached))
-            if self._saved_tensors_hooks is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saved_tensors_hooks))
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            if is_autocast:
+                stack.enter_context(torch.autocast("cpu", dtype, cache_enabled=is_cached))
+            if hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
             stack.callback(replace_function_modes, function_modes())
-            replace_function_modes([*function_modes(), *self._function_modes])
+            replace_function_modes([*function_modes(), *modes])
             return call()
 
-
-def _pool(name: str, threads: int, initializer: Callable[[], None]) -> ThreadPoolExecutor:
-    pool = ThreadPoolExecutor(threads, thread_name_prefix=f"pipeline-{name}", initializer=initializer)
-    barrier = threading.Barrier(threads)
-    concurrent.futures.wait([pool.submit(barrier.wait) for _ in range(threads)])
-    return pool
+    return lambda call: context.copy().run(run, call)

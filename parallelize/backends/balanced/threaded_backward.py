@@ -11,23 +11,21 @@ of the model are computed, not those of a tensor inside the model.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from parallelize.backends.balanced.stage_threads import ThreadLocalState
 from parallelize.runtime.autograd_graph import nodes_behind, reaches_any
 
 __all__ = ["compute_gradients", "connect", "has_reentrant_checkpoint"]
 
-Submit = Callable[..., "Future[Any]"]
+Run = Callable[[Sequence[Callable[[], Any]]], list[Any]]
 
 
-def connect(rows: Sequence[list[Any]], *, bounds: Sequence[torch.Tensor], submit: Submit) -> None:
+def connect(rows: Sequence[list[Any]], *, bounds: Sequence[torch.Tensor], run: Run) -> None:
     """Replace the differentiable outputs in `rows` by ones that are connected to their leaves by a backward in threads.
 
     Outputs of reentrant checkpoints, which compute gradients by themselves, stay as they are.
@@ -35,7 +33,7 @@ def connect(rows: Sequence[list[Any]], *, bounds: Sequence[torch.Tensor], submit
     Args:
         rows: outputs of each micro-batch.
         bounds: inputs that require grad: the micro-batches' graphs end there.
-        submit: queues a call on a thread.
+        run: returns the results of calls, made in threads.
     """
     places = [
         [i for i, each in enumerate(row) if isinstance(each, torch.Tensor) and each.grad_fn is not None] for row in rows
@@ -46,7 +44,7 @@ def connect(rows: Sequence[list[Any]], *, bounds: Sequence[torch.Tensor], submit
     # A backward of the micro-batches would go on behind an input that was computed with parameters of the model.
     if not flat or leaves is None or reaches_any(bounds, leaves):
         return
-    found: Any = _Backward.apply(flat, [*map(len, places)], submit, *bounds, *leaves)  # type: ignore[no-untyped-call]  # torch's
+    found: Any = _Backward.apply(flat, [*map(len, places)], run, *bounds, *leaves)  # type: ignore[no-untyped-call]  # torch's
     connected = iter(found)
     for row, place in zip(rows, places, strict=True):
         for i in place:
@@ -84,10 +82,10 @@ class _Backward(torch.autograd.Function):
     """Autograd node between the leaves of all micro-batches' graphs and their outputs."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: list[torch.Tensor], sizes: list[int], submit: Submit, *leaves: torch.Tensor) -> Any:
+    def forward(ctx: Any, outputs: list[torch.Tensor], sizes: list[int], run: Run, *leaves: torch.Tensor) -> Any:
         # As saved tensors, they are freed as torch frees a graph: after a backward without retain_graph.
         ctx.save_for_backward(*outputs)
-        ctx.sizes, ctx.leaves, ctx.submit = sizes, leaves, submit
+        ctx.sizes, ctx.leaves, ctx.run = sizes, leaves, run
         ctx.set_materialize_grads(False)
         return tuple(each.detach() for each in outputs)
 
@@ -101,16 +99,9 @@ class _Backward(torch.autograd.Function):
         pairs = iter(zip(outputs, gradients, strict=True))
         parts = [[next(pairs) for _ in range(size)] for size in ctx.sizes]
         # Recomputed forwards set and restore the random number generator, in several threads at once.
-        rng_state, state = torch.get_rng_state(), ThreadLocalState()
-        of_each: list[Sequence[torch.Tensor | None]]
+        rng_state = torch.get_rng_state()
         with _without_hooks(leaves):
-            try:
-                futures = [ctx.submit(state.run, lambda part=part: _part(part, leaves)) for part in reversed(parts)]
-            except RuntimeError:  # the block has ended, and with it the threads
-                of_each = [_part(part, leaves) for part in reversed(parts)]
-            else:
-                concurrent.futures.wait(futures)
-                of_each = [each.result() for each in futures]
+            of_each = ctx.run([functools.partial(_part, part, leaves) for part in reversed(parts)])
         torch.set_rng_state(rng_state)
         return None, None, None, *map(_sum, zip(*of_each, strict=True))
 
