@@ -14,7 +14,7 @@ import dataclasses
 import types
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -72,24 +72,24 @@ class Batch:
     """
 
     def __init__(self, inputs: Any, *, dim: int | None, whole_inputs: Collection[str] = ()) -> None:
-        self.inputs = inputs
-        named = list(named_leaves(inputs))
-        self._flat = [leaf for _, leaf in named]
-        self.size = 1 if dim is None else _size(self._flat, dim)
-        axes = [None if dim is None else _axis(leaf, dim) for leaf in self._flat]
-        lengths = [None if axis is None else leaf.shape[axis] for leaf, axis in zip(self._flat, axes, strict=True)]
-        # Length 1 is left out: the tensor may be broadcast in this batch, and per sample in the next one.
-        others = {name for (name, _), length in zip(named, lengths, strict=True) if length not in {None, 1, self.size}}
-        self.not_per_sample = others.union(whole_inputs)
-        self._axes = [
-            axis if length == self.size and name not in whole_inputs else None
-            for (name, _), axis, length in zip(named, axes, lengths, strict=True)
-        ]
-        self.split_dims = {name: axis for (name, _), axis in zip(named, self._axes, strict=True) if axis is not None}
+        self.inputs, named = inputs, list(named_leaves(inputs))
+        self.size = 1 if dim is None else _size([leaf for _, leaf in named], dim)
+        self.not_per_sample, self.split_dims = {*whole_inputs}, dict[str, int]()
+        self._leaves: list[tuple[Any, int | None]] = []
+        for name, leaf in named:
+            axis = None if dim is None else _axis(leaf, dim)
+            length = self.size if axis is None else leaf.shape[axis]
+            if length not in {1, self.size}:  # of length 1, it may be broadcast in this batch, and per sample in others
+                self.not_per_sample.add(name)
+            if axis is None or length != self.size or name in whole_inputs:
+                self._leaves.append((leaf, None))
+            else:
+                self._leaves.append((leaf, axis))
+                self.split_dims[name] = axis
 
     def first(self, samples: int) -> Any:
         """Return the inputs for the first samples."""
-        return rebuild(self.inputs, [_part(leaf, axis, 0, min(samples, self.size)) for leaf, axis in self._leaves()])
+        return rebuild(self.inputs, [_part(leaf, axis, 0, min(samples, self.size)) for leaf, axis in self._leaves])
 
     def split(self, microbatches: int, *, is_bounded: bool = False) -> Split:
         """Split the batch.
@@ -100,17 +100,16 @@ class Batch:
         """
         count = max(1, min(microbatches, self.size))
         sizes = tuple(self.size // count + (index < self.size % count) for index in range(count))
-        inputs = enumerate(self._flat if is_bounded else ())
-        bounds = {i: x.view_as(x) for i, x in inputs if isinstance(x, torch.Tensor) and x.requires_grad}
-        found = [(bounds.get(i, leaf), axis) for i, (leaf, axis) in enumerate(self._leaves())]
+        found = [
+            (leaf.view_as(leaf) if is_bounded and isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf, axis)
+            for leaf, axis in self._leaves
+        ]
         parts = [
             [_part(leaf, axis if count > 1 else None, sum(sizes[:index]), size) for leaf, axis in found]
             for index, size in enumerate(sizes)
         ]
-        return Split([rebuild(self.inputs, part) for part in parts], sizes, list(bounds.values()))
-
-    def _leaves(self) -> Iterator[tuple[Any, int | None]]:
-        return zip(self._flat, self._axes, strict=True)
+        bounds = [new for (new, _), (leaf, _) in zip(found, self._leaves, strict=True) if new is not leaf]
+        return Split([rebuild(self.inputs, part) for part in parts], sizes, bounds)
 
 
 class Switches:
@@ -171,38 +170,37 @@ def rebuild(like: Any, flat: Collection[Any]) -> Any:
 
 def named_leaves(inputs: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, leaf) in the order of `leaves`; a name, such as `0.mask (2-D)`, is the same in every batch."""
-    args, kwargs = inputs
-    for place, value in [*((str(index), each) for index, each in enumerate(args)), *kwargs.items()]:
-        for path, leaf in _paths(place, value):
-            yield f"{path} ({leaf.dim()}-D)" if isinstance(leaf, torch.Tensor) else path, leaf
+    for key, value in [*enumerate(inputs[0]), *inputs[1].items()]:
+        yield from _named(str(key), value)
 
 
-def _paths(at: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.Tensor):
+        yield f"{name} ({value.dim()}-D)", value
+        return
+    inner: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
-        inner: list[tuple[Any, Any]] = list(value.items())
+        inner = value.items()
     elif isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "to")):
-        inner = list(enumerate(value))
+        inner = enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         inner = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
     else:
-        yield at, value
+        yield name, value
         return
     for key, each in inner:
-        yield from _paths(f"{at}.{key}", each)
+        yield from _named(f"{name}.{key}", each)
 
 
 def _size(flat: list[Any], dim: int) -> int:
-    if any(isinstance(leaf, PackedSequence) for leaf in flat):
-        raise CannotSplitError(
-            "an input of the model is a PackedSequence",
-            why="its samples are interleaved",
-            fix="pass the padded tensor with its lengths, and pack it in forward",
-        )
     for leaf in flat:
-        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        if isinstance(leaf, PackedSequence) or (isinstance(leaf, torch.Tensor) and leaf.is_nested):
             raise CannotSplitError(
-                "an input of the model is a nested tensor", why="it has no slices", fix="pass a padded tensor"
+                f"an input of the model is a {'nested tensor' if isinstance(leaf, torch.Tensor) else 'PackedSequence'}",
+                why="it has no slices of samples",
+                fix="pass the padded tensor with its lengths, and pack or nest it in forward",
             )
+    for leaf in flat:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
             return leaf.shape[dim]
     raise CannotSplitError(
@@ -214,11 +212,8 @@ def _size(flat: list[Any], dim: int) -> int:
 
 def _axis(leaf: Any, dim: int) -> int | None:
     """Return the batch dimension of a leaf: `dim`, or 0 for a 1-D tensor; None if the leaf has no such dimension."""
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-        return None
-    if leaf.dim() == 1:
-        return 0
-    return dim if leaf.dim() > dim else None
+    dims = leaf.dim() if isinstance(leaf, torch.Tensor) else 0
+    return (0 if dims else None) if dims < 2 else dim if dims > dim else None
 
 
 def _part(leaf: Any, axis: int | None, start: int, length: int) -> Any:
