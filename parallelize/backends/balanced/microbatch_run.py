@@ -70,7 +70,11 @@ class MicrobatchRun:
     Attributes:
         moments: moments of the micro-batch, computed by batch norms; None: this is a recomputation in backward.
         defers_statistics: whether batch norms compute moments instead of updating their running statistics.
+        device: device of the current stage.
+        transfer: moves tensors to this device; None: all stages are on one device.
     """
+
+    device: torch.device
 
     def __init__(
         self,
@@ -87,9 +91,9 @@ class MicrobatchRun:
         self.defers_statistics = True
         self.staged = staged
         self._first = pipeline * (len(staged.stages) // staged.pipelines)  # index of the pipeline's first stage
-        self._transfer = None
+        self.transfer: DeviceTransfer | None = None
         if len(staged.devices) > 1:
-            self._transfer = DeviceTransfer(staged.devices, copies, on_copy=_check_recomputation)
+            self.transfer = DeviceTransfer(staged.devices, copies, on_copy=_check_recomputation)
         self._locks = locks
         self._on_unit = on_unit
         self._saved_tensors_hooks: Any = None
@@ -105,7 +109,7 @@ class MicrobatchRun:
         current = None if accelerator is None else torch.accelerator.current_device_index()
         try:
             self._switch(stage)
-            with _autocast_on_cpu(self.staged.stages), self._transfer or contextlib.nullcontext():
+            with _autocast_on_cpu(self.staged.stages), self.transfer or contextlib.nullcontext():
                 yield
         finally:
             _active.run = before
@@ -136,30 +140,21 @@ class MicrobatchRun:
             self._on_unit(module, args)
         if self.microbatch is not None:
             mark_inside(args, self.microbatch)
-        if self._transfer is None:
+        if self.transfer is None:
             return None
         _check_recomputation()
-        return self._transfer.move_arguments(module, args)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the current stage."""
-        return self.staged.stages[self._first + self._stage].device
-
-    def leave_module(self, module: nn.Module) -> None:
-        """Copy arguments that a unit has changed in place back to where they came from."""
-        if self._transfer is not None:
-            self._transfer.write_back(module)
+        return self.transfer.move_arguments(module, args)
 
     def _switch(self, stage: int) -> None:
         self._release()
         if self._locks is not None:
             self._locks[self._first + stage].acquire()
         self._stage, target = stage, self.staged.stages[self._first + stage]
+        self.device = target.device
         if self._locks is not None or target.device.type != "cpu":
             target.bind_thread()
-        if self._transfer is not None:
-            self._transfer.device = target.device
+        if self.transfer is not None:
+            self.transfer.device = target.device
 
     def _release(self) -> None:
         if self._locks is not None and self._stage >= 0:
@@ -289,7 +284,8 @@ class StagedModel:
         if run is None or run.staged is not self:
             return
         self.norms.after(module, run.moments)
-        run.leave_module(module)
+        if run.transfer is not None:
+            run.transfer.write_back(module)
         outermost, context = self._recomputed.get(threading.get_ident(), (None, None))
         if context is not None and outermost is module:
             del self._recomputed[threading.get_ident()]

@@ -54,19 +54,13 @@ def _code(hook: Any) -> Any:
 
 def _may_be_clamped(weights: Weights, sizes: Sequence[int]) -> bool:
     """Return whether a sum of several samples is divided by 1 or less: the divisor may be `count.clamp(min=1)`."""
-    found = (
+    return any(
         part * count.count <= 1.0
         for parts, count in weights.values()
         if count.kind == "mean" and count.loss == "Sum" and isinstance(count.count, float)
         for part, size in zip(parts, sizes, strict=True)
         if isinstance(part, float) and size > 1
     )
-    return any(found)
-
-
-def _global_hooks() -> list[Any]:
-    found = (nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks)
-    return [hook for hooks in found for hook in hooks.values()]
 
 
 class Pipeline(nn.Module):
@@ -97,20 +91,21 @@ class Pipeline(nn.Module):
         self._moded = list(inner.model.modules())
         self._cleanup = contextlib.ExitStack()
         stages = stages_on([torch.device(device) for device in plan.devices])
+        calls = inner.model, plan.events, plan.bounds
         self._staged = StagedModel(
             inner.model,
             stages,
-            unit_routes(inner.model, plan.events, plan.bounds),
+            unit_routes(*calls),
             output_device=output_device,
-            borders=border_units(inner.model, plan.events, plan.bounds),
+            borders=border_units(*calls),
             pipelines=plan.pipelines,
         )
         self._cleanup.callback(self._staged.close)
         units = [inner.model.get_submodule(name) for name in dict.fromkeys(plan.events)] if plan.recompute else []
-        is_on_cpu = {stage.device.type for stage in stages} == {"cpu"} and plan.microbatches > 1
-        self._threads = StageThreads(stages, microbatches=plan.microbatches) if is_on_cpu else None
-        if self._threads is not None:
-            self._cleanup.callback(self._threads.close)
+        self._threads = None
+        if {stage.device.type for stage in stages} == {"cpu"} and plan.microbatches > 1:
+            threads = contextlib.closing(StageThreads(stages, microbatches=plan.microbatches))
+            self._threads = self._cleanup.enter_context(threads)
         self._executor = Executor(self._staged, tuple(each for each in units if each not in self._staged.norms))
         self._cleanup.enter_context(weigh_losses(GraphEntries(plan.explaining_out_of_memory)))
 
@@ -122,12 +117,8 @@ class Pipeline(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for a batch."""
         # Mixed precision casts the weights once for all micro-batches: to the session, they are one forward.
-        whole = types.MethodType(lambda _model, *args, **kwargs: self._run(args, kwargs), self.inner.model)
+        whole = types.MethodType(lambda _model, *args, **kwargs: self._run((args, kwargs)), self.inner.model)
         return self.inner.session.forward(whole, *args, **kwargs)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = args, kwargs
-        return self._run_whole(inputs) if self._plan.microbatches == 1 else self._run_split(inputs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner.bind_method(self.inner.method, self.inner.model)(*args, **kwargs)
@@ -137,7 +128,9 @@ class Pipeline(nn.Module):
         mark_joined(output)
         return to_device(output, self._staged.output_device)
 
-    def _run_split(self, inputs: Any) -> Any:
+    def _run(self, inputs: Any) -> Any:
+        if self._plan.microbatches == 1:
+            return self._run_whole(inputs)
         key, most = self._key(inputs), 1 if self._plan.recompute else self._plan.pipelines
         while self.kinds.get(key, self) is not None:
             known = self.kinds.get(key)
@@ -167,11 +160,11 @@ class Pipeline(nn.Module):
     def _key(self, inputs: Any) -> Any:
         """Return what distinguishes kinds of batches, see `batch_validation`."""
         flags = [value for each in self._moded for value in vars(each).values() if type(value) in {bool, str}]
+        of_all = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
+        hooks = [*(hook for m in self._moded for hook in user_hooks(m)), *(each for h in of_all for each in h.values())]
         # Not the hooks' ids: a loop may register the same function anew for each step.
-        hooks = tuple(
-            _code(each) for each in (*(hook for m in self._moded for hook in user_hooks(m)), *_global_hooks())
-        )
-        return tuple(flags), hooks, self._switches.key(inputs), torch.is_grad_enabled(), self.inner.method
+        codes, switches = tuple(map(_code, hooks)), self._switches.key(inputs)
+        return tuple(flags), codes, switches, torch.is_grad_enabled(), self.inner.method
 
     def _check_parameter_hooks(self, kind: BatchKind) -> None:
         """Raise CannotSplitError if a reentrant checkpoint would call hooks of parameters for each micro-batch."""
@@ -234,16 +227,11 @@ class Pipeline(nn.Module):
 
     def _threads_for(self, kind: BatchKind) -> StageThreads | None:
         """Return the threads in which micro-batches run; None: they run in this one."""
-        is_bound = kind.draws or kind.buffers or is_bound_to_thread() or self._has_replaced_parameters()
-        return None if is_bound else self._threads
-
-    def _has_replaced_parameters(self) -> bool:
-        """Return whether torch.func.functional_call has replaced parameters by results of operations.
-
-        A backward in threads does not compute gradients of such tensors, which the user may ask for.
-        """
+        if self._threads is None or kind.draws or kind.buffers or is_bound_to_thread():
+            return None
+        # A backward in threads computes no gradients of what torch.func.functional_call has put in place of parameters.
         used = (parameter for each in self._moded for parameter in each._parameters.values())
-        return any(parameter is not None and not parameter.is_leaf for parameter in used)
+        return self._threads if all(each is None or each.is_leaf for each in used) else None
 
     def _validate(self, batch: Batch, count: int, pipelines: int) -> BatchKind | None:
         """Compare micro-batches with the full batch; return None if, without gradients, the batch is better not split.
