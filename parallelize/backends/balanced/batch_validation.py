@@ -24,7 +24,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.batch import copy_inputs
-from parallelize.backends.balanced.captured_tensors import CapturedTensors
 from parallelize.backends.balanced.microbatch_run import user_hooks
 from parallelize.backends.balanced.outputs import (
     Dims,
@@ -38,7 +37,7 @@ from parallelize.backends.balanced.outputs import (
     rounding,
     scalar_weights,
 )
-from parallelize.backends.balanced.side_effects import ModelState
+from parallelize.backends.balanced.side_effects import CapturedTensors, ModelState
 from parallelize.backends.balanced.threaded_backward import compute_gradients, has_reentrant_checkpoint
 from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves
@@ -159,8 +158,9 @@ class BatchValidation:
 
         Not by `eval`, which may change more than the mode: LoRA merges weights there.
         """
-        own = [each for each in self.model.modules() if isinstance(each, _BatchNorm) or _is_of_torch(each)]
-        for modules in (own, list(self.model.modules())):
+        every = list(self.model.modules())
+        own = [m for m in every if isinstance(m, _BatchNorm) or type(m).__module__.startswith("torch.nn.modules.")]
+        for modules in (own, every):
             for each in modules:
                 vars(each)["training"] = False
             rng = RNGState(self.devices)
@@ -293,10 +293,6 @@ def _detached(output: Any) -> list[Any]:
         each.detach().requires_grad_(each.grad_fn is not None) if isinstance(each, torch.Tensor) else each
         for each in found
     ]
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _requires_grad(value: Any) -> bool:
