@@ -41,24 +41,17 @@ _MAX_NUMBERS, _MAX_TEXTS = 4, 8  # of each argument
 
 @dataclass(frozen=True)
 class Split:
-    """A batch in micro-batches.
+    """A batch in micro-batches."""
 
-    Args:
-        inputs: arguments and keyword arguments of each micro-batch.
-        sizes: number of samples of each micro-batch.
-        bounds: views that replace inputs that require grad; a backward of the micro-batches ends there.
-    """
-
-    inputs: list[Any]
-    sizes: tuple[int, ...]
-    bounds: list[torch.Tensor]
+    inputs: list[Any]  # (args, kwargs) of each
+    sizes: tuple[int, ...]  # samples of each
+    bounds: list[torch.Tensor]  # views in place of inputs that require grad; a backward of the micro-batches ends there
 
 
 class Batch:
-    """The inputs of a model.
+    """The inputs of a model, (args, kwargs).
 
     Args:
-        inputs: arguments and keyword arguments.
         dim: batch dimension; None: nothing is split, as if all of it were one sample.
         whole_inputs: names of tensors that are not split, even if they are as long as this batch.
 
@@ -92,12 +85,7 @@ class Batch:
         return rebuild(self.inputs, [_part(leaf, axis, 0, min(samples, self.size)) for leaf, axis in self._leaves])
 
     def split(self, microbatches: int, *, is_bounded: bool = False) -> Split:
-        """Split the batch.
-
-        Args:
-            microbatches: maximum number of micro-batches.
-            is_bounded: whether inputs that require grad are replaced by views.
-        """
+        """Split the batch; `is_bounded`: replace inputs that require grad by views."""
         count = max(1, min(microbatches, self.size))
         sizes = tuple(self.size // count + (index < self.size % count) for index in range(count))
         found = [

@@ -92,11 +92,9 @@ class BatchValidation:
     """Runs a batch in micro-batches and as a whole, and compares; the model's state is restored.
 
     Args:
-        model: the user's model.
-        inputs: those of the batch.
         whole: returns the output for inputs that are not split.
         split: returns a flat list of outputs of each micro-batch, and the micro-batches' sizes.
-        devices: devices of the stages; outputs are compared on the first one.
+        devices: those of the stages; outputs are compared on the first one.
         normalizes: whether batch norm normalizes each micro-batch.
         adds_unknown: see `scalar_weights`.
     """

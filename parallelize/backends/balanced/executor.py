@@ -31,15 +31,10 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Executor:
-    """Runs micro-batches of a model over its stages.
-
-    Args:
-        staged: the model with its stages.
-        recomputed: modules whose activations are recomputed in backward.
-    """
+    """Runs micro-batches of a model over its stages."""
 
     staged: StagedModel
-    recomputed: tuple[nn.Module, ...]
+    recomputed: tuple[nn.Module, ...]  # modules whose activations are recomputed in backward
 
     def run_whole(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output for one batch that is not split; batch norm works as without a pipeline."""
@@ -60,13 +55,8 @@ class Executor:
     ) -> tuple[list[Any], list[Moments]]:
         """Return the model's output for each micro-batch of a batch, and the moments that batch norms have computed.
 
-        Args:
-            call: calls the model's forward.
-            batch: the micro-batches.
-            threads: threads in which they run; None: they run in this one, one after another.
-            buffers: names of buffers that forward changes; all micro-batches begin with the same values.
-            pipelines: number of pipelines that are used.
-            on_output: called with the index of each micro-batch and its output, returns what is kept of the output.
+        They run in `threads`, or one after another in this one; `buffers`, which forward changes, then have the same
+        values before each. `on_output` gets the index and the output of each, and returns what is kept of it.
 
         Raises:
             ConfigError: micro-batches change one of `buffers` differently.

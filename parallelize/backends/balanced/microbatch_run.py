@@ -60,7 +60,6 @@ class MicrobatchRun:
     """One forward of a micro-batch, or the recomputation of a module in backward.
 
     Args:
-        staged: the model with its stages.
         copies: copies of parameters that all micro-batches of a forward share.
         locks: one lock per stage, if other threads run micro-batches; None: one thread runs all of them.
         on_unit: called with each unit that is about to run, and its arguments.
@@ -198,10 +197,8 @@ class StagedModel:
     Hooks are registered on construction, and removed by `close`. Only modules where something is to be done have one.
 
     Args:
-        model: the user's model.
         stages: the stages, in order, one pipeline after another.
         routes: id of a module -> the stages of its first, second, ... call; further calls use the last entry.
-        output_device: device of the inputs and outputs.
         borders: see `border_units`; None: every unit.
         pipelines: number of pipelines, each of which has the same stages.
 

@@ -61,7 +61,6 @@ class OutputBuffers:
     Args:
         known: dimensions in which outputs of earlier batches like this one are joined, by their form.
         sizes: number of samples of each micro-batch.
-        device: device of the joined tensors.
     """
 
     def __init__(self, known: Mapping[Form, Dims], sizes: Sequence[int], *, device: torch.device) -> None:
@@ -147,12 +146,7 @@ _joined: Any = _Joined.apply
 
 
 def output_form(values: Sequence[Any], weights: Weights | None = None) -> Form:
-    """Return, for each leaf of an output, its number of dimensions, or how a scalar is joined; None for objects.
-
-    Args:
-        values: the leaves.
-        weights: see `scalar_weights`; None: scalars have 0 dimensions.
-    """
+    """Return, for each leaf of an output, its number of dimensions, or how a scalar is joined; None for objects."""
     forms: list[Any] = [each.dim() if isinstance(each, torch.Tensor) else None for each in values]
     for position, (parts, count) in (weights or {}).items():
         forms[position] = count.kind, isinstance(parts[0], float) and parts[0] == 1.0
@@ -176,14 +170,7 @@ def infer_batch_dims(whole: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Dim
 def scalar_weights(
     rows: Sequence[Sequence[Any]], sizes: Sequence[int], *, inputs: Any, adds_unknown: bool = False
 ) -> Weights:
-    """Return the weights of scalar outputs, read from the graphs that forward has recorded.
-
-    Args:
-        rows: flat list of outputs of each micro-batch.
-        sizes: number of samples of each micro-batch.
-        inputs: the inputs of the model.
-        adds_unknown: whether scalars that are neither a known mean nor a known sum are added.
-    """
+    """Return the weights of scalar outputs, read from the graphs that forward has recorded; see `join_weights`."""
     scalars = {i: each for i, each in enumerate(zip(*rows, strict=True)) if all(_is_scalar(one) for one in each)}
     found = {
         i: join_weights(each, samples=sizes, inputs=inputs, adds_unknown=adds_unknown) for i, each in scalars.items()
@@ -197,14 +184,7 @@ def scalar_weights(
 
 
 def join_outputs(rows: Sequence[Sequence[Any]], *, device: torch.device, dims: Dims, weights: Weights) -> list[Any]:
-    """Join the outputs of micro-batches.
-
-    Args:
-        rows: flat list of outputs of each micro-batch.
-        device: device of the joined tensors.
-        dims: see `Dims`.
-        weights: see `scalar_weights`.
-    """
+    """Join the outputs of micro-batches, given as a flat list for each, on a device."""
     return [
         _join_scalars(values, *weights[position], device=device)
         if position in weights

@@ -68,8 +68,6 @@ class Pipeline(nn.Module):
 
     Args:
         inner: holds the model, which is on the devices of its stages.
-        plan: the plan.
-        batch_dim: batch dimension of the inputs.
         output_device: device of the inputs and of the outputs.
 
     Attributes:

@@ -76,7 +76,7 @@ def explained_split_failure(
     """Raise CannotSplitError for a forward that fails on a part of a batch, but not on the full batch.
 
     Args:
-        dimensions: the dimension along which each split input is split, by the input's name.
+        dimensions: see `Batch.split_dims`.
         run_whole: runs the full batch, which raises the error if it is the user's.
     """
     try:

@@ -35,14 +35,10 @@ __all__ = ["Stage", "StageThreads", "is_bound_to_thread", "saved_tensors_hooks",
 
 @dataclass(frozen=True)
 class Stage:
-    """A device, or some cores of the CPU, on which a part of the model runs.
-
-    Args:
-        cores: CPU cores on which a CPU stage runs; empty: any cores.
-    """
+    """A device, or some cores of the CPU, on which a part of the model runs."""
 
     device: torch.device
-    cores: frozenset[int] = frozenset()
+    cores: frozenset[int] = frozenset()  # empty: any cores
 
     def bind_thread(self) -> None:
         """Make the stage's device current in the calling thread; on the CPU, bind the thread to the stage's cores."""
@@ -63,12 +59,7 @@ def stages_on(devices: Sequence[torch.device]) -> tuple[Stage, ...]:
 
 
 class StageThreads:
-    """Threads of a pipeline on the CPU, started on construction and joined by `close`.
-
-    Args:
-        stages: the stages.
-        microbatches: number of threads: the maximum number of micro-batches.
-    """
+    """Threads of a pipeline on the CPU, one per micro-batch, started on construction and joined by `close`."""
 
     def __init__(self, stages: Sequence[Stage], *, microbatches: int) -> None:
         intra_op, self._is_closed = torch.get_num_threads(), False
