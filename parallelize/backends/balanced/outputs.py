@@ -13,7 +13,6 @@ isinstance, but autograd functions and DLPack take it as it is, without a graph 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,7 +67,6 @@ class OutputBuffers:
         self._form: Form = with_loss[-1] if with_loss else ()
         self._dims: Dims = known.get(self._form, {})
         self._sizes, self._kind = sizes, (torch.strided, device)
-        self._lock = threading.Lock()
         self._buffers: dict[int, torch.Tensor] = {}
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -100,9 +98,8 @@ class OutputBuffers:
         shape = (*value.shape[:dim], length * sum(self._sizes), *value.shape[dim + 1 :])
         if rest or not value.is_contiguous() or not value.is_floating_point():
             return value
-        with self._lock:
-            if position not in self._buffers:
-                self._buffers[position] = torch.empty(shape, dtype=value.dtype, device=value.device)
+        if position not in self._buffers:  # two threads may get here: the first one's is kept
+            self._buffers.setdefault(position, torch.empty(shape, dtype=value.dtype, device=value.device))
         buffer = self._buffers[position]
         if buffer.shape != shape or buffer.dtype != value.dtype:
             return value
