@@ -132,8 +132,9 @@ class ModelState:
         }
         for path, module, _, each in _buffers(self._model):
             _, _, buffer, version, value = self._buffers.get(path, (None, "", None, 0, each))
+            is_same = buffer is each and version == write_count(each)
             # `buffer.data.mul_()` does not count as a change of the buffer.
-            is_same = buffer is each and version == write_count(each) and not _has_changed(each, value)
+            is_same = is_same and torch.equal(each.nan_to_num(), value.to(each.device).nan_to_num())
             if not is_same and not isinstance(module, _BatchNorm):
                 found.add(path)
         return sorted(found)
@@ -270,12 +271,6 @@ def _contents(value: Any) -> Any:
         return None
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return len(value), [pair for pair in itertools.islice(items, 1000) if type(pair[1]) in {bool, int, float, str}]
-
-
-def _has_changed(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return True
-    return not torch.equal(one.nan_to_num(), other.to(one.device).nan_to_num())
 
 
 def _is_same(value: Any, before: Any, contents: Any) -> bool:
