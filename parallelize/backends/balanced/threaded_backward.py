@@ -35,20 +35,16 @@ def connect(rows: Sequence[list[Any]], *, bounds: Sequence[torch.Tensor], run: R
         bounds: inputs that require grad: the micro-batches' graphs end there.
         run: returns the results of calls, made in threads.
     """
-    places = [
-        [i for i, each in enumerate(row) if isinstance(each, torch.Tensor) and each.grad_fn is not None] for row in rows
-    ]
-    used = [[row[i] for i in place] for row, place in zip(rows, places, strict=True)]
+    used = [[each for each in row if isinstance(each, torch.Tensor) and each.grad_fn is not None] for row in rows]
     flat = [each for row in used for each in row]
     leaves = _leaves(used, bounds)
     # A backward of the micro-batches would go on behind an input that was computed with parameters of the model.
     if not flat or leaves is None or reaches_any(bounds, leaves):
         return
-    found: Any = _Backward.apply(flat, [*map(len, places)], run, *bounds, *leaves)  # type: ignore[no-untyped-call]  # torch's
-    connected = iter(found)
-    for row, place in zip(rows, places, strict=True):
-        for i in place:
-            row[i] = next(connected)
+    found: Any = _Backward.apply(flat, [*map(len, used)], run, *bounds, *leaves)  # type: ignore[no-untyped-call]  # torch's
+    connected = dict(zip(map(id, flat), found, strict=True))
+    for row in rows:
+        row[:] = [connected.get(id(each), each) for each in row]
 
 
 def has_reentrant_checkpoint(outputs: Sequence[torch.Tensor]) -> bool:
@@ -118,11 +114,8 @@ def _part(
 
 def _sum(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """Return the sum of the gradients of the micro-batches, in a fixed order."""
-    total = None
-    for part in parts:
-        if part is not None:
-            total = part if total is None else total + part
-    return total
+    found = [each for each in parts if each is not None]
+    return sum(found[1:], found[0]) if found else None
 
 
 @contextlib.contextmanager
