@@ -126,15 +126,14 @@ def _complete(name: str) -> torch.device:
     return device if is_complete else torch.device(device.type, 0)
 
 
-def _faults(options: BalancedBackend) -> Iterator[Fault]:
-    """Yield a fault for each option with an invalid value."""
-    given: dict[str, Any] = {name: getattr(options, name) for name in ("microbatches", "recompute", "batch_norm")}
-    count = given["microbatches"]
+def _faults(options: Any) -> Iterator[Fault]:
+    """Yield a fault for each option with an invalid value, of any type."""
+    count = options.microbatches
     if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         yield Fault(f"microbatches={count!r}", "not a positive integer or 'auto'", "use 'auto', or a number such as 4")
-    if given["recompute"] not in {True, False, "auto"}:
+    if options.recompute not in {True, False, "auto"}:
         yield Fault(f"recompute={options.recompute!r}", "unknown value", "use True, False or 'auto'")
-    if given["batch_norm"] not in {"micro", "full"}:
+    if options.batch_norm not in {"micro", "full"}:
         yield Fault(f"batch_norm={options.batch_norm!r}", "unknown mode", "use 'micro' or 'full'")
     if options.sync_batchnorm:
         yield Fault(
@@ -146,9 +145,7 @@ def _faults(options: BalancedBackend) -> Iterator[Fault]:
         try:
             torch.device(name)
         except RuntimeError as error:
-            yield Fault(
-                f"devices={list(options.devices or ())!r}", str(error).split("\n")[0], "use names such as 'cuda:1'"
-            )
+            yield Fault(f"devices={[*options.devices]!r}", str(error).split("\n")[0], "use names such as 'cuda:1'")
 
 
 def _contradictions(options: BalancedBackend) -> Iterator[Fault]:
