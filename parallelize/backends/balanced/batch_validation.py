@@ -30,7 +30,6 @@ from parallelize.backends.balanced.outputs import (
     Form,
     difference,
     infer_batch_dims,
-    is_constant,
     is_equal,
     join_outputs,
     output_form,
@@ -230,7 +229,9 @@ class BatchValidation:
             return  # micro-batches return different values: joining them returns placeholders
         weights = scalar_weights(rows, sizes, inputs=self.inputs, adds_unknown=self.adds_unknown)
         dims = kind.dims.setdefault(output_form(second, weights), infer_batch_dims(second, rows))
-        constants = {i: each for i, each in enumerate(second) if is_constant(each, i, dims, weights)}
+        # Numbers, and tensors that are joined only if they are equal in all micro-batches.
+        unsplit = [i for i, each in enumerate(second) if each is not None and i not in weights and dims.get(i) is None]
+        constants = {i: second[i] for i in unsplit if not _requires_grad(second[i])}
         kind.constants.setdefault(output_form(second, weights), constants)
         for position, value in constants.items():
             parts = [row[position] for row in rows]

@@ -30,7 +30,6 @@ __all__ = [
     "Weights",
     "difference",
     "infer_batch_dims",
-    "is_constant",
     "is_equal",
     "join_outputs",
     "output_form",
@@ -188,13 +187,6 @@ def join_outputs(rows: Sequence[Sequence[Any]], *, device: torch.device, dims: D
         else _join_output(values, position=position, device=device, dims=dims)
         for position, values in enumerate(zip(*rows, strict=True))
     ]
-
-
-def is_constant(value: Any, position: int, dims: Dims, weights: Weights) -> bool:
-    """Return whether an output is a number, or a tensor, that is joined only if it is equal in all micro-batches."""
-    if isinstance(value, torch.Tensor):
-        return position not in weights and dims.get(position) is None and not value.requires_grad
-    return value is not None
 
 
 def is_equal(one: Any, other: Any) -> bool:
