@@ -30,19 +30,24 @@ class ModelPlacement:
     def __init__(self, model: nn.Module) -> None:
         tensors = itertools.chain(model.parameters(), model.buffers())
         self._original_devices = [(tensor, tensor.device) for tensor in tensors]
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
         """Keep optimizer state on its parameters' devices; on exit, move all tensors to their original devices."""
-        handle = register_optimizer_step_pre_hook(self._before_step)
+        optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+        def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+            optimizers.add(optimizer)
+            _move_optimizer_state(optimizer)
+
+        handle = register_optimizer_step_pre_hook(before_step)
         try:
             yield
         finally:
             handle.remove()
             for tensor, device in self._original_devices:
                 _move_tensor(tensor, device)
-            for optimizer in self._optimizers:
+            for optimizer in optimizers:
                 _move_optimizer_state(optimizer)
 
     def move(self, module_stages: Sequence[tuple[nn.Module, int]], stages: Sequence[Stage]) -> None:
@@ -54,10 +59,6 @@ class ModelPlacement:
                     seen.add(id(tensor))
                     _move_tensor(tensor, stages[stage].device)
         torch.clear_autocast_cache()  # of casts on the former devices
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._optimizers.add(optimizer)
-        _move_optimizer_state(optimizer)
 
 
 def spec_of(device: torch.device, specs: Sequence[DeviceSpec]) -> DeviceSpec:
