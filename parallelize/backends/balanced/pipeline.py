@@ -135,16 +135,15 @@ class Pipeline(nn.Module):
             pipelines = most if known is None else min(most, known.pipelines)
             try:
                 batch = self._batch(inputs)
-                count = self._microbatches(batch.size)
-                if count == 1:
+                if self._microbatches(batch) == 1:
                     break
                 if key not in self.kinds:
-                    self.kinds[key] = self._validate(batch, count, pipelines)
+                    self.kinds[key] = self._validate(batch, pipelines)
                 kind = self.kinds[key]
                 if kind is not None:
                     kind.pipelines = pipelines
                     self._check_parameter_hooks(kind)
-                    return self._run_microbatches(batch, kind, count, pipelines)
+                    return self._run_microbatches(batch, kind)
             except refusals.CannotSplitError as error:
                 if pipelines > 1:
                     most, self.restriction = 1, error
@@ -175,14 +174,14 @@ class Pipeline(nn.Module):
                 fix="use checkpoint(..., use_reentrant=False)",
             )
 
-    def _run_microbatches(self, batch: Batch, kind: BatchKind, count: int, pipelines: int) -> Any:
+    def _run_microbatches(self, batch: Batch, kind: BatchKind) -> Any:
         threads = self._threads_for(kind)
         is_bounded = threads is not None and torch.is_grad_enabled()
         rng = RNGState(self._staged.devices)
         buffers = [(each, each.clone()) for each in map(self.inner.model.get_buffer, kind.buffers)]
-        split = batch.split(count, is_bounded=is_bounded)
+        split = batch.split(self._microbatches(batch), is_bounded=is_bounded)
         # Forward-mode derivatives, and outputs on several devices, are concatenated.
-        known = {} if is_bound_to_thread() or pipelines > 1 else kind.dims
+        known = {} if is_bound_to_thread() or kind.pipelines > 1 else kind.dims
         joined = OutputBuffers(known, split.sizes, device=self._staged.output_device)
         try:
             outputs, moments = self._executor.run(
@@ -190,7 +189,7 @@ class Pipeline(nn.Module):
                 split,
                 threads=threads,
                 buffers=kind.buffers,
-                pipelines=pipelines,
+                pipelines=kind.pipelines,
                 on_output=joined.copy,
             )
             kind.draws = kind.draws or (threads is not None and rng.has_changed())
@@ -203,7 +202,7 @@ class Pipeline(nn.Module):
             weights = scalar_weights(rows, split.sizes, inputs=batch.inputs, adds_unknown=self.inner.average == "sum")
             form = output_form(rows[0], weights)
             if form not in kind.dims or _may_be_clamped(weights, split.sizes):
-                found = self._validate(batch, count, pipelines) or BatchKind()
+                found = self._validate(batch, kind.pipelines) or BatchKind()
                 kind.dims[form], kind.constants[form] = found.dims.get(form, {}), found.constants.get(form, {})
         except refusals.CannotSplitError:  # the batch runs again, whole
             rng.restore()
@@ -231,7 +230,7 @@ class Pipeline(nn.Module):
         used = (parameter for each in self._moded for parameter in each._parameters.values())
         return self._threads if all(each is None or each.is_leaf for each in used) else None
 
-    def _validate(self, batch: Batch, count: int, pipelines: int) -> BatchKind | None:
+    def _validate(self, batch: Batch, pipelines: int) -> BatchKind | None:
         """Compare micro-batches with the full batch; return None if, without gradients, the batch is better not split.
 
         Raises:
@@ -244,7 +243,7 @@ class Pipeline(nn.Module):
                 fix="pass tensors, alone or in containers",
             )
         try:
-            kind: BatchKind | None = self._validation(batch, count, pipelines).run()
+            kind: BatchKind | None = self._validation(batch, pipelines).run()
         except torch.OutOfMemoryError:  # the full batch may need more memory than micro-batches: compare a part
             if batch.size < 4:
                 raise
@@ -254,18 +253,17 @@ class Pipeline(nn.Module):
                 raise
             raise refusals.one_pipeline(f"backward of several pipelines fails ({type(error).__name__})") from error
         if kind is None:
-            part = self._batch(batch.first(batch.size // 2))
-            return self._validate(part, self._microbatches(part.size), pipelines)
+            return self._validate(self._batch(batch.first(batch.size // 2)), pipelines)
         # Without a graph, the number of targets of a loss is not known.
         has_loss = any(isinstance(each, tuple) for form in kind.dims for each in form)
         return None if has_loss and not kind.has_graph else kind
 
-    def _validation(self, batch: Batch, count: int, pipelines: int) -> BatchValidation:
+    def _validation(self, batch: Batch, pipelines: int) -> BatchValidation:
         def split(kind: BatchKind) -> tuple[list[list[Any]], Sequence[int]]:
             if pipelines > 1 and (kind.buffers or kind.is_reentrant):
                 names = ", ".join(kind.buffers[:5])
                 raise refusals.one_pipeline(f"forward changes {names}" if names else "a reentrant checkpoint")
-            copied = self._batch(copy_inputs(batch.inputs)).split(count)
+            copied = self._batch(copy_inputs(batch.inputs)).split(self._microbatches(batch))
             with refusals.explained_split_failure(batch.split_dims):
                 outputs, _ = self._executor.run(
                     self._call, copied, threads=self._threads_for(kind), buffers=kind.buffers, pipelines=pipelines
@@ -290,9 +288,9 @@ class Pipeline(nn.Module):
             remember(self.inner.model, self._plan)
         return batch
 
-    def _microbatches(self, samples: int) -> int:
+    def _microbatches(self, batch: Batch) -> int:
         """Return the number of micro-batches: fewer if batch norm would train on one sample at a time."""
         count = self._plan.microbatches
-        if self._staged.norms.is_training and samples < min(self._plan.samples, 2 * count):
-            return max(1, samples // 2)
-        return min(count, samples)
+        if self._staged.norms.is_training and batch.size < min(self._plan.samples, 2 * count):
+            return max(1, batch.size // 2)
+        return min(count, batch.size)
