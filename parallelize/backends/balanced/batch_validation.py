@@ -49,29 +49,18 @@ _MAX_VALUES = 4096  # of each parameter's gradient that are compared
 
 @dataclass
 class BatchKind:
-    """What is known of a kind of batch.
+    """What is known of a kind of batch."""
 
-    Args:
-        pipelines: number of pipelines in which such batches run.
-        draws: whether forward draws random numbers.
-        buffers: names of the buffers that forward changes, equally in every micro-batch.
-        is_reentrant: whether a reentrant checkpoint computes gradients by itself.
-        has_graph: whether an output of the full batch requires grad.
-        has_warned: whether a warning was given.
-        in_evaluation: whether outputs and gradients were compared in evaluation mode, in two more steps.
-        assumed_means: positions of scalars of which only the comparison shows that they are means over samples.
-        dims: form of the output -> the dimensions in which outputs are joined.
-        constants: form of the output -> the full batch's outputs that are not per sample, such as counts, by position.
-    """
-
-    pipelines: int = 1
-    draws: bool = False
-    buffers: tuple[str, ...] = ()
-    is_reentrant: bool = False
-    has_graph: bool = False
+    pipelines: int = 1  # in which such batches run
+    draws: bool = False  # whether forward draws random numbers
+    buffers: tuple[str, ...] = ()  # names of those that forward changes, equally in every micro-batch
+    is_reentrant: bool = False  # whether a reentrant checkpoint computes gradients by itself
+    has_graph: bool = False  # whether an output of the full batch requires grad
     has_warned: bool = False
-    in_evaluation: bool = False
+    in_evaluation: bool = False  # whether outputs and gradients were compared in evaluation mode, in two more steps
+    # Positions of scalars of which only the comparison shows that they are means over samples.
     assumed_means: set[int] = field(default_factory=set)
+    # For each form of the output: how outputs are joined, and the full batch's outputs that are not per sample.
     dims: dict[Form, Dims] = field(default_factory=dict)
     constants: dict[Form, dict[int, Any]] = field(default_factory=dict)
 
@@ -88,23 +77,16 @@ class _Whole:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchValidation:
-    """Runs a batch in micro-batches and as a whole, and compares; the model's state is restored.
-
-    Args:
-        whole: returns the output for inputs that are not split.
-        split: returns a flat list of outputs of each micro-batch, and the micro-batches' sizes.
-        devices: those of the stages; outputs are compared on the first one.
-        normalizes: whether batch norm normalizes each micro-batch.
-        adds_unknown: see `scalar_weights`.
-    """
+    """Runs a batch in micro-batches and as a whole, and compares; the model's state is restored."""
 
     model: nn.Module
     inputs: Any
-    whole: Callable[[Any], Any]
+    whole: Callable[[Any], Any]  # returns the output for inputs that are not split
+    # Returns a flat list of outputs of each micro-batch, and the micro-batches' sizes.
     split: Callable[[BatchKind], tuple[list[list[Any]], Sequence[int]]]
-    devices: Sequence[torch.device]
-    normalizes: bool
-    adds_unknown: bool
+    devices: Sequence[torch.device]  # of the stages; outputs are compared on the first one
+    normalizes: bool  # whether batch norm normalizes each micro-batch
+    adds_unknown: bool  # see `scalar_weights`
 
     def run(self) -> BatchKind:
         """Return what is known of batches like this one.

@@ -65,15 +65,10 @@ class MicrobatchRun:
         on_unit: called with each unit that is about to run, and its arguments.
         microbatch: identifies the micro-batch in its graph; None: the batch is not split.
         pipeline: index of the pipeline in which the micro-batch runs.
-
-    Attributes:
-        moments: moments of the micro-batch, computed by batch norms; None: this is a recomputation in backward.
-        defers_statistics: whether batch norms compute moments instead of updating their running statistics.
-        device: device of the current stage.
-        transfer: moves tensors to this device; None: all stages are on one device.
     """
 
-    device: torch.device
+    device: torch.device  # of the current stage
+    defers_statistics = True  # whether batch norms compute moments instead of updating their running statistics
 
     def __init__(
         self,
@@ -86,8 +81,7 @@ class MicrobatchRun:
         pipeline: int = 0,
     ) -> None:
         self.microbatch, self.pipeline = microbatch, pipeline
-        self.moments: Moments | None = {}
-        self.defers_statistics = True
+        self.moments: Moments | None = {}  # computed by batch norms; None: this is a recomputation in backward
         self.staged = staged
         self._first = pipeline * (len(staged.stages) // staged.pipelines)  # index of the pipeline's first stage
         self.transfer: DeviceTransfer | None = None
@@ -201,10 +195,6 @@ class StagedModel:
         routes: id of a module -> the stages of its first, second, ... call; further calls use the last entry.
         borders: see `border_units`; None: every unit.
         pipelines: number of pipelines, each of which has the same stages.
-
-    Attributes:
-        devices: devices of the stages, and the output device.
-        norms: the model's batch norms.
     """
 
     def __init__(
