@@ -25,7 +25,7 @@ class MapStyleSource(Source[Any]):
     If the loader's sampler already shards it, the units are this process's batches, which are kept.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, copy: LoaderCopy[Any], options: LoaderOptions, world: World) -> None:
+    def __init__(self, loader: DataLoader[Any], *, copy: LoaderCopy, options: LoaderOptions, world: World) -> None:
         self.copy, self.loader = copy, copy.loader
         batches: Any = loader.batch_sampler
         self._sharder = _find_distributed_sampler(loader, world)
