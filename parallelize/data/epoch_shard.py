@@ -65,6 +65,11 @@ class EpochShard(Generic[T]):
     data: str = ""
     first: str = ""
 
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the order is known, and may be another one in each epoch."""
+        return self.order is not None and not isinstance(self.order, range)
+
     def facts(self) -> dict[str, Any]:
         """Return what is saved of an interrupted epoch: its units' number and order, or a hash of a stream's start."""
         if self.order is not None:

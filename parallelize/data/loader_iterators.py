@@ -13,6 +13,8 @@ __all__ = ["EpochProgress", "LoaderIterators"]
 
 T = TypeVar("T")
 
+_MAX_LOOKS = 4
+
 
 class EpochProgress(Generic[T]):
     """The progress of one iterator through its epoch."""
@@ -40,9 +42,12 @@ class LoaderIterators(Generic[T]):
         # Those that are open, and one that is closed: the latest loop, or else the latest look at a first batch.
         self._known: list[EpochProgress[T]] = []
         self._time, self._has_warned = 0, False
+        self._looks = 0  # iterators in a row that were left after their first batch
 
     def advance(self, progress: EpochProgress[T]) -> None:
         """Record that an iterator is about to yield a batch."""
+        if progress.steps <= 2 and progress.shard.is_shuffled:
+            self._warn_if_repeated(progress)
         self._time += 1
         progress.time = self._time
         if progress not in self._known:
@@ -54,6 +59,7 @@ class LoaderIterators(Generic[T]):
     def close(self, progress: EpochProgress[T]) -> None:
         """Record that an iterator has ended, or was left."""
         progress.is_closed = True
+        self._looks = 0 if progress.is_loop else self._looks + progress.steps
         # Ranks do not compare an evaluation that they have left.
         progress.check = progress.summary = None
         if progress.steps and progress not in self._known:  # it is left, or an epoch or a state was set
@@ -80,6 +86,26 @@ class LoaderIterators(Generic[T]):
         A loop over the same loader inside of it, and a look at a first batch, do not end it.
         """
         return max(self._known, key=lambda each: (each.is_loop - each.is_closed, each.time), default=None)
+
+    def _warn_if_repeated(self, progress: EpochProgress[T]) -> None:
+        """Warn if iterators yield the same batches, where those of the user's loader yield others."""
+        in_turn = [each for each in self._known if each.time == self._time and each is not progress]
+        if progress.steps == 1 and self._looks == _MAX_LOOKS:
+            text = (
+                f"the first batch of an epoch was taken {_MAX_LOOKS} times: an iterator that is left after one batch "
+                "does not advance the epoch, so that next(iter(loader)) yields the same batch again. Keep the "
+                "iterator, batches = iter(loader), use limit=1, or call set_epoch()."
+            )
+        elif progress.steps == 2 and any(
+            each.steps == 2 and not each.is_closed and each.position == progress.position for each in in_turn
+        ):
+            text = (
+                "two iterators over one epoch of a loader advance in turn, as in zip(loader, loader): they yield the "
+                "same batches. Use a second DataLoader, with another seed: shard_loader(other, seed=1)."
+            )
+        else:
+            return
+        warnings.warn(text, stacklevel=4)
 
     def warn_if_ambiguous(self) -> None:
         """Warn, once, if it is unknown whether the current iterator goes on, because a later one has ended."""

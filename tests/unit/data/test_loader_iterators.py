@@ -138,6 +138,26 @@ def test_an_old_iterator_that_is_collected_does_not_turn_the_epoch_back() -> Non
     assert list(loader) == full(3)
 
 
+def test_batches_that_are_taken_again_are_named(recwarn: pytest.WarningsRecorder) -> None:
+    """next(iter(loader)) for each step, and two iterators in turn, yield what a shuffled loader would not repeat."""
+    loader, sequential = make(), shard_loader(DataLoader(range(24), batch_size=2, collate_fn=list))
+    for _ in range(9):
+        look(sequential)
+        list(zip(sequential, sequential, strict=True))
+        for _ in range(3):
+            look(loader)
+        read_all(loader)
+    assert not recwarn.list
+    for _ in range(9):
+        look(loader)
+    read_all(loader)
+    for _ in range(2):
+        list(zip(loader, loader, strict=True))
+    texts = ["the first batch of an epoch was taken 4 times", "two iterators over one epoch of a loader"]
+    assert [text in str(each.message) for text, each in zip(texts, recwarn.list, strict=True)] == [True, True]
+    assert {each.filename for each in recwarn.list} == {__file__}
+
+
 def test_results_of_a_loop_are_gathered_after_a_look() -> None:
     """gather takes the rows of the loop."""
     loader = make()
