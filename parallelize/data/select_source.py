@@ -33,14 +33,11 @@ _merged_ranks: ContextVar[MergedRanks | None] = ContextVar("parallelize_merged_r
 
 @dataclass(frozen=True)
 class MergedRanks:
-    """The ranks whose batches this process reads: all of them in a run with one process, else its own.
-
-    `on_batch` is called for each batch of any loader, with the hash of each rank's samples.
-    """
+    """The ranks whose batches this process reads: all of them in a run with one process, else its own."""
 
     ranks: Sequence[int]
     world_size: int
-    on_batch: Callable[[tuple[str, ...]], None]
+    on_batch: Callable[[tuple[str, ...]], None]  # called with the hash of each rank's samples
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -126,15 +123,12 @@ def _check_is_batch_iterable(loader: Any) -> None:
 
 
 class _MergedSource:
-    """Merges the batches of several sources, one per rank; all else is that of the first.
-
-    If the loader collates samples, its collate function is called once on the samples of all ranks, so that padding is
-    that of the merged batch. Ready-made batches are concatenated.
-    """
+    """Merges the batches of several sources, one per rank; all else is that of the first."""
 
     def __init__(self, sources: Sequence[Source[Any]], on_batch: Callable[[tuple[str, ...]], None]) -> None:
         self._sources, self._on_batch, self._first = sources, on_batch, sources[0]
         self._collate: Any = None
+        # It is called once on the samples of all ranks, so that padding is that of the merged batch.
         if self._first.copy is not None and self._first.loader.batch_sampler is not None:
             self._collate = self._first.copy.loader.collate_fn
             for each in sources:
@@ -168,18 +162,18 @@ class _MergedSource:
 
 def _concatenate(batches: Sequence[Any]) -> Any:
     """Concatenate the tensors of ready-made batches, leaf by leaf; other leaves must be equal."""
-    joined = iter([_join_leaves(column) for column in zip(*map(leaves, batches), strict=True)])
-    return map_leaves(lambda _leaf: next(joined), batches[0])
+    columns = iter(list(zip(*map(leaves, batches), strict=True)))
 
+    def join(first: Any) -> Any:
+        column = next(columns)
+        if isinstance(first, torch.Tensor) and first.ndim and len({each.shape[1:] for each in column}) == 1:
+            return torch.cat(column)
+        if not hasattr(first, "shape") and all(each == first for each in column):
+            return first
+        raise ConfigError(
+            f"compare with ready-made batches that contain a {type(first).__name__} for each rank",
+            why="only tensors of equal sample shapes can be concatenated to the batch of one process",
+            fix="pass shard_loader a DataLoader(dataset, batch_size=...), which collates samples",
+        )
 
-def _join_leaves(column: Sequence[Any]) -> Any:
-    first = column[0]
-    if isinstance(first, torch.Tensor) and first.ndim and len({each.shape[1:] for each in column}) == 1:
-        return torch.cat(list(column))
-    if not hasattr(first, "shape") and all(each == first for each in column):
-        return first
-    raise ConfigError(
-        f"compare with ready-made batches that contain a {type(first).__name__} for each rank",
-        why="only tensors of equal sample shapes can be concatenated to the batch of one process",
-        fix="pass shard_loader a DataLoader(dataset, batch_size=...), which collates samples",
-    )
+    return map_leaves(join, batches[0])

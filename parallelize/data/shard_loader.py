@@ -103,20 +103,21 @@ def shard_loader(
             why="the data would be sharded twice, and part of it skipped",
             fix="pass the DataLoader itself to each shard_loader",
         )
-    by_options = _run_loaders().sharded(loader)
+    run = active()
+    of_run = _outside_of_runs if run is None else run.states.setdefault(__name__, _RunLoaders())
+    by_options = of_run.sharded(loader)
     key = dataclasses.replace(options, progress=False)  # a new progress label does not restart the epochs
     found = by_options.get(key)
     if found is None:
         frame = sys._getframe(1)
         call_site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        found = by_options[key] = _make(loader, options, call_site)
+        found = by_options[key] = _make(loader, options, call_site, of_run.lines[call_site])
     found._options = options
     return found
 
 
-def _make(loader: Iterable[T], options: LoaderOptions, call_site: str) -> ShardedLoader[T]:
+def _make(loader: Iterable[T], options: LoaderOptions, call_site: str, line: LineOfCode) -> ShardedLoader[T]:
     run = current()
-    line = _run_loaders().lines[call_site]
     source = source_for(loader, options=options, run=run, occurrence=line.made)
     line.made += 1
     summary = source.batch_summary()
@@ -148,10 +149,4 @@ class _RunLoaders:
             return {}
 
 
-_outside_of_runs = _RunLoaders()
-
-
-def _run_loaders() -> _RunLoaders:
-    # Each call of a decorated function begins with epoch 0.
-    run = active()
-    return _outside_of_runs if run is None else run.states.setdefault(__name__, _RunLoaders())
+_outside_of_runs = _RunLoaders()  # each call of a decorated function has others, and begins with epoch 0
