@@ -13,15 +13,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from parallelize.data.rng import IsolatedRNG, access, derive_seed, is_generator
 
-__all__ = [
-    "MAX_LISTED",
-    "Permutation",
-    "draw_order",
-    "is_exactly",
-    "order_fingerprint",
-    "sampler_seed",
-    "stream_rng",
-]
+__all__ = ["MAX_LISTED", "Permutation", "draw_order", "is_exactly", "order_fingerprint", "sampler_seed", "stream_rng"]
 
 MAX_LISTED = 2**24
 """Samplers with more units are drawn while they are iterated, as those without a length."""
@@ -73,9 +65,19 @@ def draw_order(sampler: Any, *, seed: int, epoch: int, max_listed: int = MAX_LIS
         return Permutation(sampler.num_samples, seed + epoch)
     if (length := len(sampler)) > max_listed:
         return None
-    # A length may be an estimate, and an endless sampler may have one.
+    listed: Any = []
     with stream_rng(sampler, seed=seed, epoch=epoch):
-        return _listed(iter(sampler), at_most=2 * length + _CHUNK)
+        units = iter(sampler)
+        while chunk := list(itertools.islice(units, _CHUNK)):
+            are_small_ints = set(map(type, chunk)) == {int} and min(chunk) >= -(2**31) and max(chunk) < 2**31
+            if len(chunk) == _CHUNK and are_small_ints and not listed:
+                listed = array("i")
+            elif isinstance(listed, array) and not are_small_ints:
+                listed = list(listed)
+            listed.extend(chunk)
+            if len(listed) > 2 * length + _CHUNK:  # a length may be an estimate, and an endless sampler may have one
+                return None
+    return listed  # type: ignore[no-any-return]  # a list, or an array
 
 
 def is_exactly(sampler: object, kind: type) -> bool:
@@ -84,36 +86,18 @@ def is_exactly(sampler: object, kind: type) -> bool:
     return type(sampler) is kind or name == ("torchdata.stateful_dataloader.sampler", kind.__name__)
 
 
-def _listed(units: Iterator[Any], *, at_most: int) -> Sequence[Any] | None:
-    """Return all units, as an array if they are ints; None: they are more than `at_most`."""
-    listed: Any = []
-    while chunk := list(itertools.islice(units, _CHUNK)):
-        are_small_ints = set(map(type, chunk)) == {int} and min(chunk) >= -(2**31) and max(chunk) < 2**31
-        if len(chunk) == _CHUNK and are_small_ints and not listed:
-            listed = array("i")
-        elif isinstance(listed, array) and not are_small_ints:
-            listed = list(listed)
-        listed.extend(chunk)
-        if len(listed) > at_most:
-            return None
-    return listed  # type: ignore[no-any-return]  # a list, or an array
-
-
 def stream_rng(sampler: Any, *, seed: int, epoch: int) -> IsolatedRNG:
     """Return the RNG with which all processes draw the same units from a sampler or another iterable."""
     return IsolatedRNG(seed + epoch, list(_generators(sampler)))
 
 
 def sampler_seed(sampler: object, default: int) -> int:
-    """Return the seed of a sampler's generator, or the default if it has no generator.
-
-    The seed of a random.Random or of a NumPy generator is unknown, and computed from the current state.
-    """
-    for generator in _generators(sampler):
-        if isinstance(generator, torch.Generator):
-            return generator.initial_seed() % 2**63  # of a negative seed it is too large to add an epoch to it
-        return derive_seed(access(generator).get())
-    return default
+    """Return the seed of a sampler's generator, or the default if it has no generator."""
+    generator = next(_generators(sampler), None)
+    if isinstance(generator, torch.Generator):
+        return generator.initial_seed() % 2**63  # of a negative seed it is too large to add an epoch to it
+    # That of a random.Random or of a NumPy generator is unknown.
+    return default if generator is None else derive_seed(access(generator).get())
 
 
 def order_fingerprint(order: Sequence[Any], *, name: Callable[[Any], str] | None = None) -> str:
