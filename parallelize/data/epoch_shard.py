@@ -109,11 +109,6 @@ class EpochShard(Generic[T]):
         """Return a hash of the order, which processes compare; "" if the order is unknown."""
         return self.first if self.order is None else order_fingerprint(self.order) + self.data
 
-    def release(self) -> None:
-        """Free the indices of a shuffled order; they are drawn again when they are needed."""
-        if isinstance(self.order, Permutation):
-            self.order.release()
-
     def samples(self, step: int | None = None) -> int | None:
         """Count the samples that all processes take in a step, or in all steps, without padding; None if unknown."""
         split = self.split

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any, Generic, TypeVar
 
+from parallelize.data.epoch_order import Permutation
 from parallelize.data.epoch_shard import EpochShard
 from parallelize.runtime.rank_consistency import ConsistencyCheck
 from parallelize.runtime.weighted_backward import BatchWeight
@@ -69,10 +70,10 @@ class LoaderIterators(Generic[T]):
             self._known = [*(each for each in self._known if not each.is_closed), progress]
 
     def release(self) -> None:
-        """Free the indices of a closed iterator before those of another epoch are drawn."""
+        """Free the indices of a closed iterator, until they are needed, before those of another epoch are drawn."""
         for each in self._known:
-            if each.is_closed:
-                each.shard.release()
+            if each.is_closed and isinstance(each.shard.order, Permutation):
+                each.shard.order.release()
 
     @property
     def latest_loop(self) -> EpochProgress[T] | None:

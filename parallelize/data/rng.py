@@ -25,9 +25,7 @@ class IsolatedRNG:
     Each block continues the stream from where the last one ended; after it, the generators have their previous states.
     The second Gaussian that `numpy.random.randn` keeps for the next call is dropped.
 
-    Args:
-        seed: seed of the stream.
-        generators: further generators that the code draws from (see `is_generator`).
+    `generators` are further ones that the code draws from (see `is_generator`).
     """
 
     def __init__(self, seed: int, generators: Sequence[Any] = ()) -> None:
@@ -77,7 +75,7 @@ class IsolatedRNG:
 
 def is_generator(value: object) -> bool:
     """Return whether a value is a generator of torch, random or NumPy whose state can be set."""
-    numpy = _numpy()
+    numpy = sys.modules.get("numpy")
     kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
     return isinstance(value, (torch.Generator, random.Random, *kinds)) and not isinstance(value, random.SystemRandom)
 
@@ -103,7 +101,7 @@ def access(generator: Any) -> GeneratorAccess:
 
 def _access_numpy_random() -> Iterator[GeneratorAccess]:
     """Access numpy.random, if NumPy is installed, which torch imports: its state is the bit generator in use."""
-    numpy = _numpy()
+    numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         bits = functools.cache(lambda: numpy.random.MT19937(0))  # made when it is used, in 50 us
 
@@ -112,7 +110,3 @@ def _access_numpy_random() -> Iterator[GeneratorAccess]:
             numpy.random.seed(value % 2**32)
 
         yield GeneratorAccess(numpy.random.get_bit_generator, numpy.random.set_bit_generator, seed)
-
-
-def _numpy() -> Any:
-    return sys.modules.get("numpy")

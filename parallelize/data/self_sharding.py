@@ -82,7 +82,18 @@ def own_sharding(data: Any, world: World) -> tuple[Any, Divides | None]:
 
         return split_dataset_by_node(data, rank=world.rank, world_size=world.world_size), "processes"
     if shards_itself(data):
-        _check_seen_world_size(data, world)
+        for holder, attribute in (  # the world size that a library saw when the dataset was made, if it is known
+            ("_distributed", "world_size"),  # Hugging Face's datasets
+            ("distributed_env", "world_size"),  # litdata
+            ("_unique_rank_world", "num_ranks"),  # Mosaic Streaming
+        ):
+            size = getattr(getattr(data, holder, None), attribute, world.world_size)
+            if size != world.world_size:
+                raise ConfigError(
+                    f"{type(data).__name__} was sharded over {size} processes, in a world of {world.world_size}",
+                    why="some samples would be repeated, or left out",
+                    fix="make the dataset inside the decorated function, in the processes that iterate it",
+                )
         return data, "processes"
     if world.world_size > 1:
         for part in _parts(data):
@@ -163,22 +174,6 @@ def shards_itself(data: Any) -> bool:
     return any(_is_named(data, package, "StreamingDataset") for package in ("litdata", "streaming"))
 
 
-def _check_seen_world_size(data: Any, world: World) -> None:
-    """Check the world size that a library saw when the dataset was made, if it is known."""
-    for holder, attribute in (
-        ("_distributed", "world_size"),  # Hugging Face's datasets
-        ("distributed_env", "world_size"),  # litdata
-        ("_unique_rank_world", "num_ranks"),  # Mosaic Streaming
-    ):
-        size = getattr(getattr(data, holder, None), attribute, world.world_size)
-        if size != world.world_size:
-            raise ConfigError(
-                f"{type(data).__name__} was sharded over {size} processes, in a world of {world.world_size}",
-                why="some samples would be repeated, or left out",
-                fix="make the dataset inside the decorated function, in the processes that iterate it",
-            )
-
-
 def _parts(data: Any, depth: int = _MAX_DEPTH) -> Iterator[Any]:
     """Yield the data, then the datasets, samplers, loaders and functions that it holds."""
     yield data
@@ -246,7 +241,8 @@ def _names_used(pending: list[Any], owner: type) -> set[str]:
         found |= (named.keys() - {*_OWN_FUNCTIONS.values()} | texts) & (_WORLD_SIZE_NAMES | _RANK_NAMES)
         found |= {own for function, own in _OWN_FUNCTIONS.items() if any(each is function for each in values)}
         pending += [getattr(owner, name) for name in named if hasattr(owner, name)]
-        pending += [each for each in values if _package_of(each) == _package(namespace.get("__name__"))]
+        package = str(namespace.get("__name__")).partition(".")[0]
+        pending += [each for each in values if _package_of(each) == package]
     return found
 
 
@@ -260,9 +256,5 @@ def _code_of(function: Any) -> tuple[types.CodeType | None, dict[str, Any]]:
     return None, {}
 
 
-def _package(module: Any) -> str:
-    return str(module).partition(".")[0]
-
-
 def _package_of(value: Any) -> str:
-    return _package(getattr(value, "__module__", None))
+    return str(getattr(value, "__module__", None)).partition(".")[0]

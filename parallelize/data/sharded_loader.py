@@ -81,7 +81,7 @@ class ShardedLoader(Generic[T]):
         """Count all batches of the active iterator, or of the next one if none is active."""
         progress = self._iterators.current
         if progress is None or progress.is_closed:
-            steps = self._source.steps(self._next_position())
+            steps = self._source.split(self._next_position()).known_steps(self._source.rank)
         else:
             steps = progress.shard.steps()
         if steps is None:

@@ -72,10 +72,6 @@ class Source(abc.ABC, Generic[T]):
             drop_last=self.drop_last,
         ).limited(self.options.limit)
 
-    def steps(self, position: Position) -> int | None:
-        """Count this process's batches from a position on; None if unknown."""
-        return self.split(position).known_steps(self.rank)
-
     def batch_summary(self) -> str:
         """Return a description of the batch size per process and the global one, for logs; may be empty."""
         return ""
