@@ -169,12 +169,11 @@ class BatchValidation:
 
     def _whole_again(self, kind: BatchKind) -> list[Any]:
         """Return the outputs of the full batch, and record side effects; a first run has filled lasting caches."""
-        captured = CapturedTensors(self.model)
-        inputs = copy_inputs(self.inputs)
+        captured, inputs = CapturedTensors(self.model), copy_inputs(self.inputs)
         tensors = [each for each in leaves(inputs) if isinstance(each, torch.Tensor) and not each.is_inference()]
         given = [(each, each._version) for each in tensors]
         before = ModelState(self.model, self.devices)
-        with captured:
+        with captured.watching():
             output = self.whole(inputs)
         accumulated, changed = before.changed_gradients(), before.changed()
         if any(version != each._version for each, version in given):

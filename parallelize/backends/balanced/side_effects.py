@@ -21,7 +21,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
 
 from parallelize.backends.balanced.device_transfer import write_count
 from parallelize.runtime.containers import leaves
@@ -197,22 +196,18 @@ class CapturedTensors(TorchFunctionMode):
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running: list[str] = []
         self._found: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        self._cleanup = contextlib.ExitStack()
 
-    @override
-    def __enter__(self) -> Any:
-        saved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the tensors that are computed in this context."""
         before = register_module_forward_pre_hook(lambda module, _: self._running.append(self._name(module)))
         after = register_module_forward_hook(self._after, always_call=True)
-        self._cleanup.enter_context(saved)
-        self._cleanup.callback(before.remove)
-        self._cleanup.callback(after.remove)
-        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
-
-    @override
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
-        self._cleanup.close()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor), self:
+                yield
+        finally:
+            before.remove()
+            after.remove()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
