@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -87,13 +88,10 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        outputs, leaves = ctx.saved_tensors, ctx.leaves
+        pairs, leaves = zip(ctx.saved_tensors, gradients, strict=True), ctx.leaves
         if torch.is_grad_enabled():  # create_graph=True
-            used = [(each, gradient) for each, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
-            found = compute_gradients(*zip(*used, strict=True), inputs=leaves, create_graph=True, keep_graph=True)
-            return None, None, None, *found
-        pairs = iter(zip(outputs, gradients, strict=True))
-        parts = [[next(pairs) for _ in range(size)] for size in ctx.sizes]
+            return None, None, None, *_part([*pairs], leaves)
+        parts = [[*itertools.islice(pairs, size)] for size in ctx.sizes]
         # Recomputed forwards set and restore the random number generator, in several threads at once.
         rng_state = torch.get_rng_state()
         with _without_hooks(leaves):
@@ -109,7 +107,7 @@ def _part(
     if not used:
         return [None] * len(leaves)
     outputs, gradients = zip(*used, strict=True)
-    return compute_gradients(outputs, gradients, inputs=leaves, keep_graph=True)
+    return compute_gradients(outputs, gradients, inputs=leaves, create_graph=torch.is_grad_enabled(), keep_graph=True)
 
 
 def _sum(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
