@@ -20,9 +20,12 @@ from torch.utils import checkpoint as torch_checkpoint
 from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.batch import Split
 from parallelize.backends.balanced.batchnorm import Moments
+from parallelize.backends.balanced.device_transfer import to_device
+from parallelize.backends.balanced.graph_entries import mark_joined
 from parallelize.backends.balanced.microbatch_run import MicrobatchRun, StagedModel, active_run
 from parallelize.backends.balanced.stage_threads import StageThreads
 from parallelize.errors import ConfigError
+from parallelize.plugins.base import Inner
 
 __all__ = ["Executor"]
 
@@ -33,19 +36,21 @@ Call = Callable[..., Any]
 class Executor:
     """Runs micro-batches of a model over its stages."""
 
+    inner: Inner
     staged: StagedModel
     recomputed: tuple[nn.Module, ...]  # modules whose activations are recomputed in backward
 
-    def run_whole(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_whole(self, inputs: Any) -> Any:
         """Return the model's output for one batch that is not split; batch norm works as without a pipeline."""
         run = MicrobatchRun(self.staged)
         run.defers_statistics = False
         with self._recomputing(), run.active():
-            return call(*args, **kwargs)
+            output = self._forward(inputs)
+        mark_joined(output)
+        return to_device(output, self.staged.output_device)
 
     def run(
         self,
-        call: Call,
         batch: Split,
         *,
         threads: StageThreads | None = None,
@@ -73,9 +78,8 @@ class Executor:
         ]
 
         def one(index: int) -> Any:
-            args, kwargs = batch.inputs[index]
             with runs[index].active():
-                output = call(*args, **kwargs)
+                output = self._forward(batch.inputs[index])
             return on_output(index, output)
 
         calls = [functools.partial(one, index) for index in range(count)]
@@ -86,6 +90,10 @@ class Executor:
             self.staged.norms.restore()
             raise
         return outputs, [run.moments or {} for run in runs]
+
+    def _forward(self, inputs: Any) -> Any:
+        args, kwargs = inputs
+        return self.inner.bind_method(self.inner.method, self.inner.model)(*args, **kwargs)
 
     def _one_by_one(self, calls: Sequence[Call], buffers: Sequence[str]) -> list[Any]:
         named = {name: self.staged.model.get_buffer(name) for name in buffers}

@@ -18,7 +18,6 @@ from typing_extensions import override
 from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.batch import Batch, Switches, copy_inputs, opaque_inputs, rebuild
 from parallelize.backends.balanced.batch_validation import BatchKind, BatchValidation
-from parallelize.backends.balanced.device_transfer import to_device
 from parallelize.backends.balanced.executor import Executor
 from parallelize.backends.balanced.graph_entries import GraphEntries, mark_joined
 from parallelize.backends.balanced.microbatch_run import StagedModel, user_hooks
@@ -104,7 +103,7 @@ class Pipeline(nn.Module):
         if {stage.device.type for stage in stages} == {"cpu"} and plan.microbatches > 1:
             threads = contextlib.closing(StageThreads(stages, microbatches=plan.microbatches))
             self._threads = self._cleanup.enter_context(threads)
-        self._executor = Executor(self._staged, tuple(each for each in units if each not in self._staged.norms))
+        self._executor = Executor(inner, self._staged, tuple(each for each in units if each not in self._staged.norms))
         self._cleanup.enter_context(weigh_losses(GraphEntries(plan.explaining_out_of_memory)))
 
     def close(self) -> None:
@@ -118,17 +117,9 @@ class Pipeline(nn.Module):
         whole = types.MethodType(lambda _model, *args, **kwargs: self._run((args, kwargs)), self.inner.model)
         return self.inner.session.forward(whole, *args, **kwargs)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.bind_method(self.inner.method, self.inner.model)(*args, **kwargs)
-
-    def _run_whole(self, inputs: Any) -> Any:
-        output = self._executor.run_whole(self._call, *inputs)
-        mark_joined(output)
-        return to_device(output, self._staged.output_device)
-
     def _run(self, inputs: Any) -> Any:
         if self._plan.microbatches == 1:
-            return self._run_whole(inputs)
+            return self._executor.run_whole(inputs)
         key, most = self._key(inputs), 1 if self._plan.recompute else self._plan.pipelines
         while self.kinds.get(key, self) is not None:
             known = self.kinds.get(key)
@@ -152,7 +143,7 @@ class Pipeline(nn.Module):
                 self.kinds[key], self.refusal = None, error
                 if torch.is_grad_enabled():
                     warnings.warn(f"batches like this one are not split into micro-batches: {error}", stacklevel=2)
-        return self._run_whole(inputs)
+        return self._executor.run_whole(inputs)
 
     def _key(self, inputs: Any) -> Any:
         """Return what distinguishes kinds of batches, see `batch_validation`."""
@@ -185,7 +176,6 @@ class Pipeline(nn.Module):
         joined = OutputBuffers(known, split.sizes, device=self._staged.output_device)
         try:
             outputs, moments = self._executor.run(
-                self._call,
                 split,
                 threads=threads,
                 buffers=kind.buffers,
@@ -266,14 +256,14 @@ class Pipeline(nn.Module):
             copied = self._batch(copy_inputs(batch.inputs)).split(self._microbatches(batch))
             with refusals.explained_split_failure(batch.split_dims):
                 outputs, _ = self._executor.run(
-                    self._call, copied, threads=self._threads_for(kind), buffers=kind.buffers, pipelines=pipelines
+                    copied, threads=self._threads_for(kind), buffers=kind.buffers, pipelines=pipelines
                 )
             return [list(leaves(output)) for output in outputs], copied.sizes
 
         return BatchValidation(
             model=self.inner.model,
             inputs=batch.inputs,
-            whole=self._run_whole,
+            whole=self._executor.run_whole,
             split=split,
             devices=self._staged.devices,
             normalizes=self._staged.norms.is_training,
