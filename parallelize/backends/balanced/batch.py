@@ -114,9 +114,8 @@ class Switches:
         """Return the names of the inputs, Booleans, and the values of arguments that are text or numbers."""
         args, kwargs = inputs
         given = {**{str(index): each for index, each in enumerate(args)}, **kwargs}  # not those of a list, per sample
-        switches = [(name, self._value(name, each)) for name, each in given.items()]
         names = ((name, leaf if isinstance(leaf, bool) else None) for name, leaf in named_leaves(inputs))
-        return (*names, *((name, value) for name, value in switches if value is not None))
+        return (*names, *((name, self._value(name, each)) for name, each in given.items()))
 
     def _value(self, name: str, value: Any) -> Any:
         is_text = isinstance(value, str)

@@ -28,8 +28,6 @@ from parallelize.runtime.gradients import is_in_backward
 
 __all__ = ["MicrobatchRun", "StagedModel", "active_run", "user_hooks"]
 
-Routes = Mapping[int, Sequence[int]]
-
 
 class _ActiveRun(threading.local):
     """Thread-local variable: the run of the micro-batch that the current thread executes."""
@@ -201,7 +199,7 @@ class StagedModel:
         self,
         model: nn.Module,
         stages: Sequence[Stage],
-        routes: Routes,
+        routes: Mapping[int, Sequence[int]],
         *,
         output_device: torch.device,
         borders: Collection[int] | None = None,

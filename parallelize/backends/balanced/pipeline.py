@@ -68,22 +68,17 @@ class Pipeline(nn.Module):
     Args:
         inner: holds the model, which is on the devices of its stages.
         output_device: device of the inputs and of the outputs.
-
-    Attributes:
-        kinds: what is known of each kind of batch, see `_key`; None: such batches are not split.
-        refusal: why the latest kind of batch that is not split is not; None: all are.
-        restriction: why the latest kind of batch that only the first pipeline runs has no others; None: all have.
     """
 
-    refusal: ConfigError | None = None
-    restriction: ConfigError | None = None
+    refusal: ConfigError | None = None  # why the latest kind of batch that is not split is not
+    restriction: ConfigError | None = None  # why the latest kind that only the first pipeline runs has no others
 
     def __init__(self, inner: Inner, plan: Plan, *, batch_dim: int, output_device: torch.device) -> None:
         super().__init__()
         self.inner = inner
         self._plan = plan
         self._batch_dim = batch_dim
-        self.kinds: dict[Any, BatchKind | None] = {}
+        self.kinds: dict[Any, BatchKind | None] = {}  # by `_key`; None: such batches are not split
         self._switches = Switches()
         self._moded = list(inner.model.modules())
         self._cleanup = contextlib.ExitStack()
