@@ -105,25 +105,13 @@ class OutputBuffers:
         part = buffer.narrow(dim, length * sum(self._sizes[:index]), value.shape[dim])
         part.copy_(value.detach())
         self._parts[position, index] = part
-        return _stand_in(value)
-
-
-class _StandIn(torch.autograd.Function):
-    """Tensor without memory, of the shape and the gradient of another one; its values are nan."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        return value.new_full((), math.nan).expand(value.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        del ctx
-        return gradients[0]
+        with torch.no_grad():
+            stand_in = value.new_full((), math.nan).expand(value.shape)
+        return _joined([stand_in], 0, value)
 
 
 class _Joined(torch.autograd.Function):
-    """Joined tensor in given memory, whose gradient is that of its stand-ins."""
+    """Joined tensor in given memory, with the gradient of its parts; a stand-in has one part, and one value."""
 
     @staticmethod
     def forward(ctx: Any, memory: list[torch.Tensor], dim: int, *parts: torch.Tensor) -> torch.Tensor:
@@ -137,7 +125,6 @@ class _Joined(torch.autograd.Function):
         return None, None, *([None] * len(ctx.lengths) if whole is None else torch.split(whole, ctx.lengths, ctx.dim))
 
 
-_stand_in: Any = _StandIn.apply
 _joined: Any = _Joined.apply
 
 
