@@ -88,23 +88,22 @@ class StageThreads:
 
     def run_backward(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         """Return the results of calls, each made on a stage; after `close`, made in this thread."""
-        return [call() for call in calls] if self._is_closed else self.run([*map(self._on_a_stage, calls)])
+        if self._is_closed:
+            return [call() for call in calls]
+        return self.run([functools.partial(self._on_a_stage, call) for call in calls])
 
     def close(self) -> None:
         """Cancel queued calls, and join all threads after their current calls."""
         self._is_closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _on_a_stage(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            stage = self._free.get()
-            try:
-                stage.bind_thread()
-                return call()
-            finally:
-                self._free.put(stage)
-
-        return run
+    def _on_a_stage(self, call: Callable[[], Any]) -> Any:
+        stage = self._free.get()
+        try:
+            stage.bind_thread()
+            return call()
+        finally:
+            self._free.put(stage)
 
 
 def is_bound_to_thread() -> bool:
