@@ -12,6 +12,7 @@ stage, too, and counts for no statistics.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -162,14 +163,8 @@ def _autocast_on_cpu(stages: Sequence[Stage]) -> contextlib.AbstractContextManag
     return torch.autocast("cpu", torch.get_autocast_dtype(enabled), cache_enabled=torch.is_autocast_cache_enabled())
 
 
-class _Hook:
+class _Hook(functools.partial[Any]):
     """Hook of a module of the user's model; copies and pickles of the module have a function that does nothing."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext, "__exit__")  # takes any arguments, and loads without this package
