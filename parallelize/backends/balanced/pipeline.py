@@ -171,11 +171,7 @@ class Pipeline(nn.Module):
         joined = OutputBuffers(known, split.sizes, device=self._staged.output_device)
         try:
             outputs, moments = self._executor.run(
-                split,
-                threads=threads,
-                buffers=kind.buffers,
-                pipelines=kind.pipelines,
-                on_output=joined.copy,
+                split, threads=threads, buffers=kind.buffers, pipelines=kind.pipelines, on_output=joined.copy
             )
             kind.draws = kind.draws or (threads is not None and rng.has_changed())
             rows = [list(leaves(output)) for output in outputs]
