@@ -101,7 +101,7 @@ class BatchValidation:
             with before.watching():
                 first = self._whole(is_compared=not self.normalizes)
             if before.written:
-                raise refusals.stateful(before.written)
+                raise refusals.stateful(sorted(before.written))
             before.restore()
             kind, rng = BatchKind(), RNGState(self.devices)
             second = self._whole_again(kind)
@@ -115,21 +115,21 @@ class BatchValidation:
                 with torch.backends.cudnn.flags(enabled=False):  # cuDNN has no backward of an RNN in evaluation mode
                     self._compare_in_evaluation(kind)
             draws_python = before.python_rng.has_changed()
-        kind.has_warned = draws_python or bool(kind.assumed_means)
+        texts = [
+            f"output {position} of {type(self.model).__name__} is a scalar whose operations do not show what it "
+            "averages over: under backend='balanced' it is taken for a mean over samples, which is true for this "
+            "batch. If it is not for others, compute it outside of the model; if it is a sum, use "
+            "parallel_model(average='sum')."
+            for position in sorted(kind.assumed_means)
+        ]
         if draws_python:
-            warnings.warn(
+            texts.append(
                 f"forward of {type(self.model).__name__} draws from random or numpy.random: under backend='balanced' "
-                "micro-batches draw other numbers than the full batch would. Draw with torch, or before the call.",
-                stacklevel=2,
+                "micro-batches draw other numbers than the full batch would. Draw with torch, or before the call."
             )
-        for position in sorted(kind.assumed_means):
-            warnings.warn(
-                f"output {position} of {type(self.model).__name__} is a scalar whose operations do not show what it "
-                "averages over: under backend='balanced' it is taken for a mean over samples, which is true for this "
-                "batch. If it is not for others, compute it outside of the model; if it is a sum, use "
-                "parallel_model(average='sum').",
-                stacklevel=2,
-            )
+        for text in texts:
+            warnings.warn(text, stacklevel=2)
+        kind.has_warned = bool(texts)
         return kind
 
     def _compare_in_evaluation(self, kind: BatchKind) -> None:
@@ -175,7 +175,7 @@ class BatchValidation:
         before = ModelState(self.model, self.devices)
         with captured.watching():
             output = self.whole(inputs)
-        accumulated, changed = before.changed_gradients(), before.changed()
+        accumulated, kind.buffers = before.changed_gradients(), tuple(before.changed())
         if any(version != each._version for each, version in given):
             raise refusals.CannotSplitError(
                 "forward changes an argument in place",
@@ -190,9 +190,8 @@ class BatchValidation:
                 why="a backward of each micro-batch would add to them, also while the pipeline is planned",
                 fix="call torch.autograd.grad in forward instead of backward; or use backend='ddp'",
             )
-        kind.buffers = tuple(changed)
-        if not {*changed} <= dict(self.model.named_buffers()).keys():
-            raise refusals.stateful(changed)
+        if not {*kind.buffers} <= dict(self.model.named_buffers()).keys():
+            raise refusals.stateful(kind.buffers)
         places = captured.names()
         if places:
             hooked = [name for name, each in self.model.named_modules() if user_hooks(each)]

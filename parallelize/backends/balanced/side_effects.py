@@ -76,7 +76,8 @@ class ModelState:
     def __init__(self, model: nn.Module, devices: Collection[torch.device]) -> None:
         self.rng, self.python_rng = RNGState(devices), RNGState(None, has_python=True)
         self._model = model
-        self._written: dict[str, tuple[nn.Module, str, Any, torch.Tensor | None]] | None = None
+        # The parameters that forward writes, by name, with their former values; None: `watching` has not seen it yet.
+        self.written: dict[str, tuple[nn.Module, str, Any, torch.Tensor | None]] | None = None
         named = model.named_parameters()
         self._gradients = [(name, each, each.grad if each.is_leaf else None, _version(each)) for name, each in named]
         self._attributes = {
@@ -88,15 +89,10 @@ class ModelState:
             for path, module, name, each in _buffers(model)
         }
 
-    @property
-    def written(self) -> list[str]:
-        """The names of the parameters that forward writes, as far as `watching` has seen it."""
-        return sorted(self._written or {})
-
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Learn which parameters a forward writes, in the first such context: those of a momentum encoder."""
-        if self._written is not None:
+        if self.written is not None:
             yield
             return
         before = [
@@ -110,12 +106,12 @@ class ModelState:
             with writes:
                 yield
         finally:
-            self._written = {}
+            self.written = {}
             for path, module, name, each, data in before:
                 is_same = module._parameters.get(name) is each
                 value = data if each.data_ptr() != data.data_ptr() else writes.copies.get(id(each))
                 if not is_same or value is not None:
-                    self._written[path] = module, name, each, value
+                    self.written[path] = module, name, each, value
 
     def changed_gradients(self) -> list[str]:
         """Return the names of the parameters whose gradients have changed."""
@@ -140,7 +136,7 @@ class ModelState:
 
     def restore(self) -> None:
         """Restore buffers, written parameters, numbers, gradients that were replaced, and torch's RNG states."""
-        for module, name, parameter, written in (self._written or {}).values():
+        for module, name, parameter, written in (self.written or {}).values():
             module._parameters[name] = parameter
             if written is not None:
                 parameter.data.copy_(written)
