@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallelize.backends.balanced import refusals
+from parallelize.backends.balanced.backward import compute_gradients, has_reentrant_checkpoint
 from parallelize.backends.balanced.batch import copy_inputs
 from parallelize.backends.balanced.microbatch_run import user_hooks
 from parallelize.backends.balanced.outputs import (
@@ -37,7 +38,6 @@ from parallelize.backends.balanced.outputs import (
     scalar_weights,
 )
 from parallelize.backends.balanced.side_effects import CapturedTensors, ModelState
-from parallelize.backends.balanced.threaded_backward import compute_gradients, has_reentrant_checkpoint
 from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.rng_state import RNGState

@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from parallelize.backends.balanced import refusals
+from parallelize.backends.balanced.backward import mark_joined
 from parallelize.backends.balanced.batch import Split
 from parallelize.backends.balanced.batchnorm import Moments
 from parallelize.backends.balanced.device_transfer import to_device
-from parallelize.backends.balanced.graph_entries import mark_joined
 from parallelize.backends.balanced.microbatch_run import MicrobatchRun, StagedModel, active_run
 from parallelize.backends.balanced.stage_threads import StageThreads
 from parallelize.errors import ConfigError

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from parallelize.backends.balanced import refusals
+from parallelize.backends.balanced.backward import Microbatch, mark_inside
 from parallelize.backends.balanced.batchnorm import BatchNorms, Moments
 from parallelize.backends.balanced.device_transfer import DeviceTransfer
-from parallelize.backends.balanced.graph_entries import Microbatch, mark_inside
 from parallelize.backends.balanced.stage_threads import Stage, saved_tensors_hooks
 from parallelize.runtime.gradients import is_in_backward
 

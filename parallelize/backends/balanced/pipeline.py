@@ -16,10 +16,10 @@ from torch import nn
 from typing_extensions import override
 
 from parallelize.backends.balanced import refusals
+from parallelize.backends.balanced.backward import GraphEntries, connect, mark_joined
 from parallelize.backends.balanced.batch import Batch, Switches, copy_inputs, opaque_inputs, rebuild
 from parallelize.backends.balanced.batch_validation import BatchKind, BatchValidation
 from parallelize.backends.balanced.executor import Executor
-from parallelize.backends.balanced.graph_entries import GraphEntries, mark_joined
 from parallelize.backends.balanced.microbatch_run import StagedModel, user_hooks
 from parallelize.backends.balanced.outputs import (
     OutputBuffers,
@@ -31,7 +31,6 @@ from parallelize.backends.balanced.outputs import (
 )
 from parallelize.backends.balanced.plan import Plan, remember
 from parallelize.backends.balanced.stage_threads import StageThreads, is_bound_to_thread, stages_on
-from parallelize.backends.balanced.threaded_backward import connect
 from parallelize.backends.balanced.units import border_units, unit_routes
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner

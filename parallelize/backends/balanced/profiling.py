@@ -26,6 +26,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from parallelize.backends.balanced.backward import compute_gradients, has_reentrant_checkpoint
 from parallelize.backends.balanced.batch import Batch, copy_inputs
 from parallelize.backends.balanced.hardware import synchronized_time
 from parallelize.backends.balanced.microbatch_run import MicrobatchRun, StagedModel
@@ -33,7 +34,6 @@ from parallelize.backends.balanced.plan import signature
 from parallelize.backends.balanced.schedule import Line, Profile, UnitCall
 from parallelize.backends.balanced.side_effects import ModelState
 from parallelize.backends.balanced.stage_threads import Stage
-from parallelize.backends.balanced.threaded_backward import compute_gradients, has_reentrant_checkpoint
 from parallelize.backends.balanced.units import module_stages, parameter_bytes
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves
