@@ -71,7 +71,7 @@ class _Whole:
 
     values: list[Any]
     used: set[int]
-    gradients: dict[str, torch.Tensor | None]
+    gradients: dict[str, torch.Tensor]
     draws: bool
 
 
@@ -233,8 +233,11 @@ class BatchValidation:
         if torch.is_grad_enabled() and not kind.is_reentrant:
             self._compare_gradients(first, joined)
 
-    def _gradients(self, output: Sequence[Any], used: Collection[int]) -> dict[str, torch.Tensor | None]:
-        """Return some values of each parameter's gradient, of a weighted sum of the outputs at the positions `used`."""
+    def _gradients(self, output: Sequence[Any], used: Collection[int]) -> dict[str, torch.Tensor]:
+        """Return some values of each parameter's gradient, of a weighted sum of the outputs at the positions `used`.
+
+        Some, so that only one pass's gradients are in memory.
+        """
         named = {name: each for name, each in self.model.named_parameters() if each.requires_grad and each.is_leaf}
         if not named or not used:
             return {}
@@ -242,7 +245,11 @@ class BatchValidation:
         ranges = [torch.arange(each.numel(), device=each.device) for each in outputs]
         seeds = [one.cos().view(each.shape).to(each.dtype) for one, each in zip(ranges, outputs, strict=True)]
         found = compute_gradients(outputs, seeds, inputs=[*named.values()])
-        return dict(zip(named, map(_sampled, found), strict=True))
+        sampled = {}
+        for (name, parameter), each in zip(named.items(), found, strict=True):
+            flat = (torch.zeros_like(parameter) if each is None else each.to_dense()).flatten()
+            sampled[name] = flat[:: max(1, flat.numel() // _MAX_VALUES)].clone()
+        return sampled
 
     def _compare_gradients(self, whole: _Whole, joined: Sequence[Any]) -> None:
         """Compare gradients of the same weighted sum of all outputs that can be joined; one graph at a time exists."""
@@ -251,16 +258,11 @@ class BatchValidation:
         found, expected = self._gradients(joined, used), whole.gradients
         if used != whole.used:  # another output cannot be joined
             expected = self._gradients(leaves(self.whole(copy_inputs(self.inputs))), used)
-        values = [each.abs().max().item() for each in expected.values() if each is not None and each.numel()]
+        values = [each.abs().max().item() for each in expected.values() if each.numel()]
         largest = max(values, default=0.0)
         tolerance = 4 * max((rounding(whole.values[i]) for i in used), default=0.0)
         for name, one in expected.items():
-            other = found[name]
-            like = one if other is None else other
-            if like is None:
-                continue
-            pair = [torch.zeros_like(like) if each is None else each for each in (one, other)]
-            relative = difference(*pair, rounding=tolerance, least=1e-3 * largest)
+            relative = difference(one, found[name], rounding=tolerance, least=1e-3 * largest)
             if relative > 0:
                 raise refusals.not_sample_by_sample(f"the gradient of {name}", relative)
 
@@ -280,11 +282,3 @@ def _requires_grad(value: Any) -> bool:
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
     return [each for each in values if isinstance(each, torch.Tensor) and each.grad_fn is not None]
-
-
-def _sampled(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return some values of a gradient, so that only one pass's gradients are in memory; None: there is none."""
-    if gradient is None:
-        return None
-    flat = gradient.to_dense().flatten()
-    return flat[:: max(1, flat.numel() // _MAX_VALUES)].clone()
