@@ -160,10 +160,7 @@ def scalar_weights(
     }
     # `loss.detach()` is joined as the loss.
     of_losses = {scalars[i][0].data_ptr(): each for i, each in found.items() if scalars[i][0].requires_grad}
-    return {
-        i: each if scalars[i][0].requires_grad else of_losses.get(scalars[i][0].data_ptr(), each)
-        for i, each in found.items()
-    }
+    return {i: of_losses.get(scalars[i][0].data_ptr(), each) for i, each in found.items()}
 
 
 def join_outputs(rows: Sequence[Sequence[Any]], *, device: torch.device, dims: Dims, weights: Weights) -> list[Any]:
