@@ -83,6 +83,8 @@ def load_into(path: Path, objects: Mapping[str, Any], *, rng: bool, call: str, s
         with shared:
             values = _read_shards(path, checkpoint, handlers, values)
     _set_states(handlers)
+    if checkpoint.record:
+        _restore_data(checkpoint.record, objects)
     if rng and checkpoint.record:
         _restore_rng(path, checkpoint.record)
     return {name: map_leaves(clone_tensor, value) for name, value in values.items()}
@@ -264,3 +266,12 @@ def _restore_rng(path: Path, record: Mapping[str, Any]) -> None:
         _log.warning("%s was saved without rank %d: RNG states are not restored on this rank", path, run.world.rank)
     else:
         set_rng_states(states, run.devices)
+
+
+def _restore_data(record: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+    """Let the datasets of this rank go on from their states; without these, their loaders read them again."""
+    world = context.current().world
+    states = record["rng"][world.rank] if world.world_size == record["world_size"] else None
+    for name, state in (states or {}).get("data", {}).items():
+        if name in objects and hasattr(type(objects[name]), "load_rank_state"):
+            objects[name].load_rank_state(state)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import pickle
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +26,8 @@ from parallelize.runtime import context
 __all__ = ["call_site_of", "prepare_save", "save", "set_rng_states", "states_of"]
 
 _log = logging.getLogger("parallelize")
+
+_MAX_DATA_STATE_BYTES = 2**20  # passes through the process group's store
 
 _SAME = {
     "why": "rank 0 writes one checkpoint for all ranks",
@@ -61,7 +65,7 @@ def save(
             path, use a folder if ranks hold shards.
         format: "torch", or "safetensors": the weights of the one model as `path`.safetensors, and the rest beside it.
         **objects: models (weights under the names that they have without this library and torch.compile), optimizers,
-            loaders that `shard_loader` returns (epoch and position), any object with `state_dict()` and
+            loaders that `shard_loader` returns (position, states of datasets), any object with `state_dict()` and
             `load_state_dict()`, and plain values: numbers, strings, tensors and containers of these. Arrays are saved
             as tensors, paths as strings, enums as their values. Of tensor subclasses, those that are registered with
             torch.serialization.add_safe_globals are saved as they are. The RNG states of every rank are saved too.
@@ -118,7 +122,7 @@ def prepare_save(
         if rendezvous.rank == 0:
             folder = new_shard_folder(path, is_sharded=sharded, has_shards=is_collective)
     finally:  # also after an error, so that the other ranks do not wait for rank 0
-        rendezvous.post((description, rng_states, folder))
+        rendezvous.post((description, {**rng_states, "data": _data_states(objects)}, folder))
     if wait_s is not None:
         rendezvous.require_all_ranks(
             wait_s,
@@ -191,6 +195,17 @@ def _rng_states_of_ranks(rendezvous: Rendezvous, *, have_all_arrived: bool) -> l
     rendezvous.require_same("saves", **_SAME)
     posted = map(rendezvous.posted, range(rendezvous.world_size))
     return [None if each is None else each[1] for each in posted]
+
+
+def _data_states(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of this rank's datasets, by the names of the loaders; large or unsafe ones are left out."""
+    found = {}
+    for name, obj in objects.items():
+        state = obj.rank_state() if hasattr(type(obj), "load_rank_state") else None
+        with contextlib.suppress(Exception):  # a type that a checkpoint cannot hold, or that cannot be pickled
+            if state is not None and len(pickle.dumps(state)) <= _MAX_DATA_STATE_BYTES:
+                found[name] = to_safe_types(state, where=name)
+    return found
 
 
 def _get_rng_states(devices: Sequence[torch.device]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class EpochShard(Generic[T]):
         is_own: whether the stream is of this process only, so that processes do not compare it.
         data: text that identifies the data, for `fingerprint`.
         first: hash of the first units or samples of a stream, once they are drawn; "" if they are not compared.
+        states: the latest states of the dataset, from which the epoch can go on (see `DatasetStates`).
     """
 
     position: Position
@@ -64,6 +65,7 @@ class EpochShard(Generic[T]):
     is_own: bool = False
     data: str = ""
     first: str = ""
+    states: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_shuffled(self) -> bool:

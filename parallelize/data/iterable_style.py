@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from parallelize.cluster.world import World
+from parallelize.data.dataset_states import DatasetStates
 from parallelize.data.epoch_order import stream_rng
 from parallelize.data.epoch_shard import EpochShard
 from parallelize.data.loader_copy import GlobalWorkerInfo, LoaderCopy, copy_of, set_worker_info
@@ -57,6 +58,10 @@ class IterableStyleSource(Source[T]):
             seed=(run.config.seed or 0) if options.seed is None else options.seed,
             has_workers=loader.num_workers > 0,
         )
+        has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+        # In this process, a dataset that yields this process's samples only reads as many as there are in its batches.
+        if has_state and loader.num_workers == 0 and (divides == "processes" or run.world.world_size == 1):
+            self.states = DatasetStates(dataset, loader=copy, read_from=self._read_from, generator=loader.generator)
         if divides != "processes" or not shards_itself(dataset):  # the library's loaders know their datasets
             copy.set_attributes(dataset=self._sharded)
 
@@ -82,18 +87,32 @@ class IterableStyleSource(Source[T]):
         counts = [samples.steps(worker * world.world_size + world.rank) for worker in range(workers)]
         return sum(each // size if loader.drop_last else -(-each // size) for each in counts)
 
+    def _read_from(self, dataset: Any) -> None:
+        """Let the loader read a dataset, the user's or a copy of it."""
+        is_sharded = self.copy.loader.dataset is self._sharded
+        self._sharded.unsharded = dataset
+        if not is_sharded:
+            self.copy.set_attributes(dataset=dataset)
+
     def _batches(self, shard: EpochShard[T]) -> Iterator[T]:
-        # The dataset cannot seek: batches before the position are made and discarded.
-        sharded = self._sharded
+        sharded, number, limit = self._sharded, 0, shard.split.limit
         sharded.start_epoch(shard.position.epoch)
-        batches: Iterator[T] = itertools.islice(self.copy.iterate(shard.position, first=0), shard.split.limit)
+        batches: Iterator[T]
+        if self.states is None:
+            batches = self.copy.iterate(shard.position, first=0)
+        else:
+            number, batches = self.states.batches(shard)
+        batches = itertools.islice(batches, None if limit is None else max(limit - number, 0))
         for batch in itertools.islice(batches, 1):
             is_own = sharded.divides == "processes"
             shard.first = shuffle_fingerprint(sharded.unsharded) if is_own else sharded.fingerprint()
             if self.world.world_size == 1 and not shard.first:  # the batch's, whose floats a collate_fn may have drawn
                 shard.first = sample_fingerprint([batch], has_floats=False)
+            if number:  # it is not the first batch of the epoch
+                shard.first = shard.position.facts.get("first", [0, ""])[1]
             batches = itertools.chain([batch], batches)
-        yield from itertools.islice(batches, shard.position.start, None)
+        # Unless the dataset goes on from a state, batches before the position are made and discarded.
+        yield from itertools.islice(batches, shard.position.start - number, None)
 
 
 class BatchIterableSource(Source[T]):

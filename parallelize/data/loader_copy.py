@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +104,7 @@ class LoaderCopy:
         self._sampler._shard, self._sampler.is_iterated = shard, False
         return self.iterate(shard.position, first=shard.position.start, units_per_step=shard.split.group)
 
-    def iterate(self, position: Position, *, first: int, units_per_step: int = 1) -> Iterator[Any]:
+    def iterate(self, position: Position, *, first: int, units_per_step: int = 1) -> Generator[Any, None, None]:
         """Yield the loader's batches, with different random numbers for every process, worker and position.
 
         With a seed and without workers, those of a batch follow from its position, `units_per_step` after that of the

@@ -1,8 +1,12 @@
-"""The iterators of a sharded loader, of which one goes on: its position is that of the loader."""
+"""The iterators of a sharded loader, of which one goes on: its position is that of the loader.
+
+And the line of code that makes loaders, over which epochs are counted.
+"""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from parallelize.data.epoch_order import Permutation
@@ -10,7 +14,7 @@ from parallelize.data.epoch_shard import EpochShard
 from parallelize.runtime.rank_consistency import ConsistencyCheck
 from parallelize.runtime.weighted_backward import BatchWeight
 
-__all__ = ["EpochProgress", "LoaderIterators"]
+__all__ = ["EpochProgress", "LineOfCode", "LoaderIterators"]
 
 T = TypeVar("T")
 
@@ -34,6 +38,28 @@ class EpochProgress(Generic[T]):
     def is_loop(self) -> bool:
         """Whether it is more than a look at the first batch."""
         return self.is_exhausted or self.steps > 1
+
+    def warn_of_another_order(self, name: str) -> None:
+        """Warn if an epoch that is resumed has another order, or another beginning, than when its state was saved."""
+        facts = (self.position.facts, self.facts)
+        saved, now = (each.get("first", [0, ""]) for each in facts)
+        saved_order, order = (each.get("order") for each in facts)
+        epoch = f"the resumed epoch {self.position.epoch} of {name}"
+        if saved != now and saved[0] == now[0]:
+            text = (
+                f"{epoch} begins with other samples than when its state was saved, so that samples may be repeated or "
+                "skipped, unless only their augmentation differs: the data draws from generators that are not seeded. "
+                "Use shard_loader(loader, seed=0), or seed its generators."
+            )
+        elif saved_order and saved_order != order:
+            text = (
+                f"{epoch} has another order or other data than when its state was saved, so that samples may be "
+                "repeated or skipped. A sampler that counts its epochs itself has to have a method set_epoch(epoch), "
+                "generators and random splits have to be seeded, and lists of files sorted."
+            )
+        else:
+            return
+        warnings.warn(text, stacklevel=4)
 
 
 class LoaderIterators(Generic[T]):
@@ -121,3 +147,14 @@ class LoaderIterators(Generic[T]):
                 "it before that loop.",
                 stacklevel=3,
             )
+
+
+@dataclass(eq=False)
+class LineOfCode:
+    """A line that calls shard_loader: the number of its loaders in this run, and the epoch in which the next begins.
+
+    The epoch is that of a new loader of a kind, which follows one that had a single epoch.
+    """
+
+    made: int = 0
+    next_epochs: dict[object, int] = field(default_factory=dict)

@@ -13,10 +13,11 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch.utils.data import DataLoader
 
+from parallelize.data.loader_iterators import LineOfCode
 from parallelize.data.loader_options import Batch, Divides, LoaderOptions
 from parallelize.data.sampler_arithmetic import Tail
 from parallelize.data.select_source import source_for
-from parallelize.data.sharded_loader import LineOfCode, ShardedLoader
+from parallelize.data.sharded_loader import ShardedLoader
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import active, current
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,7 +13,7 @@ from torch.utils.data import DataLoader
 from parallelize.data.device_prefetch import move_batches
 from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_copy import data_location
-from parallelize.data.loader_iterators import EpochProgress, LoaderIterators
+from parallelize.data.loader_iterators import EpochProgress, LineOfCode, LoaderIterators
 from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.source import Source, length_of
 from parallelize.errors import ConfigError
@@ -26,20 +24,9 @@ from parallelize.runtime.startup_summary import ActiveLoader
 from parallelize.runtime.step_timing import timed_steps
 from parallelize.runtime.weighted_backward import weigh_batches
 
-__all__ = ["LineOfCode", "ShardedLoader"]
+__all__ = ["ShardedLoader"]
 
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class LineOfCode:
-    """A line that calls shard_loader: the number of its loaders in this run, and the epoch in which the next begins.
-
-    The epoch is that of a new loader of a kind, which follows one that had a single epoch.
-    """
-
-    made: int = 0
-    next_epochs: dict[object, int] = field(default_factory=dict)
 
 
 class ShardedLoader(Generic[T]):
@@ -117,8 +104,13 @@ class ShardedLoader(Generic[T]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next `iter()`, and start that epoch from its beginning."""
-        self._position, self._iterators = Position(epoch=epoch), LoaderIterators()
-        self._source.listeners.set_epoch(epoch)  # a sampler's length may depend on it
+        self._start_at(Position(epoch=epoch))
+
+    def _start_at(self, position: Position) -> None:
+        self._position, self._iterators = position, LoaderIterators()
+        if self._source.states is not None:
+            self._source.states.resume(None)
+        self._source.listeners.set_epoch(position.epoch)  # a sampler's length may depend on it
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as plain values; equal on all processes that have made equally many steps.
@@ -129,13 +121,7 @@ class ShardedLoader(Generic[T]):
         Raises:
             ConfigError: within an epoch, the order in which workers finish their batches is not recorded.
         """
-        progress, position = self._iterators.current, self._position
-        if progress is not None and progress.is_exhausted:
-            position = Position(epoch=progress.position.epoch + 1)
-        elif progress is not None:
-            taken = 0 if progress.is_closed and progress.steps <= 1 else progress.steps
-            start = progress.shard.start_after(taken) if taken else progress.position.start
-            position = Position(epoch=progress.position.epoch, start=start, facts=progress.facts)
+        position = self._position_to_save()
         self._iterators.warn_if_ambiguous()
         if position.start:
             self._require_recorded_order("state_dict within an epoch")
@@ -146,6 +132,32 @@ class ShardedLoader(Generic[T]):
             **(position.facts if position.start else {}),
             **self._source.identity(is_within_epoch=True),
         }
+
+    def _position_to_save(self) -> Position:
+        progress = self._iterators.current
+        if progress is not None and progress.is_exhausted:
+            return Position(epoch=progress.position.epoch + 1)
+        if progress is not None:
+            taken = 0 if progress.is_closed and progress.steps <= 1 else progress.steps
+            start = progress.shard.start_after(taken) if taken else progress.position.start
+            return Position(epoch=progress.position.epoch, start=start, facts=progress.facts)
+        return self._position
+
+    def rank_state(self) -> dict[str, Any] | None:
+        """Return a state of this process's dataset, from which a resumed epoch need not read all samples again.
+
+        None: there is no such state, because the dataset has no `state_dict`, or is divided here, or read by workers.
+        """
+        progress, states, position = self._iterators.current, self._source.states, self._position_to_save()
+        if states is None or not position.start:
+            return None
+        recorded = [states.saved] if progress is None else progress.shard.states
+        return next((dict(each) for each in reversed(recorded) if each and each["batches"] <= position.start), None)
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from a `rank_state`, too, which was saved with the state that was loaded."""
+        if self._source.states is not None:
+            self._source.states.resume(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state: the next `iter()` yields the rest of the saved epoch, in the same order.
@@ -164,7 +176,7 @@ class ShardedLoader(Generic[T]):
         for name, expected in self._source.identity(is_within_epoch=bool(position.start)).items():
             if state.get(name) != expected:
                 raise _other_state_error(name, state.get(name), expected)
-        self._position, self._iterators = position, LoaderIterators()
+        self._start_at(position)
 
     def gather(self, results: Any) -> Any:
         """Gather per-sample results of all processes in dataset order; a collective: every process has to call it.
@@ -217,7 +229,7 @@ class ShardedLoader(Generic[T]):
             for batch in self._batches(progress):
                 if progress.steps == 0:
                     progress.facts = progress.shard.facts()
-                    self._warn_of_another_order(progress)
+                    progress.warn_of_another_order(self._name)
                     progress.check = self._register_check(progress)
                     progress.summary = ActiveLoader(self._source.batch_summary())
                 if is_weighted:
@@ -252,28 +264,6 @@ class ShardedLoader(Generic[T]):
             batches = timed_steps(batches, label=f"{self._name} epoch {progress.position.epoch}")
         with data_location(f"rank {self._run.world.rank}"):
             yield from batches
-
-    def _warn_of_another_order(self, progress: EpochProgress[T]) -> None:
-        """Warn if an epoch that is resumed has another order, or another beginning, than when its state was saved."""
-        facts = (progress.position.facts, progress.facts)
-        saved, now = (each.get("first", [0, ""]) for each in facts)
-        saved_order, order = (each.get("order") for each in facts)
-        epoch = f"the resumed epoch {progress.position.epoch} of {self._name}"
-        if saved != now and saved[0] == now[0]:
-            text = (
-                f"{epoch} begins with other samples than when its state was saved, so that samples may be repeated or "
-                "skipped, unless only their augmentation differs: the data draws from generators that are not seeded. "
-                "Use shard_loader(loader, seed=0), or seed its generators."
-            )
-        elif saved_order and saved_order != order:
-            text = (
-                f"{epoch} has another order or other data than when its state was saved, so that samples may be "
-                "repeated or skipped. A sampler that counts its epochs itself has to have a method set_epoch(epoch), "
-                "generators and random splits have to be seeded, and lists of files sorted."
-            )
-        else:
-            return
-        warnings.warn(text, stacklevel=4)
 
     def _register_check(self, progress: EpochProgress[T]) -> ConsistencyCheck | None:
         """Register the epoch, length and order, which ranks compare at the model's first step."""

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from parallelize.cluster.world import World
+from parallelize.data.dataset_states import DatasetStates
 from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.sampler_arithmetic import EpochSplit
@@ -29,6 +30,8 @@ class Source(abc.ABC, Generic[T]):
     """Object on which attributes are looked up: the user's loader, or its copy that makes the batches."""
     copy: Any = None
     """The LoaderCopy that makes the batches, if the loader is a DataLoader."""
+    states: DatasetStates[T] | None = None
+    """Goes on from states of the dataset, if that has states."""
     listeners: EpochListeners
     drop_last = False
     """Whether an incomplete last step is left out."""
