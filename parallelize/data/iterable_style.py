@@ -118,8 +118,7 @@ class IterableStyleSource(Source[T]):
 class BatchIterableSource(Source[T]):
     """Source for an iterable of batches; if it is a sequence, only this process's batches are accessed.
 
-    With divides="processes" all of its batches are for this process. `occurrence`, the number of loaders that the same
-    line of code has made before in this run, is added to the seed.
+    `occurrence`, the number of loaders that the same line of code has made before in this run, is added to the seed.
     """
 
     def __init__(

@@ -77,8 +77,22 @@ def source_for(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
 
 def _source_of(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence: int) -> Source[Any]:
     is_loader = isinstance(loader, DataLoader)
-    if not is_loader:
-        _check_is_batch_iterable(loader)
+    kind, stages = type(loader).__name__, getattr(loader, "pipeline", None) if isinstance(loader, Dataset) else None
+    # WebDataset's WebLoader is a Dataset: a pipeline that starts with a DataLoader.
+    is_pipeline = isinstance(stages, list) and any(isinstance(stage, DataLoader) for stage in stages)
+    if isinstance(loader, (Dataset, torch.Tensor)) and not (is_loader or is_pipeline):
+        raise ConfigError(
+            f"shard_loader of a {kind}",
+            why="it contains samples, not batches",
+            fix="use shard_loader(DataLoader(...))",
+        )
+    is_iterable = isinstance(loader, Iterable) or (hasattr(loader, "__getitem__") and isinstance(loader, Sized))
+    if isinstance(loader, (Mapping, str, bytes)) or not is_iterable:
+        raise ConfigError(
+            f"shard_loader of a {kind}",
+            why="it is not an iterable of batches",
+            fix="pass a DataLoader, or a list or another iterable of batches",
+        )
     data, divides = loader.dataset if is_loader else loader, options.divides
     is_indexed = is_loader and not isinstance(data, IterableDataset)
     if is_indexed and divides is not None:
@@ -101,25 +115,6 @@ def _source_of(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
         return MapStyleSource(loader, copy=copy, options=options, world=run.world)
     copy.set_attributes(dataset=data)
     return IterableStyleSource(loader, copy=copy, divides=divides, options=options, run=run)
-
-
-def _check_is_batch_iterable(loader: Any) -> None:
-    kind, stages = type(loader).__name__, getattr(loader, "pipeline", None)
-    # WebDataset's WebLoader is a Dataset: a pipeline that starts with a DataLoader.
-    is_loader = isinstance(stages, list) and any(isinstance(stage, DataLoader) for stage in stages)
-    if isinstance(loader, (Dataset, torch.Tensor)) and not is_loader:
-        raise ConfigError(
-            f"shard_loader of a {kind}",
-            why="it contains samples, not batches",
-            fix="use shard_loader(DataLoader(...))",
-        )
-    is_sequence = hasattr(loader, "__getitem__") and isinstance(loader, Sized)
-    if isinstance(loader, (Mapping, str, bytes)) or not (isinstance(loader, Iterable) or is_sequence):
-        raise ConfigError(
-            f"shard_loader of a {kind}",
-            why="it is not an iterable of batches",
-            fix="pass a DataLoader, or a list or another iterable of batches",
-        )
 
 
 class _MergedSource:

@@ -89,35 +89,35 @@ class EpochListeners:
     """The samplers and datasets among the candidates that have a `set_epoch` method."""
 
     def __init__(self, candidates: Iterable[Any]) -> None:
-        unique = {id(each): each for each in candidates}
-        self._listeners = [each for each in unique.values() if callable(getattr(each, "set_epoch", None))]
-        self._last_set = self._current()
+        unique = {id(each): each for each in candidates if callable(getattr(each, "set_epoch", None))}
+        self._last_set = [(each, _epoch_of(each)) for each in unique.values()]
 
     def __bool__(self) -> bool:
         return bool(self._listeners)
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of every sampler and dataset."""
-        for each in self._listeners:
+        for each, _ in self._last_set:
             each.set_epoch(epoch)
-        self._last_set = self._current()
-        for each, current in zip(self._listeners, self._last_set, strict=True):
+        self._last_set = [(each, _epoch_of(each)) for each, _ in self._last_set]
+        for each, current in self._last_set:
             with contextlib.suppress(TypeError):  # it cannot be hashed, or referenced weakly
                 _set_by_a_loader[each] = current
 
     def epoch_set_by_user(self) -> int | None:
         """Return the epoch that the user has set on a sampler or dataset since the last `set_epoch` here, or None."""
-        for each, last_set, current in zip(self._listeners, self._last_set, self._current(), strict=True):
-            by_another = None
+        for each, last_set in self._last_set:
+            current, by_another = _epoch_of(each), None
             with contextlib.suppress(TypeError):
                 by_another = _set_by_a_loader.get(each)
             if current not in (None, last_set, by_another):
                 return current
         return None
 
-    def _current(self) -> list[int | None]:
-        epochs = (getattr(each, "epoch", None) for each in self._listeners)
-        return [epoch if isinstance(epoch, int) else None for epoch in epochs]
+
+def _epoch_of(listener: Any) -> int | None:
+    epoch = getattr(listener, "epoch", None)
+    return epoch if isinstance(epoch, int) else None
 
 
 def length_of(sized: Any) -> int | None:
