@@ -16,7 +16,7 @@ from parallelize.data.dataset_states import DatasetStates
 from parallelize.data.epoch_order import stream_rng
 from parallelize.data.epoch_shard import EpochShard
 from parallelize.data.loader_copy import GlobalWorkerInfo, LoaderCopy, copy_of, set_worker_info
-from parallelize.data.loader_options import Divides, LoaderOptions, check_length_options
+from parallelize.data.loader_options import Divides, LoaderOptions, check_drop_last, check_length_options
 from parallelize.data.rng import IsolatedRNG, derive_seed
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.sampler_arithmetic import EpochSplit, Tail
@@ -45,6 +45,7 @@ class IterableStyleSource(Source[T]):
         run: Runtime,
     ) -> None:
         _check_options(options, f"the iterable {type(loader.dataset).__name__}", has_length=False)
+        check_drop_last(options, drop_last=loader.drop_last)
         super().__init__(options, run.world, is_own=True)
         self.copy, self.loader = copy, copy_of(loader)  # one with the user's dataset, on which attributes are looked up
         dataset: Any = copy.loader.dataset

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from parallelize.data.sampler_arithmetic import TAILS, Tail
 from parallelize.errors import ConfigError, Fault, did_you_mean
 
-__all__ = ["Batch", "Divides", "LoaderOptions", "check_length_options"]
+__all__ = ["Batch", "Divides", "LoaderOptions", "check_drop_last", "check_length_options"]
 
 Batch = Literal["per_process", "global"]
 
@@ -70,6 +70,16 @@ class LoaderOptions:
         for name, is_valid, why, fix in others:
             if not is_valid:
                 yield Fault(f"{name}={getattr(self, name)!r}", why, f"use {fix}")
+
+
+def check_drop_last(options: LoaderOptions, *, drop_last: bool) -> None:
+    """Raise a ConfigError for tail="exact" with a loader that leaves out samples."""
+    if drop_last and options.tail == "exact":
+        raise ConfigError(
+            "tail='exact' with DataLoader(drop_last=True)",
+            why="tail='exact' yields each sample once, and drop_last=True leaves out the last ones",
+            fix="use DataLoader(drop_last=False), or tail='drop'",
+        )
 
 
 def check_length_options(options: LoaderOptions, name: str, *, needs_limit: bool = True) -> None:

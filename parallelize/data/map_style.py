@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 from parallelize.cluster.world import World
 from parallelize.data.epoch_order import MAX_LISTED, draw_order, is_exactly, order_fingerprint, sampler_seed, stream_rng
 from parallelize.data.loader_copy import LoaderCopy
-from parallelize.data.loader_options import LoaderOptions, check_length_options
+from parallelize.data.loader_options import LoaderOptions, check_drop_last, check_length_options
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.self_sharding import number_of_shards, samplers_in, sharding_queries
 from parallelize.data.source import EpochListeners, Source, length_of
@@ -88,12 +88,7 @@ class MapStyleSource(Source[Any]):
                 why="the loader is left as it is: its sampler decides which samples are repeated or left out",
                 fix=f"remove {type(self._sharder).__name__}: shard_loader shards the loader itself",
             )
-        if self.drop_last and options.tail == "exact":
-            raise ConfigError(
-                "tail='exact' with DataLoader(drop_last=True)",
-                why="tail='exact' yields each sample once, and drop_last=True leaves out the last ones",
-                fix="use DataLoader(drop_last=False), or tail='drop'",
-            )
+        check_drop_last(options, drop_last=self.drop_last)
         if self.length is None:
             check_length_options(options, f"{type(self._sampler).__name__}, which has no length")
         if options.batch == "per_process":

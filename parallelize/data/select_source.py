@@ -77,22 +77,8 @@ def source_for(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
 
 def _source_of(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence: int) -> Source[Any]:
     is_loader = isinstance(loader, DataLoader)
-    kind, stages = type(loader).__name__, getattr(loader, "pipeline", None) if isinstance(loader, Dataset) else None
-    # WebDataset's WebLoader is a Dataset: a pipeline that starts with a DataLoader.
-    is_pipeline = isinstance(stages, list) and any(isinstance(stage, DataLoader) for stage in stages)
-    if isinstance(loader, (Dataset, torch.Tensor)) and not (is_loader or is_pipeline):
-        raise ConfigError(
-            f"shard_loader of a {kind}",
-            why="it contains samples, not batches",
-            fix="use shard_loader(DataLoader(...))",
-        )
-    is_iterable = isinstance(loader, Iterable) or (hasattr(loader, "__getitem__") and isinstance(loader, Sized))
-    if isinstance(loader, (Mapping, str, bytes)) or not is_iterable:
-        raise ConfigError(
-            f"shard_loader of a {kind}",
-            why="it is not an iterable of batches",
-            fix="pass a DataLoader, or a list or another iterable of batches",
-        )
+    if not is_loader:
+        _check_is_loader(loader)
     data, divides = loader.dataset if is_loader else loader, options.divides
     is_indexed = is_loader and not isinstance(data, IterableDataset)
     if is_indexed and divides is not None:
@@ -115,6 +101,32 @@ def _source_of(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
         return MapStyleSource(loader, copy=copy, options=options, world=run.world)
     copy.set_attributes(dataset=data)
     return IterableStyleSource(loader, copy=copy, divides=divides, options=options, run=run)
+
+
+def _check_is_loader(loader: Any) -> None:
+    """Raise a ConfigError for what is not an iterable of batches."""
+    kind, stages = type(loader).__name__, getattr(loader, "pipeline", None)
+    # WebDataset's WebLoader is a Dataset: a pipeline that starts with a DataLoader.
+    is_pipeline = isinstance(stages, list) and any(isinstance(stage, DataLoader) for stage in stages)
+    if isinstance(loader, (Dataset, torch.Tensor)) and not is_pipeline:
+        raise ConfigError(
+            f"shard_loader of a {kind}",
+            why="it contains samples, not batches",
+            fix="use shard_loader(DataLoader(...))",
+        )
+    if isinstance(loader, (list, tuple)) and any(isinstance(each, DataLoader) for each in loader):
+        raise ConfigError(
+            f"shard_loader of a {kind} of DataLoaders",
+            why="it contains loaders, not batches: each process would get some of them, with all of their batches",
+            fix="use [shard_loader(each) for each in loaders]",
+        )
+    is_iterable = isinstance(loader, Iterable) or (hasattr(loader, "__getitem__") and isinstance(loader, Sized))
+    if isinstance(loader, (Mapping, str, bytes)) or not is_iterable:
+        raise ConfigError(
+            f"shard_loader of a {kind}",
+            why="it is not an iterable of batches",
+            fix="pass a DataLoader, or a list or another iterable of batches",
+        )
 
 
 class _MergedSource:

@@ -589,6 +589,11 @@ PRE_SHARDED = {"sampler": DistributedSampler(numbers(9), 2, 0)}
         (lambda: loader_of(9), {"batch": "global", "tail": "weighted"}, "batch='global' with batch_size=1 on 2"),
         (lambda: loader_of(9, batch_size=None), {"batch": "global"}, "batch='global' with a loader that has no batch"),
         (lambda: loader_of(9, batch_size=2, drop_last=True), {"tail": "exact"}, "tail='exact' with .*drop_last=True"),
+        (
+            lambda: DataLoader(OfUnknownLength(), batch_size=2, drop_last=True),
+            {"tail": "exact"},
+            "tail='exact' with .*drop_last=True",
+        ),
         (lambda: loader_of(9, **ENDLESS), {"tail": "weighted"}, "tail='weighted' with Endless, which has no length"),
         (lambda: loader_of(9, **ENDLESS), {"limit": 0.5}, "limit=0.5 with Endless, which has no length"),
         (
@@ -606,6 +611,7 @@ PRE_SHARDED = {"sampler": DistributedSampler(numbers(9), 2, 0)}
         (lambda: [1, 2], {"batch": "global"}, "batch='global' with a list of batches"),
         (lambda: iter([1, 2]), {"limit": 0.5}, "limit=0.5 with a list_iterator of batches, which has no length"),
         (lambda: {"a": 1}, {}, "shard_loader of a dict"),
+        (lambda: [loader_of(3), loader_of(4)], {}, "shard_loader of a list of DataLoaders"),
         (lambda: "batches", {}, "shard_loader of a str"),
         (lambda: 3, {}, "shard_loader of a int"),
         (lambda: TensorDataset(torch.zeros(3)), {}, "shard_loader of a TensorDataset"),
