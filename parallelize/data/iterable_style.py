@@ -66,8 +66,10 @@ class IterableStyleSource(Source[T]):
         if divides != "processes" or not shards_itself(dataset):  # the library's loaders know their datasets
             copy.set_attributes(dataset=self._sharded)
 
-    def units(self, epoch: int) -> dict[str, Any]:  # noqa: ARG002 - the position tells it
+    def units(self, epoch: int) -> dict[str, Any]:
         """Return how its batches are made; their order is not known in advance."""
+        if hasattr(self.copy.loader, "current_epoch"):  # litdata's loader counts its epochs itself
+            self.copy.set_attributes(current_epoch=epoch)
         return {"fetch": self._batches}
 
     def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import sys
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
@@ -86,19 +87,22 @@ class Source(abc.ABC, Generic[T]):
 
 
 class EpochListeners:
-    """The samplers and datasets among the candidates that have a `set_epoch` method."""
+    """The samplers and datasets among the candidates that have a `set_epoch` method.
+
+    Mosaic's StreamingDataset has a property `next_epoch` instead.
+    """
 
     def __init__(self, candidates: Iterable[Any]) -> None:
-        unique = {id(each): each for each in candidates if callable(getattr(each, "set_epoch", None))}
+        unique = {id(each): each for each in candidates if callable(_setter(each))}
         self._last_set = [(each, _epoch_of(each)) for each in unique.values()]
 
     def __bool__(self) -> bool:
-        return bool(self._listeners)
+        return bool(self._last_set)
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of every sampler and dataset."""
         for each, _ in self._last_set:
-            each.set_epoch(epoch)
+            _setter(each)(epoch)
         self._last_set = [(each, _epoch_of(each)) for each, _ in self._last_set]
         for each, current in self._last_set:
             with contextlib.suppress(TypeError):  # it cannot be hashed, or referenced weakly
@@ -118,6 +122,12 @@ class EpochListeners:
 def _epoch_of(listener: Any) -> int | None:
     epoch = getattr(listener, "epoch", None)
     return epoch if isinstance(epoch, int) else None
+
+
+def _setter(listener: Any) -> Any:
+    if isinstance(getattr(type(listener), "next_epoch", None), property):
+        return functools.partial(setattr, listener, "next_epoch")
+    return getattr(listener, "set_epoch", None)
 
 
 def length_of(sized: Any) -> int | None:

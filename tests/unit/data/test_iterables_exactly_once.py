@@ -655,6 +655,43 @@ def test_loaders_of_libraries_see_their_datasets():
         assert read_by_all(lambda made=loader: made, 2, divides=divides)
 
 
+class CountingLoader(DataLoader):
+    """Counts its epochs and tells its dataset, as litdata's StreamingDataLoader does."""
+
+    current_epoch = 0
+
+    def __iter__(self):
+        vars(self)["current_epoch"] = self.current_epoch + 1
+        self.dataset.next_epoch = self.current_epoch
+        return super().__iter__()
+
+
+def shuffled_by_its_epoch(dataset):
+    order = np.random.default_rng(dataset.next_epoch).permutation(LENGTH).tolist()
+    dataset.next_epoch += 1
+    return iter(order)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, CountingLoader])
+def test_epochs_of_libraries_that_count_them_are_resumed(kind):
+    """Mosaic's StreamingDataset in the property next_epoch, litdata's loader in its attribute current_epoch."""
+
+    def make():
+        epoch = property(lambda self: self.count, lambda self, epoch: setattr(self, "count", epoch))
+        attributes = {"count": 0, "__iter__": shuffled_by_its_epoch, "next_epoch": epoch}
+        return shard_loader(kind(foreign("streaming.base.dataset", "StreamingDataset", **attributes), batch_size=4))
+
+    with as_rank(0, 2):
+        loader, resumed = make(), make()
+        epochs = [flat(loader) for _ in range(3)]
+        assert len(set(map(tuple, epochs))) == 3
+        loader.set_epoch(1)
+        batches = iter(loader)
+        first = flat([next(batches), next(batches)])
+        resumed.load_state_dict(loader.state_dict())
+        assert [first + flat(resumed), flat(resumed)] == epochs[1:]
+
+
 def test_a_contradicted_declaration_is_refused():
     """divides='nothing' for a dataset that shards itself over several workers; without workers it does not."""
     loader = lambda workers: DataLoader(AsInTorchsDocs(), num_workers=workers)  # noqa: E731 - a new one
