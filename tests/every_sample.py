@@ -79,6 +79,23 @@ class NoLength(OwnRandom):
         raise NotImplementedError
 
 
+class Curriculum(Budget):
+    """Indices, more of them in each epoch."""
+
+    def __len__(self) -> int:
+        return 20 + self.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(len(self)))
+
+
+class Rows(list[int]):
+    """A dataset that is indexed by a list."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        return list(indices)
+
+
 def _loader(workers: int, *, batch_size: int | None = BATCH, data: Any = None, **options: Any) -> DataLoader[Any]:
     sized = {} if "batch_sampler" in options else {"batch_size": batch_size}
     collate = list if batch_size else None
@@ -112,6 +129,11 @@ KINDS: dict[str, Callable[[int], DataLoader[Any]]] = {
     "random_split": lambda workers: _loader(
         workers, data=random_split(range(40), [LENGTH, 17], torch.Generator().manual_seed(1))[0], shuffle=True
     ),
+    "list of indices": lambda workers: _loader(workers, sampler=[*range(LENGTH - 1, 0, -2), 1]),
+    "length of the epoch": lambda workers: _loader(workers, data=range(99), sampler=Curriculum()),
+    "sampler of batches": lambda workers: _loader(
+        workers, batch_size=None, data=Rows(range(LENGTH)), sampler=BatchSampler(OwnRandom(), BATCH, False)
+    ),
     "batch sampler": lambda workers: _loader(workers, batch_sampler=Budget()),
     "batch sampler of unknown length": lambda workers: _loader(workers, batch_sampler=UnknownLength()),
     "subclass of BatchSampler": lambda workers: _loader(
@@ -122,6 +144,7 @@ STREAMS = ("no length", "batch sampler of unknown length")
 _OF_BATCHES = (
     "single items",
     "list of batches of indices",
+    "sampler of batches",
     "batch sampler",
     "batch sampler of unknown length",
     "subclass of BatchSampler",
