@@ -53,6 +53,8 @@ class MapStyleSource(Source[Any]):
             order = draw_order(sampler, seed=self._seed, epoch=epoch, max_listed=max_listed)
         if order is None:
             check_length_options(self.options, f"the endless {type(sampler).__name__}", needs_limit=False)
+            if self.group % self.shards:
+                raise _uneven_batch_error(self.group, self.shards)
         stream = stream_rng(sampler, seed=self._seed, epoch=epoch).draw(sampler, size=self.group)
         is_grouped = self._batch_size is not None
         return {"fetch": fetch, "order": order, "stream": stream, "is_grouped": is_grouped, "data": self._data}
@@ -101,13 +103,17 @@ class MapStyleSource(Source[Any]):
             )
         may_be_uneven = options.tail in ("exact", "weighted") and self.length is not None
         if size < processes or (size % processes and not may_be_uneven):
-            near = max(size // processes, 1) * processes
-            raise ConfigError(
-                f"batch='global' with batch_size={size} on {processes} processes",
-                why="it does not divide evenly: gradients of unequal batches would be averaged as if they were equal",
-                fix=f"use batch_size={near}, or tail='weighted' to weight gradients by the number of samples",
-            )
+            raise _uneven_batch_error(size, processes)
         return size
+
+
+def _uneven_batch_error(size: int, processes: int) -> ConfigError:
+    near = max(size // processes, 1) * processes
+    return ConfigError(
+        f"batch='global' with batch_size={size} on {processes} processes",
+        why="it does not divide evenly: gradients of unequal batches would be averaged as if they were equal",
+        fix=f"use batch_size={near}, or tail='weighted' to weight gradients by the number of samples",
+    )
 
 
 def _find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | None:

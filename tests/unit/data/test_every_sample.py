@@ -153,6 +153,7 @@ class Unread(Dataset[int]):
     ("make", "options", "message"),
     [
         (lambda: Claims(float("inf"), 50), {"tail": "weighted"}, "tail='weighted' with the endless Claims"),
+        (lambda: Claims(float("inf"), 50), {"tail": "exact", "batch": "global"}, "batch='global' with batch_size=3"),
         (lambda: Claims(9, 9), {"divides": "nothing"}, "divides='nothing' with Unread"),
         (lambda: Claims(9, 9), {"limit": 0.1}, "limit=0.1 of 5 batches"),
         (lambda: DistributedSampler(range(100), 3, 0), {}, "num_replicas=3"),
@@ -162,5 +163,6 @@ class Unread(Dataset[int]):
 )
 def test_loaders_are_refused_before_a_sample_is_read(make: Callable[[], Any], options: Any, message: str) -> None:
     """When shard_loader is called, or when the order of the epoch is drawn."""
+    size = 3 if "batch" in options else 1
     with as_rank(0, 2), pytest.raises(ConfigError, match=message):
-        next(iter(shard_loader(DataLoader(Unread(), sampler=make()), **options)))
+        next(iter(shard_loader(DataLoader(Unread(), size, sampler=make()), **options)))
