@@ -52,6 +52,7 @@ class EpochShard(Generic[T]):
         is_own: whether the stream is of this process only, so that processes do not compare it.
         data: text that identifies the data, for `fingerprint`.
         first: hash of the first units or samples of a stream, once they are drawn; "" if they are not compared.
+        own_first: that of rank 0's first batch of a stream of its own, which only a resumed epoch is compared with.
         states: the latest states of the dataset, from which the epoch can go on (see `DatasetStates`).
     """
 
@@ -65,6 +66,7 @@ class EpochShard(Generic[T]):
     is_own: bool = False
     data: str = ""
     first: str = ""
+    own_first: str = ""
     states: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -77,7 +79,8 @@ class EpochShard(Generic[T]):
         if self.order is not None:
             return {"units": len(self.order), "order": self.fingerprint()}
         # Hashes are comparable where all processes together take as many units in a step.
-        return {"first": [self.split.group, self.first]} if self.first else {}
+        first = self.first or self.own_first
+        return {"first": [self.split.group, first]} if first else {}
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the unit or the list of units of each step."""

@@ -107,12 +107,13 @@ class IterableStyleSource(Source[T]):
             number, batches = self.states.batches(shard)
         batches = itertools.islice(batches, None if limit is None else max(limit - number, 0))
         for batch in itertools.islice(batches, 1):
-            is_own = sharded.divides == "processes"
-            shard.first = shuffle_fingerprint(sharded.unsharded) if is_own else sharded.fingerprint()
-            if self.world.world_size == 1 and not shard.first:  # the batch's, whose floats a collate_fn may have drawn
-                shard.first = sample_fingerprint([batch], has_floats=False)
-            if number:  # it is not the first batch of the epoch
-                shard.first = shard.position.facts.get("first", [0, ""])[1]
+            saved = shard.position.facts.get("first", [0, ""])[1] if number else None  # it is not the epoch's first
+            if sharded.divides == "processes":
+                shard.first = shuffle_fingerprint(sharded.unsharded)
+            else:
+                shard.first = sharded.fingerprint() if saved is None else saved
+            if self.world.is_main and not shard.first:  # the batch's, whose floats a collate_fn may have drawn
+                shard.own_first = sample_fingerprint([batch], has_floats=False) if saved is None else saved
             batches = itertools.chain([batch], batches)
         # Unless the dataset goes on from a state, batches before the position are made and discarded.
         yield from itertools.islice(batches, shard.position.start - number, None)

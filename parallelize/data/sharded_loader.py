@@ -115,6 +115,7 @@ class ShardedLoader(Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as plain values; equal on all processes that have made equally many steps.
 
+        Within an epoch of a dataset that shards itself, that of rank 0 also has the hash of its first samples.
         It is the position of the iterator that goes on. An iterator that was left after its first batch does not count,
         nor one that was begun and left inside the loop over another: both only read examples.
 

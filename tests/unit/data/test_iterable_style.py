@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import subprocess
 import sys
 import threading
@@ -363,6 +364,32 @@ def test_a_state_of_the_unsharded_loader_is_refused():
         ) as caught:
             shard_loader(loader)
     assert "shard_loader(loader).load_state_dict(state)" in caught.value.faults[0].fix
+
+
+class ShuffledAnew(Everything):
+    """Shuffles the samples of its process without a seed."""
+
+    def __iter__(self):
+        own = range(par.rank(), self.length, par.world_size())
+        return iter(random.Random().sample(own, len(own)))
+
+
+@pytest.mark.parametrize("dataset", [ShuffledAnew, Everything])
+def test_a_dataset_that_shards_itself_in_another_order_is_named_on_rank_0(dataset, recwarn):
+    """When it is resumed with the state of rank 0: samples would be lost."""
+    state = None
+    for rank in range(2):
+        with as_rank(rank, 2):
+            make = lambda: shard_loader(DataLoader(dataset(99), batch_size=4), divides="processes")  # noqa: E731 - a new one
+            batches = iter(interrupted := make())
+            next(batches), next(batches)
+            state = state or interrupted.state_dict()
+            resumed = make()
+            resumed.load_state_dict(state)
+            list(resumed)
+    assert ["begins with other samples" in str(each.message) for each in recwarn.list] == [True] * (
+        dataset is ShuffledAnew
+    )
 
 
 def test_optional_packages_are_not_imported():
