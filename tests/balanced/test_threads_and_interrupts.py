@@ -67,6 +67,30 @@ def test_thread_local_values_of_the_user() -> None:
     assert_same(Local, [set_local] * 2)
 
 
+class Penalized(Chain):
+    """Adds to its output the size of the gradient of an earlier loss of its own."""
+
+    earlier: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.earlier is None:
+            return self.inner(x)
+        return self.inner(x) + torch.autograd.grad(self.earlier, self.a.weight, retain_graph=True)[0].square().sum()
+
+
+def penalized(model: Any) -> Tensor:
+    model.earlier = None
+    earlier = mse(model)
+    model.earlier = earlier
+    return mse(model)
+
+
+@pytest.mark.timeout(60)
+def test_a_backward_in_the_threads_of_a_forward() -> None:
+    """A forward may compute gradients of an earlier output of its model, while its micro-batches use all threads."""
+    assert_same(Penalized, [penalized] * 2)
+
+
 class InterruptedNorm(nn.BatchNorm1d):
     is_interrupted = False
 

@@ -191,7 +191,7 @@ class Pipeline(nn.Module):
             raise
         self._staged.norms.update(moments)
         if threads is not None and is_bounded:
-            connect(rows, bounds=split.bounds, run=threads.run_backward)
+            connect(rows, bounds=split.bounds, run=functools.partial(threads.run, is_backward=True))
         joined.replace_stand_ins(rows, kind.dims[form])
         values = join_outputs(rows, device=self._staged.output_device, dims=kind.dims[form], weights=weights)
         for position, constant in kind.constants.get(form, {}).items():

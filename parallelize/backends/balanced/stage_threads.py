@@ -66,15 +66,27 @@ class StageThreads:
         self._free = queue.SimpleQueue[Stage]()  # stages on which no backward runs
         for stage in stages:
             self._free.put(stage)
-        per_stage = functools.partial(torch.set_num_threads, max(1, intra_op // len(stages)))
-        self._pool = ThreadPoolExecutor(microbatches, thread_name_prefix="pipeline", initializer=per_stage)
+        self._idents = idents = set[int]()  # of the threads
+
+        def start() -> None:  # without a reference to the pool, whose threads end with it if Ctrl-C comes here
+            torch.set_num_threads(max(1, intra_op // len(stages)))
+            idents.add(threading.get_ident())
+
+        self._pool = ThreadPoolExecutor(microbatches, thread_name_prefix="pipeline", initializer=start)
         barrier = threading.Barrier(microbatches)
         concurrent.futures.wait([self._pool.submit(barrier.wait) for _ in range(microbatches)])
         # The calls of set_num_threads in the pool also changed the default for new threads: restore it.
         torch.set_num_threads(intra_op)
 
-    def run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Return the results of calls, made in the threads with the thread-local state of this one."""
+    def run(self, calls: Sequence[Callable[[], Any]], *, is_backward: bool = False) -> list[Any]:
+        """Return the results of calls, made in the threads with the thread-local state of this one.
+
+        Those of a backward take a free stage. In one of the threads, and after `close`, they are made one by one.
+        """
+        if self._is_closed or threading.get_ident() in self._idents:
+            return [call() for call in calls]
+        if is_backward:
+            calls = [functools.partial(self._on_a_stage, call) for call in calls]
         run = _with_state_of_this_thread()
         futures = [self._pool.submit(run, call) for call in calls]
         try:
@@ -85,12 +97,6 @@ class StageThreads:
             concurrent.futures.wait(futures)
             raise
         return [each.result() for each in futures]
-
-    def run_backward(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Return the results of calls, each made on a stage; after `close`, made in this thread."""
-        if self._is_closed:
-            return [call() for call in calls]
-        return self.run([functools.partial(self._on_a_stage, call) for call in calls])
 
     def close(self) -> None:
         """Cancel queued calls, and join all threads after their current calls."""
