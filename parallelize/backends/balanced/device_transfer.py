@@ -1,7 +1,8 @@
 """Transfer of tensors between devices: differentiable copies of the operands that a stage's operations do not have.
 
 Operands of one operation on several devices of the pipeline are copied to the stage's device; those of an operation in
-place, to the device of the tensor that it changes. Operations whose operands are on one device run there.
+place, to the device of the tensor that it changes. Operations whose operands are on one device run there. A tensor and
+its copies keep the same values: after an operation has changed one of them, or a view of it, the others are written.
 
 Copies between accelerators run on streams of their own: on the source's stream, a copy would wait for what is queued
 for the destination, and later kernels of the source for the copy.
@@ -14,20 +15,50 @@ for the destination, and later kernels of the source for the copy.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from parallelize.runtime.containers import leaves, map_leaves
 
-__all__ = ["DeviceTransfer", "to_device", "write_count"]
+__all__ = ["Copies", "DeviceTransfer", "to_device", "write_count"]
 
 _Tensor: Any = torch.Tensor
 _NEVER_MOVED = frozenset({torch.autograd.grad, torch.autograd.backward, _Tensor.backward})
+_NORMS = frozenset({functional.batch_norm, functional.instance_norm})
 _IN_PLACE_METHODS = frozenset({"__setitem__", "__set__"})
+
+
+@dataclass(eq=False)
+class _Copy:
+    """A copy of a tensor, the write counts of both, and whether gradients of the copy reach the tensor."""
+
+    source: torch.Tensor
+    copy: torch.Tensor
+    has_graph: bool
+    counts: tuple[int, int] = (0, 0)
+
+    def has_changed(self) -> bool:
+        """Return whether one of the two was changed since `update_counts`."""
+        return self.counts != (write_count(self.source), write_count(self.copy))
+
+    def update_counts(self) -> None:
+        """Count the writes of both."""
+        self.counts = write_count(self.source), write_count(self.copy)
+
+
+class Copies:
+    """Copies of tensors on other devices."""
+
+    def __init__(self) -> None:
+        self.of_tensor: dict[tuple[int, torch.device, bool], _Copy] = {}
+        self.of_storage: defaultdict[int, list[_Copy]] = defaultdict(list)
 
 
 class DeviceTransfer(TorchFunctionMode):
@@ -35,7 +66,7 @@ class DeviceTransfer(TorchFunctionMode):
 
     Args:
         devices: devices of the pipeline; tensors on other devices are not moved.
-        copies: copies of parameters, which all micro-batches of a forward share.
+        parameter_copies: copies of parameters, which all micro-batches of a forward share.
         on_copy: called before a tensor is copied, or its copy used.
 
     Attributes:
@@ -46,7 +77,7 @@ class DeviceTransfer(TorchFunctionMode):
     def __init__(
         self,
         devices: Collection[torch.device],
-        copies: dict[Any, Any] | None = None,
+        parameter_copies: Copies | None = None,
         *,
         on_copy: Callable[[], None] = lambda: None,
     ) -> None:
@@ -54,10 +85,7 @@ class DeviceTransfer(TorchFunctionMode):
         self._on_copy = on_copy
         self.device = torch.device("cpu")
         self.devices = frozenset(devices)
-        self._parameter_copies: dict[Any, Any] = {} if copies is None else copies
-        self._copies: dict[Any, Any] = {}
-        # For each call of a module that is running: the module, and (source, copy, version of the copy) of arguments.
-        self._arguments: list[tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor, int]]]] = []
+        self._copies, self._parameter_copies = Copies(), parameter_copies or Copies()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,37 +93,40 @@ class DeviceTransfer(TorchFunctionMode):
         """Run an operation with operands on one device."""
         del types
         kwargs = kwargs or {}
-        first = args[0] if args else None
-        if self._copies and isinstance(first, torch.Tensor) and (_is_in_place(func) or kwargs.get("inplace")):
-            self._wait_for_copies(first.device)
-        found = {each.device for each in leaves((args, kwargs)) if isinstance(each, torch.Tensor)} & self.devices
-        if len(found) < 2 or func in _NEVER_MOVED:
+        if func in _NEVER_MOVED:
             return func(*args, **kwargs)
-        changed = kwargs.get("out", args[0] if _is_in_place(func) else None)
-        device = changed.device if isinstance(changed, torch.Tensor) else self.device
-        return func(*self._moved(args, device), **self._moved(kwargs, device))
+        tensors = _tensors((args, kwargs))
+        changed = _changed_argument(func, args, kwargs)
+        if len({each.device for each in tensors} & self.devices) > 1:
+            changed = _tensors(changed)
+            device = changed[0].device if changed else self.device
+            args, kwargs = self._moved(args, device), self._moved(kwargs, device)
+            tensors, changed = _tensors((args, kwargs)), _changed_argument(func, args, kwargs)
+        if not self._copies.of_tensor and not self._parameter_copies.of_tensor:
+            return func(*args, **kwargs)
+        for device in {each.device for each in _tensors(changed)}:
+            self._wait_for_copies(device)
+        counts = [write_count(each) for each in tensors]
+        result = func(*args, **kwargs)
+        written = [each for each, count in zip(tensors, counts, strict=True) if write_count(each) != count]
+        if changed is not None:
+            # Inference tensors and those in lists, as of torch._foreach_add_, may not count writes.
+            written += [each for each in _tensors(changed) if changed is not each or each.is_inference()]
+        elif func in _NORMS:
+            written += _tensors(_updated_statistics(func, *args, **kwargs))
+        if written:
+            self._write_copies(written)
+        return result
 
-    def move_arguments(self, module: nn.Module, args: Any) -> Any:
+    def move_arguments(self, args: Any) -> Any:
         """Return the arguments of a module that is about to run, with tensors moved to the stage; None: as they are."""
-        moved: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        is_elsewhere = any(each.device != self.device and each.device in self.devices for each in _tensors(args))
+        return self._moved(args, self.device) if is_elsewhere else None
 
-        def move(leaf: Any) -> Any:
-            copy = self._moved(leaf, self.device)
-            if copy is not leaf:
-                moved.append((leaf, copy, write_count(copy)))
-            return copy
-
-        result = map_leaves(move, args)
-        self._arguments.append((module, moved))
-        return result if moved else None
-
-    def write_back(self, module: nn.Module) -> None:
-        """Copy arguments that a module has changed in place to the tensors that they were copied from."""
-        if not self._arguments or self._arguments[-1][0] is not module:
-            return
-        for source, copy, version in self._arguments.pop()[1]:
-            if write_count(copy) != version:
-                source.copy_(copy)
+    def write_back(self, args: Any) -> None:
+        """Copy arguments that a module has changed to their sources, also by what is no function: autograd.Function."""
+        copies = [each for tensor in _tensors(args) for each in self._copies.of_storage.get(_storage(tensor), ())]
+        self._write_copies([each.copy for each in copies if each.has_changed()])
 
     def _moved(self, value: Any, device: torch.device) -> Any:
         def move(leaf: Any) -> Any:
@@ -107,21 +138,47 @@ class DeviceTransfer(TorchFunctionMode):
     def _wait_for_copies(self, device: torch.device) -> None:
         """Order a change of a tensor in place after copies that still read it, on streams of their own."""
         for target in self.devices - {device}:
-            if "cpu" not in {device.type, target.type}:
+            if device in self.devices and "cpu" not in {device.type, target.type}:
                 torch.accelerator.current_stream(device).wait_stream(_copy_streams(device, target)[0])
 
     def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         self._on_copy()
         copies = self._parameter_copies if isinstance(tensor, nn.Parameter) else self._copies
         key = id(tensor), device, torch.is_grad_enabled()
-        known = copies.get(key)
-        if known is not None and known[1] == write_count(tensor) and known[3] == write_count(known[2]):
-            copy: torch.Tensor = known[2]
-            return copy
-        copy = _move(tensor, device)
-        # The tensor is held so that its id stays valid.
-        copies[key] = tensor, write_count(tensor), copy, write_count(copy)
-        return copy
+        known = copies.of_tensor.get(key)
+        if known is None:
+            # The tensor is held so that its id and its storage stay valid.
+            known = copies.of_tensor[key] = _Copy(tensor, _move(tensor, device), has_graph=key[2])
+            known.update_counts()
+            for each in {_storage(known.source), _storage(known.copy)}:
+                copies.of_storage[each].append(known)
+        elif known.has_changed():
+            self._write_copies([tensor])
+        return known.copy
+
+    def _write_copies(self, changed: Iterable[torch.Tensor]) -> None:
+        """Write changed tensors to those that they were copied from, and to all copies of these."""
+        pending = [_storage(each) for each in changed]
+        written: list[_Copy] = []
+        for storage in pending:  # which grows meanwhile
+            for each in (
+                *self._copies.of_storage.get(storage, ()),
+                *self._parameter_copies.of_storage.get(storage, ()),
+            ):
+                if each not in written:
+                    written.append(each)
+                    one, other = each.source, each.copy
+                    one, other = (one, other) if _storage(one) == storage else (other, one)
+                    self._write(other, one, has_graph=each.has_graph)
+                    pending.append(_storage(other))
+        for each in written:
+            each.update_counts()
+
+    def _write(self, target: torch.Tensor, source: torch.Tensor, *, has_graph: bool) -> None:
+        self._wait_for_copies(target.device)
+        is_parameter = target.is_leaf and target.requires_grad
+        with torch.set_grad_enabled(torch.is_grad_enabled() and has_graph and not is_parameter):
+            target.copy_(source)
 
 
 def to_device(values: Any, device: torch.device) -> Any:
@@ -136,8 +193,24 @@ def write_count(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return what is equal for a tensor and its views."""
+    try:
+        found: int = tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # of a sparse tensor, or inside vmap
+        found = id(tensor)
+    return found
+
+
 def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a differentiable copy of a tensor on another device, ordered with the current streams of both devices."""
+    if torch.is_inference_mode_enabled():  # a copy that counts writes
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return _move(tensor, device)
     if "cpu" in {tensor.device.type, device.type}:
         return tensor.to(device)
     reading, writing = _copy_streams(tensor.device, device)
@@ -157,7 +230,16 @@ def _copy_streams(source: torch.device, target: torch.device) -> tuple[Any, Any]
     return torch.Stream(source), torch.Stream(target)
 
 
-def _is_in_place(func: Any) -> bool:
+def _changed_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the argument that a function changes, by its name and its options; None: it may still change some."""
     name = getattr(func, "__name__", "")
     is_method = name.endswith("_") and not name.endswith("__")
-    return is_method or name in _IN_PLACE_METHODS or (name.startswith("__i") and name.endswith("__"))
+    is_operator = name in _IN_PLACE_METHODS or (name.startswith("__i") and name.endswith("__"))
+    return kwargs.get("out", args[0] if args and (is_method or is_operator or kwargs.get("inplace")) else None)
+
+
+def _updated_statistics(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the running statistics that a norm updates, which count no write."""
+    given = dict(enumerate(args)) | kwargs
+    is_updating = given.get(5, given.get("training", given.get("use_input_stats", func is functional.instance_norm)))
+    return [given.get(1, given.get("running_mean")), given.get(2, given.get("running_var"))] if is_updating else None

@@ -21,7 +21,7 @@ from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.backward import mark_joined
 from parallelize.backends.balanced.batch import Split
 from parallelize.backends.balanced.batchnorm import Moments
-from parallelize.backends.balanced.device_transfer import to_device
+from parallelize.backends.balanced.device_transfer import Copies, to_device
 from parallelize.backends.balanced.microbatch_run import MicrobatchRun, StagedModel, active_run
 from parallelize.backends.balanced.stage_threads import StageThreads
 from parallelize.errors import ConfigError
@@ -67,7 +67,7 @@ class Executor:
             ConfigError: micro-batches change one of `buffers` differently.
             Exception: the forward of a micro-batch has failed; if several have, the exception of the first micro-batch.
         """
-        copies: dict[Any, Any] = {}
+        copies = Copies()
         locks = [threading.Lock() for _ in self.staged.stages] if threads is not None else None
         key, count = object(), len(batch.sizes)
         runs = [

@@ -23,7 +23,7 @@ from torch import nn
 from parallelize.backends.balanced import refusals
 from parallelize.backends.balanced.backward import Microbatch, mark_inside
 from parallelize.backends.balanced.batchnorm import BatchNorms, Moments
-from parallelize.backends.balanced.device_transfer import DeviceTransfer
+from parallelize.backends.balanced.device_transfer import Copies, DeviceTransfer
 from parallelize.backends.balanced.stage_threads import Stage, saved_tensors_hooks
 from parallelize.runtime.gradients import is_in_backward
 
@@ -73,7 +73,7 @@ class MicrobatchRun:
         self,
         staged: StagedModel,
         *,
-        copies: dict[Any, Any] | None = None,
+        copies: Copies | None = None,
         locks: Sequence[threading.Lock] | None = None,
         on_unit: Callable[[nn.Module, Any], None] | None = None,
         microbatch: Microbatch | None = None,
@@ -135,7 +135,7 @@ class MicrobatchRun:
         if self.transfer is None:
             return None
         _check_recomputation()
-        return self.transfer.move_arguments(module, args)
+        return self.transfer.move_arguments(args)
 
     def _switch(self, stage: int) -> None:
         self._release()
@@ -259,13 +259,13 @@ class StagedModel:
         return moved
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        del args, output
+        del output
         run = None if torch.compiler.is_compiling() else _active.run
         if run is None or run.staged is not self:
             return
         self.norms.after(module, run.moments)
         if run.transfer is not None:
-            run.transfer.write_back(module)
+            run.transfer.write_back(args)
         outermost, context = self._recomputed.get(threading.get_ident(), (None, None))
         if context is not None and outermost is module:
             del self._recomputed[threading.get_ident()]

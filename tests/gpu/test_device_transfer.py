@@ -1,0 +1,163 @@
+"""Operations on tensors of two stages that change some of them: values and gradients are those of one device."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from balanced.models import assert_equal_gradients, loss_of, plan_for, seeded
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from parallelize import parallel_model
+from parallelize.backends.balanced.plugin import BalancedBackend
+
+pytestmark = pytest.mark.gpu
+
+TWO_GPUS = [
+    pytest.mark.gpu2,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+PAIRS = [("cpu", "cuda:0"), ("cuda:0", "cpu"), pytest.param(("cuda:1", "cuda:0"), marks=TWO_GPUS)]
+Body = Callable[[Any, Tensor, Tensor], Any]
+
+
+class TwoStages(nn.Module):
+    """A function of h, which the first stage computes, and k, which the second one does."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.body = body
+        self.a, self.b, self.same = nn.Linear(8, 8), nn.Linear(8, 8), nn.Identity()
+        self.table = nn.Embedding(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("variance", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.a(x)
+        k = self.b(h * 1.0)
+        return h, k, self.body(self, h, k)
+
+
+def lists(_model: Any, h: Tensor, k: Tensor) -> None:
+    torch._foreach_add_([h, k], [k.detach() * 2.0, h.detach() * 2.0])
+    torch._foreach_mul_([k, h], 0.5)
+
+
+def views_in_lists(_model: Any, h: Tensor, k: Tensor) -> None:
+    others = [k.detach()[:, :4] * 1.0, h.detach()[:, 4:] * 1.0]
+    torch._foreach_add_([h[:, :4], h[:, 4:], k[:, :4]], [*others, others[0]])
+
+
+def results_elsewhere(_model: Any, h: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    values, places, total = torch.empty_like(h[:, 0]), torch.empty_like(k[:, 0], dtype=torch.long), torch.empty_like(h)
+    with torch.no_grad():
+        torch.max(k, 1, out=(values, places))
+        torch.max(h, 1, out=(k.new_empty(len(k)), places))
+        torch.add(h, k, out=total)
+        torch.where(k > 0, h, k, out=total[:])
+    return values, places, total
+
+
+def parts(_model: Any, h: Tensor, k: Tensor) -> None:
+    h[:, :4].copy_(k[:, 4:])
+    k[:, 2] = h[:, 1]
+    k[h.argmax(1) == 0] = 0.5
+    h.masked_fill_(k > 0.3, 0.1)
+
+
+def scattered(_model: Any, h: Tensor, k: Tensor) -> None:
+    rows = torch.arange(len(h), device=h.device)
+    h.scatter_(1, k.argmax(1, keepdim=True), k[:, :1])
+    k.index_put_((rows, h.argmax(1)), h[:, 0], accumulate=True)
+    torch.index_put_(h, (rows, k.argmax(1)), k[:, 0])
+
+
+def initialized(_model: Any, h: Tensor, k: Tensor) -> Tensor:
+    total = h + k
+    with torch.no_grad():
+        nn.init.constant_(total[:, :1], 0.5)
+        nn.init.zeros_(h)
+    return total + h
+
+
+def running_statistics(model: Any, h: Tensor, k: Tensor) -> Tensor:
+    return F.batch_norm(h.detach() + k.detach(), model.mean, model.variance, training=True) + model.mean
+
+
+def embedding_of_limited_norm(model: Any, h: Tensor, k: Tensor) -> Tensor:
+    return F.embedding(k.argmax(1), model.table.weight, max_norm=0.5) + h
+
+
+def a_returned_argument(model: Any, h: Tensor, k: Tensor) -> Tensor:
+    again = model.same(h)
+    again += 1.0
+    again[:, 2:].mul_(2.0)
+    return h * k
+
+
+def an_argument_that_was_returned(model: Any, h: Tensor, k: Tensor) -> Tensor:
+    again = model.same(h)
+    h.add_(1.0)
+    h.data.mul_(2.0)
+    return again * k
+
+
+def an_option(_model: Any, h: Tensor, k: Tensor) -> Tensor:
+    copied = h * 1.0
+    product = copied + k
+    F.relu(copied, inplace=True)
+    F.dropout(copied, 0.0, inplace=True)
+    return product + (copied + k)
+
+
+def broadcast(_model: Any, h: Tensor, k: Tensor) -> Tensor:
+    one, other = torch.broadcast_tensors(h, k)
+    one.add_(1.0)
+    return one * other + h
+
+
+BODIES: list[Body] = [
+    lists,
+    views_in_lists,
+    results_elsewhere,
+    parts,
+    scattered,
+    initialized,
+    running_statistics,
+    embedding_of_limited_norm,
+    a_returned_argument,
+    an_argument_that_was_returned,
+    an_option,
+    broadcast,
+]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("devices", PAIRS, ids="+".join)
+@pytest.mark.parametrize("body", BODIES)
+def test_tensors_that_an_operation_changes(body: Body, devices: tuple[str, str], mode: Any) -> None:
+    """Outputs, gradients and buffers of a model that changes tensors of two stages are the plain model's."""
+    model, x = seeded(lambda: TwoStages(body)).cuda(), torch.randn(8, 8).cuda()
+    alone = copy.deepcopy(model)
+    made = plan_for(model, ((x,), {}), devices=devices)
+    made = replace(made, bounds=(0, 1, len(made.events)))
+    model.load_state_dict(alone.state_dict())
+    found = []
+    with warnings.catch_warnings(), mode():
+        warnings.filterwarnings("ignore", "batches like this one are not split")
+        with parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)):
+            found.append(model(x))
+            if mode is torch.enable_grad:
+                loss_of(found[0]).backward()
+        found.append(alone(x))
+        if mode is torch.enable_grad:
+            loss_of(found[1]).backward()
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert_equal_gradients(model, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.state_dict(), alone.state_dict())
