@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -52,12 +52,14 @@ class LossCount:
         count: number (or total weight) of the targets; a tensor on an accelerator, where reading it synchronizes; None
             for the last two kinds.
         divisor: number by which a mean is divided further, such as the number of micro-batches; None: it is not.
+        scales: numbers by which it is multiplied or divided.
     """
 
     loss: str
     kind: Literal["mean", "divided sum", "sum", "unknown"]
     count: float | torch.Tensor | None = None
     divisor: float | torch.Tensor | None = None
+    scales: tuple[float | torch.Tensor, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class _Term:
     divisor: float | torch.Tensor | None = None  # product of the constants that divide the node's value
     is_in_model: bool = False  # whether it is part of a model's forward
     outer: float | torch.Tensor | None = None  # product of the constants that divide a sum of several such values
+    scales: tuple[float | torch.Tensor, ...] = ()  # constants that multiply or divide the node's value
 
 
 def loss_counts(roots: Iterable[Root], *, is_in_model: bool = False) -> list[LossCount]:
@@ -107,7 +110,8 @@ def join_weights(
 ) -> tuple[list[float | torch.Tensor], LossCount]:
     """Return the weights by which losses of the parts of a batch add up to the loss of the batch, and its count.
 
-    Means are weighted by their counts, and sums are added. All other scalars are weighted by samples, or added.
+    Means are weighted by their counts, and sums are added. All other scalars are weighted by samples, or added, such as
+    means of other terms in each part, or multiplied by other numbers.
 
     Args:
         losses: one scalar per part, computed in the model's forward.
@@ -119,9 +123,10 @@ def join_weights(
     require_readable_losses()
     numbers = [each for each in leaves(inputs) if not isinstance(each, torch.Tensor) or each.dim() == 0]
     with torch.no_grad():
-        counts = [_common_count(loss_counts([each], is_in_model=True), numbers) for each in losses]
+        terms = [loss_counts([each], is_in_model=True) for each in losses]
+        counts = [_common_count(each, numbers) for each in terms]
     (kind, *others), first = {each.kind for each in counts}, counts[0]
-    if kind == "mean" and not others:
+    if kind == "mean" and not others and all(_is_alike(each, terms[0]) for each in terms):
         device = losses[0].device
         found = [each.to(device) if isinstance(each, torch.Tensor) else each for each in (one.count for one in counts)]
         total: Any = sum(each for each in found if each is not None)
@@ -145,6 +150,19 @@ def _common_count(counts: Sequence[LossCount], numbers: Sequence[Any]) -> LossCo
     return first if len(kinds) == 1 else LossCount(first.loss, "unknown")
 
 
+def _is_alike(one: Sequence[LossCount], other: Sequence[LossCount]) -> bool:
+    """Return whether two sums have as many terms, of which means are multiplied by the same numbers."""
+    pairs = [(a, b) for a, b in zip(one, other, strict=False) if a.kind == b.kind == "mean"]
+    scales = [pair for a, b in pairs for pair in zip(a.scales, b.scales, strict=False)]
+    is_alike = len(one) == len(other) and all(len(a.scales) == len(b.scales) for a, b in pairs)
+    # Comparing tensors on an accelerator synchronizes; a buffer of the model is the same one.
+    return is_alike and all(_place(a) == _place(b) or float(a) == float(b) for a, b in scales)
+
+
+def _place(number: float | torch.Tensor) -> object:
+    return (number.device, number.data_ptr()) if isinstance(number, torch.Tensor) else number
+
+
 def _is_equal(count: Any, number: Any) -> bool:
     return isinstance(number, (int, float, torch.Tensor)) and float(count) == float(number)
 
@@ -166,7 +184,7 @@ def _reductions(terms: list[_Term]) -> Iterator[tuple[_Term, LossCount]]:
         given = node.metadata.get(_COUNTS_KEY, {}).get(term.output)
         inner = None if given is not None else _operands(term)
         if inner is None:
-            yield term, given or _reduction(term)
+            yield term, replace(given or _reduction(term), scales=term.scales)
         else:
             terms += inner
 
@@ -191,12 +209,25 @@ def _operands(term: _Term) -> list[_Term] | None:
     if name == "Mul" and len(edges) > 1:
         edges = [each for each in edges if _is_from_data(each)]  # e.g. without a learned weight of the loss
     is_known = name in _LINEAR and len(edges) == 1 and _numel(edges[0]) == 1
+    if name == "Mul" and is_known:
+        scales = (*term.scales, *_multipliers(node))
+        return [replace(each, scales=scales) for each in edges]
     if name != "Div" or not is_known:
         return edges if is_known else None
     if len(node.next_functions) > 1 and node.next_functions[0][0] is None:
         return None  # a constant divided by a loss
     number = _number(node._saved_other)
-    return [replace(edges[0], divisor=number if divisor is None else divisor * number)]
+    total = number if divisor is None else divisor * number
+    return [replace(edges[0], divisor=total, scales=(*term.scales, number))]
+
+
+def _multipliers(node: Any) -> list[float | torch.Tensor]:
+    """Return the number by which a multiplication multiplies a loss, unless it is learned."""
+    operands = [each for each, _ in node.next_functions]
+    if None not in operands and len(operands) > 1:
+        return []
+    number = node._saved_other if operands[0] is not None else node._saved_self
+    return [] if isinstance(number, torch.Tensor) and number.numel() != 1 else [_number(number)]
 
 
 def _scalars(operands: list[_Term]) -> list[_Term] | None:

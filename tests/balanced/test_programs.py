@@ -177,6 +177,24 @@ def test_a_micro_batch_without_targets(loss: Callable[..., Tensor]) -> None:
     assert_same(lambda: WithLoss(loss), [lambda m: m(X, CLASSES), lambda m: m(X, HALF_IGNORED)])
 
 
+def of_kept(output: Tensor, y: Tensor) -> Tensor:
+    kept = (y != -100).float()
+    losses = F.cross_entropy(output, y, reduction="none") * kept
+    return losses.mean() * (len(y) / kept.sum())
+
+
+def of_each_class(output: Tensor, y: Tensor) -> Tensor:
+    return sum((F.cross_entropy(output[y == i], y[y == i]) for i in range(4) if (y == i).any()), output.new_zeros(()))
+
+
+@pytest.mark.parametrize(
+    "loss", [of_kept, lambda o, y: of_kept(o, y) / 2.0 + 1.0, of_each_class], ids=["scaled", "divided", "classes"]
+)
+def test_means_of_other_terms_in_each_micro_batch(loss: Callable[..., Tensor]) -> None:
+    """A mean is not weighted by its count where micro-batches scale it by other numbers, or add other terms."""
+    assert_same(lambda: WithLoss(loss), [lambda m: m(X, CLASSES), lambda m: m(X, SOME_IGNORED)])
+
+
 def test_a_loss_that_is_returned_detached_too() -> None:
     """`loss.detach()` is joined as the loss is."""
     steps = [lambda m, y=y: m(X, y)[1].item() for y in (CLASSES, SOME_IGNORED)]  # type: ignore[misc]  # a default binds the name
