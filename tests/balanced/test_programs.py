@@ -117,6 +117,28 @@ class Stored(Chain):
         return hidden
 
 
+class Counting(Chain):
+    """A forward that changes a buffer in every batch, whether micro-batches do so as the full batch does or not."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("count", torch.zeros(4))
+        if how == "shared":
+            self.a.register_buffer("count", self.count)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.count.add_(len(x) if self.how == "samples" else 1)
+        return self.inner(x) / self.count
+
+
+@pytest.mark.parametrize("how", ["samples", "batches", "shared"])
+def test_counts_that_forward_keeps_in_a_buffer(how: str) -> None:
+    """A count of samples is that of the batch; backward may need the values that the first micro-batch has read."""
+    assert_same(lambda: Counting(how), [mse] * 3)
+
+
 def stored(model: Any) -> float:
     mse(model)
     return float(len(model.history) + model.counts["samples"] + (model.calls or 0) + model.average.sum().item())

@@ -107,9 +107,13 @@ class BatchValidation:
             second = self._whole_again(kind)
             kind.has_graph = any(map(_requires_grad, second))
             kind.draws = rng.has_changed()
-            before.restore()
             kind.in_evaluation = kind.draws or self.normalizes
+            buffers = {name: self.model.get_buffer(name).clone() for name in kind.buffers}
+            before.restore()
             self._compare(kind, first, second, compares_values=not kind.in_evaluation)
+            different = [name for name, each in buffers.items() if not is_equal(each, self.model.get_buffer(name))]
+            if different:
+                raise refusals.stateful(different)
             if kind.in_evaluation:
                 before.restore()
                 with torch.backends.cudnn.flags(enabled=False):  # cuDNN has no backward of an RNN in evaluation mode

@@ -95,19 +95,23 @@ class Executor:
         args, kwargs = inputs
         return self.inner.bind_method(self.inner.method, self.inner.model)(*args, **kwargs)
 
-    def _one_by_one(self, calls: Sequence[Call], buffers: Sequence[str]) -> list[Any]:
-        named = {name: self.staged.model.get_buffer(name) for name in buffers}
-        before, after = {name: each.clone() for name, each in named.items()}, dict[str, torch.Tensor]()
-        outputs = []
+    def _one_by_one(self, calls: Sequence[Call], names: Sequence[str]) -> list[Any]:
+        """Run micro-batches; those after the first change copies of buffers, since autograd may have saved values."""
+        places = [(self.staged.model.get_submodule(each.rpartition(".")[0]), each.rpartition(".")[2]) for each in names]
+        buffers = [getattr(*each) for each in places]
+        before = [each.detach().clone() for each in buffers]
+        outputs: list[Any] = []
         for call in calls:
-            for name, buffer in named.items():
-                with torch.no_grad():
-                    buffer.copy_(before[name])
-            outputs.append(call())
-            different = [name for name, each in after.items() if not torch.equal(each, named[name])]
+            try:
+                _set_buffers(places, [each.clone() for each in before] if outputs else buffers)
+                outputs.append(call())
+                found = [getattr(*each) for each in places]
+            finally:
+                _set_buffers(places, buffers)
+            pairs = zip(names, found, buffers, strict=True)
+            different = [name for name, one, other in pairs if not torch.equal(one, other)]
             if different:
                 raise refusals.stateful(different)
-            after = {name: each.clone() for name, each in named.items()}
         return outputs
 
     @contextlib.contextmanager
@@ -125,6 +129,11 @@ class Executor:
                     del module.__dict__["forward"]
                 else:
                     module.__dict__["forward"] = forward
+
+
+def _set_buffers(places: Sequence[tuple[nn.Module, str]], values: Sequence[torch.Tensor]) -> None:
+    for (module, name), value in zip(places, values, strict=True):
+        setattr(module, name, value)
 
 
 def _checkpointed(module: nn.Module, forward: Call, *args: Any, **kwargs: Any) -> Any:
