@@ -192,6 +192,36 @@ def test_checkpoints_with_arguments_on_two_devices(devices: tuple[str, ...], is_
     assert_equal_gradients(model, alone, rtol=1e-3, atol=1e-4)
 
 
+class Product(nn.Module):
+    """Checkpoints an operation with a parameter of the first stage, outside of any submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.is_reentrant = nn.Linear(8, 8), nn.Linear(8, 8), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.last(torch.tanh(self.first(x)))
+        return checkpoint(lambda h: torch.tanh(h @ self.first.weight), h, use_reentrant=self.is_reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("devices", PAIRS[1:], ids="+".join)
+def test_a_checkpoint_of_an_operation_with_a_tensor_of_another_stage(
+    devices: tuple[str, str], microbatches: int, is_reentrant: bool
+) -> None:
+    """The error names the function and its place, and no other program fails: without gradients, the model runs."""
+    model, x = seeded(Product).cuda(), torch.randn(8, 8).cuda()
+    model.is_reentrant = is_reentrant
+    made = plan_for(model, ((x,), {}), devices=devices, microbatches=microbatches)
+    with parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)):
+        with torch.no_grad():
+            assert model(x).shape == x.shape
+        with pytest.raises(ConfigError, match=r"checkpoint calls <lambda> \(\S*test_balanced\.py, line \d+\)"):
+            loss_of(model(x)).backward()
+
+
 @pytest.mark.parametrize("devices", PAIRS, ids="+".join)
 def test_a_loss_on_what_a_hook_keeps(devices: tuple[str, str]) -> None:
     """The hook sees the full batch, also on two devices."""

@@ -22,10 +22,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils import checkpoint as torch_checkpoint
 
 from parallelize.errors import ConfigError
 from parallelize.runtime.autograd_graph import grad_fns_of, node_of, nodes_behind, reaches_any
@@ -86,7 +88,7 @@ def compute_gradients(
     keep_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
     """Compute the gradients of `inputs` without calling hooks of theirs, or patches of torch.autograd.grad."""
-    with _without_hooks(inputs):
+    with _without_hooks(inputs), _explained_recomputation():
         found: Any = torch.autograd.Variable._execution_engine.run_backward(
             tuple(outputs),
             tuple(gradients),
@@ -229,5 +231,30 @@ class GraphEntries:
                 fix="return the tensor from forward; or use BalancedBackend(microbatches=1), which does not split "
                 "batches, or backend='ddp'",
             )
-        with self._context():
+        with self._context(), _explained_recomputation():
             backward(None)
+
+
+@contextlib.contextmanager
+def _explained_recomputation() -> Iterator[None]:
+    """Explain the error of an activation checkpoint that computes again with tensors of two stages.
+
+    Raises:
+        ConfigError: it does so outside of the units, whose hooks would move the tensors.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        modules = [frame.f_globals.get("__name__", "") for frame in frames]
+        if "same device" not in str(error) or torch_checkpoint.__name__ not in modules:
+            raise
+        last = max(i for i, name in enumerate(modules) if name == torch_checkpoint.__name__)
+        place = frames[min(last + 1, len(frames) - 1)].f_code
+        raise ConfigError(
+            f"torch.utils.checkpoint calls {place.co_name} ({place.co_filename}, line {place.co_firstlineno}), which "
+            "computes with tensors of two stages",
+            why="backward computes it again, where only calls of submodules move their arguments to one device",
+            fix="checkpoint the module that holds them, or compute with them outside of checkpoint(...); or use "
+            "BalancedBackend(recompute=True) instead",
+        ) from error

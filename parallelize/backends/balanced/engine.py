@@ -130,11 +130,9 @@ class BalancedEngine(Engine):
             raise ConfigError(
                 f"an operation has operands on several devices: {str(error).splitlines()[0]}",
                 why=f"backend='balanced' has moved the model's parameters to {', '.join(devices)}; a copy made before "
-                "the block, as for a moving average, and sums of norms are on one of them; so is what a function under "
-                "torch.utils.checkpoint computes again in backward",
+                "the block, as for a moving average, and sums of norms are on one of them",
                 fix="move the other operand: average.lerp_(p.to(average.device), 0.1), p.grad.norm().to(device()); or "
-                "use torch.optim.swa_utils.AveragedModel and torch.nn.utils.clip_grad_norm_, which do; checkpoint the "
-                "module that holds the parameters, not a function that reads them",
+                "use torch.optim.swa_utils.AveragedModel and torch.nn.utils.clip_grad_norm_, which do",
             ) from error
         if has_runner and isinstance(error, torch.OutOfMemoryError):
             with plan(self._inner.model).explaining_out_of_memory():
