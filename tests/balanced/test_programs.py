@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallelize.backends.balanced.refusals import CannotSplitError
+from parallelize.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -137,6 +138,28 @@ class Counting(Chain):
 def test_counts_that_forward_keeps_in_a_buffer(how: str) -> None:
     """A count of samples is that of the batch; backward may need the values that the first micro-batch has read."""
     assert_same(lambda: Counting(how), [mse] * 3)
+
+
+class Revived(Chain):
+    """A forward that changes a tensor of the model for some batches only."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.register_buffer("code", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 100:
+            with torch.no_grad():
+                self.get_parameter(self.name).mul_(0.5) if self.name == "c.weight" else self.code.mul_(0.5)
+        return self.inner(x) * self.code
+
+
+@pytest.mark.parametrize("name", ["code", "c.weight"])
+def test_a_tensor_that_only_a_later_batch_changes(name: str) -> None:
+    """The error names it: each micro-batch has changed it, and not the batch once."""
+    with pytest.raises(ConfigError, match=f"forward changes {name} of the model, which it did not"):
+        run(lambda: Revived(name), [mse, lambda m: m(X + 200.0).sum()], splits=True)
 
 
 def stored(model: Any) -> float:

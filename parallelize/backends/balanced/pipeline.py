@@ -30,6 +30,7 @@ from parallelize.backends.balanced.outputs import (
     scalar_weights,
 )
 from parallelize.backends.balanced.plan import Plan, remember
+from parallelize.backends.balanced.side_effects import check_writes, write_counts
 from parallelize.backends.balanced.stage_threads import StageThreads, is_bound_to_thread, stages_on
 from parallelize.backends.balanced.units import border_units, unit_routes
 from parallelize.errors import ConfigError
@@ -162,7 +163,7 @@ class Pipeline(nn.Module):
     def _run_microbatches(self, batch: Batch, kind: BatchKind) -> Any:
         threads = self._threads_for(kind)
         is_bounded = threads is not None and torch.is_grad_enabled()
-        rng = RNGState(self._staged.devices)
+        rng, writes = RNGState(self._staged.devices), write_counts(self._moded)
         buffers = [(each, each.clone()) for each in map(self.inner.model.get_buffer, kind.buffers)]
         split = batch.split(self._microbatches(batch), is_bounded=is_bounded)
         # Forward-mode derivatives, and outputs on several devices, are concatenated.
@@ -172,13 +173,13 @@ class Pipeline(nn.Module):
             outputs, moments = self._executor.run(
                 split, threads=threads, buffers=kind.buffers, pipelines=kind.pipelines, on_output=joined.copy
             )
+            check_writes(self.inner.model, writes, known=kind.buffers)
             kind.draws = kind.draws or (threads is not None and rng.has_changed())
             rows = [list(leaves(output)) for output in outputs]
-            counts = sorted({len(row) for row in rows})
+            counts = [str(each) for each in sorted({len(row) for row in rows})]
             if len(counts) > 1:
                 self._staged.norms.update(moments)
-                what = f"micro-batches return {' and '.join(map(str, counts))} values"
-                return refusals.UnjoinedOutput(what, "they differ")
+                return refusals.UnjoinedOutput(f"micro-batches return {' and '.join(counts)} values", "they differ")
             weights = scalar_weights(rows, split.sizes, inputs=batch.inputs, adds_unknown=self.inner.average == "sum")
             form = output_form(rows[0], weights)
             if form not in kind.dims or _may_be_clamped(weights, split.sizes):

@@ -23,11 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelize.backends.balanced.device_transfer import write_count
+from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.gradients import gradient_version
 from parallelize.runtime.rng_state import RNGState
 
-__all__ = ["CapturedTensors", "ModelState"]
+__all__ = ["CapturedTensors", "ModelState", "check_writes", "write_counts"]
 
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"} - {"training"})
 """Attributes that torch sets on every module, such as its hooks, and the forward that a block replaces; no mode."""
@@ -179,6 +180,29 @@ class ModelState:
             elif content is not None:
                 value.clear()
                 value.update(content)
+
+
+def write_counts(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, int]]:
+    """Return the parameters and buffers of modules, and how often each was changed in place."""
+    tensors = (each for module in modules for each in (*module._parameters.values(), *module._buffers.values()))
+    return [(each, write_count(each)) for each in tensors if each is not None]
+
+
+def check_writes(model: nn.Module, before: Iterable[tuple[torch.Tensor, int]], *, known: Collection[str]) -> None:
+    """Check that micro-batches have changed no parameter or buffer in place, except the buffers `known`.
+
+    Raises:
+        ConfigError: they have, each of them.
+    """
+    changed = {id(each) for each, count in before if write_count(each) != count}
+    named = [*model.named_parameters(), *model.named_buffers()] if changed else ()
+    names = [name for name, each in named if id(each) in changed and name not in known]
+    if names:
+        raise ConfigError(
+            f"forward changes {', '.join(names[:5])} of the model, which it did not for an earlier batch like this one",
+            why="each micro-batch has changed it, and the full batch would have done so once",
+            fix="change it outside of forward; or use BalancedBackend(microbatches=1), which does not split batches",
+        )
 
 
 class CapturedTensors(TorchFunctionMode):
