@@ -246,6 +246,24 @@ def test_a_loss_that_is_returned_detached_too() -> None:
     assert_same(lambda: WithLoss(lambda o, y: ((loss := F.cross_entropy(o, y)), loss.detach())), steps)
 
 
+class Noisy(Chain):
+    """A forward with a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + torch.randn(x.shape, generator=self.generator)
+
+
+def test_a_generator_of_the_models_own() -> None:
+    """Micro-batches draw other numbers from it than the full batch would; a warning says so, once."""
+    with pytest.warns(UserWarning, match="Noisy draws from .* a generator of its own") as caught:
+        run(Noisy, [mse] * 2, splits=True)
+    assert sum("generator" in str(each.message) for each in caught) == 1
+
+
 class Deep(nn.Module):
     """An auxiliary loss whose value is 0, but whose gradient by `r` depends on all samples."""
 

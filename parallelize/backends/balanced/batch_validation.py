@@ -29,6 +29,7 @@ from parallelize.backends.balanced.microbatch_run import user_hooks
 from parallelize.backends.balanced.outputs import (
     Dims,
     Form,
+    differ,
     difference,
     infer_batch_dims,
     is_equal,
@@ -118,7 +119,7 @@ class BatchValidation:
                 before.restore()
                 with torch.backends.cudnn.flags(enabled=False):  # cuDNN has no backward of an RNN in evaluation mode
                     self._compare_in_evaluation(kind)
-            draws_python = before.python_rng.has_changed()
+            is_random = before.python_rng.has_changed() or (not kind.draws and differ(first.values, second))
         texts = [
             f"output {position} of {type(self.model).__name__} is a scalar whose operations do not show what it "
             "averages over: under backend='balanced' it is taken for a mean over samples, which is true for this "
@@ -126,10 +127,11 @@ class BatchValidation:
             "parallel_model(average='sum')."
             for position in sorted(kind.assumed_means)
         ]
-        if draws_python:
+        if is_random:
             texts.append(
-                f"forward of {type(self.model).__name__} draws from random or numpy.random: under backend='balanced' "
-                "micro-batches draw other numbers than the full batch would. Draw with torch, or before the call."
+                f"forward of {type(self.model).__name__} draws from random or numpy.random, or a generator of its own: "
+                "under backend='balanced' micro-batches draw other numbers than the full batch would, and are not "
+                "compared with it. Draw with torch's default generator, or before the call."
             )
         for text in texts:
             warnings.warn(text, stacklevel=2)
@@ -221,8 +223,7 @@ class BatchValidation:
             parts = [row[position] for row in rows]
             if all(is_equal(each, parts[0]) for each in parts) and not is_equal(parts[0], value):
                 raise refusals.not_sample_by_sample(f"output {position} of the model", math.inf)
-        is_random = any(difference(*pair) > 0 for pair in zip(first.values, second, strict=True))
-        if not compares_values or is_random:
+        if not compares_values or differ(first.values, second):
             return
         joined = join_outputs(rows, device=self.devices[0], dims=dims, weights=weights)
         for position, (one, other) in enumerate(zip(second, joined, strict=True)):

@@ -28,6 +28,7 @@ __all__ = [
     "Form",
     "OutputBuffers",
     "Weights",
+    "differ",
     "difference",
     "infer_batch_dims",
     "is_equal",
@@ -201,6 +202,11 @@ def difference(one: Any, other: Any, *, rounding: float | None = None, least: fl
     wide, narrow = (each.detach().double().cpu().nan_to_num() for each in (one, other))
     relative = ((wide - narrow).abs().max() / wide.abs().max().clamp_min(max(least, 1e-6))).item()
     return relative if relative > (rounding or _ROUNDING.get(one.dtype, _ROUNDING_OF_HALF)) else 0.0
+
+
+def differ(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether any two outputs differ by more than rounding."""
+    return any(difference(*pair) > 0 for pair in zip(one, other, strict=True))
 
 
 def _joined_shape(parts: Sequence[torch.Tensor], dim: int) -> tuple[int, ...] | None:
