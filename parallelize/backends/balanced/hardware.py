@@ -13,7 +13,7 @@ from torch import nn
 
 from parallelize.errors import ConfigError
 
-__all__ = ["DeviceSpec", "device_out_of_memory", "device_specs", "synchronized_time"]
+__all__ = ["DeviceSpec", "device_out_of_memory", "device_specs", "memory_use", "synchronized_time"]
 
 # Usable fraction of a GPU's free memory; the rest is for workspaces and fragmentation.
 _USABLE = 0.9
@@ -83,6 +83,16 @@ def synchronized_time(*devices: torch.device) -> float:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
     return time.perf_counter()
+
+
+def memory_use(*devices: torch.device) -> list[tuple[int, int]]:
+    """Return the allocated bytes of each CUDA device, and their peak since the last call."""
+    found = []
+    for device in devices:
+        if device.type == "cuda":
+            found.append((torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)))
+            torch.cuda.reset_peak_memory_stats(device)
+    return found
 
 
 def _kind(device: torch.device) -> str:

@@ -17,18 +17,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from parallelize.backends.balanced.backward import compute_gradients, has_reentrant_checkpoint
 from parallelize.backends.balanced.batch import Batch, copy_inputs
-from parallelize.backends.balanced.hardware import synchronized_time
+from parallelize.backends.balanced.call_clock import Clock, count_saved_bytes
 from parallelize.backends.balanced.microbatch_run import MicrobatchRun, StagedModel
 from parallelize.backends.balanced.plan import signature
 from parallelize.backends.balanced.schedule import Line, Profile, UnitCall
@@ -41,63 +40,6 @@ from parallelize.runtime.containers import leaves
 __all__ = ["Profiler", "module_shares", "profile_model", "run_backward", "trained_share"]
 
 _REPEATS = 4  # of small micro-batches
-
-
-@dataclass
-class _Call:
-    """Measurements of one unit call."""
-
-    unit: str
-    input_bytes: int
-    saved_bytes: int = 0
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-
-
-class _Clock:
-    """Records when units begin in forward, and when their inputs' gradients are computed in backward."""
-
-    def __init__(self, model: nn.Module, devices: Collection[torch.device]) -> None:
-        self.calls: list[_Call] = []
-        self.output_bytes = 0
-        self._names = {id(each): name for name, each in model.named_modules()}
-        self._devices = devices
-        self._began = synchronized_time(*devices)
-        self._running: int | None = None  # the call that runs in backward; None: this is forward
-
-    @property
-    def units(self) -> list[str]:
-        """The names of the called units."""
-        return [each.unit for each in self.calls]
-
-    def on_unit(self, module: nn.Module, args: Any) -> None:
-        """Begin a unit call: the operations before the first one count as a part of it."""
-        if self._running is not None:
-            return
-        index = len(self.calls)
-        if index:
-            self.calls[-1].forward_s = self._lap()
-        tensors = [each for each in leaves(args) if isinstance(each, torch.Tensor)]
-        self.calls.append(_Call(self._names[id(module)], sum(each.numel() * each.element_size() for each in tensors)))
-        for each in tensors:
-            if each.requires_grad and not each.is_leaf:
-                each.register_hook(lambda _, index=index: self.end_backward(index))  # type: ignore[no-untyped-call]  # torch's
-
-    def end_forward(self) -> None:
-        """End the last unit call, and begin backward."""
-        if self.calls:
-            self.calls[-1].forward_s = self._lap()
-        self._running = len(self.calls) - 1
-
-    def end_backward(self, index: int = 0) -> None:
-        """End the backward of a unit call; those of later calls that no gradient has ended are a part of it."""
-        if self._running is not None and index <= self._running:
-            self.calls[index].backward_s = self._lap()
-            self._running = index - 1
-
-    def _lap(self) -> float:
-        began, self._began = self._began, synchronized_time(*self._devices)
-        return self._began - began
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +73,9 @@ class Profiler:
         least, model = self.sizes[0], self.inner.model
         counting, most = replace(self, has_backward=False), math.inf
         if not all(map(math.isinf, caps)):
-            saved, kept = [0] * len(caps), [0] * len(caps)
+            saved, kept = [0.0] * len(caps), [0.0] * len(caps)
             for call in counting.run(least, counts_saved=True).calls:
-                saved[self.routes[id(model.get_submodule(call.unit))][0]] += call.saved_bytes
+                saved[self.routes[id(model.get_submodule(call.unit))][0]] += call.saved_bytes()
             for module, stage in module_stages(model, self.routes):
                 kept[stage] += 2 * sum(each.nbytes for each in module.parameters(recurse=False))  # and gradients
             most = min(((cap - k) * least / s for cap, k, s in zip(caps, kept, saved, strict=True) if s), default=most)
@@ -151,7 +93,7 @@ class Profiler:
             return replace(self, sizes=(small, max(small, large // 2)))
         return replace(self, has_backward=False) if self.has_backward else None
 
-    def run(self, size: int | None = None, *, counts_saved: bool = False) -> _Clock:
+    def run(self, size: int | None = None, *, counts_saved: bool = False) -> Clock:
         """Measure forward and backward of one micro-batch.
 
         Args:
@@ -164,9 +106,14 @@ class Profiler:
         with contextlib.ExitStack() as stack:
             staged = StagedModel(model, self.stages, self.routes, output_device=self.output_device)
             stack.callback(staged.close)
-            clock = _Clock(model, staged.devices)
+            clock = Clock(model, staged.devices)
             if counts_saved or not self.has_backward:
-                stack.enter_context(_count_saved_bytes(clock.calls, (model, (args, kwargs)), keeps=self.has_backward))
+                stack.enter_context(count_saved_bytes(clock, (model, (args, kwargs)), keeps=self.has_backward))
+                handles = [
+                    each.register_forward_hook(clock.end_unit) for each in model.modules() if id(each) in self.routes
+                ]
+                for each in handles:
+                    stack.callback(each.remove)
             stack.enter_context(MicrobatchRun(staged, on_unit=clock.on_unit).active())
             with self.state.watching():
                 output = self.inner(*args, **kwargs)
@@ -186,30 +133,46 @@ def run_backward(model: nn.Module, output: Any) -> bool:
     outputs = [each for each in leaves(output) if isinstance(each, torch.Tensor) and each.grad_fn is not None]
     if not outputs or not wanted or has_reentrant_checkpoint(outputs):
         return False
-    compute_gradients(outputs, [torch.ones_like(each) for each in outputs], inputs=wanted)
+    compute_gradients(outputs, [each.new_ones(()).expand_as(each) for each in outputs], inputs=wanted)
     return True
 
 
 def profile_model(profiler: Profiler) -> Profile:
     """Profile a model at two micro-batch sizes."""
     model, (small, large) = profiler.inner.model, profiler.sizes
-    memory = profiler.run(counts_saved=True)  # warms up, too
-    many = _fastest([memory, profiler.run(), profiler.run()])
-    few = many if small == large else _fastest([profiler.run(small) for _ in range(_REPEATS)])
-    if few.units != many.units:
-        few = many  # the calls depend on the data: use one size only
+    # Autocast casts weights once for all micro-batches, so these runs share the casts, and measure working bytes with
+    # the graph of casts that the first micro-batch has.
+    torch.clear_autocast_cache()
+    counts = [profiler.run(counts_saved=True), replace(profiler, has_backward=False).run(small)]  # warm up, too
+    torch.clear_autocast_cache()
+    first = profiler.run(small)
+    many = _fastest([profiler.run(), profiler.run()])
+    few = many if small == large else _fastest([first, *(profiler.run(small) for _ in range(_REPEATS - 1))])
+    if any(each.units != many.units for each in (few, first, *counts)):
+        few, first, counts = many, many, [many, many]  # the calls depend on the data: use one size only
+    shared = set.intersection(*({saved.storage for call in each.calls for saved in call.saved} for each in counts))
     seen: dict[int, int] = {}
     calls = []
     for i, (at_small, at_large) in enumerate(zip(few.calls, many.calls, strict=True)):
         new = parameter_bytes(model.get_submodule(at_large.unit), seen)
         seen |= new
+        counted = [each.calls[i] for each in counts]
+        saved, saved_after = (
+            _fit_bytes(few_saved, many_saved, small, large)
+            for many_saved, few_saved in (
+                [each.saved_bytes(without=shared, after=after) for each in counted] for after in (False, True)
+            )
+        )
         calls.append(
             UnitCall(
                 unit=at_large.unit,
                 forward=_fit_line(at_small.forward_s, at_large.forward_s, small, large),
                 backward=_fit_line(at_small.backward_s, at_large.backward_s, small, large),
                 parameter_bytes=sum(new.values()),
-                saved_bytes=memory.calls[i].saved_bytes / large if memory.units == many.units else 0.0,
+                saved=saved,
+                saved_after=saved_after,
+                shared_bytes=counted[0].saved_bytes() - saved.at(large) - saved_after.at(large),
+                working=_fit_bytes(first.calls[i].working_bytes, counted[0].working_bytes, small, large),
                 input_bytes=at_large.input_bytes / large,
             )
         )
@@ -233,10 +196,10 @@ def trained_share(model: nn.Module) -> float:
 def _output_bytes(output: Any) -> int:
     """Return the bytes of joined outputs and, if the loss is computed from them, of it and its gradients."""
     tensors = [each for each in leaves(output) if isinstance(each, torch.Tensor)]
-    has_loss = any(each.dim() == 0 and each.requires_grad for each in tensors)
-    # Mixed precision returns outputs in float32.
-    sizes = [each.numel() * max(each.element_size(), 4 * each.is_floating_point()) for each in tensors]
-    return sum(sizes) * (1 if has_loss else 4)
+    if any(each.dim() == 0 and each.requires_grad for each in tensors):
+        return sum(each.nbytes for each in tensors)
+    # As cross_entropy does, which autocast runs in float32: it saves as many values, and computes two gradients.
+    return sum(each.nbytes + 3 * each.numel() * max(each.element_size(), 4) for each in tensors)
 
 
 def module_shares(profiler: Profiler) -> dict[int, float]:
@@ -260,7 +223,7 @@ def module_shares(profiler: Profiler) -> dict[int, float]:
     for call in profiler.run().calls:
         seconds[id(modules[call.unit])] += call.forward_s
     for call in memory.calls:
-        size[id(modules[call.unit])] += call.saved_bytes
+        size[id(modules[call.unit])] += call.saved_bytes()
     for each in modules.values():
         size[id(each)] += sum(own.nbytes for own in each.parameters(recurse=False))
 
@@ -271,7 +234,7 @@ def module_shares(profiler: Profiler) -> dict[int, float]:
     return {id(each): share(each) for each in modules.values() if id(each) in called}
 
 
-def _fastest(runs: Sequence[_Clock]) -> _Clock:
+def _fastest(runs: Sequence[Clock]) -> Clock:
     """Return the last run, with each unit call's shortest times over all runs, if they have the same calls."""
     last = runs[-1]
     if all(each.units == last.units for each in runs):
@@ -289,23 +252,6 @@ def _fit_line(at_small: float, at_large: float, small: int, large: int) -> Line:
     return Line(at_large - per_sample * large, per_sample)
 
 
-@contextlib.contextmanager
-def _count_saved_bytes(calls: list[_Call], known: tuple[nn.Module, Any], *, keeps: bool) -> Iterator[None]:
-    """Count the bytes that autograd saves in each unit call: each storage once, those of parameters and inputs never.
-
-    Without `keeps`, nothing is saved, and backward is impossible.
-    """
-    refer: Any = StorageWeakRef
-    tensors = (*known[0].parameters(), *(each for each in leaves(known[1]) if isinstance(each, torch.Tensor)))
-    seen = {refer(each.untyped_storage()) for each in tensors}
-
-    def pack(tensor: torch.Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        reference = refer(storage)  # not data_ptr, which the next tensor has if nothing is kept
-        if reference not in seen and calls:
-            seen.add(reference)
-            calls[-1].saved_bytes += storage.nbytes()
-        return tensor if keeps else None
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
+def _fit_bytes(at_small: float, at_large: float, small: int, large: int) -> Line:
+    """Return the line through the bytes at two sizes."""
+    return Line(0.0, at_large / large) if small == large else _fit_line(at_small, at_large, small, large)

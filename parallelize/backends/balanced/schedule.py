@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from parallelize.backends.balanced.hardware import DeviceSpec
-from parallelize.backends.balanced.partition import Chain, smallest_cap, split
+from parallelize.backends.balanced.partition import Chain, Memory, smallest_cap, split
 from parallelize.backends.balanced.plan import Plan, PlannerOptions
 
 __all__ = ["Line", "Profile", "UnitCall", "best_plan", "needed_cap", "plans", "step_s", "unsplit_bytes"]
@@ -52,17 +52,21 @@ _Specs = Sequence[DeviceSpec]
 
 
 class Line(NamedTuple):
-    """Seconds of a micro-batch by its number of samples.
+    """Seconds or bytes of a micro-batch by its number of samples.
 
-    The fixed part (Python overhead, kernel launches, loading weights from memory) does not shrink with the micro-batch.
+    The fixed part (Python overhead, kernel launches, loading weights; masks, weights cast anew in each call) does not
+    shrink with the micro-batch.
     """
 
-    fixed_s: float
-    per_sample_s: float
+    fixed: float = 0.0
+    per_sample: float = 0.0
 
-    def at(self, samples: float) -> float:
-        """Return the seconds for a micro-batch of this many samples."""
-        return self.fixed_s + self.per_sample_s * samples
+    def at(self, samples: float, microbatches: int = 1) -> float:
+        """Return what `microbatches` of them take that have this many samples in total."""
+        return self.fixed * microbatches + self.per_sample * samples
+
+
+_NOTHING = Line()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +76,22 @@ class UnitCall:
     Args:
         unit: the submodule's name in the model.
         parameter_bytes: bytes of the parameters and buffers that no earlier call has used.
-        saved_bytes: bytes per sample that autograd saves for backward.
+        saved: bytes that autograd saves for backward during the call, unless it is recomputed.
         input_bytes: bytes per sample to transfer if a stage begins at this call, or to keep for recomputation.
+        saved_after: bytes that autograd saves between this call and the next one.
+        working: bytes that forward or backward need besides.
+        shared_bytes: bytes that autograd saves once for all micro-batches, as weights that autocast has cast.
     """
 
     unit: str
     forward: Line
     backward: Line
     parameter_bytes: int
-    saved_bytes: float
+    saved: Line
     input_bytes: float
+    saved_after: Line = _NOTHING
+    working: Line = _NOTHING
+    shared_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +146,13 @@ def best_plan(profile: Profile, devices: _Specs, options: PlannerOptions) -> Pla
 def needed_cap(profile: Profile, devices: _Specs, options: PlannerOptions) -> float:
     """Return the smallest memory limit per device, in bytes, under which any plan fits."""
     m = min(options.microbatches or profile.samples, profile.samples)
-    copied = [call.input_bytes * profile.samples for call in profile.calls]
-    return smallest_cap(_memory(profile, m=m, options=options), len(devices), copied=copied)
+    return smallest_cap(_memory(profile, m=m, options=options, is_split=len(devices) > 1), len(devices))
 
 
 def unsplit_bytes(profile: Profile, options: PlannerOptions) -> float:
-    """Return the bytes of the model and, without recomputation, of the activations of the full batch."""
-    return math.fsum(_memory(profile, m=1, options=replace(options, recompute=False)))
+    """Return the bytes of a step of the unsplit model, without recomputation."""
+    memory = _memory(profile, m=1, options=replace(options, recompute=False), is_split=False)
+    return memory.of(0, len(profile.calls))
 
 
 def _shapes(profile: Profile, devices: _Specs, options: PlannerOptions) -> Iterator[tuple[int, int]]:
@@ -187,27 +197,40 @@ def _is_alike(one: DeviceSpec, other: DeviceSpec) -> bool:
 
 
 def _memory(
-    profile: Profile, *, m: int, options: PlannerOptions, pipelines: int = 1, is_copy: bool = False
-) -> list[float]:
-    """Return bytes of each call: parameters, gradients, optimizer state, and activations saved by all micro-batches.
+    profile: Profile, *, m: int, options: PlannerOptions, is_split: bool, pipelines: int = 1, is_copy: bool = False
+) -> Memory:
+    """Return the bytes of each call in a pipeline; other pipelines than the first one (`is_copy`) have no optimizer.
 
-    With recomputation, only the call's inputs are saved, plus the activations of the micro-batch being recomputed.
-    Other pipelines than the first one (`is_copy`) have no optimizer state.
+    Parameters and optimizer state; until its backward, what autograd saves of each micro-batch; and gradients, once one
+    micro-batch has run backward. With recomputation, a call's input is saved, and the rest needed while its backward
+    runs. An optimizer with several states per parameter computes with one more, for all parameters at once.
+    If the model `is_split`, inputs come from another device.
     """
-    weight = 1 + profile.trained_share * (1 + (0.0 if is_copy else options.optimizer_state))
-    samples, kept = math.ceil(profile.samples / m), _samples_of_each(profile, m, pipelines)
-    needed = [
-        weight * call.parameter_bytes
-        + (call.input_bytes * kept + call.saved_bytes * samples if options.recompute else call.saved_bytes * kept)
-        for call in profile.calls
-    ]
-    # All outputs are joined on the last device of the first pipeline.
-    return [*needed[:-1], needed[-1] + profile.output_bytes * (kept if is_copy else profile.samples)]
-
-
-def _samples_of_each(profile: Profile, m: int, pipelines: int) -> float:
-    """Return the largest number of samples that run in one pipeline."""
-    return profile.samples * math.ceil(m / pipelines) / m
+    calls, samples, count = profile.calls, math.ceil(profile.samples / m), math.ceil(m / pipelines)
+    kept = profile.samples * count / m  # samples of all micro-batches in one pipeline
+    left = max(1, count - 1) / count
+    recompute, trained = bool(options.recompute), profile.trained_share
+    states = 0.0 if is_copy else options.optimizer_state
+    copied = [call.input_bytes * kept for call in calls]
+    held, backward = [], []
+    for call, received in zip(calls, copied, strict=True):
+        saved = (received if recompute else call.saved.at(kept, count)) + call.saved_after.at(kept, count)
+        weights = (1 + trained * states) * call.parameter_bytes
+        held.append(weights + saved + call.shared_bytes)
+        # Gradients of the weights that autocast has cast are in their dtype until the casts are free.
+        gradients = max(trained * call.parameter_bytes, (1 + trained) * call.shared_bytes)
+        backward.append(weights + saved * left + gradients)
+    for each in (held, backward):  # all outputs are joined on the last device of the first pipeline
+        each[-1] += profile.output_bytes * (kept if is_copy else profile.samples)
+    in_step = 1 + trained * (1 + states + max(0.0, states - 1))
+    return Memory(
+        held=held,
+        backward=backward,
+        working=[call.working.at(samples) + recompute * call.saved.at(samples) for call in calls],
+        step=[in_step * call.parameter_bytes for call in calls],
+        received=[0.0 if recompute or not (index or is_split) else each for index, each in enumerate(copied)],
+        returned=copied,
+    )
 
 
 def _plan_for(profile: Profile, pipelines: Sequence[_Specs], *, m: int, options: PlannerOptions) -> Plan | None:
@@ -217,9 +240,12 @@ def _plan_for(profile: Profile, pipelines: Sequence[_Specs], *, m: int, options:
     backward = [call.backward.at(samples) + recompute * call.forward.at(samples) for call in profile.calls]
     rate = min(spec.bytes_per_s for each in pipelines for spec in each)
     transfer = [call.input_bytes * samples / rate for call in profile.calls]
-    copied = [call.input_bytes * _samples_of_each(profile, m, count) for call in profile.calls]
-    needs = [_memory(profile, m=m, options=options, pipelines=count, is_copy=index > 0) for index in range(count)]
-    chain = Chain(seconds=forward, memory=needs[0], transfer=transfer, copied=copied)
+    is_split = len(pipelines[0]) > 1
+    memory = [
+        _memory(profile, m=m, options=options, is_split=is_split, pipelines=count, is_copy=index > 0)
+        for index in range(count)
+    ]
+    chain = Chain(seconds=forward, memory=memory[0], transfer=transfer)
     caps = [min(spec.cap_bytes for spec in specs) for specs in zip(*pipelines, strict=True)]
     speeds = [min(spec.speed for spec in specs) for specs in zip(*pipelines, strict=True)]
     phases = [replace(chain, seconds=each) for each in (forward, backward)]
@@ -234,8 +260,7 @@ def _plan_for(profile: Profile, pipelines: Sequence[_Specs], *, m: int, options:
         for slot, i, j in used
     )
     step = step_s(forward_s, backward_s, math.ceil(m / count)) + copies * (1 + profile.trained_share) / rate
-    fixed = math.fsum(call.forward.fixed_s + call.backward.fixed_s for call in profile.calls)
-    edges = [0.0, *copied[1:], 0.0]
+    fixed = math.fsum(call.forward.fixed + call.backward.fixed for call in profile.calls)
     return Plan(
         model=profile.model,
         signature=profile.signature,
@@ -247,7 +272,7 @@ def _plan_for(profile: Profile, pipelines: Sequence[_Specs], *, m: int, options:
         recompute=recompute,
         forward_s=forward_s,
         backward_s=backward_s,
-        memory_bytes=tuple(edges[i] + edges[j] + math.fsum(each[i:j]) for each in needs for _, i, j in used),
+        memory_bytes=tuple(each.of(i, j) for each in memory for _, i, j in used),
         # All stages share one Python interpreter, so the fixed costs of micro-batches do not overlap.
         predicted_s=max(step, m * fixed),
         pipelines=count,

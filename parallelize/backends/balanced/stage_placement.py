@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallelize.backends.balanced import refusals, units
 from parallelize.backends.balanced.hardware import DeviceSpec
-from parallelize.backends.balanced.partition import Chain, smallest_cap, split
+from parallelize.backends.balanced.partition import Chain, Memory, smallest_cap, split
 from parallelize.backends.balanced.stage_threads import Stage, stages_on
 
 __all__ = ["ModelPlacement", "initial_stages", "spec_of"]
@@ -95,10 +95,10 @@ def initial_stages(
         return stages_on([output_device]), {id(module): [0] for module in leaf_modules}
     order = [*specs[1:], specs[0]]
     sizes = [sizes[0] + own, *sizes[1:]] if sizes else [own]
-    chain = Chain(seconds=sizes, memory=sizes)
+    chain = Chain(seconds=sizes, memory=Memory(held=sizes))
     bounds = split(chain, caps=[spec.cap_bytes for spec in order], speeds=[1.0] * len(order))
     if bounds is None or not leaf_modules:
-        needed_bytes = smallest_cap(sizes, len(order))
+        needed_bytes = smallest_cap(chain.memory, len(order))
         what = "even without activations, the best split"
         raise refusals.too_large(needed_bytes, [spec.device for spec in specs], what=what)
     stages = stages_on([torch.device(spec.device) for spec in order])

@@ -68,7 +68,7 @@ def test_auto_splits_if_it_is_faster(slowdown):
         forward=Line(0.0, 0.01),
         backward=Line(0.0, 0.02),
         parameter_bytes=4,
-        saved_bytes=4.0,
+        saved=Line(0.0, 4.0),
         input_bytes=4.0,
     )
     profile = Profile(calls=(call,) * 4, samples=16)

@@ -45,7 +45,7 @@ def call(
         forward=Line(fixed, forward),
         backward=Line(fixed, backward),
         parameter_bytes=parameters,
-        saved_bytes=saved,
+        saved=Line(0.0, saved),
         input_bytes=saved / 10,
     )
 
@@ -124,27 +124,54 @@ def test_recomputing_fits_where_saving_does_not() -> None:
 
 
 def test_memory_counts_parameters_and_activations() -> None:
-    """Parameters count with gradients and optimizer state, activations for all micro-batches."""
+    """Parameters count with optimizer state; activations of all micro-batches, or of all but one and gradients."""
     profile = Profile(calls=(call("a", parameters=MIB, saved=MIB),), samples=8, trained_share=0.5)
     (found,) = plans(profile, devices(1), options(4))
-    assert found.memory_bytes == ((1 + 0.5 * 3) * MIB + 8 * MIB,)
+    assert found.memory_bytes == ((1 + 0.5 * 2) * MIB + 8 * MIB,)
+    heavy = replace(profile, calls=(call("a", parameters=16 * MIB, saved=MIB),))
+    (found,) = plans(heavy, devices(1), options(4, optimizer_state=1.0))
+    assert found.memory_bytes == ((1 + 0.5 * 2) * 16 * MIB + 6 * MIB,)
 
 
 def test_memory_of_a_stage_counts_what_it_exchanges() -> None:
-    """Inputs count on both sides of a split, outputs on the last stage; recomputed activations for a micro-batch."""
+    """Inputs count on both sides of a split, outputs on the last stage; what is recomputed counts for one call."""
     calls = tuple(call(name, parameters=MIB, saved=10 * MIB) for name in "ab")
     profile = Profile(calls=calls, samples=7, output_bytes=MIB)
-    weights, copied, saved, output = 4 * MIB, 7 * MIB, 70 * MIB, 7 * MIB
+    weights, copied, saved, output = 3 * MIB, 7 * MIB, 70 * MIB, 7 * MIB
     (found,) = plans(profile, devices(2), options(2))
     assert found.bounds == (0, 1, 2)
-    assert found.memory_bytes == (weights + saved + copied, weights + saved + copied + output)
+    last = weights + saved + copied + output
+    assert found.memory_bytes == (weights + saved + copied + copied, last)
     (found,) = plans(profile, devices(2), options(2, recompute=True))
     part = 10 * MIB * 4  # four of seven samples
-    assert found.memory_bytes == (weights + copied + part + copied, weights + copied + part + copied + output)
-    needed = needed_cap(profile, devices(2), options(2, recompute=True))
-    assert needed == weights + copied + part + copied + output
-    assert unsplit_bytes(profile, options(2, recompute=True)) == 2 * (weights + saved) + output
-    assert needed_cap(profile, devices(2), options(2)) == weights + saved + copied + output
+    assert found.memory_bytes == (weights + copied + part + copied, weights + copied + part + output)
+    assert unsplit_bytes(profile, options(2, recompute=True)) == 2 * (MIB + weights + saved) + output
+    assert needed_cap(profile, devices(2), options(2, recompute=True)) == weights + copied + part + output
+    assert needed_cap(profile, devices(2), options(2)) == last
+
+
+def test_memory_of_what_does_not_shrink_with_micro_batches() -> None:
+    """Weights that autocast has cast count once, masks for each micro-batch, working bytes for the largest call."""
+    calls = [replace(call(name, parameters=4 * MIB), saved=Line(MIB, 0.0), working=Line(0.0, MIB)) for name in "ab"]
+    calls[1] = replace(calls[1], saved_after=Line(0.0, MIB), shared_bytes=2 * MIB)
+
+    def needed(trained_share: float, **more: Any) -> float:
+        profile = Profile(calls=tuple(calls), samples=8, trained_share=trained_share)
+        (found,) = plans(profile, devices(1), options(4, optimizer_state=0.0, **more))
+        return found.memory_bytes[0] / MIB
+
+    # Casts and their gradients in half precision are as large as the gradients that replace them.
+    assert needed(1.0) == 2 * 4 * 2 + (2 * 4 + 8) * 3 / 4 + 2
+    assert needed(0.0) == 2 * 4 + 2 + 2 * 4 + 8 + 2
+    assert needed(0.0, recompute=True) == 2 * 4 + 2 + 8 + 3
+
+
+def test_an_optimizer_step_counts() -> None:
+    """Adam's step needs another copy of the parameters, which is more than small activations."""
+    calls = tuple(call(name, parameters=MIB, saved=MIB / 64) for name in "ab")
+    for state, copies in ((2.0, 5), (1.0, 3 + 1 / 16), (0.0, 2 + 1 / 16)):
+        (found,) = plans(Profile(calls=calls, samples=8), devices(1), options(2, optimizer_state=state))
+        assert found.memory_bytes == (2 * copies * MIB,)
 
 
 def test_the_predicted_step_counts_transfers_and_recomputation() -> None:
@@ -253,7 +280,8 @@ def test_a_model_that_needs_two_of_eight_devices_runs_in_four_pipelines() -> Non
     assert found.devices[:2] == ("cuda:7", "cuda:0")
     assert len({*found.devices}) == 8
     edge, saved = MIB / 320 * 8, 8 * MIB / 32 * 8
-    assert found.memory_bytes == pytest.approx((8 * 4 * MIB + saved + edge,) * 2 + (8 * 2 * MIB + saved + edge,) * 6)
+    in_step, as_copies = 8 * 5 * MIB, 8 * 2 * MIB + saved * 7 / 8 + edge
+    assert found.memory_bytes == pytest.approx((in_step,) * 2 + (as_copies + edge, as_copies) * 3)
     assert max(found.memory_bytes) <= 40 * MIB
     one = eight(max_pipelines=1)
     assert one.pipelines == 1
