@@ -45,17 +45,17 @@ def choose_units(model: nn.Module, costs: Mapping[int, float], *, at_most: float
     return found
 
 
-def unit_routes(model: nn.Module, calls: Sequence[str], split_points: Sequence[int]) -> dict[int, list[int]]:
+def unit_routes(model: nn.Module, calls: Sequence[str], bounds: Sequence[int]) -> dict[int, list[int]]:
     """Return the stages of the calls of each unit, by the id of the unit.
 
     Args:
         model: the model that contains the units.
         calls: name of the unit of each call, in call order.
-        split_points: stage j runs `calls[split_points[j]:split_points[j + 1]]`.
+        bounds: stage j runs `calls[bounds[j]:bounds[j + 1]]`.
     """
     modules = dict(model.named_modules())
     found: dict[int, list[int]] = {}
-    for stage, (begin, end) in enumerate(itertools.pairwise(split_points)):
+    for stage, (begin, end) in enumerate(itertools.pairwise(bounds)):
         for name in calls[begin:end]:
             found.setdefault(id(modules[name]), []).append(stage)
     # Modules that were not called (an expert without tokens, layers after an early exit) are assigned to the stage of
@@ -70,14 +70,14 @@ def unit_routes(model: nn.Module, calls: Sequence[str], split_points: Sequence[i
     return found
 
 
-def border_units(model: nn.Module, calls: Sequence[str], split_points: Sequence[int]) -> set[int]:
+def border_units(model: nn.Module, calls: Sequence[str], bounds: Sequence[int]) -> set[int]:
     """Return the ids of the first units, and of those before which the stage may change; arguments: `unit_routes`."""
-    stages = [stage for stage, pair in enumerate(itertools.pairwise(split_points)) for _ in range(*pair)]
+    stages = [stage for stage, pair in enumerate(itertools.pairwise(bounds)) for _ in range(*pair)]
     modules = dict(model.named_modules())
     borders = {id(modules[name]) for name, one, other in zip(calls, [0, *stages], stages, strict=False) if one != other}
     called = {id(modules[name]) for name in calls}
     borders |= {id(modules[name]) for name in calls[:_FIRST_UNITS]}  # where the graphs of micro-batches are marked
-    return borders | {unit for unit in unit_routes(model, calls, split_points) if unit not in called}
+    return borders | {unit for unit in unit_routes(model, calls, bounds) if unit not in called}
 
 
 def module_stages(model: nn.Module, routes: Mapping[int, Sequence[int]]) -> list[tuple[nn.Module, int]]:
