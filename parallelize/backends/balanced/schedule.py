@@ -41,8 +41,8 @@ __all__ = ["Line", "Profile", "UnitCall", "best_plan", "needed_cap", "plans", "s
 # chains of up to 40 calls, it is that of the best split if backward takes twice as long as forward, 0.2 % longer if the
 # ratio differs between calls, and 2 % longer if the first half has no backward.
 _BACKWARD_WEIGHTS = (1.0, 0.5, 2.0, 0.25, 4.0, 0.125, 8.0)
-# Maximum number of device orders that are tried.
-_MAX_ORDERS = 24
+# Maximum number of device orders that are tried: eight devices, four each of two kinds, have as many.
+_MAX_ORDERS = 70
 # Devices whose memory limits differ by less, as free memory does by the driver's own use, are equal.
 _ALIKE = 0.02
 # Several pipelines are used only if they are predicted to be this much faster than one.
@@ -158,7 +158,8 @@ def unsplit_bytes(profile: Profile, options: PlannerOptions) -> float:
 def _shapes(profile: Profile, devices: _Specs, options: PlannerOptions) -> Iterator[tuple[int, int]]:
     """Yield (pipelines, stages): one pipeline over all devices and, of a model that no device can hold, several.
 
-    What backward recomputes would be recomputed in the first pipeline, so that there is no other one.
+    With recomputation there is one: `StagedModel.recomputing` begins a run in the first pipeline, and backward does not
+    have the copies of parameters that the forward of another pipeline has used.
     """
     yield 1, len(devices)
     most = options.max_pipelines or len(devices)
@@ -177,18 +178,21 @@ def _microbatch_counts(profile: Profile, given: int | None, pipelines: int) -> l
 
 
 def _device_orders(devices: _Specs) -> Iterator[tuple[DeviceSpec, ...]]:
-    """Yield the orders in which devices can be assigned to stages; of equivalent orders, only the first.
+    """Return the orders in which devices can be assigned to stages; of equivalent orders, only the first.
 
     The first order puts the last stage on the first device, which holds the training loop's targets: outputs, targets
     and loss are then on one device, and only the input is copied.
     """
-    seen: set[tuple[int, ...]] = set()
     first, *others = devices
-    for order in itertools.islice(itertools.permutations((*others, first)), _MAX_ORDERS):
-        kinds = tuple(next(i for i, each in enumerate(devices) if _is_alike(each, spec)) for spec in order)
-        if kinds not in seen:
-            seen.add(kinds)
-            yield order
+    return itertools.islice(_distinct_orders((*others, first)), _MAX_ORDERS)
+
+
+def _distinct_orders(devices: tuple[DeviceSpec, ...]) -> Iterator[tuple[DeviceSpec, ...]]:
+    if not devices:
+        yield ()
+    for index, each in enumerate(devices):
+        if not any(_is_alike(each, earlier) for earlier in devices[:index]):
+            yield from ((each, *rest) for rest in _distinct_orders(devices[:index] + devices[index + 1 :]))
 
 
 def _is_alike(one: DeviceSpec, other: DeviceSpec) -> bool:

@@ -222,6 +222,17 @@ def test_equal_devices_are_tried_in_one_order() -> None:
     assert orders(1.5, 1.0, 1.0) == [(1.0, 1.0, 1.5), (1.0, 1.5, 1.0), (1.5, 1.0, 1.0)]
 
 
+def test_all_orders_of_two_kinds_of_devices_are_tried() -> None:
+    """Of eight devices, two of which are large, both get one of the large parts, wherever these are in the model."""
+    sizes = [1, 4, 1, 1, 4, 1, 1, 1]
+    calls = tuple(call(f"{index}", parameters=size * MIB) for index, size in enumerate(sizes))
+    caps = [4, 4, *(1,) * 6]
+    specs = [DeviceSpec(device=f"{index}", cap_bytes=2 * size * MIB) for index, size in enumerate(caps)]
+    found = best_plan(Profile(calls=calls, samples=8), specs, options(4, optimizer_state=0.0))
+    assert found is not None
+    assert {found.devices[1], found.devices[4]} == {"0", "1"}
+
+
 def test_a_model_that_fits_in_one_order_only_is_split() -> None:
     """Parts of 1, 4 and 2 MiB fit devices with limits of 4, 1 and 2 MiB in one of six orders, which is found."""
     calls = tuple(call(f"{size}", parameters=size * MIB) for size in (1, 4, 2))
