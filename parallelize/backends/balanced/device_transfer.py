@@ -32,6 +32,7 @@ __all__ = ["Copies", "DeviceTransfer", "to_device", "write_count"]
 _Tensor: Any = torch.Tensor
 _NEVER_MOVED = frozenset({torch.autograd.grad, torch.autograd.backward, _Tensor.backward})
 _NORMS = frozenset({functional.batch_norm, functional.instance_norm})
+_CONTAINERS = (list, tuple, dict)
 _IN_PLACE_METHODS = frozenset({"__setitem__", "__set__"})
 
 
@@ -93,19 +94,20 @@ class DeviceTransfer(TorchFunctionMode):
         """Run an operation with operands on one device."""
         del types
         kwargs = kwargs or {}
-        if func in _NEVER_MOVED:
+        if func in _NEVER_MOVED or _is_getter(func):
             return func(*args, **kwargs)
-        tensors = _tensors((args, kwargs))
+        tensors = _operands(args, kwargs)
         changed = _changed_argument(func, args, kwargs)
-        if len({each.device for each in tensors} & self.devices) > 1:
+        if len(tensors) > 1 and len({each.device for each in tensors} & self.devices) > 1:
             changed = _tensors(changed)
             device = changed[0].device if changed else self.device
             args, kwargs = self._moved(args, device), self._moved(kwargs, device)
-            tensors, changed = _tensors((args, kwargs)), _changed_argument(func, args, kwargs)
+            tensors, changed = _operands(args, kwargs), _changed_argument(func, args, kwargs)
         if not self._copies.of_tensor and not self._parameter_copies.of_tensor:
             return func(*args, **kwargs)
-        for device in {each.device for each in _tensors(changed)}:
-            self._wait_for_copies(device)
+        if changed is not None:
+            for device in {each.device for each in _tensors(changed)}:
+                self._wait_for_copies(device)
         counts = [write_count(each) for each in tensors]
         result = func(*args, **kwargs)
         written = [each for each, count in zip(tensors, counts, strict=True) if write_count(each) != count]
@@ -193,6 +195,13 @@ def write_count(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors in the arguments of a function; most have a few tensors and plain values."""
+    if any(isinstance(each, _CONTAINERS) for each in args) or kwargs:
+        return _tensors((args, kwargs))
+    return [each for each in args if isinstance(each, torch.Tensor)]
+
+
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [each for each in leaves(values) if isinstance(each, torch.Tensor)]
 
@@ -232,10 +241,21 @@ def _copy_streams(source: torch.device, target: torch.device) -> tuple[Any, Any]
 
 def _changed_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the argument that a function changes, by its name and its options; None: it may still change some."""
+    changes_first = _is_in_place(func) or (kwargs and kwargs.get("inplace"))
+    first = args[0] if args and changes_first else None
+    return kwargs.get("out", first) if kwargs else first
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_in_place(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     is_method = name.endswith("_") and not name.endswith("__")
-    is_operator = name in _IN_PLACE_METHODS or (name.startswith("__i") and name.endswith("__"))
-    return kwargs.get("out", args[0] if args and (is_method or is_operator or kwargs.get("inplace")) else None)
+    return is_method or name in _IN_PLACE_METHODS or (name.startswith("__i") and name.endswith("__"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_getter(func: Any) -> bool:
+    return getattr(func, "__name__", "") == "__get__"
 
 
 def _updated_statistics(func: Any, *args: Any, **kwargs: Any) -> Any:
