@@ -92,6 +92,12 @@ class NativeSession(Session):
             for model in models:
                 self._weights.add_model(model)
 
+    def release(self) -> None:
+        """Hold no model: torch's table of functions may keep those that the block replaces."""
+        self._autocast.set_models(())
+        if self._weights is not None:
+            self._weights.recomputation.set_weights(())
+
     def route(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward, and leave autocast on for the loss; with grad mode off, enter it for the forward only.
 
@@ -181,14 +187,12 @@ def mixed_precision(policy: Policy, *, models: Sequence[nn.Module]) -> Iterator[
         if storage is not None:
             stack.enter_context(storage.cast_models())
         session.bind(models)
-        options: dict[str, Any] = {
-            "autocast": autocast,
-            "scaling": own_scaling,
-            "recomputation": contextlib.nullcontext() if weights is None else weights.recomputation,
-        }
-        backward = PatchedBackward(torch.autograd.backward, **options)
-        stack.enter_context(replace_attribute(torch.autograd, "backward", backward))
-        stack.enter_context(replace_attribute(torch.autograd, "grad", PatchedGrad(torch.autograd.grad, **options)))
+        stack.callback(session.release)
+        recomputation = contextlib.nullcontext() if weights is None else weights.recomputation
+        options: dict[str, Any] = {"autocast": autocast, "scaling": own_scaling, "recomputation": recomputation}
+        for name, patch in (("backward", PatchedBackward), ("grad", PatchedGrad)):
+            original = getattr(torch.autograd, name)
+            stack.enter_context(replace_attribute(torch.autograd, name, patch(original, **options)))
         stack.enter_context(_patches(autocast, own_scaling, storage))
         yield session
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -86,3 +88,18 @@ def test_the_peak_is_that_of_hand_written_autocast(level: str, limit: float) -> 
         found = peak_of(step)
     assert expected > 1_000_000
     assert found <= limit * expected + SCALARS
+
+
+@pytest.mark.parametrize("amp", ["O1", "O2", "O3"])
+def test_a_block_keeps_no_model(amp: str) -> None:
+    """After the block and the last reference to the model, its parameters are freed, though torch keeps functions."""
+    cached: Any = torch.overrides.get_testing_overrides
+    cached.cache_clear()
+    model = nn.Linear(4, 4)
+    parameters = [weakref.ref(each) for each in model.parameters()]
+    with parallel_model(model, amp=amp):
+        model(torch.ones(2, 4)).float().sum().backward()
+        torch.overrides.get_testing_overrides()
+    del model
+    gc.collect()
+    assert [each() for each in parameters] == [None, None]
