@@ -22,7 +22,7 @@ from parallelize import SyncError, all_reduce, barrier, distributed, main_first,
 pytestmark = pytest.mark.slow
 
 # For the full call, on a busy machine.
-WITHIN_S = 10.0
+WITHIN_S = 60.0  # on a busy machine; torch would wait for half an hour
 
 
 @distributed(processes=2)

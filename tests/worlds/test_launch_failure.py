@@ -25,7 +25,7 @@ from parallelize.launchers.elastic import agent
 
 pytestmark = pytest.mark.slow
 
-WITHIN_S = 5.0
+WITHIN_S = 60.0  # seconds on a busy machine; the other ranks would run for LONG_S
 LONG_S = 300
 
 

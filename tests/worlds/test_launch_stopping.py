@@ -25,7 +25,7 @@ from parallelize import distributed
 
 pytestmark = pytest.mark.slow
 
-GONE_WITHIN_S = 10.0
+GONE_WITHIN_S = 60.0  # on a busy machine
 
 SCRIPT = """
 import multiprocessing, os, pathlib, signal, subprocess, sys, time
