@@ -13,6 +13,7 @@ from balanced.models import assert_equal_gradients, loss_of, not_split_once, pip
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import parallelize
 from parallelize import ConfigError, parallel_model
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.runtime.loss_counts import loss_counts
@@ -150,6 +151,19 @@ def test_a_gradient_inside_forward(microbatches: int) -> None:
     expected = plain(X64)
     loss_of(expected).backward()
     torch.testing.assert_close(forces, expected)
+    assert_equal_gradients(model, plain)
+
+
+@pytest.mark.parametrize("memory", [None, 10**7])
+def test_planning_with_a_gradient_inside_forward(memory: int | None) -> None:
+    """Such a forward is profiled and split, also under a memory limit: its first run would keep nothing."""
+    model = seeded(Forces).double()
+    plain = copy.deepcopy(model)
+    backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=4, memory=memory)
+    with not_split_once(None), parallel_model(model, backend=backend):
+        loss_of(model(X64)).backward()
+        assert parallelize.plan(model).is_split
+    loss_of(plain(X64)).backward()
     assert_equal_gradients(model, plain)
 
 

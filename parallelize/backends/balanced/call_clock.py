@@ -16,7 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from parallelize.backends.balanced.hardware import memory_use, synchronized_time
 from parallelize.runtime.containers import leaves
 
-__all__ = ["Call", "Clock", "count_saved_bytes"]
+__all__ = ["Call", "Clock", "NothingSavedError", "count_saved_bytes"]
+
+
+class NothingSavedError(Exception):
+    """A forward computes gradients, for which `count_saved_bytes` has kept nothing."""
 
 
 class _Saved(NamedTuple):
@@ -107,6 +111,9 @@ def count_saved_bytes(clock: Clock, known: tuple[nn.Module, Any], *, keeps: bool
     """Count the bytes that autograd saves in each unit call: each storage once, those of parameters and inputs never.
 
     Without `keeps`, nothing is saved, and backward is impossible.
+
+    Raises:
+        NothingSavedError: a backward needs what was not saved.
     """
     refer: Any = StorageWeakRef
     tensors = (*known[0].parameters(), *(each for each in leaves(known[1]) if isinstance(each, torch.Tensor)))
@@ -120,5 +127,10 @@ def count_saved_bytes(clock: Clock, known: tuple[nn.Module, Any], *, keeps: bool
             clock.calls[-1].saved.append(_Saved(reference, storage.nbytes(), clock.is_after))
         return tensor if keeps else None
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    def unpack(kept: Any) -> Any:
+        if kept is None:
+            raise NothingSavedError
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from parallelize.backends.balanced.backward import compute_gradients, has_reentrant_checkpoint
 from parallelize.backends.balanced.batch import Batch, copy_inputs
-from parallelize.backends.balanced.call_clock import Clock, count_saved_bytes
+from parallelize.backends.balanced.call_clock import Clock, NothingSavedError, count_saved_bytes
 from parallelize.backends.balanced.microbatch_run import MicrobatchRun, StagedModel
 from parallelize.backends.balanced.plan import signature
 from parallelize.backends.balanced.schedule import Line, Profile, UnitCall
@@ -74,7 +74,7 @@ class Profiler:
         counting, most = replace(self, has_backward=False), math.inf
         if not all(map(math.isinf, caps)):
             saved, kept = [0.0] * len(caps), [0.0] * len(caps)
-            for call in counting.run(least, counts_saved=True).calls:
+            for call in self.counted(least).calls:
                 saved[self.routes[id(model.get_submodule(call.unit))][0]] += call.saved_bytes()
             for module, stage in module_stages(model, self.routes):
                 kept[stage] += 2 * sum(each.nbytes for each in module.parameters(recurse=False))  # and gradients
@@ -85,6 +85,13 @@ class Profiler:
         sizes = (samples // 16, max(samples // 4, min(4, samples // 2)))
         small, large = (max(least, int(min(each, most))) for each in sizes)
         return replace(self, sizes=(small, large))
+
+    def counted(self, size: int) -> Clock:
+        """Count what one micro-batch saves, and keep it only if forward itself computes gradients."""
+        try:
+            return replace(self, has_backward=False).run(size)
+        except NothingSavedError:
+            return self.run(size, counts_saved=True)
 
     def smaller(self) -> Profiler | None:
         """Return a profiler that needs less memory; None: there is none."""
@@ -143,7 +150,7 @@ def profile_model(profiler: Profiler) -> Profile:
     # Autocast casts weights once for all micro-batches, so these runs share the casts, and measure working bytes with
     # the graph of casts that the first micro-batch has.
     torch.clear_autocast_cache()
-    counts = [profiler.run(counts_saved=True), replace(profiler, has_backward=False).run(small)]  # warm up, too
+    counts = [profiler.run(counts_saved=True), profiler.counted(small)]  # warm up, too
     torch.clear_autocast_cache()
     first = profiler.run(small)
     many = _fastest([profiler.run(), profiler.run()])
