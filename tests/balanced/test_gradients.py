@@ -179,6 +179,20 @@ def test_a_backward_inside_forward() -> None:
     assert all(each.grad is None for each in model.parameters())
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_two_losses_of_what_is_recomputed(microbatches: int) -> None:
+    """Each backward with retain_graph=True recomputes."""
+    model = seeded(Chain).double()
+    plain = copy.deepcopy(model)
+    with pipelined(model, ((X64,), {}), microbatches=microbatches, recompute=True):
+        output = model(X64)
+        loss_of(output).backward(retain_graph=True)
+        output.square().mean().backward()
+    output = plain(X64)
+    (loss_of(output) + output.square().mean()).backward()
+    assert_equal_gradients(model, plain)
+
+
 def test_second_derivatives_and_a_second_backward() -> None:
     """A gradient penalty and two losses with retain_graph have the plain model's gradients; a third one is torch's."""
     found = []

@@ -152,8 +152,23 @@ def _checkpointed(module: nn.Module, forward: Call, *args: Any, **kwargs: Any) -
                     why="torch.func.functional_call replaces parameters for one call, but backward runs later",
                     fix="use BalancedBackend(recompute=False), or call backward before the parameters are restored",
                 )
-        with recomputing:
+        with recomputing():
             yield
 
-    contexts: Any = lambda: (contextlib.nullcontext(), again())  # noqa: E731  # the usual form
+    contexts: Any = lambda: (contextlib.nullcontext(), _Repeated(again))  # noqa: E731  # the usual form
     return torch_checkpoint.checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+class _Repeated:
+    """Context that may be entered again: each backward with retain_graph=True recomputes."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make, self._entered = make, list[contextlib.ExitStack]()
+
+    def __enter__(self) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(self._make())
+        self._entered.append(stack)
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.pop().close()

@@ -114,9 +114,9 @@ class MicrobatchRun:
         """Whether forward is inside an activation checkpoint, or another context that changes what autograd saves."""
         return self.moments is None or bool(saved_tensors_hooks() != self._saved_tensors_hooks)
 
-    def recomputing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which backward recomputes what runs now, on the current stage."""
-        return self.staged.recomputing(self._stage)
+    def recomputing(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Return a function that makes contexts in which backward recomputes what runs now, on the current stage."""
+        return functools.partial(self.staged.recomputing, self._stage)
 
     def enter_unit(self, module: nn.Module, args: Any) -> Any:
         """Switch to the stage of a unit that is about to run; return its arguments, moved there, if it needs others."""
