@@ -38,7 +38,7 @@ from parallelize.backends.balanced.outputs import (
     rounding,
     scalar_weights,
 )
-from parallelize.backends.balanced.side_effects import CapturedTensors, ModelState
+from parallelize.backends.balanced.side_effects import CapturedTensors, ModelState, is_plain
 from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.rng_state import RNGState
@@ -196,7 +196,7 @@ class BatchValidation:
                 why="a backward of each micro-batch would add to them, also while the pipeline is planned",
                 fix="call torch.autograd.grad in forward instead of backward; or use backend='ddp'",
             )
-        if not {*kind.buffers} <= dict(self.model.named_buffers()).keys():
+        if not {*kind.buffers} <= {name for name, each in self.model.named_buffers() if is_plain(each)}:
             raise refusals.stateful(kind.buffers)
         places = captured.names()
         if places:

@@ -28,7 +28,7 @@ from parallelize.runtime.containers import leaves
 from parallelize.runtime.gradients import gradient_version
 from parallelize.runtime.rng_state import RNGState
 
-__all__ = ["CapturedTensors", "ModelState", "check_writes", "write_counts"]
+__all__ = ["CapturedTensors", "ModelState", "check_writes", "is_plain", "write_counts"]
 
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"} - {"training"})
 """Attributes that torch sets on every module, such as its hooks, and the forward that a block replaces; no mode."""
@@ -130,7 +130,7 @@ class ModelState:
             _, _, buffer, version, value = self._buffers.get(path, (None, "", None, 0, each))
             is_same = buffer is each and version == write_count(each)
             # `buffer.data.mul_()` does not count as a change of the buffer.
-            is_same = is_same and torch.equal(each.nan_to_num(), value.to(each.device).nan_to_num())
+            is_same = is_same and torch.equal(_comparable(each), _comparable(value.to(each.device)))
             if not is_same and not isinstance(module, _BatchNorm):
                 found.add(path)
         return sorted(found)
@@ -180,6 +180,12 @@ class ModelState:
             elif content is not None:
                 value.clear()
                 value.update(content)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether torch compares the values of a tensor: not of sparse ones, and of some small types."""
+    is_small = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.layout is torch.strided and not tensor.is_quantized and not is_small
 
 
 def write_counts(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, int]]:
@@ -273,6 +279,11 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tens
     for prefix, module in model.named_modules():
         for name, each in module.named_buffers(recurse=False):
             yield f"{prefix}.{name}".lstrip("."), module, name, each
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what is equal for two tensors with the same values, also nan; of others, only writes count."""
+    return tensor.nan_to_num() if is_plain(tensor) else torch.empty(0)
 
 
 def _version(parameter: torch.Tensor) -> tuple[int, int] | None:
