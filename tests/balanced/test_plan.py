@@ -64,6 +64,16 @@ class Slow(nn.Module):
         return Sleeping.apply(self.layer(x), self.seconds)
 
 
+@pytest.mark.parametrize("memory", [None, 10**7])
+def test_submodules_that_are_not_called(memory: int | None) -> None:
+    """Attention computes with the parameters of its projection: there is nowhere to split it, as the plan says."""
+    model, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(8, 4, 8)
+    with parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=4, memory=memory)):
+        loss_of(model(x, x, x, need_weights=False)[0]).backward()
+        assert not plan(model).is_split
+        assert "forward calls no submodules" in str(plan(model))
+
+
 class Terminal(io.StringIO):
     """A stream that is a terminal, where planning shows that it runs."""
 

@@ -38,6 +38,7 @@ def first_fit(
     The profiler's units are the submodules without submodules; `placement` moves the model.
 
     Raises:
+        NoUnitsError: forward calls no submodules.
         ConfigError: no plan fits.
     """
     fitted: Profiler | None = None
@@ -67,6 +68,8 @@ def _first_fit(
         split_profiler = replace(profiler, routes={id(module): [stage_of[id(module)]] for module in chosen})
         placement.move(units.module_stages(model, split_profiler.routes), profiler.stages)
         profile, decided = profile_model(split_profiler), replace(options, recompute=recompute)
+        if not profile.calls:
+            raise refusals.NoUnitsError
         plan = best_plan(profile, specs, decided)
         if plan is not None:
             return plan, unsplit_bytes(profile, decided)

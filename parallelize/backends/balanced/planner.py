@@ -124,9 +124,13 @@ class Planner:
     def _plan_within_caps(self, profiler: Profiler) -> Plan:
         self.placement.move(units.module_stages(self.inner.model, profiler.routes), profiler.stages)
         whole = functools.partial(profiler.run, self._batch.size)
-        with refusals.explained_split_failure(self._batch.split_dims, run_whole=whole):
-            plan, needed = first_fit(profiler, options=self.options, specs=self.device_specs, placement=self.placement)
-        spec = spec_of(self.output_device, self.device_specs)
+        specs, placement = self.device_specs, self.placement
+        try:
+            with refusals.explained_split_failure(self._batch.split_dims, run_whole=whole):
+                plan, needed = first_fit(profiler, options=self.options, specs=specs, placement=placement)
+        except refusals.NoUnitsError as error:
+            return self._leave_unsplit(str(error).splitlines()[0])
+        spec = spec_of(self.output_device, specs)
         if len(profiler.stages) == 1 and needed <= spec.cap_bytes:
             self.placement.move(units.module_stages(self.inner.model, profiler.routes), profiler.stages)
             if self.options.microbatches == 1:

@@ -14,6 +14,7 @@ from parallelize.runtime.containers import leaves
 
 __all__ = [
     "CannotSplitError",
+    "NoUnitsError",
     "UnjoinedOutput",
     "check_supported",
     "explained_split_failure",
@@ -38,6 +39,17 @@ class CannotSplitError(ConfigError):
 
     def __init__(self, what: str, *, why: str, fix: str) -> None:
         super().__init__(what, why=why, fix=f"{fix}; or {_NO_SPLIT}")
+
+
+class NoUnitsError(ConfigError):
+    """A forward that calls no submodules."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "forward calls no submodules, so there is nowhere to split it",
+            why="stages begin where a submodule is called",
+            fix="use backend='ddp'",
+        )
 
 
 def check_supported(inner: Inner) -> None:
