@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from balanced.models import not_split_once
 from balanced.programs import Chain, Step, X, Y, assert_same, mse, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from parallelize import parallel_model
+from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.backends.balanced.refusals import CannotSplitError
 from parallelize.errors import ConfigError
 
@@ -158,6 +161,34 @@ class Counting(Chain):
 def test_counts_that_forward_keeps_in_a_buffer(how: str) -> None:
     """A count of samples is that of the batch; backward may need the values that the first micro-batch has read."""
     assert_same(lambda: Counting(how), [mse] * 3)
+
+
+class Periodic(Chain):
+    """A forward that changes a buffer in every third batch, which it counts in another one."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("target", torch.zeros(4))
+        self.register_buffer("unknown", torch.full((4,), torch.nan), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.count.add_(1)
+            if self.count % 3 == 0:
+                self.target.add_(self.c.bias if self.source == "model" else x.mean(0))
+        return self.inner(x) + self.target
+
+
+@pytest.mark.parametrize("source", ["model", "batch"])
+def test_a_buffer_that_changes_in_every_third_batch(source: str) -> None:
+    """It is changed once in such a batch, which runs whole if micro-batches change it differently."""
+    assert_same(lambda: Periodic(source), [mse] * 7)
+    model, reason = Periodic(source), "forward changes target of the model" if source == "batch" else None
+    with not_split_once(reason), parallel_model(model, backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=2)):
+        for _ in range(4):
+            mse(model).backward()
 
 
 class Revived(Chain):

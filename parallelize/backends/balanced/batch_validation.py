@@ -38,7 +38,7 @@ from parallelize.backends.balanced.outputs import (
     rounding,
     scalar_weights,
 )
-from parallelize.backends.balanced.side_effects import CapturedTensors, ModelState, is_plain
+from parallelize.backends.balanced.side_effects import CapturedTensors, ModelState, replaceable_buffers
 from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.rng_state import RNGState
@@ -54,7 +54,7 @@ class BatchKind:
 
     pipelines: int = 1  # in which such batches run
     draws: bool = False  # whether forward draws random numbers
-    buffers: tuple[str, ...] = ()  # names of those that forward changes, equally in every micro-batch
+    buffers: tuple[str, ...] = ()  # names of those that forward may change, equally in every micro-batch; often none
     is_reentrant: bool = False  # whether a reentrant checkpoint computes gradients by itself
     has_graph: bool = False  # whether an output of the full batch requires grad
     has_warned: bool = False
@@ -196,8 +196,11 @@ class BatchValidation:
                 why="a backward of each micro-batch would add to them, also while the pipeline is planned",
                 fix="call torch.autograd.grad in forward instead of backward; or use backend='ddp'",
             )
-        if not {*kind.buffers} <= {name for name, each in self.model.named_buffers() if is_plain(each)}:
+        replaceable = replaceable_buffers(self.model)
+        if not {*kind.buffers} <= {*replaceable}:
             raise refusals.stateful(kind.buffers)
+        if kind.buffers:  # such as a count, by which others change in some later batch
+            kind.buffers = tuple(dict.fromkeys((*kind.buffers, *replaceable)))
         places = captured.names()
         if places:
             hooked = [name for name, each in self.model.named_modules() if user_hooks(each)]

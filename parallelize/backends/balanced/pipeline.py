@@ -242,8 +242,8 @@ class Pipeline(nn.Module):
     def _validation(self, batch: Batch, pipelines: int) -> BatchValidation:
         def split(kind: BatchKind) -> tuple[list[list[Any]], Sequence[int]]:
             if pipelines > 1 and (kind.buffers or kind.is_reentrant):
-                names = ", ".join(kind.buffers[:5])
-                raise refusals.one_pipeline(f"forward changes {names}" if names else "a reentrant checkpoint")
+                changes = f"forward changes {kind.buffers[0]}" if kind.buffers else "a reentrant checkpoint"
+                raise refusals.one_pipeline(changes)
             copied = self._batch(copy_inputs(batch.inputs)).split(self._microbatches(batch))
             with refusals.explained_split_failure(batch.split_dims):
                 outputs, _ = self._executor.run(

@@ -12,6 +12,7 @@ import copy
 import gc
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ from parallelize.runtime.containers import leaves
 from parallelize.runtime.gradients import gradient_version
 from parallelize.runtime.rng_state import RNGState
 
-__all__ = ["CapturedTensors", "ModelState", "check_writes", "is_plain", "write_counts"]
+__all__ = ["CapturedTensors", "ModelState", "check_writes", "has_same_values", "replaceable_buffers", "write_counts"]
 
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"} - {"training"})
 """Attributes that torch sets on every module, such as its hooks, and the forward that a block replaces; no mode."""
@@ -130,7 +131,7 @@ class ModelState:
             _, _, buffer, version, value = self._buffers.get(path, (None, "", None, 0, each))
             is_same = buffer is each and version == write_count(each)
             # `buffer.data.mul_()` does not count as a change of the buffer.
-            is_same = is_same and torch.equal(_comparable(each), _comparable(value.to(each.device)))
+            is_same = is_same and has_same_values(each, value)
             if not is_same and not isinstance(module, _BatchNorm):
                 found.add(path)
         return sorted(found)
@@ -182,10 +183,16 @@ class ModelState:
                 value.update(content)
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether torch compares the values of a tensor: not of sparse ones, and of some small types."""
-    is_small = tensor.is_floating_point() and tensor.element_size() == 1
-    return tensor.layout is torch.strided and not tensor.is_quantized and not is_small
+def has_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same values, also nan; of those that torch does not compare, return True."""
+    return not _is_plain(one) or torch.equal(one.nan_to_num(), other.to(one.device).nan_to_num())
+
+
+def replaceable_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of buffers that micro-batches can have copies of: those of one module, except batch norm's."""
+    every = [(path, each) for path, module, _, each in _buffers(model) if not isinstance(module, _BatchNorm)]
+    uses = Counter(id(each) for *_, each in _buffers(model))
+    return tuple(path for path, each in every if uses[id(each)] == 1 and _is_plain(each))
 
 
 def write_counts(modules: Iterable[nn.Module]) -> list[tuple[torch.Tensor, int]]:
@@ -281,9 +288,10 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tens
             yield f"{prefix}.{name}".lstrip("."), module, name, each
 
 
-def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what is equal for two tensors with the same values, also nan; of others, only writes count."""
-    return tensor.nan_to_num() if is_plain(tensor) else torch.empty(0)
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether torch compares the values of a tensor: not of sparse ones, and of some small types."""
+    is_small = tensor.is_floating_point() and tensor.element_size() == 1
+    return tensor.layout is torch.strided and not tensor.is_quantized and not is_small
 
 
 def _version(parameter: torch.Tensor) -> tuple[int, int] | None:
