@@ -7,6 +7,7 @@ import copy
 import gc
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from parallelize import ConfigError, parallel_model, shard_loader
+from parallelize.backends.balanced import hardware
 from parallelize.backends.balanced.hardware import synchronized_time
 from parallelize.backends.balanced.plan import plan
 from parallelize.backends.balanced.plugin import BalancedBackend
@@ -493,6 +495,7 @@ def encoder() -> nn.Module:
         (Recurrent, (8, 16), "bf16"),
     ],
 )
+@pytest.mark.usefixtures("equal_times")
 def test_the_predicted_peak_of_each_device(make: Any, shape: tuple[int, ...], amp: Any) -> None:
     """A step with Adam and a loss outside of the model needs the predicted bytes, within 15 % or 2 MiB."""
     x = torch.randint(1000, shape, device="cuda:0") if make is Recurrent else torch.randn(shape, device="cuda:0")
@@ -510,6 +513,7 @@ def test_the_predicted_peak_of_each_device(make: Any, shape: tuple[int, ...], am
         ("GPT2", 4, False, True),
     ],
 )
+@pytest.mark.usefixtures("equal_times")
 def test_the_predicted_peak_beside_logits(name: str, microbatches: int, amp: Any, recompute: bool) -> None:
     """A step of a language model that computes its loss needs the predicted bytes, with each logit in memory once."""
     transformers = pytest.importorskip("transformers")
@@ -527,6 +531,12 @@ def test_the_predicted_peak_beside_logits(name: str, microbatches: int, amp: Any
         return kept["loss"]
 
     assert_predicted_peak(lambda: make(config), step, microbatches=microbatches, amp=amp, recompute=recompute)
+
+
+@pytest.fixture
+def equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let everything that is measured take one second, so that the plan is the same on a busy machine."""
+    monkeypatch.setattr(hardware, "time", SimpleNamespace(perf_counter=itertools.count(0.0).__next__))
 
 
 def assert_predicted_peak(make: Any, step: Any, *, microbatches: int = 4, amp: Any = None, **options: Any) -> None:
