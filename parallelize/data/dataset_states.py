@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import hashlib
 import itertools
 import pickle
+import sys
+import time
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -23,6 +27,9 @@ __all__ = ["DatasetStates"]
 T = TypeVar("T")
 
 _EVERY = 8  # batches: a resumed epoch reads fewer than these again, and those that were prefetched
+# Recording a state takes at most a fiftieth of the time, unless it takes less than two milliseconds.
+_MIN_SECONDS, _PART_OF_TIME = 0.002, 50
+_MAX_COPIED_BYTES, _OBJECT_BYTES = 2**26, 2**9
 
 
 class DatasetStates(Generic[T]):
@@ -30,7 +37,8 @@ class DatasetStates(Generic[T]):
 
     A state is recorded with the hash of the batch after it. On copies of the dataset it is tried whether the epoch goes
     on with that batch, whether loading the state from before makes it begin anew, and whether the next epoch does so.
-    If not, the epoch is read from its beginning: Hugging Face's datasets, for example, refill a shuffle buffer.
+    If not, the epoch is read from its beginning; also if the dataset is too large to be copied, or refills a shuffle
+    buffer, as Hugging Face's do: what was in the buffer may be missed after the next batch only.
 
     Args:
         dataset: the dataset, which is iterated in this process.
@@ -51,6 +59,8 @@ class DatasetStates(Generic[T]):
         self.saved: Mapping[str, Any] | None = None
         """The recorded state to resume from."""
         self._is_usable: bool | None = None  # None: not tried yet
+        self._shared: dict[int, Any] = {}  # what copies of the dataset share with it
+        self._due = 0.0  # the time from which on the next state is recorded
         self._initial: tuple[int, Any] | None = None  # the epoch for which a state was loaded, and the state before it
         self._missing = self._length = 0  # batches of the resumed epoch: those not read again, and all
 
@@ -80,18 +90,25 @@ class DatasetStates(Generic[T]):
 
     def _can_resume(self, saved: Mapping[str, Any], position: Position) -> bool:
         """Whether the dataset goes on from a state as it did, and can begin this epoch and the next one anew."""
+        shared = _shared_by_copies(self._dataset)
+        if shared is None:
+            return False
+        self._shared = shared
         state, fresh = saved["state"], () if self._initial is None else self._initial[1:]
         initial = fresh[0] if fresh else copy.deepcopy(self._dataset.state_dict())
         resumed = self._copy(state)
         if self._first_hash(resumed, position, first=saved["batches"]) != saved["next"]:
             return False
 
-        def begins_late(at: Position) -> bool:
-            datasets = (resumed, self._copy(state), self._copy(*fresh))
-            again, late, begun = (self._first_hash(each, at) for each in datasets)
-            return again == late != begun  # else an order may follow from the one before
+        def first_hashes(at: Position) -> list[str]:
+            return [self._first_hash(each, at) for each in (resumed, self._copy(state), self._copy(*fresh))]
 
-        remembers, is_usable = begins_late(position), not begins_late(Position(epoch=position.epoch + 1))
+        again, late, begun = first_hashes(position)
+        if late == begun:  # equal batches do not tell
+            return False
+        remembers = again == late
+        again, late, begun = first_hashes(Position(epoch=position.epoch + 1))
+        is_usable = again != late or late == begun  # if it begins late; else an order may follow from the one before
         if remembers:
             datasets = (self._copy(state, initial), self._copy(*fresh))
             undone, begun = (self._first_hash(each, position) for each in datasets)
@@ -114,7 +131,7 @@ class DatasetStates(Generic[T]):
 
     def _copy(self, *states: Any) -> Any:
         """Return a copy of the dataset, into which states were loaded."""
-        dataset = copy.deepcopy(self._dataset)
+        dataset = copy.deepcopy(self._dataset, dict(self._shared))
         for each in states:
             dataset.load_state_dict(copy.deepcopy(each))
         return dataset
@@ -131,12 +148,13 @@ class DatasetStates(Generic[T]):
         """Yield batches, the first of them with a number, and record states; warn if a later epoch begins late."""
         epoch = shard.position.epoch
         for current in itertools.count(number):
-            states = self._states() if current > number and current % _EVERY == 0 else []
+            is_due = current > number and current % _EVERY == 0 and time.monotonic() >= self._due
+            states = self._timed(self._states) if is_due else []
             try:
                 batch = next(batches)
             except StopIteration:
                 break
-            hashed = _fingerprint(batch) if states else ""
+            hashed = self._timed(_fingerprint, batch) if states else ""
             if hashed:
                 facts = {"epoch": epoch, "batches": current, "state": states[0], "next": hashed}
                 shard.states[:] = [*shard.states[-1:], facts]
@@ -152,11 +170,48 @@ class DatasetStates(Generic[T]):
                 stacklevel=2,
             )
 
+    def _timed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that records, and put off the next state if that takes long."""
+        start = time.thread_time()
+        found = function(*args)
+        taken = time.thread_time() - start
+        if taken > _MIN_SECONDS:
+            self._due = max(self._due, time.monotonic()) + _PART_OF_TIME * taken
+        return found
+
     def _states(self) -> list[Any]:
         """Return the state of the dataset; nothing if it has none."""
         with contextlib.suppress(Exception):  # whatever the dataset raises
             return [copy.deepcopy(self._dataset.state_dict())]
         return []
+
+
+def _shared_by_copies(dataset: Any) -> dict[int, Any] | None:
+    """Return what copies of a dataset share, by id: arrays that cannot be written, as of files.
+
+    None: it should not be copied, because it is large, or a copy may delete or close something at its end; or it has a
+    shuffle buffer that its state does not contain.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    array = () if numpy is None else numpy.ndarray
+    pending, seen, shared, size = [dataset], set(), {}, 0
+    while pending:
+        each = pending.pop()
+        # Types, functions and modules are not copied.
+        if id(each) in seen or isinstance(each, (type, types.FunctionType, types.ModuleType)):
+            continue
+        seen.add(id(each))
+        if isinstance(each, array) and not each.flags.writeable:
+            shared[id(each)] = each
+            continue
+        size += each.nbytes if isinstance(each, (torch.Tensor, array)) else _OBJECT_BYTES
+        kind = type(each)
+        end = getattr(kind, "__del__", None)
+        has_end = isinstance(end, types.FunctionType) and end.__module__.partition(".")[0] not in ("datasets", "torch")
+        if size > _MAX_COPIED_BYTES or has_end or kind.__name__ == "BufferShuffledExamplesIterable":
+            return None
+        pending += gc.get_referents(each)
+    return shared
 
 
 def _fingerprint(batch: Any) -> str:

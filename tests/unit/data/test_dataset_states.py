@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import parallelize as par
 from parallelize import distributed, shard_loader
+from parallelize.data import dataset_states
 from parallelize.data.device_prefetch import prefetch_batches
 from parallelize.data.sharded_loader import ShardedLoader
 
@@ -87,6 +88,29 @@ class Locked(Counted):
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
+
+
+class Large(Counted):
+    """Has many objects in memory, which would be copied several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = list(range(200_000))
+
+
+class Ended(Counted):
+    """Deletes its temporary files at its end."""
+
+    def __del__(self) -> None:
+        self.reads.ends = True
+
+
+class Mapped(Counted):
+    """Reads a large file that is mapped read-only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = np.broadcast_to(np.zeros(1), 2**30)
 
 
 class Shuffled(Counted):
@@ -229,15 +253,54 @@ def test_what_was_consumed_is_not_read_again(world_size: int, taken: int) -> Non
             assert flat(resumed) == expected[0]
 
 
-@pytest.mark.parametrize("kind", [Buffered, Silent, Broken, Locked, Slotted])
+@pytest.mark.parametrize("kind", [Buffered, Silent, Broken, Locked, Slotted, Large, Ended])
 def test_a_state_that_does_not_continue_the_epoch(kind: type[Counted]) -> None:
     """All samples are read again, and none is lost, twice or in another order."""
     expected = flat(loader_of(kind()))
     first = loader_of(kind())
     seen = flat(itertools.islice(first, 20))
-    resumed = restore(loader_of(kind()), first)
+    dataset = kind()
+    resumed = restore(loader_of(dataset), first)
     assert seen + flat(resumed) == expected
     assert flat(resumed) == expected
+    assert not hasattr(dataset.reads, "ends")
+
+
+def test_a_file_that_is_mapped_is_not_copied() -> None:
+    """Copies of the dataset share arrays that cannot be written, however large they are."""
+    first, dataset = loader_of(Mapped()), Mapped()
+    flat(itertools.islice(first, 20))
+    flat(restore(loader_of(dataset), first))
+    assert dataset.reads.count < LENGTH
+
+
+def test_equal_batches_do_not_tell_where_a_dataset_begins() -> None:
+    """If the batch after the state is that of the epoch's beginning, all is read again, also in the same epoch."""
+
+    class Equal(OfOneEpoch):
+        def __iter__(self):
+            yield from (0 for _ in super().__iter__())
+
+    first = loader_of(Equal())
+    flat(itertools.islice(first, 20))
+    resumed = restore(loader_of(Equal()), first)
+    assert len(flat(resumed)) == LENGTH - 40
+    resumed.set_epoch(0)
+    assert len(flat(resumed)) == LENGTH
+
+
+def test_states_that_take_long_are_recorded_rarely(monkeypatch) -> None:
+    """Hashing a large batch, or copying a large state, takes at most a fiftieth of the time."""
+    seconds = itertools.count()
+    now = [0.0]
+    clock = types.SimpleNamespace(thread_time=lambda: float(next(seconds)), monotonic=lambda: now[0])
+    monkeypatch.setattr(dataset_states, "time", clock)
+    batches = iter(first := loader_of(Counted()))
+    flat(itertools.islice(batches, 30))
+    assert first.rank_state()["batches"] == 8
+    now[0] = 100.0  # a second for the state, another one for the hash
+    flat(itertools.islice(batches, 4))
+    assert first.rank_state()["batches"] == 32
 
 
 def test_a_look_at_the_first_batch_does_not_disturb() -> None:
@@ -515,6 +578,27 @@ def test_hugging_face_streams(buffer: int, epoch: int, world_size: int, tmp_path
             assert [numbers(resumed), numbers(resumed)] == expected[1:]
             resumed.set_epoch(epoch)
             assert numbers(resumed) == expected[0]
+
+
+def test_a_shuffle_buffer_in_a_part_of_a_stream() -> None:
+    """All samples are read again, although the next batch after the state is one of the other part."""
+    datasets = pytest.importorskip("datasets")
+
+    def loader():
+        parts = [
+            datasets.Dataset.from_dict({"x": list(range(first, first + LENGTH))}).to_iterable_dataset()
+            for first in (0, 1000)
+        ]
+        parts[1] = parts[1].shuffle(seed=0, buffer_size=20)
+        return shard_loader(DataLoader(datasets.interleave_datasets(parts), batch_size=1))
+
+    def numbers(batches):
+        return [int(each) for batch in batches for each in batch["x"]]
+
+    expected, first = numbers(loader()), loader()
+    first.set_epoch(0)
+    seen = numbers(itertools.islice(first, 40))
+    assert seen + numbers(restore(loader(), first)) == expected
 
 
 def test_a_hugging_face_stream_that_was_saved(tmp_path: Path) -> None:
