@@ -16,7 +16,7 @@ from parallelize.data.self_sharding import number_of_shards, samplers_in, shardi
 from parallelize.data.source import EpochListeners, Source, length_of
 from parallelize.errors import ConfigError
 
-__all__ = ["MapStyleSource"]
+__all__ = ["MapStyleSource", "find_querying_sampler"]
 
 
 class MapStyleSource(Source[Any]):
@@ -28,7 +28,7 @@ class MapStyleSource(Source[Any]):
     def __init__(self, loader: DataLoader[Any], *, copy: LoaderCopy, options: LoaderOptions, world: World) -> None:
         self.copy, self.loader = copy, copy.loader
         batches: Any = loader.batch_sampler
-        self._sharder = _find_distributed_sampler(loader, world)
+        self._sharder = None if options.divides == "nothing" else _find_distributed_sampler(loader, world)
         super().__init__(options, world, is_own=self._sharder is not None)
         # Indices if torch's BatchSampler groups them; without a batch size, each unit is a batch, or a single item.
         is_grouped = self._sharder is None and is_exactly(batches, BatchSampler)
@@ -116,10 +116,19 @@ def _uneven_batch_error(size: int, processes: int) -> ConfigError:
     )
 
 
+def find_querying_sampler(loader: DataLoader[Any]) -> tuple[Any, list[str]] | None:
+    """Return a sampler of a loader whose code uses the rank and the world size, and the names of these, or None."""
+    found = ((each, sharding_queries(each)) for each in _samplers(loader))
+    return next(((each, used) for each, used in found if used), None)
+
+
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
+    return [each for held in (loader.batch_sampler, loader.sampler) for each in samplers_in(held)]
+
+
 def _find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | None:
     """Return the sampler that already shards a loader over the processes, or None; raise if it does so otherwise."""
-    samplers = [each for held in (loader.batch_sampler, loader.sampler) for each in samplers_in(held)]
-    for sampler in samplers:
+    for sampler in _samplers(loader):
         number, rank, fault = number_of_shards(sampler), getattr(sampler, "rank", world.rank), ""
         if number is None:
             continue
@@ -134,15 +143,15 @@ def _find_distributed_sampler(loader: DataLoader[Any], world: World) -> Any | No
                 fix="remove the sampler: shard_loader shards the loader itself",
             )
         return sampler
-    for sampler in samplers if world.world_size > 1 else ():
-        if used := sharding_queries(sampler):
-            raise ConfigError(
-                f"the sampler {type(sampler).__name__} may shard the loader over the processes: its code uses "
-                f"{' and '.join(used)}",
-                why="if it does, sharding the loader again would skip samples",
-                fix="remove its sharding: shard_loader shards the loader itself; or keep it, and tell so by the "
-                "sampler's attributes rank and num_replicas, as DistributedSampler does",
-            )
+    if world.world_size > 1 and (found := find_querying_sampler(loader)):
+        raise ConfigError(
+            f"the sampler {type(found[0]).__name__} may shard the loader over the processes: its code uses "
+            f"{' and '.join(found[1])}",
+            why="if it does, sharding the loader again would skip samples",
+            fix="remove its sharding: shard_loader shards the loader itself; or keep it, and tell so by the sampler's "
+            "attributes rank and num_replicas, as DistributedSampler does; or use divides='nothing' if it yields the "
+            "indices of all processes",
+        )
     return None
 
 

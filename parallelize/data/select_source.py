@@ -18,7 +18,7 @@ from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.iterable_style import BatchIterableSource, IterableStyleSource
 from parallelize.data.loader_copy import LoaderCopy
 from parallelize.data.loader_options import LoaderOptions
-from parallelize.data.map_style import MapStyleSource
+from parallelize.data.map_style import MapStyleSource, find_querying_sampler
 from parallelize.data.sample_fingerprint import sample_fingerprint
 from parallelize.data.self_sharding import own_sharding
 from parallelize.data.source import Source
@@ -81,7 +81,7 @@ def _source_of(loader: Any, *, options: LoaderOptions, run: Runtime, occurrence:
         _check_is_loader(loader)
     data, divides = loader.dataset if is_loader else loader, options.divides
     is_indexed = is_loader and not isinstance(data, IterableDataset)
-    if is_indexed and divides is not None:
+    if is_indexed and divides is not None and not (divides == "nothing" and find_querying_sampler(loader)):
         raise ConfigError(
             f"divides={divides!r} with {type(data).__name__}",
             why="it is not an iterable dataset: shard_loader shards its indices",

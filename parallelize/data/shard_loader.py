@@ -72,14 +72,15 @@ def shard_loader(
             has not finished its epoch. The clocks of all hosts are assumed to be synchronized.
         to_device: whether to move batches to `device()`. Under dp and ddp2, DataParallel then scatters them.
         prefetch: number of batches to copy to an accelerator ahead of the loop.
-        divides: how an iterable dataset, or an iterable of batches, shards itself: not at all ("nothing"), over the
-            "workers" that get_worker_info() returns, or over the "processes". None: "processes" for datasets of
-            libraries that shard themselves (Hugging Face, WebDataset with split_by_node, Mosaic Streaming, litdata,
-            FFCV), else "workers" if the dataset reads get_worker_info().num_workers, else "nothing"; raise if its code
-            uses the rank or the world size, or if it holds the world size. len() of an iterable dataset works only with
-            "nothing". A dataset that shards itself decides how many samples each process gets, whatever `tail` is: if
-            the numbers may differ, train with a `limit=` that all processes reach. Until its first sample, random
-            numbers are the same on all processes, for files that it shuffles before it takes its own.
+        divides: how an iterable dataset, or an iterable of batches, shards itself: not at all ("nothing", also of a
+            sampler whose code uses the rank and the world size), over the "workers" that get_worker_info() returns, or
+            over the "processes". None: "processes" for datasets of libraries that shard themselves (Hugging Face,
+            WebDataset with split_by_node, Mosaic Streaming, litdata, FFCV), else "workers" if the dataset reads
+            get_worker_info().num_workers, else "nothing"; raise if its code uses the rank or the world size, or if it
+            holds the world size. len() of an iterable dataset works only with "nothing". A dataset that shards itself
+            decides how many samples each process gets, whatever `tail` is: if the numbers may differ, train with a
+            `limit=` that all processes reach. Until its first sample, random numbers are the same on all processes, for
+            files that it shuffles before it takes its own.
 
     Raises:
         ConfigError: options are invalid, or the loader cannot be sharded.

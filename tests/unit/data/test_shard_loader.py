@@ -527,6 +527,23 @@ def test_a_sampler_whose_code_shards_it_is_refused(kind):
         assert len(list(shard_loader(DataLoader(numbers(8), sampler=kind(8))))) >= 4
 
 
+class LogsBoth(Reversed):
+    def __iter__(self):
+        self.text = f"rank {par.rank()} of {par.world_size()}"
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sampler_that_uses_the_rank_for_another_purpose(world_size):
+    """With divides='nothing' its indices are sharded; other loaders with indices do not have the option."""
+    with as_rank(0, world_size):
+        for options in ({"sampler": LogsBoth(8)}, {"batch_sampler": BatchesOf(LogsBoth(8))}):
+            loader = shard_loader(DataLoader(numbers(8), **options), divides="nothing")
+            assert len(values(loader)) == 8 // world_size
+        with pytest.raises(ConfigError, match="divides='nothing' with list"):
+            shard_loader(loader_of(8), divides="nothing")
+
+
 def test_a_sampler_for_another_rank_is_refused():
     """A sampler made with the local rank, or before the processes are started, has the samples of another rank."""
     with as_rank(3, 4), pytest.raises(ConfigError, match=r"DistributedSampler\(rank=1\) on rank 3"):
