@@ -121,7 +121,7 @@ class LoaderIterators(Generic[T]):
             text = (
                 f"the first batch of an epoch was taken {_MAX_LOOKS} times: an iterator that is left after one batch "
                 "does not advance the epoch, so that next(iter(loader)) yields the same batch again. Keep the "
-                "iterator, batches = iter(loader), use limit=1, or call set_epoch()."
+                "iterator, batches = iter(loader), loop over shard_loader(loader, limit=1), or call set_epoch()."
             )
         elif progress.steps == 2 and any(
             each.steps == 2 and not each.is_closed and each.position == progress.position for each in in_turn
