@@ -100,15 +100,15 @@ class DatasetStates(Generic[T]):
         if self._first_hash(resumed, position, first=saved["batches"]) != saved["next"]:
             return False
 
-        def first_hashes(at: Position) -> list[str]:
-            return [self._first_hash(each, at) for each in (resumed, self._copy(state), self._copy(*fresh))]
+        def begins_late(at: Position) -> bool:
+            # The state tells, too: where a generator or a buffer goes on, batches differ from those after the state.
+            datasets = (resumed, self._copy(state), self._copy(*fresh))
+            found = [[self._first_hash(each, at), *map(repr, leaves(each.state_dict()))] for each in datasets]
+            if at == position and found[1][0] == found[2][0]:
+                raise ValueError("equal batches do not tell")
+            return any(again == late != begun for again, late, begun in zip(*found, strict=True))
 
-        again, late, begun = first_hashes(position)
-        if late == begun:  # equal batches do not tell
-            return False
-        remembers = again == late
-        again, late, begun = first_hashes(Position(epoch=position.epoch + 1))
-        is_usable = again != late or late == begun  # if it begins late; else an order may follow from the one before
+        remembers, is_usable = begins_late(position), not begins_late(Position(epoch=position.epoch + 1))
         if remembers:
             datasets = (self._copy(state, initial), self._copy(*fresh))
             undone, begun = (self._first_hash(each, position) for each in datasets)
