@@ -23,6 +23,12 @@ from parallelize.data.sharded_loader import ShardedLoader
 LENGTH, BATCH = 101, 2
 
 
+@pytest.fixture(autouse=True)
+def states_are_recorded_on_a_busy_machine(monkeypatch) -> None:
+    """Every eighth batch has a state, however long it takes to record."""
+    monkeypatch.setattr(dataset_states, "_MIN_SECONDS", 60.0)
+
+
 class Reads:
     """A number of samples that the copies of a dataset count together."""
 
@@ -333,6 +339,7 @@ def test_equal_batches_do_not_tell_where_a_dataset_begins() -> None:
 
 def test_states_that_take_long_are_recorded_rarely(monkeypatch) -> None:
     """Hashing a large batch, or copying a large state, takes at most a fiftieth of the time."""
+    monkeypatch.setattr(dataset_states, "_MIN_SECONDS", 0.002)
     seconds = itertools.count()
     now = [0.0]
     clock = types.SimpleNamespace(thread_time=lambda: float(next(seconds)), monotonic=lambda: now[0])
