@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from parallelize import distributed, parallel_model
 from parallelize.backends.balanced.hardware import DeviceSpec
-from parallelize.backends.balanced.partition import Chain, split
+from parallelize.backends.balanced.partition import Chain, Memory, split
 from parallelize.backends.balanced.plan import Plan, PlannerOptions, ideal_speedup, plan
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.backends.balanced.schedule import Line, Profile, UnitCall, best_plan, step_s
@@ -176,7 +176,7 @@ def by_parameters(made: Plan, model: nn.Module) -> Plan:
 
 
 def by_cost(costs: list[float], count: int) -> tuple[int, ...]:
-    bounds = split(Chain(seconds=costs, memory=costs), caps=[float("inf")] * count, speeds=[1.0] * count)
+    bounds = split(Chain(seconds=costs, memory=Memory(held=costs)), caps=[float("inf")] * count, speeds=[1.0] * count)
     assert bounds is not None
     return bounds
 
@@ -303,7 +303,7 @@ def unit_call(name: str, forward: float, backward: float) -> UnitCall:
         forward=Line(0.0, forward),
         backward=Line(0.0, backward),
         parameter_bytes=0,
-        saved_bytes=0.0,
+        saved=Line(0.0, 0.0),
         input_bytes=0.0,
     )
 
