@@ -130,6 +130,7 @@ def normalized(text: str) -> list[str]:
     return re.sub(r"(others: rank 0: ).*", r"\1stopped", text).splitlines()
 
 
+@pytest.mark.slow
 def test_the_quoted_traceback_is_what_python_shows(run_script: Callable[..., Any]) -> None:
     """The guide's block of the section on tracebacks is the output of its program, and full has more lines."""
     folded, full = (run_script(FAILING, check=False, env={"PARALLELIZE_TRACEBACK": how}).stderr for how in ("", "full"))

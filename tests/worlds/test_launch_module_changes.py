@@ -119,6 +119,7 @@ CONFIG = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["Config.update(**new)", "for name in new: setattr(Config, name, new[name])"])
 def test_workers_have_attributes_of_classes(tmp_path: Path, run_script: Run, update: str) -> None:
     """A class method sets them, or a loop in the script; what another method opens is left to each process."""
@@ -158,6 +159,7 @@ UNUSUAL = """
 """
 
 
+@pytest.mark.slow
 def test_members_of_sys_modules_that_are_no_modules_are_left_out(tmp_path: Path, run_script: Run) -> None:
     """None prevents an import; a module may replace itself by an object."""
     (tmp_path / "unusual.py").write_text(textwrap.dedent(UNUSUAL))
@@ -207,6 +209,7 @@ UNSENDABLE = """
 """
 
 
+@pytest.mark.slow
 def test_what_a_worker_could_not_set_or_unpickle_is_left_out(tmp_path: Path, run_script: Run) -> None:
     """A class may have no name in its module, an object may be unable to unpickle, and data is too large."""
     (tmp_path / "unsendable.py").write_text(textwrap.dedent(UNSENDABLE))
@@ -265,6 +268,7 @@ PROCESS = """
 """
 
 
+@pytest.mark.slow
 def test_what_a_process_sets_up_itself_stays_that_of_the_worker(tmp_path: Path, run_script: Run) -> None:
     """A flag says that this process has set something up, and a worker has its own rank and environment variables."""
     (tmp_path / "process.py").write_text(textwrap.dedent(PROCESS))
