@@ -125,13 +125,16 @@ def step_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches
 def plans(profile: Profile, devices: _Specs, options: PlannerOptions) -> Iterator[Plan]:
     """Yield the best plan for each number of pipelines, micro-batches and device order; recompute="auto" is True."""
     for pipelines, stages in _shapes(profile, devices, options):
-        counts = _microbatch_counts(profile, options.microbatches, pipelines)
-        for m, order in itertools.product(counts, _device_orders(devices)):
-            # The first pipeline has the last devices, since the first device comes last.
-            ends = [len(order) - index * stages for index in range(pipelines)]
-            found = _plan_for(profile, [order[end - stages : end] for end in ends], m=m, options=options)
-            if found is not None and m >= pipelines:
-                yield found
+        # The first pipeline has the last devices, since the first device comes last.
+        ends = [len(devices) - index * stages for index in range(pipelines)]
+        for m in _microbatch_counts(profile, options.microbatches, pipelines):
+            memory = [
+                _memory(profile, m=m, options=options, is_split=stages > 1, pipelines=pipelines, is_copy=index > 0)
+                for index in range(pipelines)
+            ]
+            orders = _device_orders(devices) if m >= pipelines else ()
+            slots = ([order[end - stages : end] for end in ends] for order in orders)
+            yield from filter(None, (_plan_for(profile, each, m=m, memory=memory, options=options) for each in slots))
 
 
 def best_plan(profile: Profile, devices: _Specs, options: PlannerOptions) -> Plan | None:
@@ -237,18 +240,15 @@ def _memory(
     )
 
 
-def _plan_for(profile: Profile, pipelines: Sequence[_Specs], *, m: int, options: PlannerOptions) -> Plan | None:
+def _plan_for(
+    profile: Profile, pipelines: Sequence[_Specs], *, m: int, memory: Sequence[Memory], options: PlannerOptions
+) -> Plan | None:
     """Return the best plan for pipelines on given devices; all have the stages that suit the weakest devices."""
     samples, count, recompute = profile.samples / m, len(pipelines), bool(options.recompute)
     forward = [call.forward.at(samples) for call in profile.calls]
     backward = [call.backward.at(samples) + recompute * call.forward.at(samples) for call in profile.calls]
     rate = min(spec.bytes_per_s for each in pipelines for spec in each)
     transfer = [call.input_bytes * samples / rate for call in profile.calls]
-    is_split = len(pipelines[0]) > 1
-    memory = [
-        _memory(profile, m=m, options=options, is_split=is_split, pipelines=count, is_copy=index > 0)
-        for index in range(count)
-    ]
     chain = Chain(seconds=forward, memory=memory[0], transfer=transfer)
     caps = [min(spec.cap_bytes for spec in specs) for specs in zip(*pipelines, strict=True)]
     speeds = [min(spec.speed for spec in specs) for specs in zip(*pipelines, strict=True)]
