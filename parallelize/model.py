@@ -6,35 +6,34 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeGuard, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
-from parallelize.backends.ddp_engine import DDPEngine
+from parallelize.backends.broadcast import broadcast_from_rank_0
+from parallelize.block.averaging import Average
+from parallelize.block.block import Block
+from parallelize.block.context import ModelContext, model_context
+from parallelize.block.models import LeafTensor, check_models
 from parallelize.cluster.devices import probe
 from parallelize.cluster.environment import detect
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
-from parallelize.errors import ConfigError
-from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL, IN_PARALLEL_MODEL
-from parallelize.inplace.block import Block
-from parallelize.inplace.engines import Engines
-from parallelize.inplace.forward_routing import route_of
-from parallelize.inplace.gradient_average import Average, GradientAverage, require_average
-from parallelize.inplace.model_checks import check_models, methods_of
-from parallelize.inplace.model_context import ModelContext, model_context
-from parallelize.inplace.rank_rng import random_numbers_per_rank
-from parallelize.inplace.same_data import same_data_check
-from parallelize.inplace.shared_parameters import averaged, find_shared_parameters
+from parallelize.errors import ConfigError, did_you_mean
 from parallelize.plugins import registry
-from parallelize.plugins.base import Engine, Inner, LocalEngine, Precision, Session
+from parallelize.plugins.base import Engine, Inner, LocalEngine, Precision, Reduction, Session
+from parallelize.plugins.traffic import Traffic
 from parallelize.runtime import context
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.startup_summary import StartupSummary
-from parallelize.runtime.torch_compile import exclude_package, traceable
+from parallelize.runtime.rank_comparison import require_same_model
+from parallelize.runtime.rank_rng import random_numbers_per_rank
+from parallelize.runtime.torch_compile import exclude_package
+from parallelize.runtime.unsynced_training import ENTERED_PARALLEL_MODEL, IN_PARALLEL_MODEL
+from parallelize.torch_patches.forward import route_of
 
 __all__ = ["no_sync", "parallel_model"]
 
@@ -47,14 +46,17 @@ def parallel_model(model: M, /, **options: Any) -> ModelContext[M]: ...
 @overload
 def parallel_model(model: M, other: N, /, **options: Any) -> ModelContext[tuple[M, N]]: ...
 @overload
-def parallel_model(*models: nn.Module, **options: Any) -> ModelContext[tuple[nn.Module, ...]]: ...
+def parallel_model(
+    *models: nn.Module | torch.Tensor, **options: Any
+) -> ModelContext[tuple[nn.Module | torch.Tensor, ...]]: ...
 @model_context
 def parallel_model(
-    *models: nn.Module,
+    *models: nn.Module | torch.Tensor,
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
     methods: str | Iterable[str] = (),
     restore: bool = True,
     average: Average = "ranks",
+    buffers: Literal["rank0", "mean"] | None = None,
     split_rng: bool = True,
     **options: Any,
 ) -> Iterator[Any]:
@@ -76,9 +78,10 @@ def parallel_model(
     hold this rank's shards of the parameters in the block. After the block or an exception, the model is a plain model
     again, with the trained weights, on the training device.
 
-    A gradient that bypasses the model's forward (`model.encoder(x)`, a method that does not call forward, a functional
-    call) is not averaged: the optimizer's step compares it across ranks, and raises SyncError if it differs. A forward
-    under `torch.no_grad()` runs no collective, so a single rank may evaluate.
+    A gradient is averaged whichever path has produced it: `model.encoder(x)`, a method that does not call forward, a
+    functional call, several backward passes. What no backward accumulates, such as a gradient that was assigned, is
+    compared across ranks at the step, and raises SyncError if it differs; parameters are compared when the block ends.
+    A forward under `torch.no_grad()` runs no collective, so a single rank may evaluate.
 
     Every rank draws its own random numbers in the block, for dropout masks, noise and augmentation. `seed=` seeds the
     global generators (torch, random, numpy) per rank. Without it, generators with equal states, because the script has
@@ -87,24 +90,30 @@ def parallel_model(
     dataset, a decision to skip a layer or a collective) are drawn outside of the block, where all ranks draw rank 0's
     numbers again, or from a generator with its own seed. A seed set inside the block is the same on all ranks.
 
-    A warning says if the inputs or local gradients of the first steps are bitwise equal on all ranks, which then do the
-    work of one: a loader is not wrapped in `shard_loader`, or each rank seeds a generator of its own alike.
+    A warning says if the inputs of the first step are bitwise equal on all ranks, which then do the work of one: a
+    loader is not wrapped in `shard_loader`, or each rank seeds a generator of its own alike.
 
     The block works in a decorated function, in a process started by torchrun or srun, and in a plain script. A plain
     script is one process; if it sees several GPUs, `backend` defaults to "dp".
 
     Args:
-        *models: one or several models; under ddp and dp they may share parameters.
+        *models: one or several models, and leaf tensors that are trained beside them, such as a temperature; under
+            ddp and dp models may share parameters.
         optimizers: optimizers of these models that do not inherit from `torch.optim.Optimizer`, for fsdp and Apex; all
             others are found.
-        methods: names of methods that run in parallel in addition to forward, such as "loss" or "encode".
+        methods: names of methods that run as forward does, such as "loss" or "encode": split over devices (dp,
+            balanced), gathered (fsdp), under autocast, with inputs moved to the device.
         restore: whether sharded parameters (fsdp) are gathered into full ones when the block ends.
         average: how gradients of the ranks are averaged. "ranks": with equal weights. "sum": they are added, for losses
             that are sums (`reduction="sum"`). "tokens": by the number of targets over which each loss is a mean, such
-            as a cross entropy with `ignore_index` over unequal padding, or with class weights; the micro-batches of an
-            optimizer step (losses divided by their number) are weighted alike. The count is read from torch's
-            reductions, and a sum divided by a number counts as a mean over that number; a loss whose count is not known
-            is refused. Different losses of one step belong in one backward: separate passes count as micro-batches.
+            as a cross entropy with `ignore_index` over unequal padding, or with class weights; each backward pass is
+            that of the mean over the targets of all ranks. The count is read from torch's reductions, and a sum divided
+            by a number counts as a mean over that number; a loss whose count is not known is refused.
+        buffers: which values floating buffers, such as batch norm's statistics, get on all ranks in training: "rank0":
+            rank 0's, before each forward; "mean": their mean, after each forward, which is exact for running means,
+            DINO's centre and the statistics of a codebook. (Batch norm still normalizes by this rank's batch;
+            torch.nn.SyncBatchNorm.convert_sync_batchnorm makes it exact.) None: rank 0's, with a warning if others
+            differ at the end of the block.
         split_rng: whether global generators with equal states are split over the ranks, unless `seed=` seeds them.
             False: they stay equal, with a warning.
         **options: options of `distributed`, for this block only: `backend`, `amp`, `amp_engine`, `wrap`,
@@ -119,45 +128,54 @@ def parallel_model(
     """
     given_optimizers = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     names = (methods,) if isinstance(methods, str) else tuple(methods)
-    check_models(models, names)
-    require_average(average)
+    modules: list[Any] = [LeafTensor(each) if _is_trained_leaf(each) else each for each in models]
+    check_models(modules, names)
+    _require_choice("average", average, ("ranks", "sum", "tokens"))
+    _require_choice("buffers", buffers or "rank0", ("rank0", "mean"))
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(_enter_run({name: value for name, value in options.items() if value is not None}))
         outer = context.active() or run
         if IN_PARALLEL_MODEL not in outer.flags:  # an outer block removes its own mark
             stack.callback(outer.flags.discard, IN_PARALLEL_MODEL)
         outer.flags.update((ENTERED_PARALLEL_MODEL, IN_PARALLEL_MODEL))
-        outer.models.extend(map(weakref.ref, models))
+        outer.models.extend(map(weakref.ref, modules))
         _refuse_comparing_shards(run)
         _refuse_apex(run, average)
-        if run.config.wrap is not None or not run.config.backend.places_model:
-            for model in models:
+        _refuse_shared(run, modules)
+        if buffers == "mean" and (run.config.wrap is not None or run.config.backend.shards_gradients):
+            raise ConfigError(
+                "buffers='mean' with wrap= or backend='fsdp'",
+                why="their buffers are broadcast from rank 0",
+                fix="drop buffers=, or use backend='ddp'",
+            )
+        for model in modules:
+            if run.config.wrap is not None or not run.config.backend.places_model or isinstance(model, LeafTensor):
                 model.to(run.device)
         exclude_package()
-        session = stack.enter_context(_open_precision(run, models, given_optimizers))
-        build = _engine_factory(run, optimizers=given_optimizers, restore=restore, average=average)
-        summary, averaging = StartupSummary(run), GradientAverage(average, run=run)
-        same_data = stack.enter_context(same_data_check(run, models))
-        shared = find_shared_parameters(models, run=run, average=average)
-        # After the session has opened: Apex replaces forward.
-        for model in models:
-            originals = {name: traceable(each) for name, each in methods_of(model, names).items()}
-            inner = Inner(model, original_methods=originals, session=session, average=average)
-            block = Block(
-                Engines(inner, build=build, run=run, shared=shared.values()),
-                run=run,
-                on_switched=lambda: session.bind(models),
-                startup_summary=summary,
-                same_data=same_data,
-                window=averaging.window(),
-            )
-            stack.enter_context(block.running())
-        if run.world.world_size > 1:
-            stack.enter_context(averaged(shared, averaging.windows))
-        stack.enter_context(averaging.active())
-        session.bind(models)
+        session = stack.enter_context(_open_precision(run, modules, given_optimizers))
+        block = Block(
+            run,
+            modules,
+            session=session,
+            average=average,
+            buffers=buffers,
+            methods=names,
+            build=_engine_factory(run, optimizers=given_optimizers, restore=restore, average=average),
+        )
+        stack.enter_context(block.running())  # after the session has opened: Apex replaces forward
+        session.bind(modules)
         stack.enter_context(random_numbers_per_rank(run, split=split_rng))
         yield models[0] if len(models) == 1 else models
+
+
+def _is_trained_leaf(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        fix = did_you_mean(str(value), choices)
+        raise ConfigError(f"{name}={value!r}", why="the value is unknown", fix=fix)
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -168,13 +186,14 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
                 (loss_of(model(x), y) / len(micro_batches)).backward()
         optimizer.step()
 
-    Wrap both forward and backward: a backward in this context is refused if its forward ran outside.
+    A backward pass in the context leaves its gradients local; the next one outside of it averages all that has
+    accumulated.
 
     Args:
         model: a model in a `parallel_model` block; for any other model, the context does nothing.
     """
     route = route_of(model)
-    return contextlib.nullcontext() if route is None else route.handler.no_sync()
+    return contextlib.nullcontext() if route is None else route.owner.no_sync()
 
 
 def _enter_run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Runtime]:
@@ -224,6 +243,26 @@ def _refuse_apex(run: Runtime, average: Average) -> None:
         )
 
 
+def _refuse_shared(run: Runtime, models: Sequence[nn.Module]) -> None:
+    """Refuse parameters that several models have, where each model shards or casts its own."""
+    amp, backend = run.config.amp, run.config.backend
+    reasons = {
+        f"backend={backend.name!r}": backend.shards_gradients and run.world.world_size > 1,
+        f"amp level {amp and amp.level}": amp is not None and amp.level in {"O2", "O3"},
+        f"amp_engine={run.config.amp_engine!r}": amp is not None and run.config.amp_engine != "native",
+    }
+    option = next((name for name, is_refused in reasons.items() if is_refused), None)
+    seen: dict[int, str] = {}
+    for model in models if option is not None else ():
+        for name, each in model.named_parameters():
+            if seen.setdefault(id(each), f"{name} of {type(model).__name__}") != f"{name} of {type(model).__name__}":
+                raise ConfigError(
+                    f"{seen[id(each)]}, which another model of the block shares, with {option}",
+                    why="each model shards or casts its own parameters",
+                    fix="put the models into one nn.Module, pass that, and name its methods in methods=[...]",
+                )
+
+
 def _missing_processes(layout: Layout) -> ConfigError:
     backend = layout.config.backend.name
     return ConfigError(
@@ -259,31 +298,66 @@ def _engine_factory(
     wrap = run.config.wrap
 
     def build(inner: Inner) -> Engine:
+        if run.world.world_size > 1:
+            require_same_model(inner.model)
+        if isinstance(inner.model, LeafTensor):
+            return _TensorEngine(inner, run)
         if wrap is None:
             return run.config.backend.engine(
                 inner, world=run.world, devices=run.devices, optimizers=optimizers, restore=restore
             )
         module = wrap(inner, run.world)
-        if isinstance(module, DistributedDataParallel):
-            return DDPEngine(module, local=inner, broadcasts_buffers=module.broadcast_buffers)
-        if average != "ranks":
+        if average != "ranks" and not isinstance(module, DistributedDataParallel):
             raise ConfigError(
                 f"average={average!r} with a wrap= that returns a {type(module).__name__}",
                 why="only DistributedDataParallel is known to average gradients over the ranks with equal weights",
                 fix="return a DistributedDataParallel, or drop average=",
             )
-        return _WrapEngine(module, local=inner)
+        return _WrapEngine(module, local=inner, is_verified=bool(run.config.verify_every))
 
     return build
 
 
+class _TensorEngine(LocalEngine):
+    """Engine of a tensor that is trained beside the models, under any backend."""
+
+    def __init__(self, inner: Inner, run: Runtime) -> None:
+        super().__init__(inner)
+        if run.world.world_size > 1:
+            self.reduction = Reduction()
+            broadcast_from_rank_0(list(inner.parameters()))
+
+
 class _WrapEngine(LocalEngine):
-    """Engine of a module that the user's `wrap` returns; only `verify_every` checks that its ranks stay equal."""
+    """Engine of a module that the user's `wrap` returns, which averages gradients by itself.
 
-    def __init__(self, module: nn.Module, *, local: nn.Module) -> None:
+    A DistributedDataParallel is known to keep replicas, which are compared at the end of the block; those of another
+    module are if `verify_every` asks for it.
+    """
+
+    def __init__(self, module: nn.Module, *, local: nn.Module, is_verified: bool) -> None:
         super().__init__(module)
-        self.local = local
+        self.local, self._is_verified = local, is_verified
 
+    @property
+    @override
+    def is_replica(self) -> bool:
+        return self._is_verified or isinstance(self.module, DistributedDataParallel)
+
+    @override
+    def traffic(self) -> Traffic | None:
+        is_known = isinstance(self.module, DistributedDataParallel)
+        return Traffic(sum(each.nbytes for each in self.local.parameters() if each.requires_grad)) if is_known else None
+
+    @override
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         no_sync = getattr(self.module, "no_sync", None)
         return contextlib.nullcontext() if no_sync is None else no_sync()
+
+    @override
+    def close(self, *, failed: bool) -> None:
+        if isinstance(self.module, DistributedDataParallel):
+            # Otherwise the reducer's hooks stay on the AccumulateGrad nodes until the reducer is freed.
+            self.module.reducer._remove_autograd_hooks()
+            if not failed and self.module.broadcast_buffers:
+                broadcast_from_rank_0(list(self.local.buffers()))

@@ -50,9 +50,9 @@ def test_types_of_inherited_fields_are_resolved() -> None:
     class Options(parallelize.DDPBackend):
         """A docstring."""
 
-    assert "CommHook" in str(inspect.signature(Options))
+    assert "collections.abc.Callable" not in str(inspect.signature(Options))
     reference.resolve_fields(Options)
-    assert "Literal['fp16'" in str(inspect.signature(Options))
+    assert "collections.abc.Callable" in str(inspect.signature(Options))
 
 
 def test_links_of_guides_are_those_of_pages() -> None:

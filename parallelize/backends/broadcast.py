@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,14 +71,32 @@ class RegisteredBuffers:
 
     def broadcast(self) -> None:
         """Overwrite the buffers with rank 0's; one collective per dtype and device."""
+        self._send(self._present(), functools.partial(dist.broadcast, src=0))
+
+    def average(self) -> None:
+        """Overwrite floating buffers with their mean over the ranks; one collective per dtype and device."""
+        floating = [each for each in self._present() if each.is_floating_point()]
+
+        def mean(flat: torch.Tensor) -> None:
+            flat /= dist.get_world_size()
+            dist.all_reduce(flat)
+
+        self._send(floating, mean)
+
+    def _present(self) -> list[torch.Tensor]:
         buffers = [registered.get(name) for registered, name in self._registrations]
-        unique = {id(each): each for each in buffers if each is not None and not _is_expanded(each)}
-        with torch.no_grad():
-            for _, group in itertools.groupby(sorted(unique.values(), key=_kind), key=_kind):
-                tensors = [each.detach() for each in group]
-                flat = torch.cat([each.flatten() for each in tensors])
-                dist.broadcast(flat, src=0)
-                values = torch.split(flat, [each.numel() for each in tensors])
+        return list({id(each): each for each in buffers if each is not None and not _is_expanded(each)}.values())
+
+    @staticmethod
+    @torch.no_grad()
+    def _send(buffers: list[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
+        for _, group in itertools.groupby(sorted(buffers, key=_kind), key=_kind):
+            tensors = [each.detach() for each in group]
+            flat = torch.cat([each.flatten() for each in tensors])
+            collective(flat)
+            values = torch.split(flat, [each.numel() for each in tensors])
+            # Batch norm has saved its statistics for a backward that does not use them.
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
                 for each, value in zip(tensors, values, strict=True):
                     each.copy_(value.view(each.shape))
 

@@ -1,4 +1,4 @@
-"""The "ddp" backend: one process per device, gradients all-reduced by DistributedDataParallel."""
+"""The "ddp" backend: one process per device, gradients all-reduced while backward runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from parallelize.backends.ddp_engine import DDPOptions, build_ddp_engine
+from parallelize.backends.ddp_engine import DDPOptions, ReplicatedEngine
 from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
 
@@ -26,10 +26,10 @@ class DDPBackend(DDPOptions):
 
     @override
     def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
-        """Wrap `inner` in DistributedDataParallel, unless the world has only one process."""
+        """Keep the replicas of the model alike, unless the world has only one process."""
         if world.world_size == 1:
             return LocalEngine(inner)
-        return build_ddp_engine(self, inner, inner=inner, device=devices[0])
+        return ReplicatedEngine(self, inner, inner=inner, device=devices[0])
 
 
 PLUGIN = DDPBackend

@@ -1,4 +1,4 @@
-"""The "ddp2" backend: DataParallel inside each node, DistributedDataParallel across nodes."""
+"""The "ddp2" backend: DataParallel inside each node, gradients all-reduced across nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from parallelize.backends.ddp_engine import DDPOptions, build_ddp_engine
+from parallelize.backends.ddp_engine import DDPOptions, ReplicatedEngine
 from parallelize.backends.dp_engine import DPEngine, data_parallel
 from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
@@ -35,12 +35,12 @@ class DDP2Backend(DDPOptions):
 
     @override
     def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
-        """Wrap `inner` in DataParallel over the node's devices, and the result in DDP if there are several nodes."""
+        """Wrap `inner` in DataParallel over the node's devices, and average over the nodes if there are several."""
         replicated = data_parallel(inner, devices=devices)
         if world.world_size == 1:
             engine: Engine = LocalEngine(inner) if replicated is inner else DPEngine(replicated)
         else:
-            engine = build_ddp_engine(self, replicated, inner=inner, device=devices[0])
+            engine = ReplicatedEngine(self, replicated, inner=inner, device=devices[0])
             engine.moves_inputs = replicated is not inner
         return engine
 

@@ -1,57 +1,45 @@
-"""DistributedDataParallel for a block: its options, its construction, and the engine that runs it."""
+"""Replicas of a model, one per rank: their options, and the engine that keeps them alike."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from parallelize.backends.broadcast import broadcast_from_rank_0, refuse_unbroadcastable
-from parallelize.backends.ddp_comm_hooks import HOOK_OF_DTYPE, HOOKS, CommHook, build_comm_hook
-from parallelize.backends.ddp_static_graph import FirstIteration
+from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0, refuse_unbroadcastable
 from parallelize.errors import ConfigError
-from parallelize.plugins.base import Backend, Engine, Inner, LocalEngine
+from parallelize.plugins.base import Backend, Engine, Inner, Reduction
 from parallelize.plugins.traffic import Traffic
-from parallelize.runtime.containers import leaves, map_leaves
-from parallelize.runtime.context import current_world
-from parallelize.runtime.gradients import unpatched_backward
-from parallelize.runtime.process_group import separate_gloo_group
-from parallelize.torch_private import self_test, unsupported
+from parallelize.torch_patches.forward import SplitAtBuckets
 
-__all__ = ["DDPEngine", "DDPOptions", "build_ddp_engine"]
+__all__ = ["DTYPES", "DDPOptions", "ReplicatedEngine"]
 
-
-_CONSTRUCTOR = inspect.signature(DistributedDataParallel)
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DDPOptions(Backend):
-    """Options of DistributedDataParallel.
+    """Options of the averaging of gradients, by the names that they have in DistributedDataParallel.
 
     Args:
-        find_unused_parameters: find the parameters that a forward has not used; needed by models with branches.
-        static_graph: assume that every iteration uses the same parameters in the same way.
-        gradient_as_bucket_view: make gradients views of the communication buckets, which saves one copy of them.
-        bucket_cap_mb: size in MiB of the buckets in which gradients are all-reduced; None: torch's default.
-        batched_grad_copy: copy gradients to each bucket by one kernel; since torch 2.13.
-        broadcast_buffers: broadcast rank 0's buffers (batch norm's running statistics) before each training forward.
+        find_unused_parameters: accepted, and needless: parameters that a rank has not used are known.
+        static_graph: accepted, and needless: an iteration may use any parameters, in any order.
+        gradient_as_bucket_view: accepted, and needless: no buckets are kept between backward passes.
+        bucket_cap_mb: size in MiB of the buckets in which gradients are all-reduced; None: 25.
+        batched_grad_copy: accepted, and needless: gradients are copied to each bucket by one kernel.
+        broadcast_buffers: whether ranks keep their buffers alike (batch norm's running statistics), as `buffers=` of
+            parallel_model says; False: each rank keeps its own.
         sync_batchnorm: compute batch norm's statistics over the batches of all ranks; GPUs only.
-        comm_hook: compression of the gradients that are sent: "fp16", "bf16", "powersgd" (low-rank factors), or a pair
-            (state, hook) for `DistributedDataParallel.register_comm_hook`; None: no compression, unless mixed precision
-            sets a `communication_dtype`.
-        powersgd_rank: rank of the factors that "powersgd" sends; more is exacter, and slower.
-        powersgd_start: number of backward passes before "powersgd" compresses, at least 2: early gradients tolerate it
-            least. torch suggests 10 % of all steps.
+        comm_hook: how gradients are compressed that are sent: "fp16" or "bf16" (dense real ones are sent in that
+            dtype), or a pair (state, hook) as for `DistributedDataParallel.register_comm_hook`, such as
+            (PowerSGDState(None, 2, 1000), powerSGD_hook); None: as mixed precision's `communication_dtype` says.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html,
         https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
@@ -64,226 +52,97 @@ class DDPOptions(Backend):
     batched_grad_copy: bool = False
     broadcast_buffers: bool = True
     sync_batchnorm: bool = False
-    comm_hook: CommHook | None = None
-    powersgd_rank: int = 1
-    powersgd_start: int = 1000
+    comm_hook: Literal["fp16", "bf16"] | tuple[object, Callable[..., Any]] | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("powersgd_rank", 1), ("powersgd_start", 2)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                why = f"it is not an integer >= {least}"
-                raise ConfigError(f"{name}={value!r}", why=why, fix=f"use {name}={least}")
-            if self.comm_hook != "powersgd" and value != getattr(DDPOptions, name):
-                why = "it is a setting of PowerSGD, which is not used"
-                raise ConfigError(f"{name}={value!r} without comm_hook='powersgd'", why=why, fix="add it, or drop this")
-        if self.batched_grad_copy and "batched_grad_copy" not in _CONSTRUCTOR.parameters:
-            why = "DistributedDataParallel has this option since torch 2.13"
-            fix = "install torch 2.13 or newer, or drop it"
-            raise ConfigError(f"batched_grad_copy=True with torch {torch.__version__}", why=why, fix=fix)
-        if isinstance(self.comm_hook, str) and self.comm_hook not in HOOKS:
+        if isinstance(self.comm_hook, str) and self.comm_hook not in DTYPES:
             raise ConfigError(
                 f"comm_hook={self.comm_hook!r}",
-                why="no communication hook has that name",
-                fix="use 'fp16', 'bf16', 'powersgd', or a pair (state, hook)",
+                why="no compression has that name",
+                fix="use 'fp16', 'bf16', or a pair such as (PowerSGDState(None, 2, 1000), powerSGD_hook)",
             )
 
-
-class _DistributedDataParallel(DistributedDataParallel):
-    """DistributedDataParallel that broadcasts buffers in training mode only, so that one rank alone can evaluate."""
-
-    is_training: Callable[[], bool]
-    is_output_prepared: bool
-
-    @override
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        should_broadcast = self.is_training()
-        if self.broadcast_buffers is not should_broadcast:
-            self.broadcast_buffers = should_broadcast
-        run: Any = super().forward
-        self.__dict__["is_output_prepared"] = False  # nn.Module.__setattr__ is slow
-        output = run(*inputs, **kwargs)
-        if not self.is_output_prepared:
-            raise unsupported("backend='ddp'", instead="use backend='fsdp'")
-        return output
-
-    @override
-    def _post_forward(self, output: Any) -> Any:
-        """Pass the output's tensors to torch as a list: torch does not find tensors in dataclasses, for example."""
-        self.__dict__["is_output_prepared"] = True
-        post_forward: Any = super()._post_forward
-        if not self.find_unused_parameters:
-            return post_forward(output)
-        hooked = iter(post_forward(list(leaves(output))))
-        return map_leaves(lambda _: next(hooked), output)
+    def reduction(self, inner: Inner) -> Reduction:
+        """Return how the gradients of a model are averaged."""
+        size = (self.bucket_cap_mb or 25) * 2**20
+        if isinstance(self.comm_hook, tuple):
+            state, hook = self.comm_hook
+            return Reduction(size, hook=functools.partial(hook, state))
+        return Reduction(size, DTYPES[self.comm_hook] if self.comm_hook else inner.session.communication_dtype)
 
 
-@self_test("backend='ddp'", instead="use backend='fsdp'")
-def _require_reported_reductions() -> bool:
-    """A reducer raises until all of its parameters have gradients."""
-    used: Any = torch.ones((), device="cpu", requires_grad=True)
-    unused: Any = torch.ones((), device="cpu", requires_grad=True)
-    reducer = dist.Reducer([used, unused], [[0, 1]], [2**20], dist.ProcessGroup(dist.HashStore(), 0, 1))
-    reducer.prepare_for_backward([])
-    reducer._check_reducer_finalized()
-    unpatched_backward(used)
-    try:
-        reducer._check_reducer_finalized()
-    except RuntimeError:
-        return True
-    return False
-
-
-class DDPEngine(Engine):
-    """Engine of a DistributedDataParallel, which this package or the user (`wrap=`) has constructed.
-
-    Args:
-        module: the DistributedDataParallel.
-        local: the module that it wraps.
-        broadcasts_buffers: whether all ranks get rank 0's buffers at the end of the block.
-        hook: communication hook that this package has registered, which `traffic` reports; None: no such hook.
-        changes: returns a context in which the model has the changes that the engine needs.
-    """
-
-    averages_gradients = True
-
-    def __init__(
-        self,
-        module: DistributedDataParallel,
-        *,
-        local: nn.Module,
-        broadcasts_buffers: bool,
-        hook: CommHook | str | None = None,
-        changes: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-    ) -> None:
-        _require_reported_reductions()
-        self.module: DistributedDataParallel = module
-        self.local = local
-        self._broadcasts_buffers = broadcasts_buffers
-        self._hook = hook
-        self._changes = changes
-        self._applied_changes = contextlib.ExitStack()
-        self._applied_changes.enter_context(changes())
-        self._first_iteration = FirstIteration(module) if module.static_graph else None
-
-    @override
-    def traffic(self) -> Traffic:
-        ignored = set(self.module.parameters_to_ignore)
-        named = [(name, each) for name, each in self.module.module.named_parameters() if each.requires_grad]
-        averaged = [each for name, each in named if name not in ignored]
-        if self._hook in HOOK_OF_DTYPE.values():
-            return Traffic(sum(2 * each.numel() for each in averaged), f"all-reduced as {self._hook}")
-        size_bytes = sum(each.nbytes for each in averaged)
-        return Traffic(size_bytes, "passed to a comm hook") if self.module._comm_hooks else Traffic(size_bytes)
-
-    @override
-    def is_reduction_complete(self) -> bool:
-        if self._first_iteration is not None and not self._first_iteration.is_over:
-            return False
-        try:
-            self.module.reducer._check_reducer_finalized()
-        except RuntimeError:
-            return False
-        return True
-
-    @override
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        if self._first_iteration is not None and not self._first_iteration.is_over:
-            # torch records the static graph in an iteration that averages, and aborts under no_sync. Averaging this
-            # micro-batch too does not change the final average.
-            return contextlib.nullcontext()
-        return self.module.no_sync()
-
-    @override
-    def pause(self) -> Callable[[], None] | None:
-        # A static graph is recorded by counting the hooks of parameters, also those of other engines' backward passes.
-        if not self.is_reduction_complete():
-            return None
-        # After a forward whose backward has not run, the reducer reacts to every backward pass.
-        self.module.reducer._reset_state()
-        self._applied_changes.close()
-        return self._resume
-
-    def _resume(self) -> None:
-        if self.module.find_unused_parameters and not self.module.static_graph:
-            # While paused, the reducer has recorded which parameters other engines' backward passes have used.
-            self.module.reducer._reset_state()
-        self._applied_changes.enter_context(self._changes())
-
-    @override
-    def close(self, *, failed: bool) -> None:
-        if self._first_iteration is not None:
-            self._first_iteration.remove_hooks()
-        # Otherwise the reducer's hooks stay on the AccumulateGrad nodes until the reducer is freed.
-        self.module.reducer._remove_autograd_hooks()
-        self._applied_changes.close()
-        if not failed and self._broadcasts_buffers:
-            broadcast_from_rank_0(list(self.local.buffers()))
-        if not failed and self.module._comm_hooks:
-            # A gloo thread may still hold the comm hook's last future, and with it the process group. During the
-            # barrier the thread releases both: a group that its own thread destroys would abort the process.
-            dist.barrier()
-
-
-class _FrozenEngine(LocalEngine):
-    """Engine of a model without trained parameters; the block replaces it once a parameter is unfrozen.
+class _Replica(nn.Module):
+    """Runs a model, and keeps the buffers of its copies on all ranks alike in training.
 
     Args:
         module: calls the user's forward.
-        broadcasts_buffers: whether all ranks get rank 0's buffers at the end of the block.
+        inner: the model, and what `buffers=` says.
+        options: options of the backend.
     """
 
-    averages_gradients = True
+    _model: nn.Module
 
-    def __init__(self, module: nn.Module, *, broadcasts_buffers: bool) -> None:
-        super().__init__(module)
-        self._broadcasts_buffers = broadcasts_buffers
+    def __init__(self, module: nn.Module, *, inner: Inner, options: DDPOptions, bucket_bytes: float) -> None:
+        super().__init__()
+        self.module = module
+        self._how, self._split = inner.buffer_source, SplitAtBuckets(bucket_bytes)
+        self._registered = (
+            RegisteredBuffers(inner.model) if options.broadcast_buffers and any(True for _ in inner.buffers()) else None
+        )
+        self.__dict__["_model"] = inner.model  # without registering it a second time
 
     @override
-    def close(self, *, failed: bool) -> None:
-        if not failed and self._broadcasts_buffers:
-            broadcast_from_rank_0(list(self.module.buffers()))
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        registered = self._registered if self._model.training else None
+        if registered is not None and self._how == "rank0":
+            registered.broadcast()
+        with self._split:
+            output = self.module(*inputs, **kwargs)
+        if registered is not None and self._how == "mean":
+            registered.average()
+        return output
 
 
-def build_ddp_engine(options: DDPOptions, module: nn.Module, *, inner: Inner, device: torch.device) -> Engine:
-    """Wrap `module` in DistributedDataParallel, which broadcasts rank 0's parameters and buffers.
+class ReplicatedEngine(Engine):
+    """Engine of a model that each rank holds; all start from rank 0's parameters and buffers.
 
     Args:
         options: options of the backend.
-        module: `inner`, or a DataParallel of it.
+        module: `inner`, or what runs it on the devices of this process.
         inner: calls the user's forward.
         device: device of the parameters.
 
     Raises:
         ConfigError: the device or a parameter does not support the options.
     """
-    refuse_unbroadcastable(inner.model, accepts_expanded=False)
-    if not any(parameter.requires_grad for parameter in inner.parameters()):
-        broadcast_from_rank_0([*inner.parameters(), *inner.buffers()])
-        return _FrozenEngine(module, broadcasts_buffers=options.broadcast_buffers)
-    hook = options.comm_hook or HOOK_OF_DTYPE.get(inner.session.communication_dtype)  # type: ignore[arg-type]  # get(None) returns None
-    powersgd = {"powersgd_rank": options.powersgd_rank, "powersgd_start": options.powersgd_start}
-    state_and_hook = None if hook is None else build_comm_hook(inner.model, hook, **powersgd)
-    newer: dict[str, Any] = {"batched_grad_copy": True} if options.batched_grad_copy else {}
-    changes: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    if options.sync_batchnorm:
-        changes = functools.partial(_sync_batchnorm, inner.model, device=device)
-    with changes():
-        replica = _DistributedDataParallel(
-            module,
-            process_group=separate_gloo_group(current_world()),
-            init_sync=not inner.is_broadcast,
-            find_unused_parameters=options.find_unused_parameters,
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
-            bucket_cap_mb=options.bucket_cap_mb,
-            **newer,
-        )
-    model = inner.model
-    replica.is_training = lambda: options.broadcast_buffers and model.training
-    if state_and_hook is not None:
-        replica.register_comm_hook(*state_and_hook)
-    return DDPEngine(replica, local=module, broadcasts_buffers=options.broadcast_buffers, hook=hook, changes=changes)
+
+    def __init__(self, options: DDPOptions, module: nn.Module, *, inner: Inner, device: torch.device) -> None:
+        model = inner.model
+        refuse_unbroadcastable(model, accepts_expanded=False)
+        self.reduction = options.reduction(inner)
+        self._changes = contextlib.ExitStack()
+        if options.sync_batchnorm:
+            self._changes.enter_context(_sync_batchnorm(model, device=device))
+        self._model, self._broadcasts_buffers = model, options.broadcast_buffers
+        broadcast_from_rank_0([*model.parameters(), *model.buffers()])
+        self.local = module
+        self.module = _Replica(module, inner=inner, options=options, bucket_bytes=self.reduction.bucket_bytes)
+
+    @override
+    def traffic(self) -> Traffic:
+        averaged = [each for each in self._model.parameters() if each.requires_grad]
+        how: Any = self.reduction
+        if how.dtype is not None:
+            name = next((name for name, dtype in DTYPES.items() if dtype is how.dtype), str(how.dtype))
+            return Traffic(how.dtype.itemsize * sum(each.numel() for each in averaged), f"all-reduced as {name}")
+        operation = "all-reduced" if how.hook is None else "passed to a comm hook"
+        return Traffic(sum(each.nbytes for each in averaged), operation)
+
+    @override
+    def close(self, *, failed: bool) -> None:
+        self._changes.close()
+        if not failed and self._broadcasts_buffers:
+            broadcast_from_rank_0(list(self._model.buffers()))
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
-from parallelize.runtime.gradients import is_in_backward
 from parallelize.runtime.torch_compile import compilation_disabled
+from parallelize.torch_patches.backward import is_in_backward
 
 __all__ = ["keep_writes"]
 

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0, refuse_unbroadcastable
@@ -43,7 +42,8 @@ from parallelize.errors import SyncError
 from parallelize.plugins.base import Engine, Inner
 from parallelize.plugins.traffic import Traffic
 from parallelize.runtime import differentiable
-from parallelize.torch_private import unsupported
+from parallelize.torch_patches import step
+from parallelize.torch_patches.private import unsupported
 
 __all__ = ["FSDPEngine"]
 
@@ -63,7 +63,7 @@ class FSDPEngine(Engine):
         restore: whether full parameters are restored at the end.
     """
 
-    is_rebuildable = False
+    keeps_parameters = False
 
     def __init__(
         self,
@@ -119,8 +119,8 @@ class FSDPEngine(Engine):
 
     def _enter_contexts(self, model: nn.Module, forward: ShardedForward, *, device: torch.device) -> None:
         before_step, after_step = semantics.without(self._before_step), semantics.without(self._guard.after_step)
-        self._exit_stack.callback(register_optimizer_step_pre_hook(before_step).remove)
-        self._exit_stack.callback(register_optimizer_step_post_hook(after_step).remove)
+        self._exit_stack.callback(step.before_step(before_step).remove)
+        self._exit_stack.callback(step.after_step(after_step).remove)
         self._exit_stack.enter_context(keep_writes(self._inner))
         self._exit_stack.enter_context(averaged_gradients(scalar_parameters(model)))
         self._exit_stack.enter_context(self._optimizers.convert_new_groups())

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from parallelize.errors import ConfigError
-from parallelize.runtime.gradients import has_sparse_gradient
+from parallelize.runtime.autograd_graph import has_sparse_gradient
 
 __all__ = ["find_units", "refuse_mixed_dtypes", "refuse_sparse_gradients", "refuse_tied_parameters"]
 

@@ -21,8 +21,8 @@ from parallelize.cluster.world import World
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves, map_leaves
-from parallelize.runtime.gradients import is_in_backward
 from parallelize.runtime.process_group import default_store
+from parallelize.torch_patches.backward import is_in_backward
 
 __all__ = ["ShardedForward", "refuse_submodule_calls"]
 
@@ -66,6 +66,12 @@ class ShardedForward(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, which all-gathers parameters from all ranks."""
+        if torch.is_grad_enabled() and _is_in_functional_call(self.__dict__["inner"].model):
+            raise SyncError(
+                f"torch.func.functional_call of {type(self.__dict__['inner'].model).__name__} under fsdp",
+                why="the model computes with its own shards, and would ignore the given tensors",
+                fix="use backend='ddp'",
+            )
         with semantics.suspended_for_forward():
             self._before_forward()
             if torch.is_grad_enabled():
@@ -190,6 +196,17 @@ def _no_grad_for_inference_mode() -> Iterator[None]:
             yield
     else:
         yield
+
+
+def _is_in_functional_call(model: nn.Module) -> bool:
+    """Whether torch.func.functional_call, with tensors for parameters of `model`, calls the caller."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is torch.func.functional_call.__code__:
+            called, given = frame.f_locals["module"], frame.f_locals["parameter_and_buffer_dicts"]
+            return bool(given) and any(part is model for part in called.modules())
+        frame = frame.f_back
+    return False
 
 
 def _running_method(model: nn.Module) -> str | None:

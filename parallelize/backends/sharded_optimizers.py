@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize.backends.sharded_tensors import convert_state_entry
 from parallelize.runtime.containers import map_leaves
-from parallelize.runtime.gradients import parameters_of
 from parallelize.runtime.live_optimizers import live_optimizers
+from parallelize.torch_patches import step
+from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["ShardedOptimizers"]
 
@@ -110,7 +110,7 @@ _former_shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
 @functools.cache
 def _install_hook() -> None:
     """Register `_restore_late` once: a hook that removed itself would change a dict that torch iterates."""
-    register_optimizer_step_pre_hook(_restore_late)
+    step.before_step(_restore_late)
 
 
 def _restore_late(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

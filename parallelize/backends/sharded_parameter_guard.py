@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize.errors import ConfigError, SyncError
-from parallelize.runtime.gradients import gradient_version, parameters_of
-from parallelize.torch_private import self_test
+from parallelize.runtime.autograd_graph import gradient_version
+from parallelize.torch_patches import step
+from parallelize.torch_patches.private import self_test
+from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["Registration", "ShardedParameterGuard"]
 
@@ -181,7 +182,7 @@ _without_gradients: WeakIdKeyDictionary = WeakIdKeyDictionary()
 @functools.cache
 def _install_hook() -> None:
     """Register `_refuse_without_gradients` once: a hook that removed itself would change a dict that torch iterates."""
-    register_optimizer_step_pre_hook(_refuse_without_gradients)
+    step.before_step(_refuse_without_gradients)
 
 
 def _refuse_without_gradients(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -19,9 +19,9 @@ from parallelize.checkpoint.rendezvous import ARRIVAL_TIMEOUT_S, Rendezvous
 from parallelize.checkpoint.saving import call_site_of, set_rng_states
 from parallelize.checkpoint.state_dicts import VALUE, StateHandler, clone_tensor, handler_for, needs_all_ranks
 from parallelize.errors import ConfigError, Fault, ParallelizeError, did_you_mean
-from parallelize.inplace.forward_routing import route_of
 from parallelize.runtime import context
 from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.torch_patches.forward import route_of
 
 __all__ = ["load", "load_into"]
 

@@ -22,6 +22,8 @@ from parallelize.checkpoint.safe_types import safe_names, to_safe_types
 from parallelize.checkpoint.state_dicts import VALUE, handler_for, needs_all_ranks
 from parallelize.errors import ConfigError
 from parallelize.runtime import context
+from parallelize.runtime.rank_comparison import flat_fingerprint
+from parallelize.torch_patches.forward import route_of
 
 __all__ = ["call_site_of", "prepare_save", "save", "set_rng_states", "states_of"]
 
@@ -31,7 +33,8 @@ _MAX_DATA_STATE_BYTES = 2**20  # passes through the process group's store
 
 _SAME = {
     "why": "rank 0 writes one checkpoint for all ranks",
-    "fix": "give save() the same path and the same names on every rank",
+    "fix": "give save() the same path and the same names on every rank; parameters that differ were changed on some "
+    "ranks only: verify_every=1 finds the step",
 }
 
 Submit = Callable[..., Callable[[], Any]]
@@ -114,7 +117,7 @@ def prepare_save(
         raise ConfigError(f"save({str(user_path)!r})", why="there is nothing to save", fix="pass model=model")
     objects = safe_names(objects)
     handlers = {name: handler_for(obj) for name, obj in objects.items()}
-    kinds = [f"{name} ({getattr(each, 'kind', VALUE)})" for name, each in handlers.items()]
+    kinds = [f"{name} ({getattr(handlers[name], 'kind', VALUE)}{_weights(each)})" for name, each in objects.items()]
     description = f"{user_path}: {', '.join(kinds)}"
     is_collective = any(map(needs_all_ranks, objects.values()))
     folder, rng_states = "", _get_rng_states(context.current().devices)
@@ -151,6 +154,14 @@ def prepare_save(
     main = shards.main_states(states), record
     complete = functools.partial(shards.complete_folder, path / folder, written, main, rendezvous)
     return functools.partial(complete, is_collective=is_collective)
+
+
+def _weights(value: Any) -> str:
+    """Return a fingerprint of the parameters of a model in a block that keeps them equal on all ranks; else ""."""
+    route = route_of(value) if isinstance(value, nn.Module) else None
+    if route is None or not route.owner.engine.is_replica:
+        return ""
+    return f", parameters {int(flat_fingerprint(list(value.parameters()))) % 2**32:08x}"
 
 
 def states_of(

@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from parallelize.checkpoint.safe_types import is_dtensor, is_wrapper
 from parallelize.errors import ConfigError, Fault
-from parallelize.inplace.forward_routing import route_of
 from parallelize.runtime.containers import leaves, map_leaves
-from parallelize.runtime.gradients import parameters_of
+from parallelize.torch_patches.forward import route_of
+from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["VALUE", "StateHandler", "clone_tensor", "handler_for", "needs_all_ranks"]
 
@@ -106,7 +106,7 @@ class _ModelHandler(StateHandler):
 
     def describe(self) -> dict[str, Any]:
         route = route_of(self.obj)
-        return {**super().describe(), "precision": {} if route is None else route.inner.session.state_dict()}
+        return {**super().describe(), "precision": {} if route is None else route.owner.session.state_dict()}
 
     def _adapted(self, state: Any) -> Any:
         """Return the state dict under the names of the object; either of them may be compiled or wrapped."""
@@ -166,7 +166,7 @@ class _ModelHandler(StateHandler):
                 _log.warning("%s the checkpoint, and ignored: %s", what, ", ".join(names))
         route = route_of(self.obj)
         if route is not None and self.details.get("precision"):
-            route.inner.session.load_state_dict(self.details["precision"])
+            route.owner.session.load_state_dict(self.details["precision"])
 
 
 class _OptimizerHandler(StateHandler):

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parallelize.call.function_ref import FunctionRef
 from parallelize.data.select_source import MergedRanks
-from parallelize.inplace.forward_routing import routed_models
 from parallelize.runtime.context import current, device
-from parallelize.runtime.gradients import is_in_backward, parameters_of
 from parallelize.runtime.rng_state import RNGState
+from parallelize.torch_patches import step
+from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
+from parallelize.torch_patches.forward import routed_models
+from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["RecordedFunction", "RecordedStep", "Recording"]
 
@@ -111,43 +112,23 @@ class _Recorder:
         self._steps, self._losses = steps, list[float]()
         self._is_main = current().world.is_main
         self._known_optimizers: set[int] = set()
-        self._is_in_backward = False
         self._rng_at_batch: RNGState | None = None
 
     @contextlib.contextmanager
     def hooks_installed(self) -> Iterator[None]:
-        autograd: Any = torch.autograd
-        original = autograd.backward
-        autograd.backward = functools.partial(self._backward, original)
-        handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        try:
+        handles = step.before_step(self._before_step), step.after_step(self._after_step)
+        with handles[0], handles[1], subscribed(Order.RECORD, self._backward):
             yield
-        finally:
-            autograd.backward = original
-            for handle in handles:
-                handle.remove()
 
     def record_batch(self, fingerprints: tuple[str, ...]) -> None:
         """Record the hashes of the samples of a batch that shard_loader yields, one for each merged rank."""
         self.recording.fingerprints.append(fingerprints)
         self._rng_at_batch = RNGState([device()], has_python=True)
 
-    def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if self._is_in_backward or is_in_backward():  # a reentrant checkpoint, or torch for a subclass of Tensor
-            original(tensors, *args, **kwargs)
-            return
-        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
-        if isinstance(roots, (list, tuple)):
-            scalars = [each for each in roots if isinstance(each, torch.Tensor) and each.numel() == 1]
-            self._losses += [float(each.detach()) for each in scalars]
-        self._is_in_backward = True
-        try:
-            original(tensors, *args, **kwargs)
-        finally:
-            self._is_in_backward = False
+    def _backward(self, each: Pass, run: Run) -> None:
+        scalars = [root for root in each.roots if isinstance(root, torch.Tensor) and root.numel() == 1]
+        self._losses += [float(root.detach()) for root in scalars]
+        run(each)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if id(optimizer) not in self._known_optimizers:

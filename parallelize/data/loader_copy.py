@@ -25,7 +25,7 @@ from parallelize.cluster.world import World
 from parallelize.data.epoch_shard import EpochShard, Position
 from parallelize.data.rng import IsolatedRNG, derive_seed
 from parallelize.errors import ConfigError
-from parallelize.torch_private import unsupported
+from parallelize.torch_patches.private import unsupported
 
 __all__ = ["GlobalWorkerInfo", "LoaderCopy", "copy_of", "data_location", "set_worker_info"]
 

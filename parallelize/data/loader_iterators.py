@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from parallelize.data.epoch_order import Permutation
 from parallelize.data.epoch_shard import EpochShard
+from parallelize.runtime.batch_weights import BatchWeight
 from parallelize.runtime.rank_consistency import ConsistencyCheck
-from parallelize.runtime.weighted_backward import BatchWeight
 
 __all__ = ["EpochProgress", "LineOfCode", "LoaderIterators"]
 

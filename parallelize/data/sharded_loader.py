@@ -18,11 +18,11 @@ from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.source import Source, length_of
 from parallelize.errors import ConfigError
 from parallelize.precision.autocast_filter import set_loss_over
+from parallelize.runtime.batch_weights import weigh_batches
 from parallelize.runtime.context import Runtime, active
 from parallelize.runtime.rank_consistency import ConsistencyCheck
 from parallelize.runtime.startup_summary import ActiveLoader
 from parallelize.runtime.step_timing import timed_steps
-from parallelize.runtime.weighted_backward import weigh_batches
 
 __all__ = ["ShardedLoader"]
 
@@ -222,9 +222,10 @@ class ShardedLoader(Generic[T]):
         return self._position if progress is None else Position(epoch=progress.position.epoch + 1)
 
     def _iterate(self, progress: EpochProgress[T]) -> Iterator[T]:
-        is_weighted = self._options.tail == "weighted"
+        has_others = self._run.world.world_size > 1
+        is_weighted = self._options.tail == "weighted" and has_others
         with contextlib.ExitStack() as stack:
-            if is_weighted:
+            if has_others:  # of other tails, too: a loss may be computed from batches of two loaders
                 stack.enter_context(weigh_batches(progress.weight))
             stack.callback(lambda: self._iterators.close(progress))  # those of now, if a state was loaded since
             for batch in self._batches(progress):
@@ -233,9 +234,9 @@ class ShardedLoader(Generic[T]):
                     progress.warn_of_another_order(self._name)
                     progress.check = self._register_check(progress)
                     progress.summary = ActiveLoader(self._source.batch_summary())
-                if is_weighted:
-                    is_alone = self._run.world.world_size == 1  # also if it reads the batches of several ranks
-                    progress.weight.start_batch(1.0 if is_alone else progress.shard.weight(progress.steps))
+                if has_others:
+                    weight = progress.shard.weight(progress.steps) if is_weighted else 1.0
+                    progress.weight.start_batch(weight, batch)
                 progress.steps += 1
                 self._iterators.advance(progress)
                 if progress.steps == 2:

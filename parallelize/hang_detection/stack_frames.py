@@ -46,7 +46,11 @@ Stack = Sequence[tuple[FrameType, int]]
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(torch.distributed.distributed_c10d.__file__)
-_BLOCKING = (_COLLECTIVES, *(_TORCH + str(Path(each)) + os.sep for each in ("autograd", "nn/parallel")))
+_BLOCKING = (
+    _COLLECTIVES,
+    _OWN + str(Path("block/reducer.py")),
+    *(_TORCH + str(Path(each)) + os.sep for each in ("autograd", "nn/parallel")),
+)
 _ON_DEVICE = tuple(_TORCH + each for each in ("cuda" + os.sep, "accelerator" + os.sep, "_tensor.py", "_tensor_str.py"))
 _DEVICE_WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "wait", "float", "int", "bool"}
 _IN_PROCESS, _HELPERS, _WORKER = (_OWN + name for name in ("worker/in_process.py", "collectives.py", "worker/main.py"))

@@ -30,6 +30,7 @@ __all__ = [
     "Level",
     "LocalEngine",
     "Precision",
+    "Reduction",
     "Session",
 ]
 
@@ -101,10 +102,6 @@ class Session:
         """
         return call(*args, **kwargs)
 
-    def masters(self) -> Mapping[int, torch.Tensor]:
-        """Return id of a master parameter in an optimizer -> the model's parameter; {} by default."""
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state to store in a checkpoint, such as the loss scale, as plain numbers; {} by default."""
         return {}
@@ -121,10 +118,10 @@ class Inner(nn.Module):
         original_methods: name -> `getattr(model, name)` before the block, for "forward" and every routed method.
         session: mixed precision of the block.
         average: how the block averages gradients of ranks, and, of the parts of a batch, losses that forward computes.
+        buffer_source: whose floating buffers all ranks get in training: rank 0's, or their mean.
 
     Attributes:
         method: name of the method that the next call runs.
-        is_broadcast: whether all ranks have equal parameters already, so that the engine need not broadcast them.
     """
 
     def __init__(
@@ -134,12 +131,13 @@ class Inner(nn.Module):
         original_methods: Mapping[str, Callable[..., Any]],
         session: Session,
         average: Literal["ranks", "sum", "tokens"] = "ranks",
+        buffer_source: Literal["rank0", "mean"] = "rank0",
     ) -> None:
         super().__init__()
         self.model = model
         self.original_methods = dict(original_methods)
-        self.session, self.average = session, average
-        self.method, self.is_broadcast = "forward", False
+        self.session, self.average, self.buffer_source = session, average, buffer_source
+        self.method = "forward"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method named by `method`."""
@@ -164,6 +162,22 @@ class Inner(nn.Module):
         return all(inspect.ismethod(each) and each.__self__ is self.model for each in originals)
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are averaged over the ranks.
+
+    Args:
+        bucket_bytes: size of the messages in bytes.
+        dtype: dtype in which real gradients are sent; None: their own.
+        hook: communication hook: takes a bucket with the methods of torch's GradBucket, and returns a future of the
+            mean; None: all-reduce.
+    """
+
+    bucket_bytes: float = 25 * 2**20
+    dtype: torch.dtype | None = None
+    hook: Callable[[Any], Any] | None = None
+
+
 class Engine(abc.ABC):
     """Runs one model in parallel; a backend builds one engine per model when a `parallel_model` block is entered.
 
@@ -172,32 +186,29 @@ class Engine(abc.ABC):
         local: module that a routed call runs under `torch.no_grad()`. It may use every device of this process but calls
             no collective, so that one rank alone can evaluate.
         moves_inputs: whether `module` and `local` move their inputs to the right device themselves.
-        averages_gradients: whether a backward through `module` averages gradients over the ranks; if so, the block
-            refuses an optimizer step on a gradient that was not averaged.
-        is_rebuildable: whether a new engine may replace this one after parameters were unfrozen or replaced.
+        reduction: how the block averages the model's gradients over the ranks, each of which holds the whole model;
+            None: it does not.
+        keeps_parameters: whether the user may add and replace modules and parameters in the block.
     """
 
     module: nn.Module
     local: nn.Module
     moves_inputs: bool = False
-    averages_gradients: bool = False
-    is_rebuildable: bool = True
+    reduction: Reduction | None = None
+    keeps_parameters: bool = True
 
-    def is_reduction_complete(self) -> bool:
-        """Return whether the latest forward's gradients are averaged; called when a backward is about to return."""
-        return True
+    @property
+    def is_replica(self) -> bool:
+        """Whether each rank holds a copy of the model, which has to stay equal."""
+        return self.reduction is not None
 
     def traffic(self) -> Traffic | None:
         """Return the communication volume of a step; None if a step sends nothing or the volume is unknown."""
         return None
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which backward accumulates gradients without averaging; by default a null context."""
+        """Return a context in which the engine's own averaging, if it has one, leaves gradients local."""
         return contextlib.nullcontext()
-
-    def pause(self) -> Callable[[], None] | None:
-        """Ignore backward passes of other engines of the model until the returned function is called; None: cannot."""
-        return None
 
     @abc.abstractmethod
     def close(self, *, failed: bool) -> None:

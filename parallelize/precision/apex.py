@@ -8,6 +8,7 @@ import importlib
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,9 +20,9 @@ from parallelize.errors import ConfigError, MissingDependencyError
 from parallelize.plugins.base import Amp, Precision, Session
 from parallelize.precision.apex_restore import ApexSnapshot
 from parallelize.precision.levels import describe, resolve
-from parallelize.runtime.gradients import is_in_backward
 from parallelize.runtime.live_optimizers import live_optimizers
-from parallelize.runtime.replace_attribute import replace_attribute
+from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
+from parallelize.torch_patches.private import replace_attribute
 
 __all__ = ["PLUGIN", "ApexPrecision", "ApexSession"]
 
@@ -116,10 +117,6 @@ class ApexSession(Session):
         self._library = library
         self._snapshot = snapshot
 
-    @override
-    def masters(self) -> Mapping[int, torch.Tensor]:
-        return self._snapshot.masters()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of Apex's loss scalers."""
         state: dict[str, Any] = self._library.state_dict()
@@ -147,8 +144,7 @@ def _apex_block(
                 loss_scale="dynamic" if amp.level in {"O1", "O2"} else 1.0,
                 verbosity=0,
             )
-        backward = _scaled_backward(torch.autograd.backward, library, optimizers)
-        stack.enter_context(replace_attribute(torch.autograd, "backward", backward))
+        stack.enter_context(subscribed(Order.SCALE, functools.partial(_run_scaled, library, optimizers)))
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in _CLIPPING_FUNCTIONS:
                 stack.enter_context(replace_attribute(owner, name, _master_clipping(getattr(owner, name), snapshot)))
@@ -185,26 +181,16 @@ def _forward_of(patched: Callable[..., Any], caller: threading.local) -> Callabl
     return forward
 
 
-def _scaled_backward(
-    original: Callable[..., None], library: Any, optimizers: list[torch.optim.Optimizer]
-) -> Callable[..., None]:
-    """Build a torch.autograd.backward that runs inside `scale_loss`, unless called inside another backward."""
-
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if is_in_backward():
-            original(tensors, *args, **kwargs)
-            return
-        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if len(roots) != 1:
-            raise ConfigError(
-                f"backward from {len(roots)} tensors at once under amp_engine='apex'",
-                why="Apex scales one loss per backward",
-                fix="add the losses, call backward once for each, or use amp_engine='native'",
-            )
-        with library.scale_loss(roots[0], optimizers) as scaled_loss:
-            original(scaled_loss, *args, **kwargs)
-
-    return backward
+def _run_scaled(library: Any, optimizers: list[torch.optim.Optimizer], each: Pass, run: Run) -> None:
+    """Run a backward pass inside `scale_loss`."""
+    if len(each.roots) != 1:
+        raise ConfigError(
+            f"backward from {len(each.roots)} tensors at once under amp_engine='apex'",
+            why="Apex scales one loss per backward",
+            fix="add the losses, call backward once for each, or use amp_engine='native'",
+        )
+    with library.scale_loss(each.roots[0], optimizers) as scaled_loss:
+        run(replace(each, roots=(scaled_loss,)))
 
 
 def _master_clipping(original: Callable[..., Any], snapshot: ApexSnapshot) -> Callable[..., Any]:

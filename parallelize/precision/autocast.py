@@ -12,7 +12,7 @@ from torch import nn
 
 from parallelize.precision.autocast_filter import AutocastFilter, nesting_depth, remove_filter
 from parallelize.runtime import torch_compile
-from parallelize.torch_private import self_test
+from parallelize.torch_patches.private import self_test
 
 __all__ = ["HeldAutocast"]
 

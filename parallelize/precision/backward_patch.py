@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,9 @@ from torch.autograd.graph import GradientEdge
 from parallelize.precision.autocast import HeldAutocast
 from parallelize.precision.gradient_scaling import GradientScaling
 from parallelize.runtime import torch_compile
-from parallelize.runtime.autograd_graph import as_roots
-from parallelize.runtime.gradients import is_in_backward
+from parallelize.torch_patches.backward import Order, Pass, Run, as_roots, is_in_backward, subscribed
 
-__all__ = ["PatchedBackward", "PatchedGrad", "active_scaling"]
-
-_OPTIONS = ("retain_graph", "create_graph", "grad_variables", "inputs")  # of torch.autograd.backward
+__all__ = ["PatchedGrad", "ScaledBackward", "active_scaling"]
 
 
 class _BackwardState(threading.local):
@@ -56,49 +54,47 @@ class _Patch:
         functools.update_wrapper(self, original)
 
 
-class PatchedBackward(_Patch):
-    """Replacement for torch.autograd.backward that first exits autocast and scales the loss.
+class ScaledBackward:
+    """Subscriber of torch_patches.backward that first exits autocast, and scales the loss.
 
-    `Tensor.backward` looks up torch.autograd.backward at each call, so this patch covers both. Reentrant checkpoints,
-    and torch for subclasses of Tensor, call it inside a running backward pass. These nested calls are passed on
-    unchanged, because their gradients are scaled already.
+    Args:
+        autocast: the block's autocast.
+        scaling: the block's own loss scaling; None: the block has none.
+        recomputation: the context in which activation checkpoints rerun their forward.
     """
 
-    @property
-    def scaling(self) -> GradientScaling | None:
-        """The loss scaling of this block, or else of an enclosing block; None: no loss scaling."""
-        return self._own_scaling or (self._original.scaling if isinstance(self._original, PatchedBackward) else None)
+    def __init__(
+        self,
+        *,
+        autocast: HeldAutocast,
+        scaling: GradientScaling | None,
+        recomputation: contextlib.AbstractContextManager[object],
+    ) -> None:
+        self._autocast, self._scaling, self._recomputation = autocast, scaling, recomputation
 
-    def __call__(self, tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
-        """Run a backward pass, with the arguments of torch.autograd.backward."""
-        options.update(zip(_OPTIONS, args, strict=False))
-        if self._thread.is_running or is_in_backward():
-            self._original(tensors, grad_tensors, **options)
-            return
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Scale the losses of backward passes in the context."""
+        with subscribed(Order.SCALE, self._run):
+            if self._scaling is None:
+                yield
+                return
+            _active.append(self._scaling)
+            try:
+                yield
+            finally:
+                _active.remove(self._scaling)
+
+    def _run(self, each: Pass, run: Run) -> None:
         self._autocast.exit()
-        self._thread.is_running = True
-        try:
-            with torch_compile.compilation_disabled(), self._recomputation:
-                if self._own_scaling is None:
-                    self._original(tensors, grad_tensors, **options)
-                    return
-                self._run_scaled(self._own_scaling, tensors, grad_tensors, options)
-        finally:
-            self._thread.is_running = False
-
-    def _run_scaled(self, scaling: GradientScaling, tensors: Any, gradients: Any, options: Mapping[str, Any]) -> None:
-        # `grad_variables` is the deprecated name of `grad_tensors`; torch raises if both are passed.
-        deprecated = options.get("grad_variables")
-        name = "grad_variables" if gradients is None and deprecated is not None else "grad_tensors"
-        initial = deprecated if name == "grad_variables" else gradients
-        roots = as_roots(tensors)
-        for each in _input_tensors(options.get("inputs")):
-            if not each.is_leaf:
-                scaling.track_non_leaf(each)
-
-        scaling.backward(
-            roots, initial, lambda start: self._original(roots, **{"grad_tensors": gradients, **options, name: start})
-        )
+        with torch_compile.compilation_disabled(), self._recomputation:
+            if self._scaling is None:
+                run(each)
+                return
+            for tensor in _input_tensors(each.options["inputs"]):
+                if not tensor.is_leaf:
+                    self._scaling.track_non_leaf(tensor)
+            self._scaling.backward(each.roots, each.gradients, lambda start: run(replace(each, gradients=start)))
 
 
 def _input_tensors(inputs: Any) -> list[torch.Tensor]:
@@ -150,7 +146,10 @@ class PatchedGrad(_Patch):
                 self._thread.is_running = False
 
 
+# The loss scalings of the open blocks, the innermost one last. Global, as torch.autograd.backward is.
+_active: list[GradientScaling] = []
+
+
 def active_scaling() -> GradientScaling | None:
-    """Return the loss scaling of the innermost block that scales losses, or None; found in the patched backward."""
-    backward = torch.autograd.backward
-    return backward.scaling if isinstance(backward, PatchedBackward) else None
+    """Return the loss scaling of the innermost block that scales losses, or None."""
+    return _active[-1] if _active else None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parallelize.precision.loss_scale import LossScale, max_flag
-from parallelize.runtime.gradients import parameters_of
+from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["FoundInf", "SkippedSteps"]
 

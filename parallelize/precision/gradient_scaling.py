@@ -17,9 +17,11 @@ from parallelize.precision.found_inf import FoundInf, SkippedSteps
 from parallelize.precision.loss_scale import LossScale, non_finite_flag, scale_, unscale_
 from parallelize.precision.reachable_leaves import ReachableLeaves, find_reachable_leaves, mark_forward
 from parallelize.precision.unscaled_hooks import UnscaledHooks
-from parallelize.runtime.autograd_graph import Root, scaled_start
+from parallelize.runtime.autograd_graph import scaled_start
 from parallelize.runtime.containers import leaves, map_leaves
-from parallelize.runtime.gradients import is_capturing, is_in_backward, parameters_of
+from parallelize.runtime.context import is_capturing
+from parallelize.torch_patches.backward import Root, is_in_backward
+from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["GradientScaling", "Roots"]
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from parallelize.cluster.world import World
@@ -19,15 +18,16 @@ from parallelize.errors import ConfigError
 from parallelize.plugins.base import Amp, Precision, Session
 from parallelize.precision.autocast import HeldAutocast
 from parallelize.precision.autocast_filter import without_filter
-from parallelize.precision.backward_patch import PatchedBackward, PatchedGrad, active_scaling
+from parallelize.precision.backward_patch import PatchedGrad, ScaledBackward, active_scaling
 from parallelize.precision.gradient_scaling import GradientScaling
 from parallelize.precision.levels import TABLE, describe, resolve
 from parallelize.precision.loss_scale import LossScale
 from parallelize.precision.weight_casting import HalfStorage, HalfWeightsInForward, exempt_modules
 from parallelize.runtime import torch_compile
 from parallelize.runtime.containers import map_leaves
-from parallelize.runtime.gradients import is_in_backward, require_patchable_backward
-from parallelize.runtime.replace_attribute import replace_attribute
+from parallelize.torch_patches import step
+from parallelize.torch_patches.backward import is_in_backward, require_patchable_backward
+from parallelize.torch_patches.private import replace_attribute
 
 __all__ = ["PLUGIN", "NativePrecision", "NativeSession", "Policy", "mixed_precision"]
 
@@ -190,9 +190,8 @@ def mixed_precision(policy: Policy, *, models: Sequence[nn.Module]) -> Iterator[
         stack.callback(session.release)
         recomputation = contextlib.nullcontext() if weights is None else weights.recomputation
         options: dict[str, Any] = {"autocast": autocast, "scaling": own_scaling, "recomputation": recomputation}
-        for name, patch in (("backward", PatchedBackward), ("grad", PatchedGrad)):
-            original = getattr(torch.autograd, name)
-            stack.enter_context(replace_attribute(torch.autograd, name, patch(original, **options)))
+        stack.enter_context(ScaledBackward(**options).active())
+        stack.enter_context(replace_attribute(torch.autograd, "grad", PatchedGrad(torch.autograd.grad, **options)))
         stack.enter_context(_patches(autocast, own_scaling, storage))
         yield session
 
@@ -223,9 +222,9 @@ def _patches(autocast: HeldAutocast, scaling: GradientScaling | None, storage: H
     with contextlib.ExitStack() as stack:
         stack.callback(autocast.exit)
         stack.enter_context(replace_attribute(torch.Tensor, "backward", tensor_backward))
-        stack.enter_context(register_optimizer_step_pre_hook(before_step))
+        stack.enter_context(step.before_step(before_step))
         if scaling is not None:
-            stack.enter_context(register_optimizer_step_post_hook(scaling.after_step))
+            stack.enter_context(step.after_step(scaling.after_step))
             stack.callback(scaling.end_iteration)
             stack.enter_context(_scaling_patches(scaling))
             stack.enter_context(scaling.unscaled_hooks())

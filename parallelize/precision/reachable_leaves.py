@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallelize.runtime.autograd_graph import Root, mark_outputs, node_of, nodes_behind
+from parallelize.runtime.autograd_graph import mark_outputs, node_of, nodes_behind
 from parallelize.runtime.containers import leaves
+from parallelize.torch_patches.backward import Root
 
 __all__ = ["ReachableLeaves", "find_reachable_leaves", "mark_forward"]
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from parallelize.precision.loss_scale import LossScale
-from parallelize.runtime.replace_attribute import replace_attribute
-from parallelize.torch_private import self_test
+from parallelize.torch_patches.private import replace_attribute, self_test
 
 __all__ = ["UnscaledHooks"]
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 
-from parallelize.runtime.gradients import has_sparse_gradient
+from parallelize.runtime.autograd_graph import has_sparse_gradient
 
 __all__ = ["HalfStorage", "HalfWeightsInForward", "exempt_modules", "floating_point_tensors"]
 

@@ -1,4 +1,4 @@
-"""Autograd graphs: where a backward pass starts, what it reaches, and marks of models in the nodes of their outputs."""
+"""Autograd graphs: what a backward pass reaches, and marks of models in the nodes of their outputs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,33 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from parallelize.runtime.containers import leaves
+from parallelize.torch_patches.backward import Root
 
-__all__ = ["Root", "as_roots", "grad_fns_of", "mark_outputs", "node_of", "nodes_behind", "reaches_any", "scaled_start"]
+__all__ = [
+    "grad_fns_of",
+    "gradient_version",
+    "has_sparse_gradient",
+    "mark_outputs",
+    "node_of",
+    "nodes_behind",
+    "reaches_any",
+    "scaled_start",
+]
 
-Root = torch.Tensor | GradientEdge
-"""Where a backward pass starts."""
+
+def has_sparse_gradient(module: nn.Module) -> bool:
+    """Whether the gradient of the module's weight is sparse."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+
+
+def gradient_version(gradient: torch.Tensor) -> tuple[int, int]:
+    """Return (id, version), which changes when `.grad` is replaced or modified in place."""
+    return id(gradient), gradient._version
 
 
 def node_of(root: Root) -> Any:
@@ -25,45 +43,19 @@ def node_of(root: Root) -> Any:
     return get_gradient_edge(root).node if node is None and root.requires_grad else node
 
 
-def as_roots(tensors: Any) -> tuple[Root, ...]:
-    """Return the first argument of torch.autograd.backward or grad as a tuple."""
-    return (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
-
-
-def scaled_start(roots: Sequence[Root], given: Any, factor: Callable[[torch.Tensor], Any]) -> list[torch.Tensor | None]:
-    """Return the gradients from which a backward pass starts, times a factor.
-
-    Args:
-        roots: where it starts.
-        given: the gradients there, as the user has given them; None: 1.
-        factor: returns the factor for a gradient, on its device.
-
-    Returns:
-        One gradient per root; None for a root for which torch raises an error, as it does if their numbers differ.
-    """
-    gradients = (given,) if isinstance(given, torch.Tensor) else tuple([None] * len(roots) if given is None else given)
-    if len(gradients) == len(roots):
-        pairs = zip(roots, gradients, strict=True)
-        gradients = tuple(_implicit_gradient(root) if each is None else each for root, each in pairs)
-    return [None if each is None else (each * factor(each)).to(each.dtype) for each in gradients]
-
-
-def _implicit_gradient(root: Root) -> torch.Tensor | None:
-    """Return the gradient 1 from which torch starts by default; None for a root for which torch raises an error."""
-    if isinstance(root, GradientEdge):
-        meta = root.node._input_metadata[root.output_nr]
-        size = torch.Size(meta.shape)
-        return torch.ones(size, dtype=meta.dtype, device=meta.device) if size.numel() == 1 else None
-    if not root.requires_grad or root.numel() != 1 or not root.is_floating_point():
-        return None
-    return torch.ones_like(root, memory_format=torch.preserve_format, requires_grad=False)
-
-
 def grad_fns_of(output: Any) -> list[Any]:
-    """Return the distinct grad_fns of a model's output, where backward starts; torch's pytrees are searched, too."""
+    """Return the distinct grad_fns of a model's output, where backward starts.
+
+    torch's pytrees are searched, too, and the attributes of plain objects.
+    """
     nodes: dict[Any, None] = {}
     for leaf in leaves(output):
-        for each in (leaf,) if isinstance(leaf, torch.Tensor) else tree_leaves(leaf):
+        found = [leaf]
+        if not isinstance(leaf, torch.Tensor):
+            found = tree_leaves(leaf)
+            if len(found) == 1 and found[0] is leaf and hasattr(leaf, "__dict__"):
+                found = tree_leaves(list(vars(leaf).values()))
+        for each in found:
             if isinstance(each, torch.Tensor) and each.grad_fn is not None:
                 nodes[each.grad_fn] = None
     return list(nodes)
@@ -97,10 +89,40 @@ def nodes_behind(
                 pending.append(each)
 
 
-def reaches_any(tensors: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> bool:
+def reaches_any(tensors: Iterable[Root], parameters: Iterable[torch.Tensor]) -> bool:
     """Whether a backward pass from one of the tensors reaches one of the parameters."""
     ids = {id(each) for each in parameters}
     return any(id(getattr(node, "variable", None)) in ids for node in nodes_behind(map(node_of, tensors)))
+
+
+def scaled_start(roots: Sequence[Root], given: Any, factor: Callable[[torch.Tensor], Any]) -> list[torch.Tensor | None]:
+    """Return the gradients from which a backward pass starts, times a factor.
+
+    Args:
+        roots: where it starts.
+        given: the gradients there, as the user has given them; None: 1.
+        factor: returns the factor for a gradient, on its device.
+
+    Returns:
+        One gradient per root; None for a root for which torch raises an error, as it does if their
+        numbers differ.
+    """
+    gradients = (given,) if isinstance(given, torch.Tensor) else tuple(given or [None] * len(roots))
+    if len(gradients) == len(roots):
+        pairs = zip(roots, gradients, strict=True)
+        gradients = tuple(_ones(root) if each is None else each for root, each in pairs)
+    return [None if each is None else (each * factor(each)).to(each.dtype) for each in gradients]
+
+
+def _ones(root: Root) -> torch.Tensor | None:
+    """Return the gradient 1 from which torch starts by default; None where torch raises an error."""
+    if isinstance(root, GradientEdge):
+        meta = root.node._input_metadata[root.output_nr]
+        size = torch.Size(meta.shape)
+        return torch.ones(size, dtype=meta.dtype, device=meta.device) if size.numel() == 1 else None
+    if not root.requires_grad or root.numel() != 1 or not root.is_floating_point():
+        return None
+    return torch.ones_like(root, memory_format=torch.preserve_format, requires_grad=False)
 
 
 def mark_outputs(outputs: Any, *, inputs: Any, key: str, owner: object) -> list[Any]:

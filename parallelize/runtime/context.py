@@ -17,9 +17,9 @@ from parallelize.cluster.environment import detect
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
-from parallelize.hang_detection.unsynced_training import warn_if_unsynced
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.process_group import process_group
+from parallelize.runtime.unsynced_training import warn_if_unsynced
 
 __all__ = [
     "Runtime",
@@ -29,6 +29,7 @@ __all__ = [
     "current_world",
     "deactivated",
     "device",
+    "is_capturing",
     "is_main",
     "local_rank",
     "rank",
@@ -149,6 +150,11 @@ def _on_device(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.accelerator.set_device_index(before)
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, where values cannot be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def rank() -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parallelize.runtime.gradients import parameters_of
+from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["live_optimizers"]
 

@@ -18,9 +18,11 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from parallelize.runtime.autograd_graph import Root, node_of, nodes_behind
+from parallelize.errors import ConfigError
+from parallelize.runtime.autograd_graph import node_of, nodes_behind
 from parallelize.runtime.containers import leaves
-from parallelize.torch_private import self_test
+from parallelize.torch_patches.backward import Root
+from parallelize.torch_patches.private import self_test
 
 __all__ = [
     "MODELS_KEY",
@@ -30,6 +32,7 @@ __all__ = [
     "loss_counts",
     "models_reached",
     "require_readable_losses",
+    "required_count",
 ]
 
 MODELS_KEY = "parallelize: models"  # key of `mark_outputs`
@@ -85,7 +88,7 @@ def loss_counts(roots: Iterable[Root], *, is_in_model: bool = False) -> list[Los
     with torch.no_grad():
         found = list(_reductions([_Term(*each, None, is_in_model) for each in nodes if each[0] is not None]))
     if len(found) > 1:  # e.g. a penalty on weights: data has no part in it
-        found = [(term, count) for term, count in found if _is_from_data(term)]
+        found = [(term, count) for term, count in found if _is_from_data(term)] or found
     return [count for _, count in found]
 
 
@@ -97,6 +100,42 @@ def require_readable_losses() -> bool:
     losses = (F.cross_entropy(logits, targets), summed, summed / 4, F.mse_loss(logits, logits.detach()), logits.sum())
     found = [(each.kind, float(each.count or 0)) for loss in losses for each in loss_counts([loss], is_in_model=True)]
     return found == [("mean", 2.0), ("sum", 0.0), ("divided sum", 4.0), ("mean", 6.0), ("sum", 0.0)]
+
+
+def required_count(roots: Sequence[Root]) -> LossCount:
+    """Return the one count of a loss, for average="tokens".
+
+    Raises:
+        ConfigError: it is not known, or there are several.
+    """
+    require_readable_losses()
+    counts = loss_counts(roots)
+    unknown = next((each for each in counts if each.kind == "sum" or each.count is None), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"average='tokens' with a loss that is a sum ({unknown.loss})"
+            if unknown.kind == "sum"
+            else f"average='tokens' with a loss that {unknown.loss} computes",
+            why="the number of targets that it averages over cannot be read from its graph",
+            fix="let the loss end in a mean of torch (F.cross_entropy, Tensor.mean()) or in a sum that is divided by a "
+            "count, outside of compiled functions; or use average='sum' if one process would add the sums of all "
+            "ranks, average='ranks' if all ranks have equally many targets",
+        )
+    several: Any = counts if len(counts) > 1 else []
+    numbers = {float(each.count): each for each in several}  # on an accelerator, this synchronizes
+    if len(numbers) > 1:
+        terms = " and ".join(f"{number:g} ({each.loss})" for number, each in numbers.items())
+        raise ConfigError(
+            f"average='tokens' with a loss of terms that average over {terms} targets",
+            why="a backward has one weight",
+            fix="divide all terms by the same count, or use average='ranks'",
+        )
+    first, root = counts[0], roots[0]
+    if first.kind == "divided sum" and isinstance(root, torch.Tensor):
+        # All targets are masked, and the user has clamped the divisor, as in loss.sum() / mask.sum().clamp(min=1).
+        count = torch.where(root.detach() == 0, 0.0, torch.as_tensor(first.count, device=root.device))
+        return replace(first, count=count if root.device.type != "cpu" else float(count.sum()))
+    return first
 
 
 def attach_count(tensor: torch.Tensor, count: LossCount) -> None:

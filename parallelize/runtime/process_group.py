@@ -22,9 +22,9 @@ from parallelize.cluster.network import gloo_interface, resolvable_address
 from parallelize.cluster.store import serve_store
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
-from parallelize.hang_detection.unsynced_training import ENTERED_PARALLEL_MODEL
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.group_abort import abort_and_destroy
+from parallelize.runtime.unsynced_training import ENTERED_PARALLEL_MODEL
 from parallelize.runtime.user_process_group import user_process_group
 
 __all__ = ["bound_device", "default_store", "process_group", "separate_gloo_group"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
 from collections import Counter
@@ -11,17 +12,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from parallelize.errors import SyncError
 from parallelize.hang_detection.judge import existing_keys
 from parallelize.runtime import context
 from parallelize.runtime.process_group import default_store
 
-__all__ = ["Meeting", "differences", "differs_by_rounding", "fingerprint", "unequal_error"]
+__all__ = ["Meeting", "differences", "fingerprint", "flat_fingerprint", "largest_difference", "require_same_model"]
 
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # of the splitmix64 generator, as int64
-_ROUNDING = 1e-4
+_MAX_JOINED = 2**22  # elements
 _FIRST_POLL_S, _MAX_POLL_S = 0.0002, 0.05
 _FIRST_LOOK_S, _MAX_LOOK_S = 0.25, 8.0  # pauses between looks at the posts of all ranks
 
@@ -80,27 +82,69 @@ def differences(tensors: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, i
         yield index, int((found != found[0]).nonzero()[0])
 
 
-def differs_by_rounding(tensor: torch.Tensor | None) -> bool:
-    """Whether a tensor differs across ranks by rounding only, as after equal operations on other hardware.
+def flat_fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the fingerprint of many tensors at once: small ones of a dtype are joined, as kernels cost most."""
+    device = context.current().device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    joined: dict[Any, list[torch.Tensor]] = {}
+    size = 0
+    for number, each in enumerate(tensors, start=1):
+        values = each.detach()
+        if values.layout is not torch.strided or values.is_complex() or values.numel() > _MAX_JOINED:
+            total = total + number * fingerprint(values).to(device)
+            continue
+        joined.setdefault((values.dtype, values.device), []).append(values.reshape(-1))
+        size += values.numel()
+        if size > _MAX_JOINED:
+            total, size = total + _of_joined(joined, number, device), 0
+    return total + _of_joined(joined, len(tensors) + 1, device)
 
-    A collective of twice the tensor's size. Only for tensors that an all-reduce has made equal: these have one shape.
-    """
-    if tensor is None or tensor.is_sparse or not tensor.is_floating_point():
-        return False
-    values = tensor.detach().float().to(context.current().device)
+
+def _of_joined(joined: dict[Any, list[torch.Tensor]], number: int, device: torch.device) -> torch.Tensor:
+    found = [fingerprint(torch.cat(each)).to(device) for each in joined.values()]
+    joined.clear()
+    return number * torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64, device=device)
+
+
+def largest_difference(tensor: torch.Tensor) -> float:
+    """Return how far a tensor is apart across the ranks; a collective of twice its size."""
+    values = tensor.detach().to(context.current().device, torch.float64 if tensor.dtype.itemsize > 4 else torch.float32)
     extrema = torch.stack([values, -values])
     dist.all_reduce(extrema, dist.ReduceOp.MAX)
-    tolerance = max(_ROUNDING, 8 * torch.finfo(tensor.dtype).eps)
-    return bool(extrema.sum(0).max() <= tolerance * extrema.abs().max())
+    return float(extrema.sum(0).max()) if extrema.numel() else 0.0
 
 
-def unequal_error(name: str, rank: int, *, when: str) -> SyncError:
-    """Build the error for a weight that differs between rank 0 and another rank."""
-    return SyncError(
-        f"{name} differs between rank 0 and rank {rank} {when}",
-        why="ranks that step on different gradients train different models",
-        fix="look for code that only some ranks run, or that draws random numbers, between backward and step",
-    )
+def require_same_model(model: nn.Module) -> None:
+    """Check that a model has the same structure on all ranks; a collective that compares a hash.
+
+    Raises:
+        SyncError: a parameter or buffer differs in name, shape, dtype or `requires_grad`.
+    """
+    parts = [
+        f"{name} ({_kind(each)}, {tuple(each.shape)}, {each.dtype})"
+        for name, each in (*model.named_parameters(), *model.named_buffers())
+    ]
+    rank = next((rank for _, rank in differences([_digest(repr(parts))])), None)
+    if rank is None:
+        return
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, parts)
+    for first, other in itertools.zip_longest(found[0], found[rank], fillvalue="nothing more"):
+        if first != other:
+            raise SyncError(
+                f"{type(model).__name__} on rank {rank} has {other} where rank 0 has {first}",
+                why="parallel training needs the same model on every rank",
+                fix="build the model from the same arguments on every rank; freeze the same parameters",
+            )
+
+
+def _kind(each: torch.Tensor) -> str:
+    return "buffer" if not isinstance(each, nn.Parameter) else "trained" if each.requires_grad else "frozen"
+
+
+def _digest(text: str) -> torch.Tensor:
+    hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return torch.tensor(int.from_bytes(hashed, "big", signed=True))
 
 
 class Meeting:

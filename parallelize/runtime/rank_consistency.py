@@ -6,7 +6,6 @@ compare their texts with it.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from parallelize.errors import SyncError
 from parallelize.runtime.process_group import default_store
 
-__all__ = ["ConsistencyCheck", "SyncPoints", "run_checks"]
+__all__ = ["ConsistencyCheck", "pending_checks", "run_checks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +32,10 @@ class ConsistencyCheck:
     fix: str
 
     def __post_init__(self) -> None:
-        _pending.add(self)
+        pending_checks.add(self)
 
 
-_pending: weakref.WeakSet[ConsistencyCheck] = weakref.WeakSet()
+pending_checks: weakref.WeakSet[ConsistencyCheck] = weakref.WeakSet()
 
 
 def run_checks(sync_point: str) -> None:
@@ -48,10 +47,10 @@ def run_checks(sync_point: str) -> None:
     Raises:
         SyncError: the first rank at this sync point has a different text.
     """
-    if not _pending:
+    if not pending_checks:
         return
-    checks = list(_pending)
-    _pending.clear()
+    checks = list(pending_checks)
+    pending_checks.clear()
     if not dist.is_initialized():
         return
     store, rank = default_store(), dist.get_rank()
@@ -64,23 +63,3 @@ def run_checks(sync_point: str) -> None:
                 why="ranks that differ here wait for each other forever, or train on the same data",
                 fix=check.fix,
             )
-
-
-class SyncPoints:
-    """A series of sync points that all ranks reach in the same order, such as the forward passes of a parallel model.
-
-    Every rank must create the same number of SyncPoints objects, in the same order.
-    """
-
-    def __init__(self) -> None:
-        self._name = next(_series_ids)
-        self._reached = itertools.count()
-
-    def reach(self) -> None:
-        """Run the registered checks; takes a fraction of a microsecond if none is registered."""
-        number = next(self._reached)
-        if _pending:
-            run_checks(f"{self._name}/{number}")
-
-
-_series_ids = itertools.count()

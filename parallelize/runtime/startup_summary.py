@@ -77,6 +77,7 @@ class StartupSummary:
     def __init__(self, run: Runtime) -> None:
         self._run = run
         self._engines: dict[nn.Module, Engine] = {}
+        self.is_over = False
 
     def add_model(self, model: nn.Module, engine: Engine) -> None:
         """Add a model of the block with its engine, or replace the engine of an added model."""
@@ -84,6 +85,7 @@ class StartupSummary:
 
     def log_once(self) -> None:
         """Log the summary on rank 0, once per run, unless the run has a single process and device."""
+        self.is_over = True
         flags = (active() or self._run).flags
         is_single = self._run.world.world_size == 1 and len(self._run.devices) == 1
         if _IS_LOGGED in flags or is_single or not self._run.world.is_main:

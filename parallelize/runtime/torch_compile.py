@@ -9,7 +9,7 @@ from typing import Any
 
 from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 
-from parallelize.torch_private import self_test
+from parallelize.torch_patches.private import self_test
 
 __all__ = ["compilation_disabled", "exclude_package", "is_inside_compiled", "traceable"]
 

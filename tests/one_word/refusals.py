@@ -35,7 +35,6 @@ REFUSALS: dict[tuple[str, str], Refusal] = {
     ("maml", "hsdp"): _FUNCTIONAL,
     ("tied_autoencoder", "fsdp"): _SHARED,
     ("tied_autoencoder", "hsdp"): _SHARED,
-    ("tied_autoencoder", "balanced"): _SHARED,
 }
 
 # program, world -> why its weights are not those of the reference

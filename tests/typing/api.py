@@ -12,7 +12,7 @@ from typing_extensions import assert_type
 
 import parallelize
 from parallelize import Amp, ConfigError, DDPBackend, Job, distributed, parallel_model, shard_loader
-from parallelize.inplace.model_context import ModelContext
+from parallelize.block.context import ModelContext
 
 
 class Net(nn.Module):
@@ -105,6 +105,9 @@ with parallel_model(net) as model:
 with parallel_model(net, critic) as (generator, discriminator):
     assert_type(generator, Net)
     assert_type(discriminator, Critic)
+
+with parallel_model(net, torch.zeros((), requires_grad=True)) as trained:
+    assert_type(trained, tuple[nn.Module | Tensor, ...])
 
 assert_type(parallel_model(net, backend="dp", gpus=[0, 1]), ModelContext[Net])
 assert_type(parallel_model(net).start(), Net)

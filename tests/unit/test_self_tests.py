@@ -14,26 +14,24 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.overrides import TorchFunctionMode
 
 from parallelize import ConfigError
-from parallelize.backends import ddp_engine, ddp_static_graph, sharded_parameter_guard
-from parallelize.backends.ddp_engine import _DistributedDataParallel
+from parallelize.backends import sharded_parameter_guard
 from parallelize.backends.fsdp_engine import _require_known_traces
 from parallelize.cluster.world import World
 from parallelize.data import iterable_style, loader_copy
 from parallelize.launchers.elastic import agent
 from parallelize.precision import autocast, unscaled_hooks
-from parallelize.runtime import gradients, loss_counts, torch_compile
-from parallelize.torch_private import self_test
+from parallelize.runtime import loss_counts, torch_compile
+from parallelize.torch_patches import backward
+from parallelize.torch_patches.private import self_test
 
 SELF_TESTS: dict[str, Any] = {
-    "backward": gradients.require_patchable_backward,
+    "backward": backward.require_patchable_backward,
     "autocast": autocast._require_held_autocast,
     "exclusion": torch_compile._require_exclusion,
     "hooks": unscaled_hooks._require_replaceable_hooks,
-    "static graph": ddp_static_graph._require_flag,
     "agent": agent._require_overridable_agent,
     "losses": loss_counts.require_readable_losses,
     "sharding": sharded_parameter_guard._require_parameter_forms,
-    "reductions": ddp_engine._require_reported_reductions,
 }
 Patch = pytest.MonkeyPatch
 
@@ -98,7 +96,7 @@ def hide_the_running_backward(monkeypatch: Patch) -> None:
 
 
 def never_end_backward(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(gradients, "at_end_of_backward", lambda callback: None)
+    monkeypatch.setattr(backward, "at_end_of_backward", lambda callback: None)
 
 
 def drop_function_modes(monkeypatch: Patch) -> None:
@@ -131,10 +129,6 @@ def copy_hooks(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Tensor, "_backward_hooks", property(get), raising=False)
 
 
-def ignore_the_flag(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(distributed._DDPSink, "backward", lambda ctx, *gradients: gradients)
-
-
 def monitor_otherwise(monkeypatch: Patch) -> None:
     monkeypatch.setattr(SimpleElasticAgent, "_invoke_run", lambda agent, role: None)
 
@@ -150,17 +144,6 @@ def gather_otherwise(monkeypatch: Patch) -> None:
     monkeypatch.setattr(sharded_parameter_guard, "FSDPParam", object)
 
 
-def report_the_end(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(dist.Reducer, "_check_reducer_finalized", lambda reducer: None)
-
-
-def report_no_end(monkeypatch: Patch) -> None:
-    def check(reducer: dist.Reducer) -> None:
-        raise RuntimeError("not finished")
-
-    monkeypatch.setattr(dist.Reducer, "_check_reducer_finalized", check)
-
-
 @pytest.mark.parametrize(
     ("name", "alter"),
     [
@@ -171,12 +154,9 @@ def report_no_end(monkeypatch: Patch) -> None:
         ("exclusion", trace_the_package),
         ("exclusion", hide_dynamo),
         ("hooks", copy_hooks),
-        ("static graph", ignore_the_flag),
         ("agent", monitor_otherwise),
         ("losses", change_losses),
         ("sharding", gather_otherwise),
-        ("reductions", report_the_end),
-        ("reductions", report_no_end),
     ],
 )
 def test_an_altered_torch(name: str, alter: Callable[[Patch], None], monkeypatch: Patch) -> None:
@@ -199,17 +179,6 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_forward_that_prepares_no_output(monkeypatch: Patch) -> None:
-    """The DDP of a block refuses a forward in which torch does not call its override."""
-    replica = _DistributedDataParallel(nn.Linear(2, 2), find_unused_parameters=True)
-    replica.is_training = lambda: True
-    replica(torch.ones(1, 2)).sum().backward()
-    monkeypatch.setattr(DistributedDataParallel, "forward", lambda ddp, x: ddp.module(x))
-    with pytest.raises(ConfigError, match="backend='ddp' with torch"):
-        replica(torch.ones(1, 2))
 
 
 @pytest.mark.usefixtures("process_group")

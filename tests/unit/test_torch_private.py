@@ -1,4 +1,4 @@
-"""parallelize/torch_private.py lists exactly the private names that the package uses, and all of them exist."""
+"""tests/private_names.py lists exactly the private names that the package uses, and all of them exist."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from collections.abc import Iterator
 import architecture
 import pytest
 import torch
+from private_names import NCCL_ONLY, PRIVATE_NAMES, SINCE
 from torch.torch_version import TorchVersion
 
 import parallelize
-from parallelize.torch_private import NCCL_ONLY, PRIVATE_NAMES, SINCE
 
-PACKAGE = {
-    path: text for path, text in architecture.read("parallelize").items() if path != "parallelize/torch_private.py"
-}
+PACKAGE = architecture.read("parallelize")
 PATHS = [f"{owner}.{name}" for owner, names in PRIVATE_NAMES.items() for name in names]
 LISTED = {part for path in PATHS for part in path.split(".") if part.startswith("_")}
 LISTED |= {path.rpartition(".")[2] for path in PATHS}
@@ -175,7 +173,7 @@ def test_an_unlisted_name_is_reported(source: str) -> None:
 def test_an_overriding_class_is_reported() -> None:
     """A private method of torch that a subclass overrides is detected."""
 
-    class Replica(parallelize.backends.ddp_engine.DistributedDataParallel):
+    class Replica(torch.nn.parallel.DistributedDataParallel):
         def _pre_forward(self) -> None: ...
 
     assert _of_bases(Replica) == {"_pre_forward"}

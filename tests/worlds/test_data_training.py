@@ -354,3 +354,49 @@ def test_two_loaders_in_one_line_are_not_compared_with_each_other():
         return steps
 
     assert train.all_ranks() == [3, 3]
+
+
+class Halves(nn.Module):
+    """Calls of it with both batches at once have no weight of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3, 1, bias=False)
+
+    def forward(self, *batches):
+        return sum(self.net(each).mean() for each in batches)
+
+
+def semi_supervised(net, loaders, *, together):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for (x,), (u,) in zip(*loaders, strict=True):
+        loss = net(x, u) if together else net(x) + 10 * net(u)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return net.net.weight.detach()
+
+
+def test_a_loss_of_two_loaders_weighs_each_by_its_own():
+    """A labelled loader with an uneven tail beside an unlabelled one: each term of the loss has its batch's weight."""
+    generator = torch.Generator().manual_seed(0)
+    labelled, unlabelled = (TensorDataset(torch.randn(n, 3, generator=generator)) for n in (7, 8))
+
+    def net():
+        torch.manual_seed(0)
+        return Halves()
+
+    @distributed(processes=2)
+    def train(together):
+        trained = net()
+        loaders = (
+            shard_loader(DataLoader(labelled, batch_size=4), tail="weighted"),
+            shard_loader(DataLoader(unlabelled, batch_size=4)),
+        )
+        with parallel_model(trained):
+            return semi_supervised(trained, loaders, together=together)
+
+    loaders = DataLoader(labelled, batch_size=8), DataLoader(unlabelled, batch_size=8)
+    torch.testing.assert_close(train(together=False), semi_supervised(net(), loaders, together=False))
+    with pytest.raises(SyncError, match=r"batches of two loaders, of weights 0\.857142857\d+ and 1\.0"):
+        train(together=True)

@@ -20,28 +20,28 @@ from parallelize import distributed, parallel_model, rank
 GUIDE = Path(__file__).parents[2] / "examples" / "guides" / "debugging.md"
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 1), nn.Linear(2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(x)
+class Net(nn.Linear):
+    pass
 
 
-def bypass_forward() -> None:
+def assign_gradients() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with parallel_model(model):
-        model[0](torch.full((1, 2), 1.0 + rank())).sum().backward()
+        loss = model(torch.full((1, 2), 1.0 + rank())).sum()
+        for each, gradient in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
+            each.grad = gradient
         optimizer.step()
 
 
-def skip_layer() -> None:
-    model = Net()
+def add_noise() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with parallel_model(model):
-        for _ in range(2):
-            model(torch.ones(1, 2)).sum().backward()
+        model(torch.full((1, 2), 1.0 + rank())).sum().backward()
+        for each in model.parameters():
+            each.grad += torch.randn_like(each)
+        optimizer.step()
 
 
 def kill_rank_1() -> None:
@@ -78,7 +78,7 @@ def ask() -> None:
 
 
 def unwrap() -> None:
-    with parallel_model(Net()) as model:
+    with parallel_model(Net(2, 1)) as model:
         print(model.module)
 
 
@@ -88,8 +88,8 @@ MISTAKES: list[tuple[dict[str, Any], Callable[[], None]]] = [
     ({"processes": 2}, lambda: print(lock)),
     ({"bakend": "ddp"}, kill_rank_1),
     ({"processes": 2, "amp": "fp16"}, kill_rank_1),
-    ({"processes": 2}, bypass_forward),
-    ({"processes": 2}, skip_layer),
+    ({"processes": 2}, assign_gradients),
+    ({"processes": 2}, add_noise),
     ({"processes": 2}, kill_rank_1),
     ({"processes": 2}, call_breakpoint),
     ({"processes": 2}, ask),

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize import all_reduce, distributed, parallel_model
-from parallelize.hang_detection.unsynced_training import IN_PARALLEL_MODEL
+from parallelize import all_reduce, distributed, parallel_model, rank
 from parallelize.runtime import context
+from parallelize.runtime.unsynced_training import IN_PARALLEL_MODEL
 
 
 def _fit(model: nn.Module, average: Callable[[nn.Module], None] = lambda model: None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
-        model(torch.ones(2, 4)).sum().backward()
+        model(torch.full((2, 4), rank() + 1.0)).sum().backward()
         average(model)
         optimizer.step()
         optimizer.zero_grad()

@@ -31,7 +31,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from parallelize.errors import ConfigError
 from parallelize.runtime.autograd_graph import grad_fns_of, node_of, nodes_behind, reaches_any
-from parallelize.runtime.weighted_backward import Roots, Weight
+from parallelize.torch_patches import backward as passes
 
 __all__ = [
     "GraphEntries",
@@ -205,22 +205,19 @@ def _entered(node: Any) -> Microbatch | None:
 
 
 class GraphEntries:
-    """Check of each backward pass in a context, called by `weigh_losses`; the weights of losses stay as they are."""
-
-    is_uniform = True
+    """Check of each backward pass in a context: a subscriber of torch_patches.backward."""
 
     def __init__(self, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._context = context
 
-    def weigh(self, roots: Roots, batch_weight: float, backward: Callable[[Weight | None], None]) -> None:
+    def check(self, each: passes.Pass, run: passes.Run) -> None:
         """Check a backward pass, and run it.
 
         Raises:
             ConfigError: it reaches some but not all micro-batches of a batch elsewhere than at the joined outputs.
         """
-        del batch_weight
         nodes = nodes_behind(
-            map(node_of, roots), is_end=lambda node: _JOINED in node.metadata or _entered(node) is not None
+            map(node_of, each.roots), is_end=lambda node: _JOINED in node.metadata or _entered(node) is not None
         )
         reached = {batch for node in nodes if (batch := _entered(node)) is not None}
         if any(sum(batch is other for other, *_ in reached) < count for batch, _, count in reached):
@@ -232,7 +229,7 @@ class GraphEntries:
                 "batches, or backend='ddp'",
             )
         with self._context(), _explained_recomputation():
-            backward(None)
+            run(each)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from parallelize.backends.balanced.plan import Plan, PlannerOptions, plan, remem
 from parallelize.backends.balanced.planner import Planner
 from parallelize.backends.balanced.stage_placement import ModelPlacement
 from parallelize.backends.balanced.stage_threads import stages_on
-from parallelize.backends.ddp_engine import DDPOptions, build_ddp_engine
+from parallelize.backends.ddp_engine import DDPOptions, ReplicatedEngine
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.startup_summary import announced
@@ -50,7 +50,7 @@ class BalancedEngine(Engine):
     """
 
     moves_inputs = True
-    is_rebuildable = False
+    keeps_parameters = False
 
     def __init__(
         self,
@@ -65,14 +65,15 @@ class BalancedEngine(Engine):
     ) -> None:
         self.module = _PipelineEntry(inner, self)
         self.local = _PipelineEntry(inner, self, is_local=True)
-        self.averages_gradients = ddp_options is not None
+        self._is_replicated = ddp_options is not None
+        if ddp_options is not None:
+            self.reduction = ddp_options.reduction(inner)
         self.input_device = output_device
         self._inner = inner
         self._devices, self._options, self._ddp_options = devices, options, ddp_options
         self._given, self._path = given, path
         self._ddp_engine: Engine | None = None
         self._runner: nn.Module | None = None
-        self._is_no_sync = False
         self._kinds: dict[Plan, dict[Any, BatchKind | None]] = {}
         self._cleanup = contextlib.ExitStack()
         self._placement = ModelPlacement(inner.model)
@@ -81,7 +82,7 @@ class BalancedEngine(Engine):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_local: bool) -> Any:
         """Return the model's output for a batch; the first batch that can be planned makes the plan."""
         if self._runner is None:
-            is_alone = is_local and self.averages_gradients
+            is_alone = is_local and self._is_replicated
             if is_alone or (not torch.is_grad_enabled() and opaque_inputs((args, kwargs))):
                 # Run without a plan: its broadcast needs all ranks, and a cache that forward fills cannot be split.
                 device = next((each.device for each in self._inner.model.parameters()), self.input_device)
@@ -93,20 +94,10 @@ class BalancedEngine(Engine):
         with plan(self._inner.model).explaining_out_of_memory():
             return runner(*args, **kwargs)
 
+    @property
     @override
-    def is_reduction_complete(self) -> bool:
-        return self._ddp_engine is None or self._ddp_engine.is_reduction_complete()
-
-    @override
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self._is_no_sync = self._is_no_sync, True
-        try:
-            with contextlib.nullcontext() if self._ddp_engine is None else self._ddp_engine.no_sync():
-                yield
-        finally:
-            self._is_no_sync = before
-            self._apply_sync_setting()
+    def is_replica(self) -> bool:
+        return self._ddp_engine is not None  # the first batch has made all ranks' parameters equal
 
     @override
     def close(self, *, failed: bool) -> None:
@@ -158,8 +149,7 @@ class BalancedEngine(Engine):
             self._placement.move(units.module_stages(model, {}), stages_on([device]))
             runner = self._inner
         if self._ddp_options is not None:
-            self._ddp_engine = build_ddp_engine(self._ddp_options, runner, inner=self._inner, device=device)
-            self._apply_sync_setting()
+            self._ddp_engine = ReplicatedEngine(self._ddp_options, runner, inner=self._inner, device=device)
         self._runner = runner
 
     @contextlib.contextmanager
@@ -177,7 +167,7 @@ class BalancedEngine(Engine):
 
     def _shared_plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """Return the plan, equal on every rank: the user's plan, or one that rank 0 reads or makes, and broadcasts."""
-        if not self.averages_gradients or (self._path is None and self._given() is not None):
+        if not self._is_replicated or (self._path is None and self._given() is not None):
             return self._plan(args, kwargs)
         found: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -222,12 +212,6 @@ class BalancedEngine(Engine):
             why="a plan refers to submodules and devices by name",
             fix="drop plan=, or remove its file, to profile again; to save a plan: parallelize.plan(model).save(path)",
         )
-
-    def _apply_sync_setting(self) -> None:
-        """Set DDP's require_backward_grad_sync, since `no_sync` may begin before the first batch builds DDP."""
-        module = None if self._ddp_engine is None else self._ddp_engine.module
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            module.require_backward_grad_sync = not self._is_no_sync
 
 
 class _PipelineEntry(nn.Module):

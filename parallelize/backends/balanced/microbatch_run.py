@@ -25,7 +25,7 @@ from parallelize.backends.balanced.backward import Microbatch, mark_inside
 from parallelize.backends.balanced.batchnorm import BatchNorms, Moments
 from parallelize.backends.balanced.device_transfer import Copies, DeviceTransfer
 from parallelize.backends.balanced.stage_threads import Stage, saved_tensors_hooks
-from parallelize.runtime.gradients import is_in_backward
+from parallelize.torch_patches.backward import is_in_backward
 
 __all__ = ["MicrobatchRun", "StagedModel", "active_run", "user_hooks"]
 

@@ -37,7 +37,7 @@ from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.rng_state import RNGState
-from parallelize.runtime.weighted_backward import weigh_losses
+from parallelize.torch_patches.backward import Order, subscribed
 
 __all__ = ["Pipeline"]
 
@@ -99,7 +99,8 @@ class Pipeline(nn.Module):
             threads = contextlib.closing(StageThreads(stages, microbatches=plan.microbatches))
             self._threads = self._cleanup.enter_context(threads)
         self._executor = Executor(inner, self._staged, tuple(each for each in units if each not in self._staged.norms))
-        self._cleanup.enter_context(weigh_losses(GraphEntries(plan.explaining_out_of_memory)))
+        entries = GraphEntries(plan.explaining_out_of_memory)
+        self._cleanup.enter_context(subscribed(Order.BEGIN, entries.check))
 
     def close(self) -> None:
         """Remove the hooks, and end the threads."""

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelize.backends.balanced.device_transfer import write_count
 from parallelize.errors import ConfigError
+from parallelize.runtime.autograd_graph import gradient_version
 from parallelize.runtime.containers import leaves
-from parallelize.runtime.gradients import gradient_version
 from parallelize.runtime.rng_state import RNGState
 
 __all__ = ["CapturedTensors", "ModelState", "check_writes", "has_same_values", "replaceable_buffers", "write_counts"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from parallelize.backends.balanced import refusals, units
 from parallelize.backends.balanced.hardware import DeviceSpec
 from parallelize.backends.balanced.partition import Chain, Memory, smallest_cap, split
 from parallelize.backends.balanced.stage_threads import Stage, stages_on
+from parallelize.torch_patches import step
 
 __all__ = ["ModelPlacement", "initial_stages", "spec_of"]
 
@@ -40,7 +40,7 @@ class ModelPlacement:
             optimizers.add(optimizer)
             _move_optimizer_state(optimizer)
 
-        handle = register_optimizer_step_pre_hook(before_step)
+        handle = step.before_step(before_step)
         try:
             yield
         finally:

@@ -44,7 +44,7 @@ from parallelize.launchers.elastic.fork_server import starting_processes
 from parallelize.launchers.elastic.signals import StopSignals
 from parallelize.launchers.elastic.worker_output import RankFiles
 from parallelize.runtime.startup_summary import announced
-from parallelize.torch_private import self_test
+from parallelize.torch_patches.private import self_test
 
 __all__ = ["STOP_GRACE_S", "Agent"]
 

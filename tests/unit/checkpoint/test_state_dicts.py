@@ -116,7 +116,7 @@ def test_the_loss_scale_is_saved(tmp_path):
     scaled = {"backend": "ddp", "amp": "O1"}
 
     def session(model):
-        return model.forward.__func__.route.inner.session
+        return model.forward.__func__.route.owner.session
 
     class Scale:
         def __init__(self, number):
@@ -130,10 +130,10 @@ def test_the_loss_scale_is_saved(tmp_path):
 
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     with parallel_model(model, **scaled):
-        model.forward.__func__.route.inner.session = Scale(1024.0)
+        model.forward.__func__.route.owner.session = Scale(1024.0)
         save(tmp_path / "a.pt", model=model)
     with parallel_model(other, **scaled):
-        other.forward.__func__.route.inner.session = Scale(1.0)
+        other.forward.__func__.route.owner.session = Scale(1.0)
         load(tmp_path / "a.pt", model=other)
         assert session(other).number == 1024.0
     load(tmp_path / "a.pt", model=model)

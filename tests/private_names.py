@@ -1,66 +1,14 @@
-"""Every private name of torch, multiprocessing, cloudpickle, Apex and the standard library that this package uses.
+"""Every private name of torch, multiprocessing, cloudpickle, Apex and the standard library that the package uses.
 
 A private name may change in any release. `tests/unit/test_torch_private.py` fails if the code uses a name that is not
 listed here, no longer uses a listed name, or if the installed release lacks a listed name.
-
-If a name is gone, its first use raises. But a patch or a hook may also be bypassed: torch still has the name, and no
-longer calls it. Where that would train wrongly, a self-test runs once per process, when the feature is first used.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import torch
-
-from parallelize.errors import ConfigError
-
-__all__ = ["NCCL_ONLY", "PRIVATE_NAMES", "SINCE", "self_test", "unsupported"]
-
-
-def self_test(feature: str, *, instead: str) -> Callable[[Callable[[], bool]], Callable[[], None]]:
-    """Make a function that tries out a private part of torch into one that requires, once per process, that it works.
-
-    The function runs on a thread of its own, where autograd, autocast and torch's modes have their default states.
-
-    Args:
-        feature: the feature that needs this part, as the user writes it.
-        instead: what works without this part.
-    """
-
-    def decorate(works: Callable[[], bool]) -> Callable[[], None]:
-        @functools.cache
-        @functools.wraps(works)
-        def require() -> None:
-            outcome: list[bool | Exception] = []
-
-            def run() -> None:
-                try:
-                    outcome.append(works())
-                except Exception as error:  # noqa: BLE001  # whatever another torch raises
-                    outcome.append(error)
-
-            thread = threading.Thread(target=run, name=f"self-test of {feature}")
-            thread.start()
-            thread.join()
-            if outcome[0] is not True:
-                raise unsupported(feature, instead=instead) from (outcome[0] or None)
-
-        return require
-
-    return decorate
-
-
-def unsupported(feature: str, *, instead: str) -> ConfigError:
-    """Build the error for a feature whose private part of torch does not work in the installed release."""
-    return ConfigError(
-        f"{feature} with torch {torch.__version__}",
-        why="it relies on private parts of torch that this release calls differently, so training would be wrong",
-        fix=f"{instead}; or install a torch that README lists as tested, or a newer parallelize",
-    )
-
+__all__ = ["NCCL_ONLY", "PRIVATE_NAMES", "SINCE"]
 
 SINCE: Mapping[str, str] = {
     "torch.distributed.fsdp._fully_shard._fsdp_param._orig_param_uid": "2.13",
@@ -73,6 +21,7 @@ NCCL_ONLY = frozenset({"torch._C._distributed_c10d._dump_nccl_trace"})
 PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.Tensor": {
         "_base": ("tell a view's base from a new tensor", 'backend="balanced" does not split some batches'),
+        "_nnz": ("whether any rank has values in a sparse gradient", "sparse gradients fail"),
         "_values": ("values of an uncoalesced sparse gradient", "sparse gradients fail under amp"),
         "_version": ("detect in-place writes to gradients and buffers", "local gradients are not detected"),
         "_backward_hooks": ("hide scaled gradients from the user's hooks, call them under fsdp", "hooks are bypassed"),
@@ -88,7 +37,12 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_amp_foreach_non_finite_check_and_unscale_": ("GradScaler's unscale kernel", "fp16 fails"),
         "_amp_update_scale_": ("GradScaler's update of the scale, without a host sync", "fp16 fails"),
         "_VF": ("bring lengths of packed sequences to the CPU", "blocks on GPUs fail"),
+        "_utils": ("flatten the gradients of a bucket", "every backend with gradients fails"),
         "_dynamo": ("import it before workers are forked", "every rank starts a second later"),
+    },
+    "torch._utils": {
+        "_flatten_dense_tensors": ("flatten the gradients of a bucket", "every backend with gradients fails"),
+        "_unflatten_dense_tensors": ("return the gradients of a bucket", "every backend with gradients fails"),
     },
     "torch._VF": {
         "_pack_padded_sequence": ("bring lengths of packed sequences to the CPU", "blocks on GPUs fail"),
@@ -201,18 +155,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_DDPSink": ("follow a loss through the outputs of DDP", 'average="tokens" refuses losses in forward'),
     },
     "torch.nn.parallel.DistributedDataParallel": {
-        "_comm_hooks": ("check whether a communication hook is registered", "the startup summary fails"),
-        "_post_forward": ("overridden: prepare the reducer for backward", 'backend="ddp" fails'),
-        "_static_graph_delay_allreduce_enqueued": (
-            "choose the backward that defines the static graph",
-            "static_graph may be defined by a backward without gradients",
-        ),
+        "_active_ddp_module": ("split compiled models at the buckets", "compiled models send their gradients late"),
     },
     "torch.distributed.Reducer": {
-        "_check_reducer_finalized": ("check whether averaging is complete", 'backend="ddp" fails'),
-        "_delay_all_reduce": ("end a static graph's first iteration", "static_graph fails"),
-        "_reset_state": ("pause DDP while another set of parameters is trained", 'backend="ddp" fails'),
-        "_remove_autograd_hooks": ("remove the reducer's hooks from the parameters", "hooks leak"),
+        "_remove_autograd_hooks": ("remove the hooks of a DistributedDataParallel that wrap= returns", "hooks leak"),
     },
     "torch.distributed._composable_state": {
         "_module_state_mapping": ("unshard a module", 'backend="fsdp" fails at the end of a block'),

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from parallelize.torch_patches import step
 
 __all__ = ["ENTERED_PARALLEL_MODEL", "IN_PARALLEL_MODEL", "warn_if_unsynced"]
 
@@ -56,7 +57,7 @@ def warn_if_unsynced(
             if begun is not None and _collectives_begun() == begun:
                 _warn()
 
-    return register_optimizer_step_pre_hook(before_step)
+    return step.before_step(before_step)
 
 
 def _trains_any(optimizer: torch.optim.Optimizer, models: Sequence[weakref.ref[torch.nn.Module]]) -> bool:

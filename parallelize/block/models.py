@@ -1,4 +1,4 @@
-"""Checks of the models that are passed to parallel_model, before any model is changed."""
+"""The models of a block: checked before any is changed, with leaf tensors as a model of their own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from parallelize.errors import ConfigError, did_you_mean
-from parallelize.inplace.forward_routing import overlapping_route, route_of
+from parallelize.torch_patches.forward import overlapping_route
 
-__all__ = ["check_models", "methods_of"]
+__all__ = ["LeafTensor", "check_models", "methods_of"]
 
-_WRAPPERS = (DistributedDataParallel, DataParallel)
+
+class LeafTensor(nn.Module):
+    """A model of one parameter: a tensor that is trained beside the models, such as SAC's log_alpha."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._parameters["tensor"] = tensor  # type: ignore[assignment]  # a leaf that need not be an nn.Parameter
 
 
 def check_models(models: Sequence[Any], methods: Sequence[str]) -> None:
@@ -23,8 +29,8 @@ def check_models(models: Sequence[Any], methods: Sequence[str]) -> None:
 
     Raises:
         ConfigError: no model, a method that no model has, another object than an nn.Module, a model that is or contains
-            another one, a wrapped model, modules or parameters that are also in another block, lazy parameters, meta or
-            sharded tensors.
+            another one, a wrapped model, one without parameters, modules or parameters that are also in another block,
+            lazy parameters, meta or sharded tensors.
     """
     if not models:
         raise ConfigError("parallel_model()", why="no model was passed", fix="pass the model: parallel_model(model)")
@@ -56,10 +62,10 @@ def _check_type(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"parallel_model({type(model).__name__})",
-            why="models are torch.nn.Module objects",
+            why="it takes torch.nn.Module objects, and tensors with requires_grad=True that no operation has computed",
             fix="pass the model; optimizers go to optimizers=, loaders to shard_loader",
         )
-    if isinstance(model, _WRAPPERS):
+    if isinstance(model, (DistributedDataParallel, DataParallel)):
         raise ConfigError(
             f"parallel_model({type(model).__name__}(...))",
             why="the model is already wrapped for parallel training",
@@ -68,6 +74,12 @@ def _check_type(model: Any) -> None:
 
 
 def _check_tensors(model: nn.Module) -> None:
+    if next(model.parameters(), None) is None:
+        raise ConfigError(
+            f"parallel_model({type(model).__name__}), which has no parameters",
+            why="there is nothing to train or to keep alike; modules in a plain list, tuple or dict are not registered",
+            fix="keep submodules in nn.ModuleList or nn.ModuleDict; leave modules without parameters out of the block",
+        )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(
@@ -90,18 +102,12 @@ def _check_tensors(model: nn.Module) -> None:
 
 
 def _check_not_in_block(model: nn.Module) -> None:
-    if route_of(model) is not None:
-        raise ConfigError(
-            f"parallel_model({type(model).__name__}) inside a parallel_model block of the same model",
-            why="the model already runs in parallel",
-            fix="drop the inner block",
-        )
     other = overlapping_route(model)
     if other is not None:
         raise ConfigError(
-            f"{type(model).__name__} shares parts with {type(other.model).__name__}, which is in a block",
-            why="each block averages gradients on its own: those of shared parameters would be averaged twice",
-            fix="use one block for both models: with parallel_model(first, second) as (first, second)",
+            f"parallel_model({type(model).__name__}) inside a parallel_model block of {type(other.model).__name__}",
+            why="that block has the model, or parts of it, whose gradients would be averaged twice",
+            fix="drop the inner block, or use one block for both: with parallel_model(first, second)",
         )
 
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from parallelize import SyncError
-from parallelize.runtime.weighted_backward import BatchWeight, weigh_batches
+from parallelize.runtime.batch_weights import BatchWeight, weigh_batches
+
+
+def of_batch(value):
+    """Return the weight of a loader that has yielded one batch."""
+    weight = BatchWeight()
+    weight.start_batch(value)
+    return weight
 
 
 class Marked(torch.Tensor):
@@ -28,7 +35,7 @@ def test_every_kind_of_backward_is_weighted():
     original = torch.autograd.backward
     for call in calls:
         x = torch.zeros(3, requires_grad=True)
-        with weigh_batches(BatchWeight(0.25)):
+        with weigh_batches(of_batch(0.25)):
             call(x)
         assert x.grad.tolist() == [0.5] * 3
     assert torch.autograd.backward is original
@@ -39,7 +46,7 @@ def test_accumulated_gradients_keep_their_own_weights():
     current, x = BatchWeight(), torch.zeros(1, requires_grad=True)
     with weigh_batches(current):
         for value in (0.5, 0.25, 0.0):
-            current.value = value
+            current.start_batch(value)
             x.sum().backward()
     assert x.grad.item() == 0.75
 
@@ -64,7 +71,7 @@ class Recomputed(torch.autograd.Function):
 def test_a_backward_inside_a_backward_is_not_weighted_twice():
     """The inner one starts from a gradient that is already weighted."""
     x = torch.ones(2, requires_grad=True)
-    with weigh_batches(BatchWeight(0.5)):
+    with weigh_batches(of_batch(0.5)):
         Recomputed.apply(x).sum().backward()
     assert x.grad.tolist() == [1.0, 1.0]
 
@@ -79,18 +86,19 @@ def test_a_backward_inside_a_backward_is_not_weighted_twice():
 )
 def test_a_root_without_a_gradient_is_still_torchs_error(refused, message):
     """A loss of several values, a complex one, and too few gradients are refused with torch's messages."""
-    with weigh_batches(BatchWeight(0.5)), pytest.raises(RuntimeError, match=message):
+    with weigh_batches(of_batch(0.5)), pytest.raises(RuntimeError, match=message):
         refused(torch.zeros(2, requires_grad=True))
 
 
 def test_two_weights_at_once_are_refused():
-    """A loss from two weighted loaders has no weight, unless their weights are equal."""
+    """A loss from batches of two loaders has no weight, unless their weights are equal."""
     x = torch.zeros(1, requires_grad=True)
-    first, second = BatchWeight(0.5), BatchWeight(0.5)
+    first, second = of_batch(0.5), of_batch(0.5)
     with weigh_batches(first), weigh_batches(second):
         x.sum().backward()
         assert x.grad.item() == 0.5
-        second.value = 2.0
+        first.start_batch(0.5)
+        second.start_batch(2.0)
         with pytest.raises(SyncError, match=r"two loaders, of weights 0\.5 and 2\.0"):
             x.sum().backward()
 

@@ -1,0 +1,138 @@
+"""How losses weigh: by rank, as a sum, or by the number of targets that each averages over.
+
+A backward pass has, on rank r of W, a loss that is a mean over c[r] targets, with gradient g[r]:
+
+    average="ranks"     1/W sum_r  g[r]                       as DistributedDataParallel averages
+    average="sum"           sum_r  g[r]
+    average="tokens"        sum_r  g[r] c[r] / sum_r c[r]     the mean over the targets of all ranks
+
+Each pass is weighted alone, at its start, so that accumulated passes add up as in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallelize.errors import ConfigError
+from parallelize.hang_detection.stack_frames import user_stacklevel
+from parallelize.runtime.autograd_graph import mark_outputs, reaches_any
+from parallelize.runtime.batch_weights import Weight, batch_weight, weighted
+from parallelize.runtime.context import Runtime
+from parallelize.runtime.loss_counts import MODELS_KEY, loss_counts, models_reached, required_count
+from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
+
+__all__ = ["Average", "Averaging"]
+
+Average = Literal["ranks", "sum", "tokens"]
+
+
+class Averaging:
+    """Weights the backward passes of one block.
+
+    Args:
+        average: the option of the block.
+        run: the run in this process.
+        models: the models of the block.
+
+    Attributes:
+        marks: whether outputs of models are marked, so that the losses computed from them are known.
+    """
+
+    def __init__(self, average: Average, *, run: Runtime, models: Sequence[nn.Module]) -> None:
+        self._average, self._run, self._models = average, run, models
+        self._size = run.world.world_size
+        self.marks = self._size > 1 or average == "tokens"
+        self._subscription = contextlib.ExitStack()
+        self._weight: Weight | None = None  # of the latest loss
+        self._count: Any = None  # of the first step's latest loss, for average="ranks"
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Weight backward passes in the context."""
+        with self._subscription:
+            if self.marks:
+                self._subscription.enter_context(subscribed(Order.WEIGH, self._weigh))
+            yield
+
+    def mark(self, output: Any, inputs: Any) -> None:
+        """Store in the graph of a forward's output that it is one of this block."""
+        mark_outputs(output, inputs=inputs, key=MODELS_KEY, owner=self)
+
+    def require_patched(self) -> None:
+        """Refuse a backward pass that this object has not seen, if it would have weighted the loss.
+
+        Raises:
+            ConfigError: it would.
+        """
+        if (self._average != "ranks" and self._size > 1) or batch_weight() != 1.0:
+            raise ConfigError(
+                "a backward pass that did not start at loss.backward() or torch.autograd.backward()",
+                why="its function was imported before the block, which weights losses, so the gradients are those of "
+                "an unweighted loss",
+                fix="call loss.backward(), or torch.autograd.backward(...) by this name",
+            )
+
+    def loss_weight(self) -> Weight:
+        """Return the weight of this rank's latest loss in the mean over the ranks."""
+        return batch_weight() if self._weight is None else self._weight
+
+    def _weigh(self, each: Pass, run: Run) -> None:
+        self._weight = None
+        if not self._is_of_block(each.roots):
+            run(each)
+        elif self._average == "ranks":
+            counts: list[Any] = [found.count for found in loss_counts(each.roots) if found.count is not None]
+            weight = batch_weight()  # that of a batch makes up for a smaller count
+            self._count = counts[0] / weight if counts and weight else None
+            run(each)
+        else:
+            self._weight = self._weight_of(each.roots)
+            run(weighted(each, self._weight))
+
+    def _is_of_block(self, roots: Roots) -> bool:
+        if models_reached(roots, among=[self]):
+            return True
+        # E.g. of a submodule, or a method that is not routed: the search goes through the whole graph.
+        parameters = (parameter for model in self._models for parameter in model.parameters())
+        return self._average != "ranks" and reaches_any(roots, parameters)
+
+    def _weight_of(self, roots: Roots) -> Weight:
+        if self._average == "sum":
+            return float(self._size) if batch_weight() else 0.0
+        with torch.no_grad():
+            count: Any = required_count(roots).count if batch_weight() else 0.0
+            if self._size == 1:
+                return 1.0
+            total = torch.as_tensor(count, dtype=torch.float64).to(self._run.device, copy=True)
+            dist.all_reduce(total)  # the only communication: one number per backward pass
+            # The total is 0 if the targets of all ranks are ignored.
+            weight: torch.Tensor = count * self._size / total.clamp(min=1e-9)
+            return weight
+
+    def compare_counts(self) -> None:
+        """Warn if the losses of the first step average over different numbers of targets on the ranks."""
+        if self._average != "ranks":
+            return
+        self.marks = False
+        self._subscription.close()
+        bounds = torch.full((2,), -math.inf, dtype=torch.float64, device=self._run.device)
+        if self._count is not None:
+            bounds[0], bounds[1] = self._count, -self._count
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        most, least = bounds[0].item(), -bounds[1].item()
+        if math.isfinite(most) and most > least * (1 + 1e-6) and self._run.world.is_main:
+            warnings.warn(
+                f"losses average over different numbers of targets: {least:g} to {most:g} on different ranks in the "
+                "first step. Gradients are averaged with equal weights, so that a target in a small batch counts up "
+                f"to {most / max(least, 1):.3g} times as much as another, unlike in one batch of one process. "
+                "parallel_model(model, average='tokens') weights them by the number of targets.",
+                stacklevel=user_stacklevel(),
+            )

@@ -1,0 +1,258 @@
+"""One parallel_model block: its models routed to their engines, and what averages and checks them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from parallelize.backends.broadcast import broadcast_from_rank_0
+from parallelize.block.averaging import Average, Averaging
+from parallelize.block.models import methods_of
+from parallelize.block.reducer import Reducer
+from parallelize.block.same_data import SameData
+from parallelize.block.verification import Verification
+from parallelize.errors import SyncError
+from parallelize.plugins.base import Engine, Inner, Reduction, Session
+from parallelize.runtime.autograd_graph import grad_fns_of, gradient_version
+from parallelize.runtime.batch_weights import open_loaders, weigh_outputs
+from parallelize.runtime.containers import map_leaves
+from parallelize.runtime.context import Runtime
+from parallelize.runtime.rank_comparison import require_same_model
+from parallelize.runtime.rank_consistency import pending_checks, run_checks
+from parallelize.runtime.startup_summary import StartupSummary
+from parallelize.runtime.torch_compile import traceable
+from parallelize.torch_patches.backward import Order, at_end_of_backward, subscribed
+from parallelize.torch_patches.forward import (
+    Route,
+    packed_lengths_on_cpu,
+    routed_models,
+    watching_registrations,
+)
+
+__all__ = ["Block"]
+
+
+_series = itertools.count()  # of the models of all blocks, which all ranks enter in one order
+
+
+class Block:
+    """The models of one block.
+
+    Args:
+        run: runtime of this process: config, world and device.
+        models: those that were passed, with a LeafTensor for each tensor.
+        session: mixed precision of the block.
+        average: how gradients of the ranks are averaged.
+        buffers: whose floating buffers all ranks get; None: rank 0's, with a warning if others differ.
+        methods: names of methods that are routed beside forward.
+        build: builds the engine of a model.
+    """
+
+    def __init__(
+        self,
+        run: Runtime,
+        models: Sequence[nn.Module],
+        *,
+        session: Session,
+        average: Average,
+        buffers: Any,
+        methods: Sequence[str],
+        build: Callable[[Inner], Engine],
+    ) -> None:
+        self.run, self.session, self.models = run, session, models
+        self.build, self._methods, self._average, self._buffers = build, methods, average, buffers
+        self.averaging = Averaging(average, run=run, models=models)
+        self.summary = StartupSummary(run)
+        # Models of an inner block may be called with equal inputs, such as features of all ranks.
+        self.same_data = SameData(run, models, is_over=run.world.world_size == 1 or bool(routed_models()))
+        self.reducer: Reducer | None = None
+        self.is_over = False
+        self._routed: list[_RoutedModel] = []
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Route the models to their engines inside the context; restore plain models at its end."""
+        with contextlib.ExitStack() as stack:
+            if self.run.device.type != "cpu":
+                stack.enter_context(packed_lengths_on_cpu())
+            for model in self.models:
+                self._routed.append(_RoutedModel(self, self._inner(model)))
+                stack.enter_context(self._routed[-1].running())
+            if self.run.world.world_size > 1:
+                self._verify(stack)
+            stack.enter_context(self.averaging.active())
+            yield
+        self.is_over = True
+
+    def _inner(self, model: nn.Module) -> Inner:
+        originals = {name: traceable(each) for name, each in methods_of(model, self._methods).items()}
+        return Inner(
+            model,
+            original_methods=originals,
+            session=self.session,
+            average=self._average,
+            buffer_source=self._buffers or "rank0",
+        )
+
+    def _verify(self, stack: contextlib.ExitStack) -> None:
+        """Average and verify, until the stack is closed, what each rank holds a copy of."""
+        reduced = self._reduced()
+        if reduced:
+            self.reducer = Reducer(reduced, before_unpatched=self.averaging.require_patched)
+            stack.callback(self.reducer.close)
+            stack.enter_context(subscribed(Order.REDUCE, self.reducer.around_backward))
+        verification = Verification(
+            self.run,
+            lambda: [each.inner.model for each in self._routed if each.engine.is_replica],
+            reducer=self.reducer,
+            warns_of_buffers=not self._buffers and getattr(self.run.config.backend, "broadcast_buffers", True),
+            loss_weight=self.averaging.loss_weight,
+            before_first_step=self._compare_first_step,
+        )
+        stack.enter_context(verification.active())
+
+    def _compare_first_step(self) -> None:
+        self.same_data.compare()
+        self.averaging.compare_counts()
+
+    def _reduced(self) -> list[tuple[nn.Module, Reduction]]:
+        return [(each.inner.model, each.engine.reduction) for each in self._routed if each.engine.reduction is not None]
+
+    def refresh(self) -> None:
+        """Follow parameters that were added or replaced."""
+        if self.reducer is not None:
+            self.reducer.refresh(self._reduced())
+        self.session.bind(self.models)
+
+
+class _RoutedModel:
+    """One model of a block, with its engine.
+
+    Args:
+        block: the block.
+        inner: calls the user's forward.
+    """
+
+    def __init__(self, block: Block, inner: Inner) -> None:
+        self._block, self.inner, self.engine = block, inner, block.build(inner)
+        self.session = block.session
+        self._changes: list[str] = []  # names of submodules and parameters that were added or replaced
+        self._forwards, self._series = 0, next(_series)
+        is_moved = not self.engine.moves_inputs and block.run.device.type != "cpu"
+        self._device = block.run.device if is_moved else None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Route calls of the model inside the context, and close its engine at the end."""
+        block, inner = self._block, self.inner
+        route = Route(
+            inner.model,
+            inner.original_methods,
+            call=self._call,
+            bind=inner.bind_method,
+            owner=self,
+        )
+        block.summary.add_model(inner.model, self.engine)
+        failed = True
+        try:
+            route.install()
+            with watching_registrations(self._on_registered):
+                yield
+            failed = False
+        finally:
+            route.uninstall()
+            self.engine.close(failed=failed)
+
+    def _on_registered(self, module: nn.Module, name: str, value: Any) -> None:
+        is_part = any(each is module for each in self.inner.model.modules())
+        if is_part and getattr(module, name, None) is not value:
+            is_new = isinstance(value, nn.Module) or name not in module._parameters
+            if is_new or self.engine.keeps_parameters:  # an engine that replaces parameters does it itself
+                self._changes.append(name)
+
+    def _call(self, method: str, args: Any, kwargs: Any) -> Any:
+        is_recording = torch.is_grad_enabled()
+        if is_recording:
+            self._before_forward((args, kwargs))
+        if self._device is not None:
+            args, kwargs = map_leaves(self._to_device, (args, kwargs))
+        self.inner.__dict__["method"] = method  # nn.Module.__setattr__ is slow
+        module = self.engine.module if is_recording else self.engine.local
+        output = self._block.session.route(module, *args, **kwargs)
+        if is_recording and (self._block.averaging.marks or self._block.run.world.world_size > 1):
+            with torch._C.DisableTorchFunction():  # modes of the user and of amp have nothing to do with it
+                self._after_forward(output, (args, kwargs))
+        return output
+
+    def _to_device(self, leaf: Any) -> Any:
+        is_movable = isinstance(leaf, (torch.Tensor, PackedSequence))
+        return leaf.to(self._device, non_blocking=True) if is_movable else leaf
+
+    def _before_forward(self, inputs: Any) -> None:
+        block = self._block
+        if not block.same_data.is_over:
+            block.same_data.add(inputs)
+        if not block.summary.is_over:
+            block.summary.log_once()
+        if self._changes:
+            self._follow_changes()
+        self._forwards += 1
+        if pending_checks and self.engine.reduction is not None:
+            run_checks(f"{self._series}/{self._forwards}")
+
+    def _follow_changes(self) -> None:
+        """Hook parameters that were added or replaced, which all ranks get from rank 0."""
+        model, run, names = self.inner.model, self._block.run, ", ".join(self._changes[:3])
+        if not self.engine.keeps_parameters:
+            raise SyncError(
+                f"{type(model).__name__} has changed: {names} was added or replaced",
+                why=f"{run.config.backend.name} has sharded or placed its parameters at the entry of the block",
+                fix="change the model before the block, or leave the block and enter it again",
+            )
+        self._changes.clear()
+        model.to(run.device)
+        reducer = self._block.reducer
+        if reducer is not None and self.engine.reduction is not None:
+            require_same_model(model)
+            broadcast_from_rank_0([each for each in model.parameters() if id(each) not in reducer.slots])
+        self._block.refresh()
+
+    def _after_forward(self, output: Any, inputs: Any) -> None:
+        is_one = type(output) is torch.Tensor and output.grad_fn is not None
+        nodes = [output.grad_fn] if is_one else grad_fns_of(output)
+        if self._block.averaging.marks:
+            self._block.averaging.mark(output, inputs)
+        if len(open_loaders) > 1:
+            weigh_outputs(nodes, inputs)
+        for node in nodes if self._block.reducer is not None else ():
+            node.register_prehook(self._require_in_block)
+
+    def _require_in_block(self, _gradients: Any) -> None:
+        if self._block.is_over:
+            before = self._gradients()
+            at_end_of_backward(lambda: self._refuse_if_changed(before))
+
+    def _gradients(self) -> list[Any]:
+        gradients = [each.grad for each in self.inner.model.parameters()]
+        return [None if each is None else gradient_version(each) for each in gradients]
+
+    def _refuse_if_changed(self, before: list[Any]) -> None:
+        if self._gradients() != before:
+            raise SyncError(
+                f"backward after the parallel_model block, of a forward of {type(self.inner.model).__name__} inside it",
+                why="gradients are averaged over the ranks in the block only",
+                fix="put the whole loop inside the block: with parallel_model(model): for x, y in loader: ...",
+            )
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which backward leaves gradients local."""
+        reducer = self._block.reducer
+        if reducer is not None and self.engine.reduction is not None:
+            return reducer.no_sync(self.inner.model)
+        return self.engine.no_sync()

@@ -1,0 +1,233 @@
+"""Proof that the ranks train one model: at the entry, at steps where it is needed, and at the end.
+
+A gradient that the reducer has averaged is known to be equal on all ranks. Any other one that an
+optimizer uses (assigned, of torch.autograd.grad, of a tensor in no block) is compared at the step.
+What no gradient shows (noise, weights written by hand) is compared at the end of the block, and every
+`verify_every` steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.block.reducer import Reducer, Slot
+from parallelize.collectives import all_reduce
+from parallelize.errors import SyncError
+from parallelize.hang_detection.stack_frames import user_stacklevel
+from parallelize.runtime.batch_weights import Weight
+from parallelize.runtime.containers import map_leaves
+from parallelize.runtime.context import Runtime, is_capturing
+from parallelize.runtime.rank_comparison import Meeting, differences, flat_fingerprint, largest_difference
+from parallelize.torch_patches.backward import is_in_backward
+from parallelize.torch_patches.forward import routed_models
+from parallelize.torch_patches.step import Closure, after_step, before_step, change_closure
+
+__all__ = ["Verification"]
+
+_params = itemgetter("params")
+_MARK = "_parallelize_is_averaged"
+
+
+class Verification:
+    """Checks of one block over several ranks.
+
+    Args:
+        run: the run in this process.
+        models: returns those of which each rank holds a copy.
+        reducer: averages their gradients; None: there are none.
+        warns_of_buffers: whether to warn of buffers that differ.
+        loss_weight: returns the weight of this rank's latest loss in the mean over the ranks.
+        before_first_step: called before the first optimizer step.
+    """
+
+    def __init__(
+        self,
+        run: Runtime,
+        models: Callable[[], Sequence[nn.Module]],
+        *,
+        reducer: Reducer | None,
+        warns_of_buffers: bool,
+        loss_weight: Callable[[], Weight],
+        before_first_step: Callable[[], None],
+    ) -> None:
+        self._run, self._models, self._reducer = run, models, reducer
+        self._warns_of_buffers, self._loss_weight = warns_of_buffers, loss_weight
+        self._before_first_step: Callable[[], None] | None = before_first_step
+        self._steps, self._verify_every = 0, run.config.verify_every
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Check the optimizer steps in the context, and the models at its end, unless it raises."""
+        with before_step(self._before_step), after_step(self._after_step):
+            yield
+        if self._reducer is not None:
+            self._reducer.finish_unpatched()
+        self._compare_parameters("at the end of the block")
+        buffers = _named(self._models(), nn.Module.named_buffers) if self._warns_of_buffers else []
+        found = _different([each for each in buffers if each[1].is_floating_point()])
+        if found and self._run.world.is_main:
+            warnings.warn(
+                f"buffers differ between the ranks, and rank 0's are kept: {_listed(found)}. Each rank has "
+                "updated its own from its part of the batch. parallel_model(model, buffers='mean') keeps "
+                "their mean, buffers='rank0' keeps rank 0's without this warning.",
+                stacklevel=user_stacklevel(),
+            )
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        slots, unknown, is_of_block = self._held_by(optimizer)
+        if slots and is_in_backward():
+            raise SyncError(
+                f"{type(optimizer).__name__}.step() inside backward, on parameters of a parallel_model block",
+                why="the averaging of gradients over the ranks is complete only when backward ends",
+                fix="call step() after backward(), not from a hook in it",
+            )
+        if self._before_first_step is not None and is_of_block and not is_capturing():
+            self._before_first_step()
+            self._before_first_step = None
+        if len(args) > 1 or kwargs:
+            changed = change_closure(functools.partial(self._checked, optimizer), args, kwargs)
+            if changed is not None:
+                return changed
+        self._check(optimizer, slots, unknown)
+        return None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not self._held_by(optimizer)[2]:
+            return
+        self._steps += 1
+        if self._reducer is not None:
+            self._reducer.steps = self._steps
+        if self._verify_every and self._steps % self._verify_every == 0:
+            self._compare_parameters(f"after {self._steps} optimizer steps")
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> tuple[list[Slot], list[Any], bool]:
+        """Return what an optimizer holds: parameters of the reducer, tensors in no block, and whether any is in one.
+
+        Master parameters of Apex are in no block, too.
+        """
+        tensors = list(chain.from_iterable(map(_params, optimizer.param_groups)))
+        known = {} if self._reducer is None else self._reducer.slots
+        unknown = [each for each in tensors if id(each) not in known]
+        if unknown:
+            inside = {id(each) for model in routed_models() for each in model.parameters()}
+            # A DTensor is the shard of a model in a block.
+            unknown = [each for each in unknown if id(each) not in inside and not hasattr(each, "full_tensor")]
+        slots = [known[id(each)] for each in tensors if id(each) in known]
+        return slots, unknown, len(unknown) < len(tensors)
+
+    def _checked(self, optimizer: torch.optim.Optimizer, closure: Closure) -> Closure:
+        """Return a closure whose gradients are checked, and whose value is averaged over the ranks.
+
+        A line search compares losses. Ranks that compare their own losses would take other steps, or
+        evaluate the closure another number of times and then wait for each other.
+        """
+
+        @functools.wraps(closure)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            value, (slots, unknown, is_of_block) = closure(*args, **kwargs), self._held_by(optimizer)
+            self._check(optimizer, slots, unknown)
+            # An optimizer may pass its closure on to another one; `wraps` copies the mark.
+            is_averaged = is_of_block and not hasattr(closure, _MARK)
+            return map_leaves(self._mean, value) if is_averaged else value
+
+        checked.__dict__[_MARK] = True
+        return checked
+
+    def _mean(self, value: Any) -> Any:
+        """Return the mean of a loss over the ranks, weighted as the gradients are; other values unchanged.
+
+        The gradient of a tensor flows to this rank's loss: some optimizers call backward on it.
+        """
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            averaged = value.clone()
+            averaged.detach().copy_(all_reduce(value.detach() * self._loss_weight()))
+            return averaged
+        return all_reduce(value * float(self._loss_weight())) if isinstance(value, float) else value
+
+    def _check(self, optimizer: torch.optim.Optimizer, slots: list[Slot], unknown: list[Any]) -> None:
+        """Compare the gradients that the reducer has not averaged across the ranks.
+
+        Raises:
+            SyncError: one differs.
+        """
+        name = type(optimizer).__name__
+        suspects = [(f"a tensor of shape {tuple(each.shape)} in {name}", each) for each in unknown]
+        if self._reducer is not None and slots:
+            self._reducer.finish_unpatched()
+            wrong = {slot for slot in slots if slot.parameter.grad is not slot.averaged()}
+            # In the reducer's order: an optimizer that was given a set has another order on each rank.
+            ordered = self._reducer.slots.values() if wrong else ()
+            suspects += [(slot.name, slot.parameter) for slot in ordered if slot in wrong]
+        suspects = [each for each in suspects if each[1].grad is not None]
+        if not suspects or is_capturing():
+            return
+        what = _listed(suspects, 1)
+        absent = Meeting(f"{name}.step with the gradient of {what}").wait()
+        if absent:
+            raise _not_averaged(what, f"and cannot be compared: {absent}", is_unknown=False)
+        for index, rank in differences([each.grad for _, each in suspects]):
+            found = f"it differs between rank 0 and rank {rank}"
+            what, tensor = suspects[index]
+            raise _not_averaged(what, found, is_unknown=any(tensor is each for each in unknown))
+
+    def _compare_parameters(self, when: str) -> None:
+        """Compare the parameters across the ranks: one collective of 16 bytes.
+
+        Raises:
+            SyncError: some differ.
+        """
+        parameters = _named(self._models(), nn.Module.named_parameters)
+        wrong = _different(parameters)
+        if wrong:
+            shown = [f"{name} by up to {largest_difference(each):.3g}" for name, each in wrong[:3]]
+            raise SyncError(
+                f"{len(wrong)} of {len(parameters)} parameters differ between the ranks {when}: {', '.join(shown)}",
+                why="code that only some ranks run, or that draws random numbers, has changed gradients "
+                "after their averaging, or the parameters themselves",
+                fix="make the same changes on every rank, with numbers that are equal on all of them "
+                "(parallelize.all_reduce, generators with equal seeds); verify_every=1 finds the step",
+            )
+
+
+def _not_averaged(name: str, found: str, *, is_unknown: bool) -> SyncError:
+    why = (
+        "it was assigned, computed by torch.autograd.grad, or accumulated under no_sync or on some ranks only: "
+        "backward on all ranks, in the block and outside of no_sync, averages what it accumulates"
+    )
+    fix = "call backward on every rank, or average the gradient with parallelize.all_reduce before the step"
+    if is_unknown:
+        why = "the tensor belongs to no parallel_model block"
+        fix = (
+            "pass it, or its module, to the block: parallel_model(model, tensor); step what each rank trains for "
+            "itself outside of the block"
+        )
+    return SyncError(f"the gradient of {name} is not averaged over the ranks: {found}", why=why, fix=fix)
+
+
+_Named = tuple[str, torch.Tensor]
+
+
+def _named(models: Iterable[nn.Module], parts: Callable[[nn.Module], Iterable[_Named]]) -> list[_Named]:
+    return [(f"{name} of {type(model).__name__}", each) for model in models for name, each in parts(model)]
+
+
+def _different(named: Sequence[_Named]) -> list[_Named]:
+    """Return the tensors that differ across the ranks."""
+    tensors = [each for _, each in named]
+    if not tensors or not any(differences([flat_fingerprint(tensors)])):
+        return []
+    return [named[index] for index, _ in differences(tensors)]
+
+
+def _listed(named: Sequence[_Named], most: int = 3) -> str:
+    more = f" and {len(named) - most} more" if len(named) > most else ""
+    return ", ".join(name for name, _ in named[:most]) + more

@@ -1,0 +1,177 @@
+"""Weights of batches: a backward pass starts from the weight of its batch instead of 1.
+
+Process `r` of `W` has `c_r` samples, and the gradient `g_r` of their mean loss. Gradients are averaged
+over processes, so the weights `w_r` are:
+
+    mean over all samples  =  sum_r c_r g_r / sum_r c_r  =  1/W sum_r w_r g_r    with  w_r = W c_r / sum_r c_r
+
+Nothing else changes: gradient accumulation, all engines and all optimizers work as before. The mean of
+the `w_r` is 1, so that regularization of parameters stays correct. All processes make the same steps
+with the same gradients, so they cannot diverge, as they can under torch's `Join`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from parallelize.errors import ConfigError, SyncError
+from parallelize.runtime.autograd_graph import scaled_start
+from parallelize.runtime.containers import leaves
+from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
+
+__all__ = ["BatchWeight", "Weight", "batch_weight", "open_loaders", "weigh_batches", "weigh_outputs", "weighted"]
+
+Weight = float | torch.Tensor
+
+
+class BatchWeight:
+    """The gradient weight of a loader's latest batch.
+
+    Attributes:
+        value: the weight; 1 if all processes have equally many samples.
+        is_new: whether no backward pass was made since the batch was taken, with gradients enabled.
+    """
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+        self.is_new = False
+        self.storages: set[int] = set()  # of the tensors of the batch
+        self._had_any_backward = self._is_batch_skipped = self._is_ambiguous = False
+
+    def start_batch(self, value: float, batch: Any = None) -> None:
+        """Set the weight of a batch that the loader is about to yield."""
+        if not any(each.is_new for each in open_loaders):
+            _is_weighted.clear()
+        self.storages = _storages(batch)
+        self._is_batch_skipped |= self.is_new
+        self._is_ambiguous |= self._is_batch_skipped and value != self.value
+        self.value, self.is_new = value, torch.is_grad_enabled()
+
+    def start_backward(self) -> None:
+        """Record a backward pass of the latest batch.
+
+        Raises:
+            SyncError: the backward pass may belong to an earlier batch, with another weight.
+        """
+        if self._is_ambiguous:
+            raise _batch_taken_ahead_error(
+                "a batch was taken before the backward pass of the previous one, and their weights differ"
+            )
+        self.is_new, self._had_any_backward = False, True
+
+    def end_epoch(self) -> None:
+        """Record that the loader is exhausted.
+
+        Raises:
+            SyncError: the last batch has a weight other than 1, and no backward pass yet.
+        """
+        if self._had_any_backward and self.is_new and self.value != 1.0:
+            raise _batch_taken_ahead_error("the loader was exhausted before the backward pass of the last batch")
+
+
+def _batch_taken_ahead_error(what: str) -> SyncError:
+    return SyncError(
+        f"tail='weighted': {what}",
+        why="each backward pass uses the weight of the latest batch",
+        fix="take one batch at a time and run its backward pass before taking the next, or use tail='pad'",
+    )
+
+
+# Global, because torch.autograd.backward belongs to the process.
+open_loaders: list[BatchWeight] = []  # that are being iterated
+_of_loss: list[BatchWeight] = []  # those whose batches the latest loss was computed from
+# For each forward since a batch was taken: whether its gradients are weighted by the loader of its inputs.
+_is_weighted: list[bool] = []
+
+
+def _storages(value: Any) -> set[int]:
+    tensors = [each for each in leaves(value) if isinstance(each, torch.Tensor) and each.layout is torch.strided]
+    return {each.untyped_storage().data_ptr() for each in tensors}
+
+
+def weigh_outputs(nodes: Iterable[Any], inputs: Any) -> None:
+    """Weigh the gradients of a forward by the batch of its inputs, if batches of other weights take part in the loss.
+
+    Args:
+        nodes: those of the forward's outputs.
+        inputs: its arguments.
+    """
+    new = [each for each in open_loaders if each.is_new]
+    storages = _storages(inputs) if len({each.value for each in new}) > 1 else set()
+    found = [each.value for each in new if not each.storages.isdisjoint(storages)]
+    _is_weighted.append(len(found) == 1)
+    if len(found) == 1:
+        for node in nodes:
+            node.register_prehook(functools.partial(_scaled, found[0]))
+
+
+def _scaled(weight: float, gradients: Any) -> Any:
+    return tuple([None if each is None else each * weight for each in gradients])
+
+
+def weighted(each: Pass, weight: Weight) -> Pass:
+    """Return a backward pass with its loss multiplied by a weight.
+
+    Raises:
+        ConfigError: the loss has a weight already.
+    """
+    if each.is_weighted:
+        raise ConfigError(
+            "a loss through models of two parallel_model blocks, both with average='sum' or 'tokens'",
+            why="each block would weight the loss",
+            fix="use one block: parallel_model(first, second, average=...)",
+        )
+    if isinstance(weight, float) and weight == 1.0:
+        return replace(each, is_weighted=True)
+
+    def factor(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(weight, dtype=gradient.dtype, device=gradient.device)
+
+    return replace(each, gradients=scaled_start(each.roots, each.gradients, factor), is_weighted=True)
+
+
+def batch_weight() -> float:
+    """Return the weight of the batches from which the latest loss was computed."""
+    values = {each.value for each in _of_loss if each in open_loaders} or {1.0}
+    if len(values) > 1 and _is_weighted and all(_is_weighted):
+        return 1.0  # each forward's gradients are weighted by its own batch
+    if len(values) > 1:
+        raise SyncError(
+            f"a backward pass with batches of two loaders, of weights {' and '.join(map(str, sorted(values)))}",
+            why="the inputs of a forward are not those of one loader's latest batch, so its weight is not known",
+            fix="call the model with each batch as it was taken, or use one tail ('pad' or 'drop') for both loaders",
+        )
+    return values.pop()
+
+
+def _weigh(each: Pass, run: Run) -> None:
+    weight = batch_weight()
+    run(each if each.is_weighted or weight == 1.0 else weighted(each, weight))
+
+
+def _begin(each: Pass, run: Run) -> None:
+    """Find the loaders of a loss: those that have yielded a batch since the latest backward pass."""
+    new = [weight for weight in open_loaders if weight.is_new]
+    if new:
+        _of_loss[:] = new
+    for weight in _of_loss:
+        weight.start_backward()
+    run(each)
+
+
+@contextlib.contextmanager
+def weigh_batches(weight: BatchWeight) -> Iterator[None]:
+    """Start the backward passes in the context from the weight of a loader's latest batch."""
+    with subscribed(Order.BEGIN, _begin), subscribed(Order.WEIGH_BATCH, _weigh):
+        open_loaders.append(weight)
+        try:
+            yield
+        finally:
+            open_loaders.remove(weight)
+            _of_loss[:] = [each for each in _of_loss if each is not weight]

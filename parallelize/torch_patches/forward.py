@@ -1,0 +1,212 @@
+"""Routes of models: methods that are set on a model's instance for the time of a block.
+
+model(x)                              the user's call; the user's forward hooks fire here, once
+└── model.forward (the instance's)    Route: the block chooses the engine
+└── the engine's module           DataParallel, a pipeline, the root of fully_shard, ...
+└── Inner.forward             the precision's context
+└── original forward      the user's code; a call of self.forward in it is not routed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from parallelize.torch_patches.private import replace_attribute
+
+__all__ = [
+    "Route",
+    "SplitAtBuckets",
+    "overlapping_route",
+    "packed_lengths_on_cpu",
+    "route_of",
+    "routed_models",
+    "watching_registrations",
+]
+
+_GETSTATE = "__getstate__"
+
+# Global, because models belong to the process, not to a context or a thread.
+_routes: weakref.WeakSet[Route] = weakref.WeakSet()
+
+
+class _InEngine(threading.local):
+    is_true = False  # whether this thread runs the engine's forward
+
+
+class Route:
+    """Routes calls of one model's methods, from `install` to `uninstall`.
+
+    Args:
+        model: the user's model.
+        methods: name -> the original method; {}: the model is in a block, and not routed.
+        call: runs a routed call, with the method's name and the arguments.
+        bind: returns the original method of this name, bound to the model, a copy or a replica of it.
+        owner: what the block knows of the model: `session`, `engine`, `no_sync()`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        methods: Mapping[str, Callable[..., Any]],
+        *,
+        call: Callable[[str, Any, Any], Any],
+        bind: Callable[[str, nn.Module], Callable[..., Any]],
+        owner: Any,
+    ) -> None:
+        self.model, self.owner = model, owner
+        self._methods, self._call, self._bind = methods, call, bind
+        self._in_engine = _InEngine()
+        self._shadowed: dict[str, Any] = {}
+        self._installed: dict[str, Any] = {}
+
+    def install(self) -> None:
+        """Set the routed methods on the instance, where they take precedence over the class's."""
+        model, functions = self.model, {name: self._routed(name) for name in self._methods}
+        if functions:
+            functions[_GETSTATE] = self._getstate()
+        self._installed = {name: types.MethodType(each, model) for name, each in functions.items()}
+        self._shadowed = {name: model.__dict__[name] for name in functions if name in model.__dict__}
+        model.__dict__.update(self._installed)  # not by setattr: a class may override __setattr__
+        _routes.add(self)
+
+    def uninstall(self) -> None:
+        """Restore the instance's attributes, except methods that the user has replaced meanwhile."""
+        namespace = self.model.__dict__
+        for name, routed in self._installed.items():
+            if namespace.get(name) is routed:
+                del namespace[name]
+                namespace.update({name: self._shadowed[name]} if name in self._shadowed else {})
+        self._installed = {}
+        _routes.discard(self)
+
+    def _routed(self, method: str) -> Callable[..., Any]:
+        """Build the function that replaces a method.
+
+        It has the method's name: bound methods are pickled by name, so that the pickle loads
+        without this package.
+        """
+
+        def forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            # On a copy, after the block and in a nested call: the original.
+            if model is not self.model or not self._installed or self._in_engine.is_true:
+                return self._bind(method, model)(*args, **kwargs)
+            self._in_engine.is_true = True
+            try:
+                return self._call(method, args, kwargs)
+            finally:
+                self._in_engine.is_true = False
+
+        found = self._methods[method]
+        functools.update_wrapper(forward, getattr(found, "__func__", found))
+        forward.__name__ = method
+        forward.__dict__["route"] = self
+        # torch.compile of the model breaks the graph here, and compiles the user's forward inside.
+        disable: Any = torch.compiler.disable
+        routed: Callable[..., Any] = disable(forward, recursive=False)
+        return routed
+
+    def _getstate(self) -> Callable[[nn.Module], Any]:
+        """Build a `__getstate__` that leaves the route out of copies and pickles of the model."""
+
+        def getstate(model: nn.Module) -> Any:
+            shadowed = self._shadowed.get(_GETSTATE)
+            kind: Any = type(model)
+            state = shadowed() if shadowed is not None else kind.__getstate__(model)
+            return self.attributes_without_route(state) if isinstance(state, dict) else state
+
+        getstate.__name__ = _GETSTATE
+        return getstate
+
+    def attributes_without_route(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of the model's `__dict__` with the attributes from before `install`."""
+        kept = {
+            name: value
+            for name, value in state.items()
+            # The latter two are of a sharded model's engine.
+            if value is not self._installed.get(name) and name not in {"__deepcopy__", "__reduce_ex__"}
+        }
+        return {**kept, **self._shadowed}
+
+
+def route_of(model: nn.Module) -> Route | None:
+    """Return the route of a model; None if it is in no block, or is a copy of one that is."""
+    routed = getattr(model.__dict__.get("forward"), "__func__", None)
+    route = getattr(routed, "route", None)
+    return route if isinstance(route, Route) and route.model is model else None
+
+
+def routed_models() -> list[nn.Module]:
+    """Return all models that are in a block."""
+    return [route.model for route in tuple(_routes)]
+
+
+def overlapping_route(model: nn.Module) -> Route | None:
+    """Return the route of a model in a block that shares a module or parameter with `model`."""
+    parts = {id(part) for part in (*model.modules(), *model.parameters())}
+    for route in tuple(_routes):
+        if any(id(part) in parts for part in (*route.model.modules(), *route.model.parameters())):
+            return route
+    return None
+
+
+@contextlib.contextmanager
+def watching_registrations(on_registered: Callable[[nn.Module, str, Any], None]) -> Iterator[None]:
+    """Call `on_registered(module, name, value)` for each submodule or parameter that a module gets.
+
+    torch.func.functional_call and fully_shard write parameters in another way, which is not seen.
+    """
+    with (
+        register_module_module_registration_hook(on_registered),
+        register_module_parameter_registration_hook(on_registered),
+    ):
+        yield
+
+
+class SplitAtBuckets:
+    """A context in which torch.compile splits the graphs of models at buckets of gradients.
+
+    The gradients of a bucket are sent before the next graph computes its own. torch asks the
+    DistributedDataParallel that runs for the size; here, a stand-in answers.
+    """
+
+    def __init__(self, bucket_bytes: float) -> None:
+        self._stand_in: Any = SimpleNamespace(bucket_bytes_cap=max(int(bucket_bytes), 2**20))
+
+    def __enter__(self) -> None:
+        """Set the stand-in."""
+        DistributedDataParallel._active_ddp_module = self._stand_in
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the stand-in: DistributedDataParallel does not run around a block's model."""
+        DistributedDataParallel._active_ddp_module = None
+
+
+@contextlib.contextmanager
+def packed_lengths_on_cpu() -> Iterator[None]:
+    """Let pack_padded_sequence take lengths that were moved to a device with the other inputs.
+
+    It needs them on the CPU. Copying them back waits for the device, as `lengths.cpu()` would.
+    """
+    rnn: Any = torch._VF  # `torch.nn.utils.rnn` looks the function up here
+    original = rnn._pack_padded_sequence
+
+    def pack(data: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:  # noqa: FBT001 - torch's
+        return original(data, lengths.cpu(), batch_first)
+
+    with replace_attribute(rnn, "_pack_padded_sequence", pack):
+        yield

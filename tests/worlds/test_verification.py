@@ -1,0 +1,643 @@
+"""Programs that would train other weights on each rank are told by name; their right counterparts are accepted."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import Mlp
+
+from parallelize import ConfigError, SyncError, all_reduce, distributed, no_sync, parallel_model, rank, save
+
+WORLD = 2
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(WORLD * step + rank()))
+
+
+def square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def mlp() -> Mlp:
+    torch.manual_seed(7)
+    return Mlp()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+# wrong -> trains in a block, and returns what has to be equal on all ranks
+Program = Callable[[bool], Any]
+
+PROGRAMS: dict[str, tuple[Program, str]] = {}
+
+
+def told(message: str) -> Callable[[Program], Program]:
+    """Register a program whose wrong form raises an error with `message`, a pattern."""
+
+    def register(program: Program) -> Program:
+        PROGRAMS[program.__name__] = program, message
+        return program
+
+    return register
+
+
+DIFFER_AT_END = r"of 4 parameters differ between the ranks at the end of the block: .* of Mlp by up to \d"
+NOT_AVERAGED = "{} of Mlp.* is not averaged over the ranks: it differs between rank 0 and rank 1"
+
+
+def fit(model: Any, after_backward: Callable[[int], None], *, steps: int = 7, **options: Any) -> Any:
+    """Train a model, with changes between backward and step; return its weights."""
+    optimizer = sgd(model)
+    with parallel_model(model, **options):
+        for step in range(1, steps + 1):
+            optimizer.zero_grad()
+            square(model(batch(step))).backward()
+            after_backward(step)
+            optimizer.step()
+    return model.state_dict()
+
+
+def add_noise(model: nn.Module, *, wrong: bool) -> None:
+    generator = torch.Generator().manual_seed(rank() if wrong else 0)
+    for each in model.parameters():
+        each.grad.add_(0.1 * torch.randn(each.shape, generator=generator))
+
+
+@told(f"4 {DIFFER_AT_END}.*verify_every=1 finds the step")
+def noise_from_step_5_on(wrong: bool) -> Any:
+    model = mlp()
+    return fit(model, lambda step: add_noise(model, wrong=wrong) if step >= 5 else None)
+
+
+@told("4 of 4 parameters differ between the ranks after 3 optimizer steps: ")
+def noise_at_a_verified_step(wrong: bool) -> Any:
+    model = mlp()
+    return fit(model, lambda step: add_noise(model, wrong=wrong) if step == 3 else None, verify_every=1)
+
+
+@told("1 of 4 parameters differ between the ranks after 4 optimizer steps: encoder.bias of Mlp by up to 0.01")
+def weight_written_between_verified_steps(wrong: bool) -> Any:
+    model = mlp()
+
+    def write(step: int) -> None:
+        model.encoder.bias.data[0] += 1e-2 if step == 3 and (rank() == 1 or not wrong) else 0.0
+
+    return fit(model, write, verify_every=2)
+
+
+@told(f"1 {DIFFER_AT_END}")
+def gradient_of_one_rank_changed(wrong: bool) -> Any:
+    model = mlp()
+
+    def double(step: int) -> None:
+        if step == 5 and (rank() == 1 or not wrong):
+            model.encoder.weight.grad *= 2
+
+    return fit(model, double)
+
+
+@told(f"1 {DIFFER_AT_END}")
+def gradient_of_one_rank_removed(wrong: bool) -> Any:
+    model = mlp()
+
+    def remove(step: int) -> None:
+        if step == 7 and (rank() == 1 or not wrong):
+            model.encoder.weight.grad = None
+
+    return fit(model, remove)
+
+
+@told(f"4 {DIFFER_AT_END}")
+def hand_written_descent_under_no_sync(wrong: bool) -> Any:
+    model = mlp()
+    with parallel_model(model):
+        for step in range(3):
+            model.zero_grad()
+            with no_sync(model) if wrong else contextlib.nullcontext():
+                model.loss(batch(step)).backward()
+            with torch.no_grad():
+                for each in model.parameters():
+                    each.sub_(0.1 * each.grad)
+    return model.state_dict()
+
+
+class Codebook(Mlp):
+    """Its forward moves a frozen parameter to this rank's mean, as that of a VQ-VAE."""
+
+    def __init__(self, *, wrong: bool) -> None:
+        super().__init__()
+        self.book, self.wrong = nn.Parameter(torch.zeros(6), requires_grad=False), wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.book.lerp_(x.mean(0) if self.wrong else all_reduce(x.mean(0)), 0.1)
+        return super().forward(x - self.book)
+
+
+@told("1 of 5 parameters differ between the ranks at the end of the block: book of Codebook by up to ")
+def frozen_parameter_written_in_forward(wrong: bool) -> Any:
+    torch.manual_seed(7)
+    model = Codebook(wrong=wrong)
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], 0.1)
+    with parallel_model(model):
+        square(model(batch(0))).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@told("ranks have made different numbers of optimizer steps")
+def step_skipped(wrong: bool) -> Any:
+    model = mlp()
+    optimizer = sgd(model)
+    with parallel_model(model):
+        for step in range(5):
+            optimizer.zero_grad()
+            square(model(batch(step))).backward()
+            if step != 2 or (wrong and rank() == 0):
+                optimizer.step()
+    return model.state_dict()
+
+
+@told(NOT_AVERAGED.format("encoder.weight"))
+def assigned_gradients(wrong: bool) -> Any:
+    model = mlp()
+    optimizer = sgd(model)
+    with parallel_model(model):
+        found = torch.autograd.grad(square(model(batch(0))), list(model.parameters()))
+        for each, gradient in zip(model.parameters(), found, strict=True):
+            each.grad = gradient if wrong else all_reduce(gradient)
+        optimizer.step()
+    return model.state_dict()
+
+
+@told(NOT_AVERAGED.format("encoder.weight"))
+def gradients_added_to_averaged_ones(wrong: bool) -> Any:
+    model = mlp()
+
+    def add(step: int) -> None:
+        found = torch.autograd.grad(square(model(batch(step + 1))), list(model.parameters()))
+        for each, gradient in zip(model.parameters(), found, strict=True):
+            each.grad = each.grad + (gradient if wrong else all_reduce(gradient))
+
+    return fit(model, add)
+
+
+@told(NOT_AVERAGED.format("head.weight"))
+def gradients_assigned_for_the_second_optimizer(wrong: bool) -> Any:
+    model = mlp()
+    optimizers = sgd(model.encoder), sgd(model.head)
+    with parallel_model(model):
+        found = torch.autograd.grad(square(model(batch(0))), list(model.parameters()))
+        for (name, each), gradient in zip(model.named_parameters(), found, strict=True):
+            each.grad = gradient if wrong and name.startswith("head") else all_reduce(gradient)
+        for each in optimizers:
+            each.step()
+    return model.state_dict()
+
+
+@told(NOT_AVERAGED.format("encoder.weight"))
+def differences_to_a_trained_copy(wrong: bool) -> Any:
+    """Reptile."""
+    model = mlp()
+    optimizer = sgd(model)
+    with parallel_model(model):
+        fast = copy.deepcopy(model)
+        found = torch.autograd.grad(fast.loss(batch(0)), list(fast.parameters()))
+        torch._foreach_sub_([each.data for each in fast.parameters()], found)
+        for slow, other in zip(model.parameters(), fast.parameters(), strict=True):
+            moved = slow.detach() - other.detach()
+            slow.grad = moved if wrong else all_reduce(moved)
+        optimizer.step()
+    return model.state_dict()
+
+
+@told(NOT_AVERAGED.format("encoder.weight"))
+def gradients_from_before_the_block(wrong: bool) -> Any:
+    model = mlp()
+    optimizer = sgd(model)
+    model.loss(batch(0)).backward()
+    with parallel_model(model):
+        if not wrong:
+            optimizer.zero_grad()
+            model.loss(batch(0)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@told(NOT_AVERAGED.format("encoder.weight") + ".*accumulated under no_sync")
+def gradients_of_no_sync_alone(wrong: bool) -> Any:
+    model = mlp()
+    optimizer = sgd(model)
+    with parallel_model(model):
+        with no_sync(model):
+            square(model(batch(0))).backward()
+        if not wrong:
+            square(model(batch(1))).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@told(NOT_AVERAGED.format("encoder.weight"))
+def frozen_with_a_gradient_of_no_sync(wrong: bool) -> Any:
+    model = mlp()
+    optimizer = sgd(model)
+    with parallel_model(model):
+        with no_sync(model):
+            square(model(batch(0))).backward()
+        model.encoder.requires_grad_(False)
+        if not wrong:
+            optimizer.zero_grad()
+        square(model(batch(1))).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@told(NOT_AVERAGED.format("encoder.weight"))
+def closure_under_no_sync(wrong: bool) -> Any:
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with no_sync(model) if wrong else contextlib.nullcontext():
+            loss = square(model(batch(0)))
+            loss.backward()
+        return loss
+
+    with parallel_model(model):
+        optimizer.step(closure=closure)
+    return model.state_dict()
+
+
+class Deaf(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        del closure
+        super().step()
+
+
+@told(NOT_AVERAGED.format("encoder.weight"))
+def closure_that_is_ignored(wrong: bool) -> Any:
+    model = mlp()
+    with parallel_model(model):
+        with no_sync(model) if wrong else contextlib.nullcontext():
+            square(model(batch(0))).backward()
+        Deaf(model.parameters(), 0.1).step(lambda: 0.0)
+    return model.state_dict()
+
+
+@told("the gradient of weight of Embedding is not averaged over the ranks: it differs between rank 0 and rank 1")
+def sparse_gradient_assigned(wrong: bool) -> Any:
+    torch.manual_seed(7)
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer = sgd(model)
+    with parallel_model(model):
+        loss = square(model(torch.arange(3) + rank()))
+        if wrong:
+            (model.weight.grad,) = torch.autograd.grad(loss, [model.weight])
+        else:
+            loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@told(r"the gradient of a tensor of shape \(\) in Adam .*differs between .*parallel_model\(model, tensor\)")
+def tensor_outside_of_the_block(wrong: bool) -> Any:
+    """SAC's log_alpha."""
+    model, temperature = mlp(), torch.zeros((), requires_grad=True)
+    optimizer, of_temperature = sgd(model), torch.optim.Adam([temperature], 0.1)
+    with parallel_model(model):
+        output = model(batch(0))
+        square(output).backward()
+        (temperature * output.detach().mean()).backward()
+        if not wrong:
+            temperature.grad = all_reduce(temperature.grad)
+        optimizer.step()
+        of_temperature.step()
+    return temperature
+
+
+@told(r"the gradient of a tensor of shape \(1, 1\) in SGD.* differs between .*parallel_model\(model, tensor\)")
+def criterion_outside_of_the_block(wrong: bool) -> Any:
+    model, criterion = mlp(), nn.Linear(1, 1)
+    nn.init.ones_(criterion.weight)
+    nn.init.ones_(criterion.bias)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.1)
+    with parallel_model(model) if wrong else parallel_model(model, criterion):
+        square(criterion(model(batch(0)))).backward()
+        optimizer.step()
+    return criterion.state_dict()
+
+
+@told(r"the gradient of a tensor of shape \(1, 1\) in SGD.* differs between ")
+def criterion_outside_of_a_block_of_shards(wrong: bool) -> Any:
+    model, criterion = mlp(), nn.Linear(1, 1)
+    nn.init.ones_(criterion.weight)
+    nn.init.ones_(criterion.bias)
+    with parallel_model(model, backend="fsdp"):
+        optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.1)
+        square(criterion(model(batch(0)))).backward()
+        for each in () if wrong else criterion.parameters():
+            each.grad = all_reduce(each.grad)
+        optimizer.step()
+    return criterion.state_dict()
+
+
+@told(r"parallel_model\(ReLU\), which has no parameters")
+def model_without_parameters(wrong: bool) -> Any:
+    with parallel_model(nn.ReLU() if wrong else mlp()):
+        return None
+
+
+@told(r"SGD.step\(\) inside backward.*call step\(\) after backward")
+def step_in_backward(wrong: bool) -> Any:
+    model = mlp()
+    optimizers = {each: torch.optim.SGD([each], 0.1) for each in model.parameters()}
+    with parallel_model(model):
+        for each in model.parameters() if wrong else ():
+            each.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
+        square(model(batch(0))).backward()
+        for each in optimizers.values():
+            each.step()
+    return model.state_dict()
+
+
+@told(r"backward after the parallel_model block, of a forward of Mlp inside it.*the whole loop inside the block")
+def backward_after_the_block(wrong: bool) -> Any:
+    model = mlp()
+    with parallel_model(model):
+        loss = square(model(batch(0)))
+        if not wrong:
+            loss.backward()
+    if wrong:
+        loss.backward()
+    return [each.grad for each in model.parameters()]
+
+
+@told(r"Mlp on rank 1 has head.weight \(trained, \(2, 8\)")
+def another_shape(wrong: bool) -> Any:
+    model = mlp()
+    model.head = nn.Linear(8, 1 + rank() if wrong else 2)
+    with parallel_model(model):
+        return model.state_dict()
+
+
+@told(r"Mlp on rank 1 has extra.weight \(")
+def another_parameter(wrong: bool) -> Any:
+    model = mlp()
+    if rank() == 1 or not wrong:
+        model.extra = nn.Linear(1, 1)
+    with parallel_model(model):
+        return model.state_dict()
+
+
+@told(r"Mlp on rank 1 has encoder.bias \(frozen")
+def another_frozen_parameter(wrong: bool) -> Any:
+    model = mlp()
+    model.encoder.bias.requires_grad_(rank() == 0 and wrong)
+    with parallel_model(model):
+        return model.state_dict()
+
+
+@told(r"Mlp on rank 1 has table \(buffer")
+def another_buffer(wrong: bool) -> Any:
+    model = mlp()
+    if rank() == 1 or not wrong:
+        model.register_buffer("table", torch.zeros(2))
+    with parallel_model(model):
+        return model.state_dict()
+
+
+def outcome(program: Program, *, wrong: bool) -> Any:
+    """Return what a program returns, or the error that it raises, as text."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of optimizers, and of inputs that are equal
+        try:
+            return program(wrong)
+        except (SyncError, ConfigError) as exc:
+            return f"{type(exc).__name__}: {exc}".replace("\n", " ")
+
+
+def test_what_is_wrong_is_told_and_what_is_right_is_accepted() -> None:
+    """Every check finds the wrong form of its program on all ranks, and lets the right one train equal weights."""
+
+    @distributed(processes=WORLD)
+    def run() -> dict[str, tuple[Any, Any]]:
+        return {
+            name: (outcome(program, wrong=True), outcome(program, wrong=False))
+            for name, (program, _) in PROGRAMS.items()
+        }
+
+    first, second = run.all_ranks()
+    failures: dict[str, Any] = {}
+    for name, (_, message) in PROGRAMS.items():
+        for found in (first[name][0], second[name][0]):
+            if not isinstance(found, str) or not re.search(message, found):
+                failures[f"{name}, wrong"] = found
+        if isinstance(first[name][1], str) or isinstance(second[name][1], str):
+            failures[f"{name}, right"] = first[name][1]
+        else:
+            try:
+                torch.testing.assert_close(first[name][1], second[name][1], rtol=0, atol=0)
+            except AssertionError as exc:
+                failures[f"{name}, right"] = str(exc)
+    assert not failures, "\n".join(f"{name}: {found}" for name, found in failures.items())
+
+
+def test_a_refused_step_leaves_the_weights() -> None:
+    """After the error, and without the gradients, training goes on."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = mlp()
+        optimizer, before = sgd(model), copy.deepcopy(model.state_dict())
+        with parallel_model(model):
+            with no_sync(model):
+                square(model(batch(0))).backward()
+            with pytest.raises(SyncError, match="is not averaged"):
+                optimizer.step()
+            torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+            optimizer.zero_grad()
+            optimizer.step()
+            square(model(batch(1))).backward()
+            optimizer.step()
+
+    run()
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(_: Any, *__: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+def test_a_backward_that_raises_is_forgotten() -> None:
+    """No rank waits for it, its gradients are refused, and the next pass is averaged."""
+
+    @distributed(processes=WORLD)
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        found = []
+        for raises in (True, False):
+            model = mlp()
+            optimizer = sgd(model)
+            with parallel_model(model):
+                for step in range(4):
+                    if raises:
+                        output = model(Raising.apply(batch(9).requires_grad_()))  # after all gradients of the model
+                        with pytest.raises(ZeroDivisionError):
+                            square(output).backward()
+                        if step == 2:
+                            with pytest.raises(SyncError, match="is not averaged"):
+                                optimizer.step()
+                    optimizer.zero_grad()
+                    square(model(batch(step))).backward()
+                    optimizer.step()
+            found.append([each.detach() for each in model.parameters()])
+        return found[0], found[1]
+
+    for with_errors, without in run.all_ranks():
+        torch.testing.assert_close(with_errors, without, rtol=0, atol=0)
+
+
+def extra_backward(model: Any, step: int) -> None:
+    if rank() == 0 and step == 1:
+        model.head.weight.square().sum().backward()
+
+
+def extra_forward_and_backward(model: Any, step: int) -> None:
+    if rank() == 0 and step == 1:
+        square(model(batch(9))).backward()
+
+
+@pytest.mark.parametrize("extra", [extra_backward, extra_forward_and_backward])
+def test_what_only_one_rank_does_is_named_within_seconds(extra: Callable[[Any, int], None]) -> None:
+    """The error says where each rank is, or that their steps differ."""
+
+    @distributed(processes=WORLD)
+    def run() -> None:
+        model = mlp()
+        fit(model, lambda step: extra(model, step))
+
+    started = time.monotonic()
+    with pytest.raises(SyncError, match=r"different collectives|different numbers of optimizer steps|cannot be comp"):
+        run()
+    assert time.monotonic() - started < 60  # with the start of two processes, on a busy machine
+
+
+class Sharpness(torch.optim.Optimizer):
+    """m-SAM: its closure runs with weights that each rank has moved along its own gradient, and moved back then."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:
+        parameters = self.param_groups[0]["params"]
+        before = [each.clone() for each in parameters]
+        for each in parameters:
+            each.add_(each.grad)
+            each.grad = None
+        with torch.enable_grad():
+            closure()
+        for each, old in zip(parameters, before, strict=True):
+            each.copy_(old - 0.1 * each.grad)
+
+
+def test_weights_that_each_rank_perturbs_until_the_step_are_accepted() -> None:
+    """Only what a step leaves is compared."""
+
+    @distributed(processes=WORLD, verify_every=1)
+    def run() -> dict[str, Tensor]:
+        model = mlp()
+        optimizer = Sharpness(model.parameters())
+        with parallel_model(model):
+            for step in range(4):
+                optimizer.zero_grad()
+                with no_sync(model):
+                    square(model(batch(step))).backward()
+                optimizer.step(lambda step=step: square(model(batch(step))).backward())
+        return model.state_dict()
+
+    torch.testing.assert_close(*run.all_ranks(), rtol=0, atol=0)
+
+
+class Tracked(Mlp):
+    """Keeps a running mean of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.5)
+        return super().forward(x)
+
+
+def test_buffers_that_differ_are_rank_0s_with_a_warning_or_their_mean() -> None:
+    """A running mean under buffers="mean" is that of one process; no warning where `buffers=` is given or all agree."""
+
+    @distributed(processes=WORLD)
+    def run() -> list[tuple[Tensor, list[str]]]:
+        found = []
+        for make, buffers in ((Tracked, None), (Tracked, "rank0"), (Tracked, "mean"), (Mlp, None)):
+            torch.manual_seed(7)
+            model = make()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                fit(model, lambda _: None, steps=3, buffers=buffers)
+            messages = [str(each.message) for each in caught if "buffers" in str(each.message)]
+            found.append((getattr(model, "mean", torch.zeros(6)), messages))
+        return found
+
+    expected = torch.zeros(6)
+    for step in (1, 2, 3):
+        both = [
+            torch.randn(4, 6, generator=torch.Generator().manual_seed(WORLD * step + each)) for each in range(WORLD)
+        ]
+        expected.lerp_(torch.cat(both).mean(0), 0.5)
+    first, second = run.all_ranks()
+    for (mean, _), (other, messages) in zip(first, second, strict=True):
+        assert torch.equal(mean, other)
+        assert messages == []  # rank 0 alone warns
+    warned = [messages for _, messages in first]
+    assert len(warned[0]) == 1
+    assert "rank 0's are kept: mean of Tracked." in warned[0][0]
+    assert warned[1:] == [[], [], []]
+    torch.testing.assert_close(first[2][0], expected)
+    assert not torch.allclose(first[0][0], expected, atol=1e-2)
+
+
+def test_a_save_of_parameters_that_differ_is_refused(tmp_path: Path) -> None:
+    """Ranks whose copies of a model differ when they save it get an error, and equal ones a file."""
+    path = tmp_path / "model.pt"
+
+    @distributed(processes=2)
+    def train(changes: float) -> None:
+        model = nn.Linear(4, 1)
+        with parallel_model(model):
+            with torch.no_grad():
+                model.weight.add_(changes * rank())
+            save(path, model=model)
+            with torch.no_grad():
+                model.weight.sub_(changes * rank())
+
+    train(0.0)
+    assert path.exists()
+    with pytest.raises(SyncError, match=r"model \(model, parameters \w{8}\); rank 0 saves"):
+        train(1.0)
