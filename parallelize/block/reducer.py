@@ -35,6 +35,7 @@ from parallelize.errors import SyncError
 from parallelize.plugins.base import Reduction
 from parallelize.runtime.autograd_graph import has_sparse_gradient
 from parallelize.runtime.context import current, is_capturing
+from parallelize.runtime.process_group import separate_gloo_group
 from parallelize.torch_patches.backward import Pass, Run, at_end_of_backward, is_patched
 
 __all__ = ["Reducer", "Slot"]
@@ -139,7 +140,6 @@ class Reducer:
         self._numbers = itertools.count()  # of buckets: hooks keep state by number
         self.slots: dict[int, Slot] = {}
         self._models: dict[int, _Model] = {}
-        self._noted = 0  # how many of them are noted in their buckets
         self._flags_group: Any = None
         self._hooks = contextlib.ExitStack()
         self.before_unpatched, self.steps = before_unpatched, 0
@@ -157,13 +157,13 @@ class Reducer:
                     own.append(slot)
                     self._hooks.callback(_add_hook(each, self._log.append).remove)
             self._models[id(model)] = _Model(model, own, reduction)
-            if reduction.hook is not None and self._flags_group is None:
-                # A hook may run collectives of its own on the default group while backward runs.
-                self._flags_group = dist.new_group(backend="gloo", timeout=current().config.timeout)
+            if reduction.hook is not None:
+                self._flags_group = separate_gloo_group(current().world, current().config.timeout)
 
     def close(self) -> None:
         """Remove the hooks, and the references in cycles: parameters are freed with the last one of the user's."""
         self._log.clear()
+        self._noted = 0  # how many of the log are noted in their buckets
         self._hooks.close()
         for slot in self.slots.values():
             slot.model = slot.bucket = None
@@ -206,10 +206,8 @@ class Reducer:
         if not self._log:
             return
         self._note()
-        leader, entries = (
-            self.slots[id(self._log[0])].model,
-            [each for each in self._models.values() if each.is_reached],
-        )
+        leader = self.slots[id(self._log[0])].model
+        entries = [each for each in self._models.values() if each.is_reached]
         reached = sorted([each for each in entries if not each.is_no_sync], key=lambda each: each is not leader)
         self._leave_local([each for each in entries if each.is_no_sync])
         for entry in reached:

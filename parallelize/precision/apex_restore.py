@@ -45,10 +45,6 @@ class ApexSnapshot:
         masters = {id(parameter): master for master, parameter in self._pairs()}
         return [masters.get(id(each), each) for each in parameters]
 
-    def masters(self) -> dict[int, torch.Tensor]:
-        """Return id of each master parameter -> the model parameter in whose place it is."""
-        return {id(master): parameter for master, parameter in self._pairs() if master is not parameter}
-
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for optimizer, groups in zip(self._optimizers, self._originals, strict=True):
             for group, parameters in zip(optimizer.param_groups, groups, strict=False):

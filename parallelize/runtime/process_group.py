@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import multiprocessing
 import os
 import sys
 import time
@@ -184,21 +183,15 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def separate_gloo_group(world: World) -> Any:
-    """Return a gloo group of all ranks, one for each default group, or None for the default group itself.
+def separate_gloo_group(world: World, timeout: timedelta) -> Any:
+    """Return a gloo group of all ranks beside the default group, one for each default group; all ranks must call this.
 
-    All ranks must call this. It is for DistributedDataParallel, which leaks its process group, with gloo's threads,
-    even after destroy_process_group. Threads of the default group would free tensors of the last collectives while
-    Python finalizes, which aborts the process. Workers started by this package skip finalization; programs started by
-    torchrun or srun do not.
+    Communication hooks may run collectives on the default group while this one tells which gradients ranks have.
     """
-    is_program = multiprocessing.parent_process() is None
-    if not is_program or dist.get_backend() != dist.Backend.GLOO:
-        return None
     default: Any = dist.group.WORLD
     if default not in _separate_groups:
         with _gloo_interface(_reachable(world)):
-            separate: Any = dist.new_group()
+            separate: Any = dist.new_group(backend="gloo", timeout=timeout)
         _separate_groups[default] = separate
     return _separate_groups[default]
 
