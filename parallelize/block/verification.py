@@ -180,12 +180,19 @@ class Verification:
             raise _not_averaged(what, found, is_unknown=any(tensor is each for each in unknown))
 
     def _compare_parameters(self, when: str) -> None:
-        """Compare the parameters across the ranks: one collective of 16 bytes.
+        """Compare the parameters across the ranks: one collective of 16 bytes, for which they meet.
 
         Raises:
-            SyncError: some differ.
+            SyncError: some differ, or a rank never comes.
         """
         parameters = _named(self._models(), nn.Module.named_parameters)
+        absent = Meeting(f"the comparison of parameters {when}").wait() if parameters else ""
+        if absent:
+            raise SyncError(
+                f"the parameters cannot be compared {when}: {absent}",
+                why="the ranks have made different numbers of forward passes, backward passes or steps",
+                fix="make the same ones on every rank: loop over shard_loader, which gives each the same number",
+            )
         wrong = _different(parameters)
         if wrong:
             shown = [f"{name} by up to {largest_difference(each):.3g}" for name, each in wrong[:3]]
