@@ -138,6 +138,13 @@ def _changed_path(before: ProcessState) -> list[str]:
     return [f"sys.path: {each!r} was added or removed" for each in changed]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one process run all tests of a file, which share a module's fixtures, and all that need Slurm's cluster."""
+    for item in items:
+        is_of_cluster = item.path.parent.name == "slurm"
+        item.add_marker(pytest.mark.xdist_group("slurm" if is_of_cluster else item.path.name))
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaks a process, thread, process group, variable, signal handler or entry of sys.path."""
