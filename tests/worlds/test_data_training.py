@@ -398,5 +398,6 @@ def test_a_loss_of_two_loaders_weighs_each_by_its_own():
 
     loaders = DataLoader(labelled, batch_size=8), DataLoader(unlabelled, batch_size=8)
     torch.testing.assert_close(train(together=False), semi_supervised(net(), loaders, together=False))
-    with pytest.raises(SyncError, match=r"batches of two loaders, of weights 0\.857142857\d+ and 1\.0"):
+    either_rank = r"(0\.857142857\d+ and 1\.0|1\.0 and 1\.142857142\d+)"
+    with pytest.raises(SyncError, match=f"batches of two loaders, of weights {either_rank}"):
         train(together=True)
