@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,20 +19,22 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
-    """Return the World that a launcher has set for this process; None if no launcher started it.
+    """Return the World that a launcher has set for this process, or of the process group that the user has initialized.
 
     torchrun's variables come first: it also runs inside Slurm and MPI, whose ranks are then those of its agents.
     mpirun's come before Slurm's: inside a Slurm job srun starts mpirun's daemons, and their processes inherit a
     daemon's SLURM_* values. Flux and Slurm can set PMI_* and PALS_*, too, so they come before PALS. A pod of Kubeflow
     (RANK without LOCAL_RANK, or PET_*) is a node with one process. WORLD_SIZE, MASTER_ADDR, MASTER_PORT and NODE_RANK,
-    which job scripts export, give a process no rank (see `detect_node`). An empty variable counts as unset.
+    which job scripts export, give a process no rank (see `detect_node`). An empty variable counts as unset. Last comes
+    the user's own group, as in processes of torch.multiprocessing.spawn, which are taken to be those of one node.
 
     Args:
         environ: variables of this process, as in os.environ; only read.
 
     Returns:
-        Ranks count from 0; world_size counts processes, not GPUs. The local rank is the launcher's: it cannot be
-        computed from the rank (`srun -m cyclic` distributes ranks round-robin over the nodes).
+        None: no launcher started this process. Ranks count from 0; world_size counts processes, not GPUs. The local
+        rank is the launcher's: it cannot be computed from the rank (`srun -m cyclic` distributes ranks round-robin
+        over the nodes).
 
     Raises:
         ConfigError: a rank without a size or a local rank, a value that is no integer, values that contradict each
@@ -46,11 +49,8 @@ def detect(environ: Mapping[str, str]) -> World | None:
         MPI_LOCALRANKID, MPI_LOCALNRANKS.
     """
     present = _present(environ)
-    for detect_launcher in (_torchrun, *_OTHER_LAUNCHERS, _pod):
-        world = detect_launcher(present)
-        if world is not None:
-            return world
-    return None
+    worlds = (each(present) for each in (_torchrun, *_OTHER_LAUNCHERS, _pod, _users_group))
+    return next(filter(None, worlds), None)
 
 
 def detect_node(environ: Mapping[str, str]) -> Node | None:
@@ -238,6 +238,14 @@ def _slurm(environ: Mapping[str, str]) -> World | None:
         master_port=port,
         num_nodes=num_nodes,
     )
+
+
+def _users_group(_environ: Mapping[str, str]) -> World | None:
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return World(rank, rank, 0, world_size, world_size)
 
 
 _OTHER_LAUNCHERS = (_open_mpi, _mpich, _flux, _slurm, _pals)
