@@ -46,8 +46,8 @@ def _obstacle(x: torch.Tensor, *, accepts_expanded: bool) -> tuple[str, str] | N
         return f"is {x.dtype}", "use int32, int64 or a float type of 16 bits or more"
     if x.is_conj():
         return "is a conjugate view", "use resolve_conj()"
-    if not accepts_expanded and _is_expanded(x):
-        return "is expanded: its elements share memory", "use contiguous()"
+    if not accepts_expanded and torch.empty_like(x, device="meta").stride() != x.stride():
+        return "is a view with gaps, or expanded: its elements share memory", "use contiguous()"
     return None
 
 
@@ -67,7 +67,8 @@ class RegisteredBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._registrations = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+        self.registered = [(module, name) for module in model.modules() for name in module._buffers]
+        self._written = _versions(self._present())
 
     def broadcast(self) -> None:
         """Overwrite the buffers with rank 0's; one collective per dtype and device."""
@@ -84,21 +85,27 @@ class RegisteredBuffers:
         self._send(floating, mean)
 
     def _present(self) -> list[torch.Tensor]:
-        buffers = [registered.get(name) for registered, name in self._registrations]
+        buffers = [module._buffers.get(name) for module, name in self.registered]
         return list({id(each): each for each in buffers if each is not None and not _is_expanded(each)}.values())
 
-    @staticmethod
     @torch.no_grad()
-    def _send(buffers: list[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
+    def _send(self, buffers: list[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
         for _, group in itertools.groupby(sorted(buffers, key=_kind), key=_kind):
-            tensors = [each.detach() for each in group]
+            tensors = list(group)
             flat = torch.cat([each.flatten() for each in tensors])
             collective(flat)
             values = torch.split(flat, [each.numel() for each in tensors])
-            # Batch norm has saved its statistics for a backward that does not use them.
-            with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
+            # A backward may have saved them: constants, which stay as they are, and batch norm's statistics, which it
+            # does not use. What forward has written itself gets another version, so that torch refuses to use it.
+            kept = tuple([each for each in tensors if self._written.get(id(each), (each, -1))[1] == each._version])
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(kept):
                 for each, value in zip(tensors, values, strict=True):
-                    each.copy_(value.view(each.shape))
+                    each.copy_(value.view_as(each))
+        self._written = _versions(buffers)
+
+
+def _versions(tensors: list[torch.Tensor]) -> dict[int, tuple[torch.Tensor, int]]:
+    return {id(each): (each, each._version) for each in tensors}
 
 
 def _kind(tensor: torch.Tensor) -> str:

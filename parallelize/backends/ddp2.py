@@ -38,10 +38,9 @@ class DDP2Backend(DDPOptions):
         """Wrap `inner` in DataParallel over the node's devices, and average over the nodes if there are several."""
         replicated = data_parallel(inner, devices=devices)
         if world.world_size == 1:
-            engine: Engine = LocalEngine(inner) if replicated is inner else DPEngine(replicated)
-        else:
-            engine = ReplicatedEngine(self, replicated, inner=inner, device=devices[0])
-            engine.moves_inputs = replicated is not inner
+            return LocalEngine(inner) if replicated is inner else DPEngine(replicated)
+        engine = ReplicatedEngine(self, replicated, inner=inner, device=devices[0])
+        engine.moves_inputs = replicated is not inner
         return engine
 
 

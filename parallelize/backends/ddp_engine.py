@@ -71,40 +71,10 @@ class DDPOptions(Backend):
         return Reduction(size, DTYPES[self.comm_hook] if self.comm_hook else inner.session.communication_dtype)
 
 
-class _Replica(nn.Module):
-    """Runs a model, and keeps the buffers of its copies on all ranks alike in training.
-
-    Args:
-        module: calls the user's forward.
-        inner: the model, and what `buffers=` says.
-        options: options of the backend.
-    """
-
-    _model: nn.Module
-
-    def __init__(self, module: nn.Module, *, inner: Inner, options: DDPOptions, bucket_bytes: float) -> None:
-        super().__init__()
-        self.module = module
-        self._how, self._split = inner.buffer_source, SplitAtBuckets(bucket_bytes)
-        self._registered = (
-            RegisteredBuffers(inner.model) if options.broadcast_buffers and any(True for _ in inner.buffers()) else None
-        )
-        self.__dict__["_model"] = inner.model  # without registering it a second time
-
-    @override
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        registered = self._registered if self._model.training else None
-        if registered is not None and self._how == "rank0":
-            registered.broadcast()
-        with self._split:
-            output = self.module(*inputs, **kwargs)
-        if registered is not None and self._how == "mean":
-            registered.average()
-        return output
-
-
 class ReplicatedEngine(Engine):
     """Engine of a model that each rank holds; all start from rank 0's parameters and buffers.
+
+    In training, the buffers are kept alike as `buffers=` says.
 
     Args:
         options: options of the backend.
@@ -123,17 +93,32 @@ class ReplicatedEngine(Engine):
         self._changes = contextlib.ExitStack()
         if options.sync_batchnorm:
             self._changes.enter_context(_sync_batchnorm(model, device=device))
-        self._model, self._broadcasts_buffers = model, options.broadcast_buffers
+        self._model, self._how = model, inner.buffer_source if options.broadcast_buffers else None
         broadcast_from_rank_0([*model.parameters(), *model.buffers()])
-        self.local = module
-        self.module = _Replica(module, inner=inner, options=options, bucket_bytes=self.reduction.bucket_bytes)
+        self._split = SplitAtBuckets(self.reduction.bucket_bytes)
+        self.local, self.module = module, self._run
+        self.refresh()
+
+    def _run(self, *inputs: Any, **kwargs: Any) -> Any:
+        how = self._how if self._model.training and self._buffers.registered else None
+        if how == "rank0":
+            self._buffers.broadcast()
+        with self._split:
+            output = self.local(*inputs, **kwargs)
+        if how == "mean":
+            self._buffers.average()
+        return output
+
+    @override
+    def refresh(self) -> None:
+        self._buffers = RegisteredBuffers(self._model)
 
     @override
     def traffic(self) -> Traffic:
         averaged = [each for each in self._model.parameters() if each.requires_grad]
         how: Any = self.reduction
         if how.dtype is not None:
-            name = next((name for name, dtype in DTYPES.items() if dtype is how.dtype), str(how.dtype))
+            name = {dtype: name for name, dtype in DTYPES.items()}.get(how.dtype, how.dtype)
             return Traffic(how.dtype.itemsize * sum(each.numel() for each in averaged), f"all-reduced as {name}")
         operation = "all-reduced" if how.hook is None else "passed to a comm hook"
         return Traffic(sum(each.nbytes for each in averaged), operation)
@@ -141,7 +126,7 @@ class ReplicatedEngine(Engine):
     @override
     def close(self, *, failed: bool) -> None:
         self._changes.close()
-        if not failed and self._broadcasts_buffers:
+        if not failed and self._how is not None:
             broadcast_from_rank_0(list(self._model.buffers()))
 
 

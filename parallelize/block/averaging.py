@@ -62,9 +62,9 @@ class Averaging:
                 self._subscription.enter_context(subscribed(Order.WEIGH, self._weigh))
             yield
 
-    def mark(self, output: Any, inputs: Any) -> None:
-        """Store in the graph of a forward's output that it is one of this block."""
-        mark_outputs(output, inputs=inputs, key=MODELS_KEY, owner=self)
+    def mark(self, output: Any, inputs: Any) -> list[Any]:
+        """Store in the graph of a forward's output that it is one of this block; return the output's nodes."""
+        return mark_outputs(output, inputs=inputs, key=MODELS_KEY, owner=self)
 
     def require_patched(self) -> None:
         """Refuse a backward pass that this object has not seen, if it would have weighted the loss.

@@ -19,15 +19,15 @@ from parallelize.block.same_data import SameData
 from parallelize.block.verification import Verification
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
-from parallelize.runtime.autograd_graph import grad_fns_of, gradient_version
+from parallelize.runtime.autograd_graph import grad_fns_of
 from parallelize.runtime.batch_weights import open_loaders, weigh_outputs
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.rank_comparison import require_same_model
+from parallelize.runtime.rank_comparison import require_same_model, warn_if_trained_apart
 from parallelize.runtime.rank_consistency import pending_checks, run_checks
 from parallelize.runtime.startup_summary import StartupSummary
 from parallelize.runtime.torch_compile import traceable
-from parallelize.torch_patches.backward import Order, at_end_of_backward, subscribed
+from parallelize.torch_patches.backward import Order, subscribed
 from parallelize.torch_patches.forward import (
     Route,
     packed_lengths_on_cpu,
@@ -81,6 +81,8 @@ class Block:
         with contextlib.ExitStack() as stack:
             if self.run.device.type != "cpu":
                 stack.enter_context(packed_lengths_on_cpu())
+            if self.run.world.world_size > 1:
+                warn_if_trained_apart(self.models)
             for model in self.models:
                 self._routed.append(_RoutedModel(self, self._inner(model)))
                 stack.enter_context(self._routed[-1].running())
@@ -102,10 +104,9 @@ class Block:
 
     def _verify(self, stack: contextlib.ExitStack) -> None:
         """Average and verify, until the stack is closed, what each rank holds a copy of."""
-        reduced = self._reduced()
-        if reduced:
-            self.reducer = Reducer(reduced, before_unpatched=self.averaging.require_patched)
-            stack.callback(self.reducer.close)
+        self.reducer = Reducer(self._reduced(), before_unpatched=self.averaging.require_patched)
+        stack.callback(self.reducer.close)
+        if self.reducer.models:
             stack.enter_context(subscribed(Order.REDUCE, self.reducer.around_backward))
         verification = Verification(
             self.run,
@@ -220,30 +221,21 @@ class _RoutedModel:
         reducer = self._block.reducer
         if reducer is not None and self.engine.reduction is not None:
             require_same_model(model)
-            broadcast_from_rank_0([each for each in model.parameters() if id(each) not in reducer.slots])
+            new = [each for each in model.parameters() if id(each) not in reducer.slots]
+            broadcast_from_rank_0([*new, *model.buffers()])
+        self.engine.refresh()
         self._block.refresh()
 
     def _after_forward(self, output: Any, inputs: Any) -> None:
-        is_one = type(output) is torch.Tensor and output.grad_fn is not None
-        nodes = [output.grad_fn] if is_one else grad_fns_of(output)
-        if self._block.averaging.marks:
-            self._block.averaging.mark(output, inputs)
+        averaging = self._block.averaging
+        nodes = averaging.mark(output, inputs) if averaging.marks else grad_fns_of(output)
         if len(open_loaders) > 1:
             weigh_outputs(nodes, inputs)
-        for node in nodes if self._block.reducer is not None else ():
+        for node in nodes if self.engine.reduction is not None else ():
             node.register_prehook(self._require_in_block)
 
     def _require_in_block(self, _gradients: Any) -> None:
         if self._block.is_over:
-            before = self._gradients()
-            at_end_of_backward(lambda: self._refuse_if_changed(before))
-
-    def _gradients(self) -> list[Any]:
-        gradients = [each.grad for each in self.inner.model.parameters()]
-        return [None if each is None else gradient_version(each) for each in gradients]
-
-    def _refuse_if_changed(self, before: list[Any]) -> None:
-        if self._gradients() != before:
             raise SyncError(
                 f"backward after the parallel_model block, of a forward of {type(self.inner.model).__name__} inside it",
                 why="gradients are averaged over the ranks in the block only",

@@ -83,7 +83,7 @@ class ModelContext(contextlib.AbstractContextManager[M], contextlib.ContextDecor
 
     def _end_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # the exception that ends this script: other ranks do not end it
-        self._end(None if error is None else type(error), error, None if error is None else error.__traceback__)
+        self._end(error and type(error), error, error and error.__traceback__)
 
     def _end(self, *error: Any) -> None:
         while self._entered:

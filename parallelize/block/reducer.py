@@ -1,7 +1,7 @@
 """Averages gradients over the ranks while backward runs, whichever call has produced them.
 
     a gradient accumulates     its parameter is noted, by a hook that runs no Python code
-    the last one of a bucket   the bucket is complete: it is copied to a flat tensor and all-reduced
+    that of a bucket's last    buckets that are complete are copied to flat tensors and all-reduced
     the pass has ended         the other buckets are sent, and the means are copied to `.grad`
 
 What is averaged is `.grad` itself. The part from earlier passes is equal on all ranks and stays as
@@ -11,7 +11,8 @@ next pass outside of it.
 A flat tensor ends with flags: whether this rank has a gradient of each parameter; in the last bucket
 of a model also the parity of the block's optimizer steps. A parameter that no rank has used keeps
 `grad=None`; a rank reads the flags only where it lacks a gradient. A pass that reaches a parameter
-of a model sends all buckets of that model, in one order on all ranks.
+of a model sends all buckets of that model, in one order on all ranks, through a group of their own:
+a rank may send a bucket before a collective of the user's backward, and another rank after it.
 
 Source: Megatron-LM's DistributedDataParallel, https://docs.pytorch.org/docs/stable/notes/ddp.html
 """
@@ -35,11 +36,13 @@ from parallelize.errors import SyncError
 from parallelize.plugins.base import Reduction
 from parallelize.runtime.autograd_graph import has_sparse_gradient
 from parallelize.runtime.context import current, is_capturing
-from parallelize.runtime.process_group import separate_gloo_group
-from parallelize.torch_patches.backward import Pass, Run, at_end_of_backward, is_patched
+from parallelize.runtime.process_group import separate_group
+from parallelize.torch_patches.backward import Pass, Run, at_end_of_backward
+from parallelize.torch_patches.forward import routed_models
 
 __all__ = ["Reducer", "Slot"]
 
+_MAX_LAYOUTS = 8  # of a model: random freezing would make ever new ones
 _FIRST_BYTES = 2**20  # a small first bucket is sent early, as DistributedDataParallel's
 _grad = attrgetter("grad")
 _flatten: Callable[..., torch.Tensor] = torch_utils._flatten_dense_tensors
@@ -62,14 +65,12 @@ class _Bucket:
 
     is_end = False
     has_all = True  # whether this rank has a gradient of each parameter
-    trigger: Slot | None = None  # of the gradient that accumulates last
-    handle: Any = None
+    handle: Any = None  # of the hook on the last parameter
     accumulates_twice = False  # in one pass, as under a reentrant checkpoint: never sent early
 
     def __init__(self, number: int, slots: list[Slot], *, is_sparse: bool) -> None:
         self.number, self.slots, self.is_sparse = number, slots, is_sparse
         self.members = [each.parameter for each in slots]
-        self.last = slots[-1]
         self.begin()
 
     def begin(self) -> None:
@@ -107,8 +108,9 @@ class _Bucket:
 class _Model:
     """The buckets of one model: a layout for each set of parameters that are trained."""
 
-    def __init__(self, model: nn.Module, slots: list[Slot], reduction: Reduction) -> None:
+    def __init__(self, model: nn.Module, slots: list[Slot], reduction: Reduction, number: int) -> None:
         self.name, self.slots, self.reduction = type(model).__name__, slots, reduction
+        self.number = number
         self.sparse = {id(each.weight) for each in model.modules() if has_sparse_gradient(each)}
         self.layouts: dict[tuple[bool, ...], list[_Bucket]] = {}
         self.trained: tuple[bool, ...] = ()
@@ -116,9 +118,15 @@ class _Model:
         self.next = 0  # number of the bucket to send
         self.holds = True  # the first pass of a layout sends nothing early: it learns the order
         self.is_reached = self.is_no_sync = False
-        self.told: tuple[torch.Tensor, Any] | None = None  # mean parity of the steps, its event
+        self.told: tuple[float, torch.Tensor, Any] | None = None  # place of this rank, the mean, its event
         for each in slots:
             each.model = self
+
+    def forget_layouts(self) -> None:
+        """Remove the hooks of all layouts."""
+        for bucket in itertools.chain.from_iterable(self.layouts.values()):
+            bucket.handle.remove()
+        self.layouts.clear()
 
 
 class Reducer:
@@ -130,6 +138,7 @@ class Reducer:
 
     Attributes:
         slots: id of a parameter -> its slot, in one order on all ranks.
+        models: id of a model -> its buckets.
         steps: number of optimizer steps in the block.
         before_unpatched: called before a pass is averaged that torch_patches has not seen.
     """
@@ -139,8 +148,13 @@ class Reducer:
         self._log: list[Any] = []  # parameters whose gradients have accumulated, in order
         self._numbers = itertools.count()  # of buckets: hooks keep state by number
         self.slots: dict[int, Slot] = {}
-        self._models: dict[int, _Model] = {}
+        self.models: dict[int, _Model] = {}
+        run = current()
+        self._new_group = functools.partial(separate_group, run.world, run.config.timeout)
+        self._group = self._new_group() if models else None
         self._flags_group: Any = None
+        self._is_seen = False  # whether the running pass began at torch.autograd.backward
+        self._is_alone = False  # whether no other block is open, which would send at times of its own
         self._hooks = contextlib.ExitStack()
         self.before_unpatched, self.steps = before_unpatched, 0
         self.refresh(models)
@@ -151,28 +165,31 @@ class Reducer:
         for model, reduction in models:
             own = []
             for name, each in model.named_parameters():
-                if id(each) not in self.slots:
+                is_trainable = each.is_floating_point() or each.is_complex()
+                if is_trainable and id(each) not in self.slots:
                     slot = Slot(f"{name} of {type(model).__name__}", each)
                     self.slots[id(each)] = slot
                     own.append(slot)
                     self._hooks.callback(_add_hook(each, self._log.append).remove)
-            self._models[id(model)] = _Model(model, own, reduction)
+            self.models[id(model)] = _Model(model, own, reduction, len(self.models))
             if reduction.hook is not None:
-                self._flags_group = separate_gloo_group(current().world, current().config.timeout)
+                self._flags_group = self._new_group(backend="gloo")
 
     def close(self) -> None:
         """Remove the hooks, and the references in cycles: parameters are freed with the last one of the user's."""
         self._log.clear()
         self._noted = 0  # how many of the log are noted in their buckets
         self._hooks.close()
+        for entry in self.models.values():
+            entry.forget_layouts()
         for slot in self.slots.values():
             slot.model = slot.bucket = None
-        self.slots, self._models = {}, {}
+        self.slots, self.models = {}, {}
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Leave the gradients of backward passes in the context local."""
-        entry = self._models[id(model)]
+        entry = self.models[id(model)]
         before, entry.is_no_sync = entry.is_no_sync, True
         try:
             yield
@@ -181,6 +198,9 @@ class Reducer:
 
     def around_backward(self, each: Pass, run: Run) -> None:
         """Run a backward pass and average its gradients; a subscriber of torch_patches.backward."""
+        if self._is_seen:  # on another thread, which averages these gradients, too
+            run(each)
+            return
         self.finish_unpatched()
         with self._ending():
             run(each)
@@ -194,11 +214,14 @@ class Reducer:
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
         """End a pass after the context; forget it if the context raises."""
+        self._is_seen, self._is_alone = True, len(routed_models()) == len(self.models)
         try:
             yield
         except BaseException:
-            self._leave_local(self._models.values())
+            self._leave_local(self.models.values())
             raise
+        finally:
+            self._is_seen = False
         self._finish()
 
     def _finish(self) -> None:
@@ -207,7 +230,7 @@ class Reducer:
             return
         self._note()
         leader = self.slots[id(self._log[0])].model
-        entries = [each for each in self._models.values() if each.is_reached]
+        entries = [each for each in self.models.values() if each.is_reached]
         reached = sorted([each for each in entries if not each.is_no_sync], key=lambda each: each is not leader)
         self._leave_local([each for each in entries if each.is_no_sync])
         for entry in reached:
@@ -218,7 +241,7 @@ class Reducer:
             self._receive(entry)
             entry.next, entry.holds, entry.is_reached = 0, False, False
         for entry in reached:
-            if entry.told is not None and entry.told[1] is None:
+            if entry.told is not None and entry.told[-1] is None:
                 self._compare_steps(entry)
 
     def _leave_local(self, entries: Collection[_Model]) -> None:
@@ -233,18 +256,19 @@ class Reducer:
             for bucket in entry.buckets:
                 bucket.begin()
 
-    def _on_trigger(self, entry: _Model, buckets: list[_Bucket], _parameter: Any) -> None:
-        """Send the buckets that are complete; called after the last gradient of one of them."""
-        if not is_patched():
+    def _on_last(self, entry: _Model, buckets: list[_Bucket], _parameter: Any) -> None:
+        """Send the buckets that are complete; called after the gradient of a bucket's last parameter."""
+        if not self._is_seen:
             at_end_of_backward(self.finish_unpatched)
         if entry.buckets is not buckets or entry.holds or entry.is_no_sync:
             return
         self._note()
         # Only of the model that the pass has reached first: others follow, in one order on all ranks.
-        if entry.buckets is not buckets or self.slots[id(self._log[0])].model is not entry:
+        is_leader = self._is_alone and self.slots[id(self._log[0])].model is entry
+        if entry.buckets is not buckets or not is_leader:
             return
         for bucket in buckets[entry.next :]:
-            if bucket.missing or bucket.accumulates_twice:
+            if bucket.missing or bucket.accumulates_twice or _has_later_hook(bucket):
                 break
             self._send(entry, bucket)
             entry.next += 1
@@ -252,7 +276,7 @@ class Reducer:
     def _note(self) -> None:
         """Note in their buckets which gradients have accumulated."""
         if not self._noted:
-            for entry in self._models.values():
+            for entry in self.models.values():
                 self._arrange(entry)
         for each in self._log[self._noted :]:
             slot = self.slots[id(each)]
@@ -262,7 +286,6 @@ class Reducer:
             slot.model.is_reached = True
             if slot in bucket.missing:
                 bucket.missing.remove(slot)
-                bucket.last = slot
                 continue
             bucket.accumulates_twice = True
             if bucket.work is not None:
@@ -280,6 +303,8 @@ class Reducer:
             return
         entry.trained = trained
         if trained not in entry.layouts:
+            if len(entry.layouts) == _MAX_LAYOUTS:
+                entry.forget_layouts()
             entry.layouts[trained] = self._layout(entry)
             entry.holds = True
         entry.buckets = entry.layouts[trained]
@@ -308,24 +333,18 @@ class Reducer:
         ]
         for bucket in buckets:
             bucket.is_end = bucket is buckets[-1]
-            self._set_trigger(entry, buckets, bucket)
+            bucket.handle = _add_hook(bucket.members[-1], functools.partial(self._on_last, entry, buckets))
         return buckets
-
-    def _set_trigger(self, entry: _Model, buckets: list[_Bucket], bucket: _Bucket) -> None:
-        if bucket.handle is not None:
-            bucket.handle.remove()
-        bucket.trigger = bucket.last
-        bucket.handle = _add_hook(bucket.last.parameter, functools.partial(self._on_trigger, entry, buckets))
-        self._hooks.callback(bucket.handle.remove)
 
     @torch.no_grad()
     def _send(self, entry: _Model, bucket: _Bucket) -> None:
         gradients = list(map(_grad, bucket.members))
         present = tuple([each is not None for each in gradients])
         if bucket.is_sparse:
-            gradient = gradients[0] if present[0] else torch.zeros_like(bucket.members[0]).to_sparse(1)
-            bucket.flat = gradient.coalesce() / self._size
-            bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+            gradient = gradients[0] if present[0] else torch.zeros_like(bucket.members[0])
+            rows = gradient if gradient.is_sparse else gradient.to_sparse(1)
+            bucket.flat = rows.coalesce() / self._size
+            bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
             return
         bucket.has_all = all(present)
         if not bucket.has_all:
@@ -336,13 +355,12 @@ class Reducer:
             bucket.flat = torch.cat([each.reshape(-1) for each in gradients])
             bucket.work = entry.reduction.hook(bucket)
             return
-        flags = (*present, bool(self.steps & 1)) if bucket.is_end else present
+        flags = (*present, self._place(entry)) if bucket.is_end else present
         flat = _flatten([*gradients, _tail(flags, gradients[0].dtype, gradients[0].device)])
         dtype = entry.reduction.dtype
         bucket.flat = flat if dtype is None or flat.is_complex() else flat.to(dtype)
         bucket.flat.mul_(1.0 / self._size)
-        real = torch.view_as_real(bucket.flat) if bucket.flat.is_complex() else bucket.flat
-        bucket.work = dist.all_reduce(real, async_op=True)
+        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     @torch.no_grad()
     def _receive(self, entry: _Model) -> None:
@@ -350,41 +368,45 @@ class Reducer:
         for bucket in entry.buckets:
             result = bucket.work.wait()
             if bucket.is_sparse:
-                parameter = bucket.members[0]
+                parameter, mean = bucket.members[0], bucket.flat
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    mean = mean.to_dense()  # e.g. of a weight that another module uses, too
                 if parameter.grad is not None or bucket.flat._nnz():
-                    parameter.grad = bucket.flat
+                    parameter.grad = mean
             else:
                 if used is not None:  # the result of a communication hook
                     bucket.flat = result[0] if isinstance(result, (list, tuple)) else result
-                elif bucket.is_end and bucket.flat.dtype.itemsize >= 4:
-                    entry.told = _copied(bucket.flat[-1:])
+                elif bucket.is_end and bucket.flat.dtype.itemsize >= 4 and not is_capturing():
+                    entry.told = self._place(entry), *_copied(bucket.flat[-1:])
                 _keep(bucket, used)
             for slot, gradient in zip(bucket.slots, map(_grad, bucket.members), strict=True):
                 slot.averaged = _NOT_AVERAGED if gradient is None else ref(gradient)
-            if bucket.last is not bucket.trigger and not bucket.accumulates_twice:
-                self._set_trigger(entry, entry.buckets, bucket)
             bucket.begin()
 
     def _used(self, entry: _Model) -> set[int]:
         """Return ids of the parameters that a rank has used: a hook sends gradients without flags."""
         members = [each for bucket in entry.buckets for each in bucket.members]
         present = [float(each.grad is not None) for each in members]
-        flags = torch.tensor([*present, float(self.steps & 1)], device="cpu") / self._size
+        flags = torch.tensor([*present, self._place(entry)], device="cpu") / self._size
         dist.all_reduce(flags, group=self._flags_group)
-        entry.told = flags[-1:], None
+        entry.told = self._place(entry), flags[-1:], None
         return {id(each) for each, flag in zip(members, flags.tolist(), strict=False) if flag}
 
+    def _place(self, entry: _Model) -> float:
+        """Return what other ranks have alike: twice the number of the model, and the parity of the block's steps."""
+        return float(2 * entry.number + (self.steps & 1))
+
     def _compare_steps(self, entry: _Model) -> None:
-        if entry.told is None:
+        if entry.told is None or is_capturing():
             return
-        (mean, event), entry.told = entry.told, None
+        (place, mean, event), entry.told = entry.told, None
         if event is not None:
             event.synchronize()
-        if min(float(mean), 1 - float(mean)) > 0.5 / self._size:
+        if abs(float(mean) - place) > 0.5 / self._size:
             raise SyncError(
-                f"ranks have made different numbers of optimizer steps, of {entry.name} or with it",
-                why="a rank has skipped a step, or made a backward pass of its own, so that gradients of "
-                "different batches were averaged",
+                f"ranks have made different optimizer steps or backward passes, of {entry.name} or with it",
+                why="a rank has skipped a step, made a backward pass of its own, or one of another model, so "
+                "that gradients of different batches were averaged",
                 fix="make the same backward passes and steps on every rank; decide by a number that is "
                 "equal on all of them: parallelize.all_reduce(loss.detach(), 'mean')",
             )
@@ -392,9 +414,7 @@ class Reducer:
 
 def _keep(bucket: _Bucket, used: set[int] | None) -> None:
     """Copy the means to `.grad`; give one to a parameter without, if another rank has used it."""
-    graphs = tuple([each for each in bucket.sent if each.requires_grad])  # of create_graph=True
-    with torch.autograd.grad_mode._unsafe_preserve_version_counter(graphs):
-        torch._foreach_copy_(bucket.sent, _unflatten(bucket.flat, bucket.sent))
+    torch._foreach_copy_(bucket.sent, _unflatten(bucket.flat, bucket.sent))
     if bucket.has_all:
         return
     if used is None:
@@ -407,8 +427,13 @@ def _keep(bucket: _Bucket, used: set[int] | None) -> None:
 
 
 @functools.lru_cache(maxsize=64)  # a copy to a device would wait for it
-def _tail(flags: tuple[bool, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _tail(flags: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.tensor(flags, dtype=dtype, device=device)
+
+
+def _has_later_hook(bucket: _Bucket) -> bool:
+    """Whether a hook of the user's may still change the gradient of the last parameter."""
+    return bool(next(reversed(bucket.members[-1]._post_accumulate_grad_hooks)) != bucket.handle.id)
 
 
 def _add_hook(parameter: Any, hook: Callable[[Any], None]) -> Any:
@@ -418,13 +443,11 @@ def _add_hook(parameter: Any, hook: Callable[[Any], None]) -> Any:
     return handle
 
 
-def _copied(value: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
+def _copied(value: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Return a copy on the CPU, and the event after which it is there; None: it is there."""
     if value.device.type == "cpu":
         return value.real.clone(), None
-    if is_capturing():
-        return None
-    copy = torch.empty(1, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+    copy = torch.empty(1, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
     event = torch.Event(device=value.device)
     event.record()
     return copy, event

@@ -11,12 +11,10 @@ from torch import nn
 
 from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.runtime.containers import leaves
-from parallelize.runtime.context import Runtime, active, is_capturing
+from parallelize.runtime.context import Runtime, is_capturing
 from parallelize.runtime.rank_comparison import differences, flat_fingerprint
 
 __all__ = ["SameData"]
-
-_HAS_WARNED = "warned of equal data"  # in Runtime.flags
 
 
 class SameData:
@@ -30,9 +28,8 @@ class SameData:
 
     def __init__(self, run: Runtime, models: Sequence[nn.Module], *, is_over: bool) -> None:
         self._run, self._names = run, " + ".join(type(each).__name__ for each in models)
-        self._fingerprints: list[torch.Tensor] = []
+        self._fingerprints: list[int] = []
         self.is_over = is_over
-        self._is_compared = not is_over
 
     def add(self, inputs: Any) -> None:
         """Hash the tensors of a forward's inputs, of which any has more than one element."""
@@ -41,24 +38,17 @@ class SameData:
         tensors = [each for each in leaves(inputs) if type(each) is torch.Tensor]
         if any(each.numel() > 1 for each in tensors):
             try:
-                self._fingerprints.append(flat_fingerprint(tensors))
+                self._fingerprints.append(int(flat_fingerprint(tensors)))
             except RuntimeError:  # e.g. a tensor inside torch.func.vmap
                 self.is_over = True
         self.is_over |= len(self._fingerprints) == 3
 
     def compare(self) -> None:
         """Warn if all inputs of the first step are equal on all ranks; a collective of 16 bytes."""
-        if not self._is_compared:
-            return
         self.is_over = True
-        total = torch.tensor(0 if self._fingerprints else self._run.world.rank)  # unequal if nothing is known
-        for number, each in enumerate(self._fingerprints, start=1):
-            total = total + number * each.cpu()
-        differ = any(differences([total]))
-        flags = (active() or self._run).flags
-        if differ or _HAS_WARNED in flags:
+        total = hash(tuple(self._fingerprints)) if self._fingerprints else self._run.world.rank  # unequal: not known
+        if any(differences([torch.tensor(total)])):
             return
-        flags.add(_HAS_WARNED)
         warnings.warn(
             f"{self._run.world.world_size} ranks read the same data: the inputs of {self._names} were bitwise equal on "
             "all ranks in the first step. Wrap the loader in shard_loader; if the data is drawn from a generator, seed "

@@ -26,10 +26,10 @@ from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.runtime.batch_weights import Weight
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.context import Runtime, is_capturing
-from parallelize.runtime.rank_comparison import Meeting, differences, flat_fingerprint, largest_difference
+from parallelize.runtime.rank_comparison import differences, digest, flat_fingerprint, largest_difference
 from parallelize.torch_patches.backward import is_in_backward
 from parallelize.torch_patches.forward import routed_models
-from parallelize.torch_patches.step import Closure, after_step, before_step, change_closure
+from parallelize.torch_patches.step import Closure, before_step, change_closure
 
 __all__ = ["Verification"]
 
@@ -43,7 +43,7 @@ class Verification:
     Args:
         run: the run in this process.
         models: returns those of which each rank holds a copy.
-        reducer: averages their gradients; None: there are none.
+        reducer: averages their gradients.
         warns_of_buffers: whether to warn of buffers that differ.
         loss_weight: returns the weight of this rank's latest loss in the mean over the ranks.
         before_first_step: called before the first optimizer step.
@@ -54,7 +54,7 @@ class Verification:
         run: Runtime,
         models: Callable[[], Sequence[nn.Module]],
         *,
-        reducer: Reducer | None,
+        reducer: Reducer,
         warns_of_buffers: bool,
         loss_weight: Callable[[], Weight],
         before_first_step: Callable[[], None],
@@ -62,16 +62,15 @@ class Verification:
         self._run, self._models, self._reducer = run, models, reducer
         self._warns_of_buffers, self._loss_weight = warns_of_buffers, loss_weight
         self._before_first_step: Callable[[], None] | None = before_first_step
-        self._steps, self._verify_every = 0, run.config.verify_every
+        self._verify_every = run.config.verify_every
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Check the optimizer steps in the context, and the models at its end, unless it raises."""
-        with before_step(self._before_step), after_step(self._after_step):
+        with before_step(self._before_step):
             yield
-        if self._reducer is not None:
-            self._reducer.finish_unpatched()
-        self._compare_parameters("at the end of the block")
+        self._reducer.finish_unpatched()
+        self.compare_parameters("at the end of the block")
         buffers = _named(self._models(), nn.Module.named_buffers) if self._warns_of_buffers else []
         found = _different([each for each in buffers if each[1].is_floating_point()])
         if found and self._run.world.is_main:
@@ -93,21 +92,17 @@ class Verification:
         if self._before_first_step is not None and is_of_block and not is_capturing():
             self._before_first_step()
             self._before_first_step = None
+        if is_of_block:
+            steps = self._reducer.steps
+            if self._verify_every and steps and steps % self._verify_every == 0:
+                self.compare_parameters(f"after {steps} optimizer steps")
+            self._reducer.steps += 1
         if len(args) > 1 or kwargs:
             changed = change_closure(functools.partial(self._checked, optimizer), args, kwargs)
             if changed is not None:
                 return changed
-        self._check(optimizer, slots, unknown)
+        self.compare_unaveraged_gradients(optimizer, slots, unknown)
         return None
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not self._held_by(optimizer)[2]:
-            return
-        self._steps += 1
-        if self._reducer is not None:
-            self._reducer.steps = self._steps
-        if self._verify_every and self._steps % self._verify_every == 0:
-            self._compare_parameters(f"after {self._steps} optimizer steps")
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> tuple[list[Slot], list[Any], bool]:
         """Return what an optimizer holds: parameters of the reducer, tensors in no block, and whether any is in one.
@@ -115,10 +110,12 @@ class Verification:
         Master parameters of Apex are in no block, too.
         """
         tensors = list(chain.from_iterable(map(_params, optimizer.param_groups)))
-        known = {} if self._reducer is None else self._reducer.slots
+        known = self._reducer.slots
         unknown = [each for each in tensors if id(each) not in known]
         if unknown:
-            inside = {id(each) for model in routed_models() for each in model.parameters()}
+            # Other parameters of one's own models have not been in a forward since they were added.
+            others = [each for each in routed_models() if id(each) not in self._reducer.models]
+            inside = {id(each) for model in others for each in model.parameters()}
             # A DTensor is the shard of a model in a block.
             unknown = [each for each in unknown if id(each) not in inside and not hasattr(each, "full_tensor")]
         slots = [known[id(each)] for each in tensors if id(each) in known]
@@ -134,7 +131,7 @@ class Verification:
         @functools.wraps(closure)
         def checked(*args: Any, **kwargs: Any) -> Any:
             value, (slots, unknown, is_of_block) = closure(*args, **kwargs), self._held_by(optimizer)
-            self._check(optimizer, slots, unknown)
+            self.compare_unaveraged_gradients(optimizer, slots, unknown)
             # An optimizer may pass its closure on to another one; `wraps` copies the mark.
             is_averaged = is_of_block and not hasattr(closure, _MARK)
             return map_leaves(self._mean, value) if is_averaged else value
@@ -153,7 +150,9 @@ class Verification:
             return averaged
         return all_reduce(value * float(self._loss_weight())) if isinstance(value, float) else value
 
-    def _check(self, optimizer: torch.optim.Optimizer, slots: list[Slot], unknown: list[Any]) -> None:
+    def compare_unaveraged_gradients(
+        self, optimizer: torch.optim.Optimizer, slots: list[Slot], unknown: list[Any]
+    ) -> None:
         """Compare the gradients that the reducer has not averaged across the ranks.
 
         Raises:
@@ -161,7 +160,7 @@ class Verification:
         """
         name = type(optimizer).__name__
         suspects = [(f"a tensor of shape {tuple(each.shape)} in {name}", each) for each in unknown]
-        if self._reducer is not None and slots:
+        if slots:
             self._reducer.finish_unpatched()
             wrong = {slot for slot in slots if slot.parameter.grad is not slot.averaged()}
             # In the reducer's order: an optimizer that was given a set has another order on each rank.
@@ -170,29 +169,20 @@ class Verification:
         suspects = [each for each in suspects if each[1].grad is not None]
         if not suspects or is_capturing():
             return
-        what = _listed(suspects, 1)
-        absent = Meeting(f"{name}.step with the gradient of {what}").wait()
-        if absent:
-            raise _not_averaged(what, f"and cannot be compared: {absent}", is_unknown=False)
+        for _ in differences([digest(", ".join(each for each, _ in suspects))]):
+            raise _not_averaged(_listed(suspects, 1), "another rank compares other gradients", is_unknown=False)
         for index, rank in differences([each.grad for _, each in suspects]):
             found = f"it differs between rank 0 and rank {rank}"
             what, tensor = suspects[index]
             raise _not_averaged(what, found, is_unknown=any(tensor is each for each in unknown))
 
-    def _compare_parameters(self, when: str) -> None:
-        """Compare the parameters across the ranks: one collective of 16 bytes, for which they meet.
+    def compare_parameters(self, when: str) -> None:
+        """Compare the parameters across the ranks: one collective of 16 bytes.
 
         Raises:
-            SyncError: some differ, or a rank never comes.
+            SyncError: some differ.
         """
         parameters = _named(self._models(), nn.Module.named_parameters)
-        absent = Meeting(f"the comparison of parameters {when}").wait() if parameters else ""
-        if absent:
-            raise SyncError(
-                f"the parameters cannot be compared {when}: {absent}",
-                why="the ranks have made different numbers of forward passes, backward passes or steps",
-                fix="make the same ones on every rank: loop over shard_loader, which gives each the same number",
-            )
         wrong = _different(parameters)
         if wrong:
             shown = [f"{name} by up to {largest_difference(each):.3g}" for name, each in wrong[:3]]
@@ -212,10 +202,10 @@ def _not_averaged(name: str, found: str, *, is_unknown: bool) -> SyncError:
     )
     fix = "call backward on every rank, or average the gradient with parallelize.all_reduce before the step"
     if is_unknown:
-        why = "the tensor belongs to no parallel_model block"
+        why = "the tensor is in no parallel_model block, or was added to a model that has not been called since"
         fix = (
             "pass it, or its module, to the block: parallel_model(model, tensor); step what each rank trains for "
-            "itself outside of the block"
+            "itself outside of the block, or update it by hand"
         )
     return SyncError(f"the gradient of {name} is not averaged over the ranks: {found}", why=why, fix=fix)
 

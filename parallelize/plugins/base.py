@@ -182,7 +182,7 @@ class Engine(abc.ABC):
     """Runs one model in parallel; a backend builds one engine per model when a `parallel_model` block is entered.
 
     Attributes:
-        module: module that a routed call runs while gradients are enabled.
+        module: what a routed call runs while gradients are enabled.
         local: module that a routed call runs under `torch.no_grad()`. It may use every device of this process but calls
             no collective, so that one rank alone can evaluate.
         moves_inputs: whether `module` and `local` move their inputs to the right device themselves.
@@ -191,7 +191,7 @@ class Engine(abc.ABC):
         keeps_parameters: whether the user may add and replace modules and parameters in the block.
     """
 
-    module: nn.Module
+    module: Callable[..., Any]
     local: nn.Module
     moves_inputs: bool = False
     reduction: Reduction | None = None
@@ -205,6 +205,9 @@ class Engine(abc.ABC):
     def traffic(self) -> Traffic | None:
         """Return the communication volume of a step; None if a step sends nothing or the volume is unknown."""
         return None
+
+    def refresh(self) -> None:  # noqa: B027 - most engines have nothing to do
+        """Follow modules and parameters that were added or replaced."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the engine's own averaging, if it has one, leaves gradients local."""

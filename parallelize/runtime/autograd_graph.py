@@ -49,7 +49,7 @@ def grad_fns_of(output: Any) -> list[Any]:
     torch's pytrees are searched, too, and the attributes of plain objects.
     """
     nodes: dict[Any, None] = {}
-    for leaf in leaves(output):
+    for leaf in [output] if type(output) is torch.Tensor else leaves(output):
         found = [leaf]
         if not isinstance(leaf, torch.Tensor):
             found = tree_leaves(leaf)

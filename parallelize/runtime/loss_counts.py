@@ -122,9 +122,9 @@ def required_count(roots: Sequence[Root]) -> LossCount:
             "ranks, average='ranks' if all ranks have equally many targets",
         )
     several: Any = counts if len(counts) > 1 else []
-    numbers = {float(each.count): each for each in several}  # on an accelerator, this synchronizes
+    numbers = {f"{float(each.count):g}": each for each in several}  # on an accelerator, this synchronizes
     if len(numbers) > 1:
-        terms = " and ".join(f"{number:g} ({each.loss})" for number, each in numbers.items())
+        terms = " and ".join(f"{number} ({each.loss})" for number, each in numbers.items())
         raise ConfigError(
             f"average='tokens' with a loss of terms that average over {terms} targets",
             why="a backward has one weight",

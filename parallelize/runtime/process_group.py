@@ -26,7 +26,7 @@ from parallelize.runtime.group_abort import abort_and_destroy
 from parallelize.runtime.unsynced_training import ENTERED_PARALLEL_MODEL
 from parallelize.runtime.user_process_group import user_process_group
 
-__all__ = ["bound_device", "default_store", "process_group", "separate_gloo_group"]
+__all__ = ["bound_device", "default_store", "process_group", "separate_group"]
 
 _log = logging.getLogger("parallelize")
 
@@ -151,8 +151,8 @@ def _with_watchdog(watchdog: Watchdog, timeout: timedelta, *, since_ns: int | No
 
 _group_ids = itertools.count()
 
-# The separate gloo group of each default group.
-_separate_groups: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+# The separate groups of each default group, by their backends.
+_separate_groups: weakref.WeakKeyDictionary[Any, dict[str | None, Any]] = weakref.WeakKeyDictionary()
 _watch_ids = itertools.count()
 _CLOSE_WAIT_S = 1.0
 
@@ -183,17 +183,21 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def separate_gloo_group(world: World, timeout: timedelta) -> Any:
-    """Return a gloo group of all ranks beside the default group, one for each default group; all ranks must call this.
+def separate_group(world: World, timeout: timedelta, *, backend: str | None = None) -> Any:
+    """Return a group of all ranks beside the default group, one for each backend; all ranks must call this.
 
-    Communication hooks may run collectives on the default group while this one tells which gradients ranks have.
+    The user's collectives, such as those of a model's backward, may come between its collectives in any order.
+
+    Args:
+        world: the ranks.
+        timeout: default timeout of a collective.
+        backend: as for torch.distributed.new_group; None: that of the default group.
     """
-    default: Any = dist.group.WORLD
-    if default not in _separate_groups:
+    groups = _separate_groups.setdefault(dist.group.WORLD, {})
+    if backend not in groups:
         with _gloo_interface(_reachable(world)):
-            separate: Any = dist.new_group(backend="gloo", timeout=timeout)
-        _separate_groups[default] = separate
-    return _separate_groups[default]
+            groups[backend] = dist.new_group(backend=backend, timeout=timeout)
+    return groups[backend]
 
 
 def _reachable(world: World) -> World:

@@ -1,34 +1,43 @@
-"""Comparison of tensors across ranks: a 64-bit fingerprint of each tensor, and one all-reduce of their extrema."""
+"""Comparison of tensors across ranks: a 64-bit fingerprint of each tensor, and one all-reduce of their extrema.
+
+Comparisons have a group of their own. A rank that makes another call instead is in another group, so that hang
+detection tells where both are, and no collective gets the data of another one.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import time
-from collections import Counter
+import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from parallelize.errors import SyncError
-from parallelize.hang_detection.judge import existing_keys
+from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.runtime import context
-from parallelize.runtime.process_group import default_store
+from parallelize.runtime.process_group import separate_group
 
-__all__ = ["Meeting", "differences", "fingerprint", "flat_fingerprint", "largest_difference", "require_same_model"]
+__all__ = [
+    "differences",
+    "digest",
+    "fingerprint",
+    "flat_fingerprint",
+    "largest_difference",
+    "require_same_model",
+    "warn_if_trained_apart",
+]
 
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # of the splitmix64 generator, as int64
 _MAX_JOINED = 2**22  # elements
-_FIRST_POLL_S, _MAX_POLL_S = 0.0002, 0.05
-_FIRST_LOOK_S, _MAX_LOOK_S = 0.25, 8.0  # pauses between looks at the posts of all ranks
 
-# Meetings so far by topic, per process group: later groups have other counts.
-_meetings: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+# Models that have been in a block of this process.
+_entered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,18 +77,22 @@ def differences(tensors: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, i
     """
     if not tensors:
         return
-    device = context.current().device
+    device, group = context.current().device, _group()
     zero = torch.zeros((), dtype=torch.int64)
-    local = torch.stack([(zero if each is None else fingerprint(each)).to(device) for each in tensors])
+    # Read in one piece: each copy from a device waits for it.
+    local = torch.stack([(zero if each is None else fingerprint(each)).to(device) for each in tensors]).cpu()
     extrema = torch.stack([local, ~local])  # the maximum of ~x is that of the smallest x
-    dist.all_reduce(extrema, dist.ReduceOp.MAX)
-    # Read in one piece: finding the indices on the device would wait for it twice.
-    differ = (extrema[0] != ~extrema[1]).tolist()
-    for index in itertools.compress(range(len(tensors)), differ):
+    dist.all_reduce(extrema, dist.ReduceOp.MAX, group=group)
+    for index in (extrema[0] != ~extrema[1]).nonzero().flatten().tolist():
         rows = [torch.empty_like(local[index]) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, local[index].clone())
+        dist.all_gather(rows, local[index].clone(), group=group)
         found = torch.stack(rows)
         yield index, int((found != found[0]).nonzero()[0])
+
+
+def _group() -> Any:
+    run = context.current()
+    return separate_group(run.world, run.config.timeout, backend="gloo")
 
 
 def flat_fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -108,9 +121,9 @@ def _of_joined(joined: dict[Any, list[torch.Tensor]], number: int, device: torch
 
 def largest_difference(tensor: torch.Tensor) -> float:
     """Return how far a tensor is apart across the ranks; a collective of twice its size."""
-    values = tensor.detach().to(context.current().device, torch.float64 if tensor.dtype.itemsize > 4 else torch.float32)
+    values = tensor.detach().to("cpu", torch.float64 if tensor.dtype.itemsize > 4 else torch.float32)
     extrema = torch.stack([values, -values])
-    dist.all_reduce(extrema, dist.ReduceOp.MAX)
+    dist.all_reduce(extrema, dist.ReduceOp.MAX, group=_group())
     return float(extrema.sum(0).max()) if extrema.numel() else 0.0
 
 
@@ -124,7 +137,7 @@ def require_same_model(model: nn.Module) -> None:
         f"{name} ({_kind(each)}, {tuple(each.shape)}, {each.dtype})"
         for name, each in (*model.named_parameters(), *model.named_buffers())
     ]
-    rank = next((rank for _, rank in differences([_digest(repr(parts))])), None)
+    rank = next((rank for _, rank in differences([digest(repr(parts))])), None)
     if rank is None:
         return
     found: list[Any] = [None] * dist.get_world_size()
@@ -138,77 +151,26 @@ def require_same_model(model: nn.Module) -> None:
             )
 
 
+def warn_if_trained_apart(models: Sequence[nn.Module]) -> None:
+    """Warn if models that have been in a block before differ between the ranks; a collective of 32 bytes."""
+    is_known = all(each in _entered for each in models)
+    _entered.update(models)
+    parameters = [each for model in models for each in model.parameters()] if is_known else []
+    found = [index for index, _ in differences([torch.tensor(float(is_known)), flat_fingerprint(parameters)])]
+    if is_known and found == [1] and context.is_main():
+        warnings.warn(
+            f"{', '.join(type(each).__name__ for each in models)} has changed differently on the ranks since its last "
+            "parallel_model block, and gets rank 0's parameters: ranks have trained it for themselves, or the backward "
+            "of a forward in that block came after it. Put the whole loop into one block.",
+            stacklevel=user_stacklevel(),
+        )
+
+
 def _kind(each: torch.Tensor) -> str:
     return "buffer" if not isinstance(each, nn.Parameter) else "trained" if each.requires_grad else "frozen"
 
 
-def _digest(text: str) -> torch.Tensor:
+def digest(text: str) -> torch.Tensor:
+    """Return a 0-dim int64 tensor that is equal for equal texts."""
     hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return torch.tensor(int.from_bytes(hashed, "big", signed=True))
-
-
-class Meeting:
-    """A comparison that all ranks have to come to: without it, its collective could meet another one.
-
-    Args:
-        topic: what is compared; ranks with equal topics meet.
-    """
-
-    def __init__(self, topic: str) -> None:
-        group: Any = dist.group.WORLD
-        self._topic, self._store, self._world_size = topic, default_store(), dist.get_world_size()
-        self._counts = _meetings.setdefault(group, Counter())
-        self._number = self._counts.total()
-        self._counter = f"parallelize/comparison/{topic}"
-
-    def wait(self) -> str:
-        """Wait until all ranks have come; return "", or which rank never comes, and what it does instead."""
-        self._store.set(_key_of(dist.get_rank()), f"{self._number} {self._topic}")
-        expected = self._world_size * (self._counts[self._topic] + 1)
-        if self._store.add(self._counter, 1) < expected:
-            absent = self._poll(expected)
-            if absent:
-                self._store.add(self._counter, -1)
-                return absent
-        self._counts[self._topic] += 1
-        return ""
-
-    def _poll(self, expected: int) -> str:
-        """Poll for the number of ranks that have come: a blocking wait would hold the store's lock."""
-        run, pause_s = context.current(), _FIRST_POLL_S
-        look_s, look_at = _FIRST_LOOK_S, time.monotonic() + _FIRST_LOOK_S
-        end = time.monotonic() + run.config.timeout.total_seconds()
-        with run.watchdog.waiting_in_store(self._missing_ranks) as failure:
-            while self._store.add(self._counter, 0) < expected:
-                absent = failure()
-                if not absent and time.monotonic() >= look_at:
-                    absent, look_s = self._other_topic(), min(2 * look_s, _MAX_LOOK_S)
-                    look_at = time.monotonic() + look_s
-                if not absent and time.monotonic() > end:
-                    absent = f"ranks {self._missing_ranks()} have not come within timeout={run.config.timeout}"
-                if absent:
-                    return absent
-                time.sleep(pause_s)
-                pause_s = min(1.2 * pause_s, _MAX_POLL_S)
-        return ""
-
-    def _missing_ranks(self) -> list[int]:
-        return [rank for rank, (number, _) in enumerate(self._posts()) if number < self._number]
-
-    def _other_topic(self) -> str:
-        for rank, (number, topic) in enumerate(self._posts()):
-            if number == self._number and topic != self._topic:
-                return f"rank {rank} is at {topic}"
-        return ""
-
-    def _posts(self) -> list[tuple[int, str]]:
-        """Return the number and topic of the latest meeting of each rank."""
-        keys = [_key_of(rank) for rank in range(self._world_size)]
-        posted = existing_keys(self._store, keys)
-        texts = dict(zip(posted, self._store.multi_get(posted), strict=True))
-        posts = (texts.get(key, b"-1 ").decode().partition(" ") for key in keys)
-        return [(int(number), topic) for number, _, topic in posts]
-
-
-def _key_of(rank: int) -> str:
-    return f"parallelize/comparison of rank {rank}"

@@ -35,7 +35,6 @@ __all__ = [
     "as_roots",
     "at_end_of_backward",
     "is_in_backward",
-    "is_patched",
     "require_patchable_backward",
     "subscribed",
 ]
@@ -141,11 +140,6 @@ def subscribed(order: Order, subscriber: Subscriber) -> Iterator[None]:
         _subscribers.remove(entry)
         if not _subscribers:
             _installed.close()
-
-
-def is_patched() -> bool:
-    """Whether this thread runs a backward pass that began at torch.autograd.backward."""
-    return _running.is_patched
 
 
 def is_in_backward() -> bool:

@@ -120,6 +120,28 @@ def test_ranks_run_on_the_gpus_that_were_asked_for(gpus: tuple[int, ...]) -> Non
     assert [found["uuid"] for found in trained_by_ranks(gpus, per_node=False)] == wanted
 
 
+def test_uneven_batches_weigh_as_on_the_cpu() -> None:
+    """Backward runs its hooks in a thread of the device, where the weight of the loss is known, too."""
+
+    def uneven() -> DataLoader:
+        return DataLoader(torch.utils.data.Subset(loader().dataset, range(51)), batch_size=16)
+
+    @distributed(gpus=2)
+    def run() -> list[Weights]:
+        found = []
+        for tail, average in (("weighted", "ranks"), ("exact", "tokens")):
+            model = make()
+            with parallel_model(model, average=average):
+                fit(model, shard_loader(uneven(), batch="global", tail=tail))
+            found.append(weights_of(model))
+        return found
+
+    expected = make()
+    fit(expected, uneven())
+    for found in run():
+        torch.testing.assert_close(found, weights_of(expected), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("amp", TOLERANCES)
 @pytest.mark.parametrize("gpus", GPUS, ids=str)
 def test_dp_trains_the_weights_of_the_cpu(gpus: tuple[int, ...], amp: str | None) -> None:

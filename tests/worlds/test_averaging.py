@@ -82,6 +82,25 @@ class TrainsItself(Net):
         return loss.detach()
 
 
+class Centered(Net):
+    """A collective in backward, before the last layer of which rank 1 alone has a gradient."""
+
+    def forward(self, x: Tensor, use_other: bool = False) -> Tensor:
+        features = self.encode(x)
+        features = features - all_reduce(features.mean(0), "mean")
+        output = self.head(features)
+        uses = torch.arange(len(x)) >= len(x) // 2 if world_size() == 1 else torch.full((len(x),), rank() == 1)
+        return output.index_add(0, uses.nonzero().flatten(), self.other(features[uses])) if uses.any() else output
+
+
+class Quantized(Net):
+    """Frozen weights in packed integers, as under QLoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(torch.arange(4, dtype=torch.uint8), requires_grad=False)
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -257,6 +276,27 @@ def unused_on_one_rank(model: Any, x: Tensor, step: int) -> None:
     (sum(each) / len(each)).backward()
 
 
+@steps(Centered)
+def collective_in_backward(model: Any, x: Tensor, _: int) -> None:
+    square(model(x)).backward()
+
+
+@steps(Quantized)
+def integer_parameters(model: Any, x: Tensor, _: int) -> None:
+    square(model(x)).backward()
+
+
+@steps()
+def hook_of_the_user_after_the_first_pass(model: Any, x: Tensor, step: int) -> None:
+    def halve(parameter: Any) -> None:
+        parameter.grad.mul_(0.5)
+
+    if step == 1:
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(halve)
+    square(model(x, use_other=True)).backward()
+
+
 @steps(Branched)
 def branches_in_turn(model: Any, x: Tensor, step: int) -> None:
     each = [square(model(part, right=(number + step) % 2 == 0)) for number, part in parts(x)]
@@ -327,6 +367,13 @@ def gradient_penalty_alone(model: Any, x: Tensor, _: int) -> None:
 
 
 @steps()
+def gradients_with_a_graph(model: Any, x: Tensor, _: int) -> None:
+    """A penalty differentiates the averaged gradients, which are linear in each rank's."""
+    square(model(x, use_other=True)).backward(create_graph=True)
+    sum(each.grad.square().sum() for each in model.parameters()).backward()
+
+
+@steps()
 def adversarial_examples(model: Any, x: Tensor, _: int) -> None:
     x = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(square(model(x)), x)
@@ -336,6 +383,12 @@ def adversarial_examples(model: Any, x: Tensor, _: int) -> None:
 @steps()
 def functional_weights(model: Any, x: Tensor, _: int) -> None:
     square(functional_call(model, {name: 2.0 * each for name, each in model.named_parameters()}, (x,))).backward()
+
+
+@steps()
+def functional_weights_per_sample(model: Any, x: Tensor, _: int) -> None:
+    weights = dict(model.named_parameters())
+    square(torch.func.vmap(lambda sample: functional_call(model, weights, (sample,)))(x)).backward()
 
 
 @steps()
@@ -449,6 +502,19 @@ def alternately_frozen(model: Any, x: Tensor, step: int) -> None:
 @program
 def sparse_gradients(block: Any) -> list[Any]:
     model = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with block(model):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            square(model(tokens(step))).backward()
+            optimizer.step()
+    return [model]
+
+
+@program
+def sparse_and_dense_gradients_of_one_weight(block: Any) -> list[Any]:
+    model = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 11, bias=False))
+    model[1].weight = model[0].weight
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with block(model):
         for step in range(STEPS):
@@ -602,6 +668,21 @@ def models_of_the_same_layers(block: Any) -> list[Any]:
 
 
 @program
+def nested_blocks(block: Any) -> list[Any]:
+    """A rank lacks gradients in the model of the inner block."""
+    outer, inner = Net(), Net()
+    optimizer = sgd(outer, inner)
+    with block(outer), block(inner):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = square(outer(batch(step), use_other=True))
+            losses = [square(inner(part, use_other=number == 1)) for number, part in parts(batch(step))]
+            (loss + sum(losses) / len(losses)).backward()
+            optimizer.step()
+    return [outer, inner]
+
+
+@program
 def hypernetwork(block: Any) -> list[Any]:
     """A model computes the head of another one from each sample."""
     hyper, model = nn.Linear(6, 18), Net()
@@ -711,6 +792,7 @@ NEEDLESS = DDPBackend(
         pytest.param(DDPBackend(bucket_cap_mb=0.0002), id="small buckets", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph=True:UserWarning")
 def test_every_program_equals_one_process(backend: DDPBackend) -> None:
     """The gradients of all ranks are averaged exactly once, however they arrive."""
 
