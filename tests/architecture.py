@@ -104,7 +104,7 @@ ROOMS: Mapping[str, int] = {
     "launchers": 21_572,
     "plugins": 1_870,
     "precision": 13_687,
-    "runtime": 15_467,
+    "runtime": 15_478,
     "torch_patches": 2_523,
     "worker": 3_469,
 }

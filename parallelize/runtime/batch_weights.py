@@ -174,4 +174,5 @@ def weigh_batches(weight: BatchWeight) -> Iterator[None]:
             yield
         finally:
             open_loaders.remove(weight)
-            _of_loss[:] = [each for each in _of_loss if each is not weight]
+            # After an inner loop, the next loss is that of the batch around it.
+            _of_loss[:] = [each for each in _of_loss if each is not weight] or open_loaders[-1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -401,3 +402,31 @@ def test_a_loss_of_two_loaders_weighs_each_by_its_own():
     either_rank = r"(0\.857142857\d+ and 1\.0|1\.0 and 1\.142857142\d+)"
     with pytest.raises(SyncError, match=f"batches of two loaders, of weights {either_rank}"):
         train(together=True)
+
+
+def test_a_batch_keeps_its_weight_after_a_loop_over_another_loader():
+    """The last batch of the outer loop, of unequal sizes, is weighted before and after the inner loop."""
+
+    def train(loader, inner, block):
+        torch.manual_seed(0)
+        net = nn.Linear(3, 1).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with block(net):
+            for (x,) in loader:
+                for batches in ([(x,)], inner, [(x,)]):
+                    for (each,) in batches:
+                        optimizer.zero_grad()
+                        net(each).square().mean().backward()
+                        optimizer.step()
+        return net.weight.detach()
+
+    generator = torch.Generator().manual_seed(0)
+    first, second = (TensorDataset(torch.randn(n, 3, generator=generator).double()) for n in (13, 11))
+
+    @distributed(processes=2)
+    def run():
+        loaders = [shard_loader(DataLoader(each, batch_size=4), tail="weighted") for each in (first, second)]
+        return train(*loaders, parallel_model)
+
+    loaders = [DataLoader(each, batch_size=8) for each in (first, second)]
+    torch.testing.assert_close(run(), train(*loaders, contextlib.nullcontext))
