@@ -77,17 +77,17 @@ def differences(tensors: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, i
     """
     if not tensors:
         return
-    device, group = context.current().device, _group()
-    zero = torch.zeros((), dtype=torch.int64)
+    group, zero = _group(), torch.zeros((), dtype=torch.int64)
+    found = [zero if each is None else fingerprint(each) for each in tensors]
     # Read in one piece: each copy from a device waits for it.
-    local = torch.stack([(zero if each is None else fingerprint(each)).to(device) for each in tensors]).cpu()
+    local = torch.stack([each.to(found[-1].device) for each in found]).cpu()
     extrema = torch.stack([local, ~local])  # the maximum of ~x is that of the smallest x
     dist.all_reduce(extrema, dist.ReduceOp.MAX, group=group)
     for index in (extrema[0] != ~extrema[1]).nonzero().flatten().tolist():
         rows = [torch.empty_like(local[index]) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, local[index].clone(), group=group)
-        found = torch.stack(rows)
-        yield index, int((found != found[0]).nonzero()[0])
+        all_ranks = torch.stack(rows)
+        yield index, int((all_ranks != all_ranks[0]).nonzero()[0])
 
 
 def _group() -> Any:
