@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -138,11 +138,16 @@ def _changed_path(before: ProcessState) -> list[str]:
     return [f"sys.path: {each!r} was added or removed" for each in changed]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let one process run all tests of a file, which share a module's fixtures, and all that need Slurm's cluster."""
-    for item in items:
-        is_of_cluster = item.path.parent.name == "slurm"
-        item.add_marker(pytest.mark.xdist_group("slurm" if is_of_cluster else item.path.name))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "slurm" if "/slurm/" in nodeid else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

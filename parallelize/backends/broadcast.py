@@ -67,8 +67,7 @@ class RegisteredBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.registered = [(module, name) for module in model.modules() for name in module._buffers]
-        self._written = _versions(self._present())
+        self._registrations = [(module._buffers, name) for module in model.modules() for name in module._buffers]
 
     def broadcast(self) -> None:
         """Overwrite the buffers with rank 0's; one collective per dtype and device."""
@@ -85,27 +84,21 @@ class RegisteredBuffers:
         self._send(floating, mean)
 
     def _present(self) -> list[torch.Tensor]:
-        buffers = [module._buffers.get(name) for module, name in self.registered]
+        buffers = [registered.get(name) for registered, name in self._registrations]
         return list({id(each): each for each in buffers if each is not None and not _is_expanded(each)}.values())
 
+    @staticmethod
     @torch.no_grad()
-    def _send(self, buffers: list[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
+    def _send(buffers: list[torch.Tensor], collective: Callable[[torch.Tensor], object]) -> None:
         for _, group in itertools.groupby(sorted(buffers, key=_kind), key=_kind):
-            tensors = list(group)
+            tensors = [each.detach() for each in group]
             flat = torch.cat([each.flatten() for each in tensors])
             collective(flat)
             values = torch.split(flat, [each.numel() for each in tensors])
-            # A backward may have saved them: constants, which stay as they are, and batch norm's statistics, which it
-            # does not use. What forward has written itself gets another version, so that torch refuses to use it.
-            kept = tuple([each for each in tensors if self._written.get(id(each), (each, -1))[1] == each._version])
-            with torch.autograd.grad_mode._unsafe_preserve_version_counter(kept):
+            # Batch norm has saved its statistics for a backward that does not use them.
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
                 for each, value in zip(tensors, values, strict=True):
-                    each.copy_(value.view_as(each))
-        self._written = _versions(buffers)
-
-
-def _versions(tensors: list[torch.Tensor]) -> dict[int, tuple[torch.Tensor, int]]:
-    return {id(each): (each, each._version) for each in tensors}
+                    each.copy_(value.view(each.shape))
 
 
 def _kind(tensor: torch.Tensor) -> str:

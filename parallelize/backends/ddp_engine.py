@@ -94,24 +94,27 @@ class ReplicatedEngine(Engine):
         if options.sync_batchnorm:
             self._changes.enter_context(_sync_batchnorm(model, device=device))
         self._model, self._how = model, inner.buffer_source if options.broadcast_buffers else None
-        broadcast_from_rank_0([*model.parameters(), *model.buffers()])
+        broadcast_from_rank_0(list(model.parameters()))
+        self._known: list[torch.Tensor] = []
         self._split = SplitAtBuckets(self.reduction.bucket_bytes)
         self.local, self.module = module, self._run
         self.refresh()
 
     def _run(self, *inputs: Any, **kwargs: Any) -> Any:
-        how = self._how if self._model.training and self._buffers.registered else None
-        if how == "rank0":
-            self._buffers.broadcast()
+        buffers = self._buffers if self._model.training else None
+        if buffers is not None and self._how == "rank0":
+            buffers.broadcast()
         with self._split:
             output = self.local(*inputs, **kwargs)
-        if how == "mean":
-            self._buffers.average()
+        if buffers is not None and self._how == "mean":
+            buffers.average()
         return output
 
     @override
     def refresh(self) -> None:
-        self._buffers = RegisteredBuffers(self._model)
+        known, self._known = {id(each) for each in self._known}, list(self._model.buffers())
+        broadcast_from_rank_0([each for each in self._known if id(each) not in known])
+        self._buffers = RegisteredBuffers(self._model) if self._known else None
 
     @override
     def traffic(self) -> Traffic:

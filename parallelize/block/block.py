@@ -19,7 +19,7 @@ from parallelize.block.same_data import SameData
 from parallelize.block.verification import Verification
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
-from parallelize.runtime.autograd_graph import grad_fns_of
+from parallelize.runtime.autograd_graph import grad_fns_of, gradient_version
 from parallelize.runtime.batch_weights import open_loaders, weigh_outputs
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.context import Runtime
@@ -27,7 +27,7 @@ from parallelize.runtime.rank_comparison import require_same_model, warn_if_trai
 from parallelize.runtime.rank_consistency import pending_checks, run_checks
 from parallelize.runtime.startup_summary import StartupSummary
 from parallelize.runtime.torch_compile import traceable
-from parallelize.torch_patches.backward import Order, subscribed
+from parallelize.torch_patches.backward import Order, at_end_of_backward, subscribed
 from parallelize.torch_patches.forward import (
     Route,
     packed_lengths_on_cpu,
@@ -81,7 +81,7 @@ class Block:
         with contextlib.ExitStack() as stack:
             if self.run.device.type != "cpu":
                 stack.enter_context(packed_lengths_on_cpu())
-            if self.run.world.world_size > 1:
+            if self.run.world.world_size > 1 and self.run.config.wrap is None:
                 warn_if_trained_apart(self.models)
             for model in self.models:
                 self._routed.append(_RoutedModel(self, self._inner(model)))
@@ -221,8 +221,8 @@ class _RoutedModel:
         reducer = self._block.reducer
         if reducer is not None and self.engine.reduction is not None:
             require_same_model(model)
-            new = [each for each in model.parameters() if id(each) not in reducer.slots]
-            broadcast_from_rank_0([*new, *model.buffers()])
+            new: list[torch.Tensor] = [each for each in model.parameters() if id(each) not in reducer.slots]
+            broadcast_from_rank_0(new)
         self.engine.refresh()
         self._block.refresh()
 
@@ -235,12 +235,27 @@ class _RoutedModel:
             node.register_prehook(self._require_in_block)
 
     def _require_in_block(self, _gradients: Any) -> None:
-        if self._block.is_over:
-            raise SyncError(
-                f"backward after the parallel_model block, of a forward of {type(self.inner.model).__name__} inside it",
-                why="gradients are averaged over the ranks in the block only",
-                fix="put the whole loop inside the block: with parallel_model(model): for x, y in loader: ...",
-            )
+        block = self._block
+        if not block.is_over:
+            if block.reducer is not None and not block.reducer.is_seen:
+                at_end_of_backward(block.reducer.finish_unpatched)
+            return
+        before = self._gradients()
+
+        def refuse_if_changed() -> None:
+            if self._gradients() != before:
+                raise SyncError(
+                    "backward after the parallel_model block, of a forward of "
+                    f"{type(self.inner.model).__name__} inside it",
+                    why="gradients are averaged over the ranks in the block only",
+                    fix="put the whole loop inside the block: with parallel_model(model): for x, y in loader: ...",
+                )
+
+        at_end_of_backward(refuse_if_changed)
+
+    def _gradients(self) -> list[Any]:
+        parameters = self.inner.model.parameters()
+        return [each.grad if each.grad is None else gradient_version(each.grad) for each in parameters]
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward leaves gradients local."""

@@ -37,7 +37,7 @@ from parallelize.plugins.base import Reduction
 from parallelize.runtime.autograd_graph import has_sparse_gradient
 from parallelize.runtime.context import current, is_capturing
 from parallelize.runtime.process_group import separate_group
-from parallelize.torch_patches.backward import Pass, Run, at_end_of_backward
+from parallelize.torch_patches.backward import Pass, Run
 from parallelize.torch_patches.forward import routed_models
 
 __all__ = ["Reducer", "Slot"]
@@ -45,8 +45,8 @@ __all__ = ["Reducer", "Slot"]
 _MAX_LAYOUTS = 8  # of a model: random freezing would make ever new ones
 _FIRST_BYTES = 2**20  # a small first bucket is sent early, as DistributedDataParallel's
 _grad = attrgetter("grad")
-_flatten: Callable[..., torch.Tensor] = torch_utils._flatten_dense_tensors
-_unflatten: Callable[..., tuple[torch.Tensor, ...]] = torch_utils._unflatten_dense_tensors
+_flatten: Any = torch_utils._flatten_dense_tensors
+_unflatten: Any = torch_utils._unflatten_dense_tensors
 _NOT_AVERAGED: Any = type(None)  # as a reference to nothing, its call returns None
 
 
@@ -141,6 +141,7 @@ class Reducer:
         models: id of a model -> its buckets.
         steps: number of optimizer steps in the block.
         before_unpatched: called before a pass is averaged that torch_patches has not seen.
+        is_seen: whether the running pass began at torch.autograd.backward.
     """
 
     def __init__(self, models: Sequence[tuple[nn.Module, Reduction]], *, before_unpatched: Callable[[], None]) -> None:
@@ -150,10 +151,9 @@ class Reducer:
         self.slots: dict[int, Slot] = {}
         self.models: dict[int, _Model] = {}
         run = current()
-        self._new_group = functools.partial(separate_group, run.world, run.config.timeout)
+        self._new_group = functools.partial(separate_group, run.world, run.device)
         self._group = self._new_group() if models else None
-        self._flags_group: Any = None
-        self._is_seen = False  # whether the running pass began at torch.autograd.backward
+        self.is_seen = False
         self._is_alone = False  # whether no other block is open, which would send at times of its own
         self._hooks = contextlib.ExitStack()
         self.before_unpatched, self.steps = before_unpatched, 0
@@ -172,8 +172,6 @@ class Reducer:
                     own.append(slot)
                     self._hooks.callback(_add_hook(each, self._log.append).remove)
             self.models[id(model)] = _Model(model, own, reduction, len(self.models))
-            if reduction.hook is not None:
-                self._flags_group = self._new_group(backend="gloo")
 
     def close(self) -> None:
         """Remove the hooks, and the references in cycles: parameters are freed with the last one of the user's."""
@@ -198,7 +196,7 @@ class Reducer:
 
     def around_backward(self, each: Pass, run: Run) -> None:
         """Run a backward pass and average its gradients; a subscriber of torch_patches.backward."""
-        if self._is_seen:  # on another thread, which averages these gradients, too
+        if self.is_seen:  # on another thread, which averages these gradients, too
             run(each)
             return
         self.finish_unpatched()
@@ -214,14 +212,14 @@ class Reducer:
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
         """End a pass after the context; forget it if the context raises."""
-        self._is_seen, self._is_alone = True, len(routed_models()) == len(self.models)
+        self.is_seen, self._is_alone = True, len(routed_models()) == len(self.models)
         try:
             yield
         except BaseException:
             self._leave_local(self.models.values())
             raise
         finally:
-            self._is_seen = False
+            self.is_seen = False
         self._finish()
 
     def _finish(self) -> None:
@@ -258,9 +256,7 @@ class Reducer:
 
     def _on_last(self, entry: _Model, buckets: list[_Bucket], _parameter: Any) -> None:
         """Send the buckets that are complete; called after the gradient of a bucket's last parameter."""
-        if not self._is_seen:
-            at_end_of_backward(self.finish_unpatched)
-        if entry.buckets is not buckets or entry.holds or entry.is_no_sync:
+        if entry.holds or entry.is_no_sync:
             return
         self._note()
         # Only of the model that the pass has reached first: others follow, in one order on all ranks.
@@ -268,10 +264,15 @@ class Reducer:
         if entry.buckets is not buckets or not is_leader:
             return
         for bucket in buckets[entry.next :]:
-            if bucket.missing or bucket.accumulates_twice or _has_later_hook(bucket):
+            if bucket.missing or bucket.accumulates_twice or self._has_later_hook(bucket):
                 break
             self._send(entry, bucket)
             entry.next += 1
+
+    def _has_later_hook(self, bucket: _Bucket) -> bool:
+        """Whether a hook of the user's may still change the gradient of the last parameter."""
+        latest = next(reversed(bucket.members[-1]._post_accumulate_grad_hooks.values()))
+        return bool(getattr(latest, "func", None) != self._on_last)
 
     def _note(self) -> None:
         """Note in their buckets which gradients have accumulated."""
@@ -385,12 +386,10 @@ class Reducer:
 
     def _used(self, entry: _Model) -> set[int]:
         """Return ids of the parameters that a rank has used: a hook sends gradients without flags."""
-        members = [each for bucket in entry.buckets for each in bucket.members]
-        present = [float(each.grad is not None) for each in members]
-        flags = torch.tensor([*present, self._place(entry)], device="cpu") / self._size
-        dist.all_reduce(flags, group=self._flags_group)
-        entry.told = self._place(entry), flags[-1:], None
-        return {id(each) for each, flag in zip(members, flags.tolist(), strict=False) if flag}
+        members = [each.parameter for each in entry.slots]
+        flags = torch.tensor([float(each.grad is not None) for each in members], device="cpu")
+        dist.all_reduce(flags, group=self._new_group(backend="gloo"))
+        return {id(each) for each, flag in zip(members, flags.tolist(), strict=True) if flag}
 
     def _place(self, entry: _Model) -> float:
         """Return what other ranks have alike: twice the number of the model, and the parity of the block's steps."""
@@ -429,11 +428,6 @@ def _keep(bucket: _Bucket, used: set[int] | None) -> None:
 @functools.lru_cache(maxsize=64)  # a copy to a device would wait for it
 def _tail(flags: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.tensor(flags, dtype=dtype, device=device)
-
-
-def _has_later_hook(bucket: _Bucket) -> bool:
-    """Whether a hook of the user's may still change the gradient of the last parameter."""
-    return bool(next(reversed(bucket.members[-1]._post_accumulate_grad_hooks)) != bucket.handle.id)
 
 
 def _add_hook(parameter: Any, hook: Callable[[Any], None]) -> Any:

@@ -26,7 +26,8 @@ def detect(environ: Mapping[str, str]) -> World | None:
     daemon's SLURM_* values. Flux and Slurm can set PMI_* and PALS_*, too, so they come before PALS. A pod of Kubeflow
     (RANK without LOCAL_RANK, or PET_*) is a node with one process. WORLD_SIZE, MASTER_ADDR, MASTER_PORT and NODE_RANK,
     which job scripts export, give a process no rank (see `detect_node`). An empty variable counts as unset. Last comes
-    the user's own group, as in processes of torch.multiprocessing.spawn, which are taken to be those of one node.
+    the user's own group, as in processes of torch.multiprocessing.spawn; without LOCAL_RANK, LOCAL_WORLD_SIZE and
+    NODE_RANK they are taken to be those of one node.
 
     Args:
         environ: variables of this process, as in os.environ; only read.
@@ -240,12 +241,14 @@ def _slurm(environ: Mapping[str, str]) -> World | None:
     )
 
 
-def _users_group(_environ: Mapping[str, str]) -> World | None:
+def _users_group(environ: Mapping[str, str]) -> World | None:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    return World(rank, rank, 0, world_size, world_size)
+    local_world_size = _integer(environ, "LOCAL_WORLD_SIZE", world_size)
+    node_rank = _integer(environ, "NODE_RANK", 0)
+    return World(rank, _integer(environ, "LOCAL_RANK", rank), node_rank, world_size, local_world_size)
 
 
 _OTHER_LAUNCHERS = (_open_mpi, _mpich, _flux, _slurm, _pals)

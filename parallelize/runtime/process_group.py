@@ -183,19 +183,23 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def separate_group(world: World, timeout: timedelta, *, backend: str | None = None) -> Any:
+def separate_group(world: World, device: torch.device, *, backend: str | None = None) -> Any:
     """Return a group of all ranks beside the default group, one for each backend; all ranks must call this.
 
     The user's collectives, such as those of a model's backward, may come between its collectives in any order.
 
     Args:
         world: the ranks.
-        timeout: default timeout of a collective.
+        device: the device of this process.
         backend: as for torch.distributed.new_group; None: that of the default group.
     """
-    groups = _separate_groups.setdefault(dist.group.WORLD, {})
+    default: Any = dist.group.WORLD
+    groups = _separate_groups.setdefault(default, {})
     if backend not in groups:
+        # Hang detection sees a rank that waits in a collective, and not one that waits for a new group.
+        dist.all_reduce(torch.zeros(3, dtype=torch.int32, device=device))
         with _gloo_interface(_reachable(world)):
+            timeout = default._get_backend(device).options._timeout
             groups[backend] = dist.new_group(backend=backend, timeout=timeout)
     return groups[backend]
 

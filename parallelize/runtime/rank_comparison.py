@@ -92,7 +92,7 @@ def differences(tensors: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, i
 
 def _group() -> Any:
     run = context.current()
-    return separate_group(run.world, run.config.timeout, backend="gloo")
+    return separate_group(run.world, run.device, backend="gloo")
 
 
 def flat_fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -152,7 +152,7 @@ def require_same_model(model: nn.Module) -> None:
 
 
 def warn_if_trained_apart(models: Sequence[nn.Module]) -> None:
-    """Warn if models that have been in a block before differ between the ranks; a collective of 32 bytes."""
+    """Warn if models that have been in a block before, and get rank 0's parameters now, differ; sends 32 bytes."""
     is_known = all(each in _entered for each in models)
     _entered.update(models)
     parameters = [each for model in models for each in model.parameters()] if is_known else []
@@ -160,8 +160,8 @@ def warn_if_trained_apart(models: Sequence[nn.Module]) -> None:
     if is_known and found == [1] and context.is_main():
         warnings.warn(
             f"{', '.join(type(each).__name__ for each in models)} has changed differently on the ranks since its last "
-            "parallel_model block, and gets rank 0's parameters: ranks have trained it for themselves, or the backward "
-            "of a forward in that block came after it. Put the whole loop into one block.",
+            "parallel_model block, and gets rank 0's parameters. Right if rank 0 has loaded or initialized them; put "
+            "the whole loop into one block if ranks have trained it in between, or have called backward after a block.",
             stacklevel=user_stacklevel(),
         )
 

@@ -256,6 +256,20 @@ def backward_imported_before(model: Any, x: Tensor, _: int) -> None:
     imported_backward([model(x).mean()])
 
 
+class Prefixed(Net):
+    """Its first parameter is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = {"unused": nn.Linear(2, 2), **self._modules}
+
+
+@steps(Prefixed)
+def clipping_after_an_imported_backward(model: Any, x: Tensor, _: int) -> None:
+    imported_backward(square(model(x, use_other=True)))
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
 @steps()
 def backward_of_the_engine(model: Any, x: Tensor, _: int) -> None:
     run = torch.autograd.Variable._execution_engine.run_backward

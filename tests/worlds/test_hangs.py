@@ -107,6 +107,13 @@ def trains_alone(rank: int) -> None:
         all_reduce(torch.ones(1))  # rank 1
 
 
+def enters_alone(rank: int) -> None:
+    if rank == 0:
+        with parallel_model(nn.Linear(4, 4)):  # rank 0
+            pass
+    all_reduce(torch.ones(1))  # rank 1
+
+
 def unfreezes_alone(rank: int) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
@@ -157,6 +164,7 @@ DEADLOCKS: dict[Callable[[int], None], str] = {
     one_step_more: r"rank 0 waits .* for rank 1; rank 1 .* in backward \(all_reduce of float32\[23\]\) for rank 0",
     skips_a_batch: r"rank 0 waits .* for rank 1; rank 1 .* in backward \(all_reduce of float32\[23\]\) for rank 0",
     trains_alone: r"rank 0 .* in backward \(all_reduce of float32\[23\]\) for .*; rank 1 .* in all_reduce\(op='mean'\)",
+    enters_alone: r"rank 0 .* in parallel_model .*; rank 1 .* in all_reduce\(op='mean'\)",
     unfreezes_alone: r"data of another size|in backward.*different shapes",
     other_barriers: r"barrier\('data is there'\).*barrier\('epoch'\)",
     barrier_alone: r"barrier\('data is there'\).*broadcast",

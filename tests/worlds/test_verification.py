@@ -477,6 +477,26 @@ def test_what_is_wrong_is_told_and_what_is_right_is_accepted() -> None:
     assert not failures, "\n".join(f"{name}: {found}" for name, found in failures.items())
 
 
+def test_what_reaches_no_parameter_may_follow_the_block() -> None:
+    """Backward after the block through an input that a model has returned, and to an input alone."""
+
+    class Both(Mlp):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, super().forward(x)
+
+    @distributed(processes=WORLD)
+    def run() -> bool:
+        outside, model = nn.Linear(6, 6), Both()
+        x = outside(batch(0))
+        with parallel_model(model):
+            features, output = model(x)
+        (saliency,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+        features.sum().backward()
+        return bool(saliency.any() and outside.weight.grad.any())
+
+    assert run.all_ranks() == [True, True]
+
+
 def test_a_refused_step_leaves_the_weights() -> None:
     """After the error, and without the gradients, training goes on."""
 
@@ -642,37 +662,6 @@ def test_buffers_that_differ_are_rank_0s_with_a_warning_or_their_mean() -> None:
     assert warned[1:] == [[], [], []]
     torch.testing.assert_close(first[2][0], expected)
     assert not torch.allclose(first[0][0], expected, atol=1e-2)
-
-
-class Scaled(Mlp):
-    """Multiplies its inputs by a buffer, which backward then needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(6))
-
-    def forward(self, x: Tensor, *, writes: bool = False) -> Tensor:
-        if writes:
-            self.scale.mul_(2.0 + rank())
-        return super().forward(x.requires_grad_() * self.scale)
-
-
-def test_a_buffer_that_backward_needs_is_not_replaced_in_silence() -> None:
-    """A constant may be used by two forwards before backward; what a forward has written raises torch's error."""
-
-    @distributed(processes=WORLD)
-    def run() -> None:
-        for buffers in ("rank0", "mean"):
-            model = Scaled()
-            with parallel_model(model, buffers=buffers):
-                (square(model(batch(0))) + square(model(batch(1)))).backward()
-        model = Scaled()
-        with parallel_model(model, buffers="mean"):
-            loss = square(model(batch(0), writes=True))
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
-
-    run()
 
 
 def test_buffers_of_a_module_that_is_added_are_kept_alike() -> None:
