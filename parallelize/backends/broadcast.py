@@ -46,8 +46,10 @@ def _obstacle(x: torch.Tensor, *, accepts_expanded: bool) -> tuple[str, str] | N
         return f"is {x.dtype}", "use int32, int64 or a float type of 16 bits or more"
     if x.is_conj():
         return "is a conjugate view", "use resolve_conj()"
-    if not accepts_expanded and torch.empty_like(x, device="meta").stride() != x.stride():
-        return "is a view with gaps, or expanded: its elements share memory", "use contiguous()"
+    if _is_expanded(x):
+        return None if accepts_expanded else ("is expanded: its elements share memory", "use contiguous()")
+    if torch.empty_like(x, device="meta").stride() != x.stride():
+        return "is a view with gaps between its elements", "use contiguous()"
     return None
 
 

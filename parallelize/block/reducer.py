@@ -9,10 +9,11 @@ it is: mean(old + new) = old + mean(new). What was accumulated under `no_sync` i
 next pass outside of it.
 
 A flat tensor ends with flags: whether this rank has a gradient of each parameter; in the last bucket
-of a model also the parity of the block's optimizer steps. A parameter that no rank has used keeps
-`grad=None`; a rank reads the flags only where it lacks a gradient. A pass that reaches a parameter
-of a model sends all buckets of that model, in one order on all ranks, through a group of their own:
-a rank may send a bucket before a collective of the user's backward, and another rank after it.
+of a model also a number that tells the model and the parity of the block's optimizer steps. A
+parameter that no rank has used keeps `grad=None`; a rank reads the flags only where it lacks a
+gradient. A pass that reaches a parameter of a model sends all buckets of that model, in one order on
+all ranks, through a group of their own: a rank may send a bucket before a collective of the user's
+backward, and another rank after it.
 
 Source: Megatron-LM's DistributedDataParallel, https://docs.pytorch.org/docs/stable/notes/ddp.html
 """
@@ -116,7 +117,7 @@ class _Model:
         self.trained: tuple[bool, ...] = ()
         self.buckets: list[_Bucket] = []
         self.next = 0  # number of the bucket to send
-        self.holds = True  # the first pass of a layout sends nothing early: it learns the order
+        self.holds = True  # the first pass of a layout sends nothing early: it learns what accumulates twice
         self.is_reached = self.is_no_sync = False
         self.told: tuple[float, torch.Tensor, Any] | None = None  # place of this rank, the mean, its event
         for each in slots:
@@ -387,9 +388,11 @@ class Reducer:
     def _used(self, entry: _Model) -> set[int]:
         """Return ids of the parameters that a rank has used: a hook sends gradients without flags."""
         members = [each.parameter for each in entry.slots]
-        flags = torch.tensor([float(each.grad is not None) for each in members], device="cpu")
+        present = [float(each.grad is not None) for each in members]
+        flags = torch.tensor([*present, self._place(entry)], device="cpu") / self._size
         dist.all_reduce(flags, group=self._new_group(backend="gloo"))
-        return {id(each) for each, flag in zip(members, flags.tolist(), strict=True) if flag}
+        entry.told = self._place(entry), flags[-1:], None
+        return {id(each) for each, flag in zip(members, flags.tolist(), strict=False) if flag}
 
     def _place(self, entry: _Model) -> float:
         """Return what other ranks have alike: twice the number of the model, and the parity of the block's steps."""

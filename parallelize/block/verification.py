@@ -153,7 +153,7 @@ class Verification:
     def compare_unaveraged_gradients(
         self, optimizer: torch.optim.Optimizer, slots: list[Slot], unknown: list[Any]
     ) -> None:
-        """Compare the gradients that the reducer has not averaged across the ranks.
+        """Compare the gradients that the reducer has not averaged across the ranks; hang detection shows this name.
 
         Raises:
             SyncError: one differs.

@@ -38,6 +38,7 @@ __all__ = [
 MODELS_KEY = "parallelize: models"  # key of `mark_outputs`
 _COUNTS_KEY = "parallelize: counts"
 _MAX_NODES = 1000
+_ROUNDING = 1e-5  # relative, of weights of targets that are added up in another order
 
 # Operations by their nodes' names up to "Backward".
 _LINEAR = frozenset(("Add", "Alias", "Clone", "Div", "Mul", "Neg", "Reshape", "ReshapeAlias", "Rsub", "Select"))
@@ -122,9 +123,9 @@ def required_count(roots: Sequence[Root]) -> LossCount:
             "ranks, average='ranks' if all ranks have equally many targets",
         )
     several: Any = counts if len(counts) > 1 else []
-    numbers = {f"{float(each.count):g}": each for each in several}  # on an accelerator, this synchronizes
-    if len(numbers) > 1:
-        terms = " and ".join(f"{number} ({each.loss})" for number, each in numbers.items())
+    numbers = {float(each.count): each for each in several}  # on an accelerator, this synchronizes
+    if numbers and max(numbers) > min(numbers) * (1 + _ROUNDING):
+        terms = " and ".join(f"{number:g} ({each.loss})" for number, each in numbers.items())
         raise ConfigError(
             f"average='tokens' with a loss of terms that average over {terms} targets",
             why="a backward has one weight",

@@ -514,6 +514,21 @@ def alternately_frozen(model: Any, x: Tensor, step: int) -> None:
 
 
 @program
+def frozen_in_many_ways(block: Any) -> list[Any]:
+    """More sets of trained parameters than layouts are kept, and then the same sets again."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with block(model):
+        for step in range(24):
+            for number, each in enumerate(model.parameters()):
+                each.requires_grad_(bool(step % 12 + 1 >> number & 1) or number == 5)
+            optimizer.zero_grad()
+            square(model(batch(step), use_other=True)).backward()
+            optimizer.step()
+    return [model]
+
+
+@program
 def sparse_gradients(block: Any) -> list[Any]:
     model = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -14,9 +14,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from zoo import Mlp
 
-from parallelize import ConfigError, SyncError, all_reduce, distributed, no_sync, parallel_model, rank, save
+from parallelize import (
+    ConfigError,
+    DDPBackend,
+    SyncError,
+    all_reduce,
+    distributed,
+    no_sync,
+    parallel_model,
+    rank,
+    save,
+)
 
 WORLD = 2
 
@@ -159,10 +170,15 @@ def frozen_parameter_written_in_forward(wrong: bool) -> Any:
 
 
 @told("ranks have made different optimizer steps or backward passes, of Mlp")
-def step_skipped(wrong: bool) -> Any:
+def step_skipped_under_a_communication_hook(wrong: bool) -> Any:
+    return step_skipped(wrong, backend=DDPBackend(comm_hook=(None, allreduce_hook)))
+
+
+@told("ranks have made different optimizer steps or backward passes, of Mlp")
+def step_skipped(wrong: bool, **options: Any) -> Any:
     model = mlp()
     optimizer = sgd(model)
-    with parallel_model(model):
+    with parallel_model(model, **options):
         for step in range(5):
             optimizer.zero_grad()
             square(model(batch(step))).backward()

@@ -8,7 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize.runtime.autograd_graph import mark_outputs
-from parallelize.runtime.loss_counts import MODELS_KEY, LossCount, attach_count, loss_counts, models_reached
+from parallelize.runtime.loss_counts import (
+    MODELS_KEY,
+    LossCount,
+    attach_count,
+    loss_counts,
+    models_reached,
+    required_count,
+)
 
 T = torch.tensor([0, 1, -100, 2, 3, -100])
 W = torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0])
@@ -123,3 +130,12 @@ def test_models_behind_other_models_are_found():
         mark_outputs(y, inputs=([x],), key=MODELS_KEY, owner="discriminator")
         assert set(models_reached([y.mean()], among={"generator", "discriminator"})) == expected
     assert models_reached([nn.Linear(2, 2).weight.sum(), torch.zeros(())], among={"generator"}) == []
+
+
+def test_counts_that_differ_by_rounding_are_one_count() -> None:
+    """The terms of a smoothed loss with class weights add up the same weights in another order."""
+    torch.manual_seed(0)
+    for size in range(3, 40):
+        logits, targets, weights = torch.randn(size, 5, requires_grad=True), torch.randint(5, (size,)), torch.rand(5)
+        loss = F.cross_entropy(logits, targets, weight=weights, label_smoothing=0.1)
+        assert float(required_count([loss]).count or 0) == pytest.approx(float(weights[targets].sum()), rel=1e-5)
