@@ -60,9 +60,9 @@ def is_inside_compiled() -> bool:
     """Return whether a compiled function is on the call stack.
 
     When that function returns, dynamo restores the autocast state from its start, even if contexts were entered or
-    exited inside.
+    exited inside. The callback is False where dynamo only runs what it has compiled, past its limit of recompilations.
     """
-    return callable(get_eval_frame_callback())
+    return get_eval_frame_callback() is not None
 
 
 class compilation_disabled:  # noqa: N801  # a context, called in every step: a generator is slow

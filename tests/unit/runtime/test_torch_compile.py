@@ -85,6 +85,20 @@ def test_a_model_compiled_before_the_block() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
 
 
+def test_a_model_past_the_limit_of_recompilations() -> None:
+    """A compiled model that dynamo compiles no more, but runs, gives the same loss and gradients."""
+    results = []
+    for how in (lambda model: model, lambda model: torch.compile(model, backend="eager")):
+        model = net()
+        call = how(model)
+        with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False), block(model, "bf16"):
+            for rows in (2, 3, 4, 5):
+                loss = F.cross_entropy(call(X[:rows]), Y[:rows])
+                loss.backward()
+        results.append((loss.detach(), [each.grad for each in model.parameters()]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
+
+
 def test_a_compiled_step_while_autocast_is_held() -> None:
     """A forward without backward holds autocast; a compiled step exits it, and dynamo does not enable it again."""
     model = net()
