@@ -144,8 +144,8 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(parameters), 0.1, momentum=0.9, weight_decay=0.01)
 
 
-def steps(make: Callable[[], nn.Module] = Net) -> Callable[[Backward], Backward]:
-    """Make a program of a function that runs the backward of each step."""
+def steps(make: Callable[[], nn.Module] = Net, *, name: str = "") -> Callable[[Backward], Backward]:
+    """Make a program, of the function's name or another, of a function that runs the backward of each step."""
 
     def register(backward: Backward) -> Backward:
         def train(block: Any) -> list[Any]:
@@ -158,7 +158,7 @@ def steps(make: Callable[[], nn.Module] = Net) -> Callable[[Backward], Backward]
                     optimizer.step()
             return [model]
 
-        PROGRAMS[backward.__name__] = train
+        PROGRAMS[name or backward.__name__] = train
         return backward
 
     return register
@@ -169,17 +169,11 @@ def square(output: Tensor) -> Tensor:
 
 
 @steps()
+@steps(Residual, name="many_parameters")
+@steps(Complex, name="complex_parameters")
+@steps(Centered, name="collective_in_backward")
+@steps(Quantized, name="integer_parameters")
 def plain(model: Any, x: Tensor, _: int) -> None:
-    square(model(x)).backward()
-
-
-@steps(Residual)
-def many_parameters(model: Any, x: Tensor, _: int) -> None:
-    square(model(x)).backward()
-
-
-@steps(Complex)
-def complex_parameters(model: Any, x: Tensor, _: int) -> None:
     square(model(x)).backward()
 
 
@@ -288,16 +282,6 @@ def backward_of_the_engine(model: Any, x: Tensor, _: int) -> None:
 def unused_on_one_rank(model: Any, x: Tensor, step: int) -> None:
     each = [square(model(part, use_other=number == 1 and step % 2 == 0)) for number, part in parts(x)]
     (sum(each) / len(each)).backward()
-
-
-@steps(Centered)
-def collective_in_backward(model: Any, x: Tensor, _: int) -> None:
-    square(model(x)).backward()
-
-
-@steps(Quantized)
-def integer_parameters(model: Any, x: Tensor, _: int) -> None:
-    square(model(x)).backward()
 
 
 @steps()
