@@ -218,7 +218,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_worker_info": ("shard a dataset over the workers of all ranks", "iterable datasets fail"),
     },
     "multiprocessing.process": {
-        "_children": ("abandon a worker that SIGKILL does not end", "a program whose GPU hangs does not exit"),
+        "_children": (
+            "hide workers from starts of processes in other threads, which would read their exit codes",
+            "a call beside such a start may fail with exit code 255",
+        ),
     },
     "multiprocessing.queues.SimpleQueue": {
         "_reader": ("wait until a worker returns", "the elastic launcher fails"),

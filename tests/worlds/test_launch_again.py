@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -171,6 +172,27 @@ def test_concurrent_calls_in_two_threads() -> None:
     for thread in threads:
         thread.join()
     assert values == {2: [(200, 2)] * 3, 3: [(3000, 3)] * 3}
+
+
+def test_other_threads_that_start_processes() -> None:
+    """Starting a process asks for the exit codes of all that multiprocessing knows; a worker's can be read once."""
+    done, interval = threading.Event(), sys.getswitchinterval()
+
+    def ask() -> None:
+        while not done.is_set():
+            multiprocessing.active_children()
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        assert [total(number) for number in range(8)] == [(2 * number, 2) for number in range(8)]
+    finally:
+        done.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
 
 
 @distributed(processes=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -290,6 +291,23 @@ def leave_early() -> int:
     if dist.get_rank() == 1:
         sys.exit()
     return 7
+
+
+def test_a_worker_that_crashes_while_it_exits_is_named() -> None:
+    """After its function has returned, and when the call already waits for the end of the processes."""
+
+    def crash() -> None:
+        time.sleep(0.5)
+        os._exit(3)
+
+    @distributed(processes=2)
+    def call() -> None:
+        if rank() == 1:
+            multiprocessing.util.Finalize(None, crash, exitpriority=0)
+
+    with pytest.raises(WorkerError, match=r"rank 1 on .* ended with exit code 3") as info:
+        call()
+    assert info.value.__notes__[-1] == "the others: rank 0: had returned"
 
 
 def test_sys_exit_without_a_code_returns_none() -> None:

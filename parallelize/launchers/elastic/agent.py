@@ -123,32 +123,40 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._success = None
         self._close_files()  # of the previous attempt
-        what = f"starting {worker_group.spec.local_world_size} processes of {worker_group.spec.role}"
         with (
-            announced(f"{what}, which import torch and what this program has imported"),
+            announced(
+                f"starting {worker_group.spec.local_world_size} processes of {worker_group.spec.role}, "
+                "which import torch and what this program has imported"
+            ),
             starting_processes(self._environ, by_fork_server=self._uses_fork_server),
             _deferred_signals(self._signals),
         ):
             started: dict[int, Any] = super()._start_workers(worker_group)
+            # Starting any process, in any thread, asks all that multiprocessing knows whether they have ended. Of two
+            # threads that ask at once, only one gets the fork server's answer; the other reads exit code 255.
+            multiprocessing.process._children.difference_update(self._processes())  # type: ignore[attr-defined]  # private
         self._after_start(self.attempt)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._wait_for_a_worker()
         exits = self._find_early_exits(worker_group)
+        if not exits and self._success is None and all(map(self._has_returned, range(len(self._processes())))):
+            # Only after all have returned: if a worker died, torch elastic would wait 30 s for the other workers.
+            result = super()._monitor_workers(worker_group)
+            if result.failures:  # a worker failed while it exited; torch elastic has stopped the others
+                exits = [each for each in self._find_early_exits(worker_group) if each.rank in result.failures]
+            else:
+                self._success = result
         if exits or self._control_plane.has_failed(self.attempt):
             self._control_plane.fail(self.attempt)
-            self._terminate_workers(STOP_GRACE_S)
+            self._terminate_workers()
             # Look again: peers fail on the closed connections of a killed worker before its exit is visible here.
-            known = {each.rank for each in exits}
             late = [each for each in self._find_early_exits(worker_group) if each.exitcode not in _SIGTERM_EXIT_CODES]
-            exits += [each for each in late if each.rank not in known]
+            exits = list({each.rank: each for each in [*late, *exits]}.values())
             self._kill_worker_groups()
             self._control_plane.report(self.attempt, exits)
             return RunResult(state=WorkerState.FAILED)
-        if self._success is None and all(map(self._has_returned, range(len(self._processes())))):
-            # Only after all have returned: if a worker died, torch elastic would wait 30 s for the other workers.
-            self._success = super()._monitor_workers(worker_group)
         if self._success is not None and self._control_plane.all_done(self.attempt):
             return self._success
         return RunResult(state=WorkerState.HEALTHY)
@@ -156,7 +164,7 @@ class Agent(LocalElasticAgent):
     def _wait_for_a_worker(self) -> None:
         """Wait until a worker returns or exits, or until it is time to ask the other nodes again."""
         context: Any = self._pcontext
-        running = [local for local in range(len(self._processes())) if not self._has_returned(local)]
+        running = [local for local in context._ret_vals if not self._has_returned(local)]
         watched = [(self._processes()[local].sentinel, context._ret_vals[local]._reader) for local in running]
         connection.wait([each for pair in watched for each in pair], _ASK_NODES_EVERY_S)
 
@@ -165,7 +173,6 @@ class Agent(LocalElasticAgent):
 
     def _find_early_exits(self, worker_group: WorkerGroup) -> list[WorkerExit]:
         """Return the workers that exited without a return value, for which torch elastic would wait forever."""
-        ended = [(local, each) for local, each in enumerate(self._processes()) if each.exitcode is not None]
         host, now, ranks = socket.gethostname(), time.time(), [each.global_rank for each in worker_group.workers]
         return [
             WorkerExit(
@@ -176,8 +183,8 @@ class Agent(LocalElasticAgent):
                 now,
                 self._files.read_output(rank, self.attempt),
             )
-            for local, each in ended
-            if each.exitcode != 0 or not self._has_returned(local)
+            for local, each in enumerate(self._processes())
+            if each.exitcode or (each.exitcode == 0 and not self._has_returned(local))
         ]
 
     def _has_returned(self, local_rank: int) -> bool:
@@ -185,8 +192,8 @@ class Agent(LocalElasticAgent):
         return local_rank in context._return_values or not context._ret_vals[local_rank].empty()
 
     def _processes(self) -> list[BaseProcess]:
-        context: Any = getattr(self._pcontext, "_pc", None)
-        return [] if context is None else list(context.processes)
+        context: Any = self._pcontext
+        return list(context._pc.processes) if context and context._pc else []
 
     def _close_files(self) -> None:
         """Close the pipes and sentinels of exited workers, and the queues of their return values."""
@@ -199,17 +206,17 @@ class Agent(LocalElasticAgent):
         self._pcontext = None
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:  # torch 2.11 has no timeout
-        self._terminate_workers(STOP_GRACE_S)
+        self._terminate_workers()
         self._kill_worker_groups()
         self._abandon_living_workers()
         super()._shutdown(*args, **kwargs)
 
-    def _terminate_workers(self, grace_s: float) -> None:
-        """Send SIGTERM to every worker and wait up to `grace_s` for their `finally` blocks."""
+    def _terminate_workers(self) -> None:
+        """Send SIGTERM to every worker and wait for their `finally` blocks."""
         processes = self._processes()
         for process in processes:
             _send_signal(process.pid, signal.SIGTERM, of_group=False)
-        end = time.monotonic() + grace_s
+        end = time.monotonic() + STOP_GRACE_S
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
 
@@ -227,12 +234,10 @@ class Agent(LocalElasticAgent):
         The kernel ends a process only after its uninterruptible waits, as in the driver of a GPU that hangs.
         """
         context: Any = self._pcontext
-        python: Any = multiprocessing.process
         for process in self._processes():
             if process.exitcode is None:
                 _log.error("worker %s does not end, %g s after SIGKILL: its GPU may hang", process.pid, _KILL_TIMEOUT_S)
                 context._pc.processes.remove(process)
-                python._children.discard(process)
 
 
 def _send_signal(pid: int | None, number: signal.Signals, *, of_group: bool) -> None:
