@@ -39,11 +39,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     An object whose `__class__` differs from its type, such as a decorated function, is pickled by its own
     `__reduce_ex__`; cloudpickle would pickle it as a plain function.
+
+    Attributes:
+        on_object: called with each object.
     """
 
+    on_object: Any = id  # does nothing
+
     def reducer_override(self, obj: Any) -> Any:
+        self.on_object(obj)
         if "__reduce_ex__" in vars(type(obj)) and obj.__class__ is not type(obj):
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(obj, types.CodeType):  # cloudpickle 3.1.3 leaves out the file, which tracebacks name
+            kind, args = self.dispatch_table[types.CodeType](obj)
+            return kind, tuple(obj.co_filename if each == "<dynamic-code>" else each for each in args)
         name = _name_of_module(obj)
         if name is not None:
             return _resolve, name
@@ -66,17 +75,6 @@ class _RankPickler(_Pickler):
         if is_main and _is_found(obj, "__main__", obj.__qualname__):
             return _resolve, ("__main__", obj.__qualname__)
         return super().reducer_override(obj)
-
-
-def _pickler(on_object: Callable[[Any], None]) -> type[_Pickler]:
-    """Return a pickler class that calls `on_object` with each object."""
-
-    class Pickler(_Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            on_object(obj)
-            return super().reducer_override(obj)
-
-    return Pickler
 
 
 def _name_of_module(obj: Any) -> tuple[str, str] | None:
@@ -107,8 +105,7 @@ def _is_found(obj: object, module: str, name: str) -> bool:
 
 def _resolve(module: str, name: str) -> Any:
     """Import a module and return an attribute of it; "" is the module itself."""
-    import_module(module)
-    found: Any = sys.modules[module]
+    found: Any = import_module(module)
     return attrgetter(name)(found) if name else found
 
 
@@ -136,9 +133,7 @@ def _rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> Base
     return error
 
 
-def dump(
-    obj: object, path: Path, *, parts: Mapping[str, object], on_object: Callable[[Any], None] = lambda _: None
-) -> None:
+def dump(obj: object, path: Path, *, parts: Mapping[str, object], on_object: Callable[[Any], object] = id) -> None:
     """Pickle `obj` to `path`, atomically.
 
     Args:
@@ -152,7 +147,7 @@ def dump(
     """
     partial = path.with_name(path.name + ".part")
     try:
-        _save(obj, partial, parts, _pickler(on_object))
+        _save(obj, partial, parts, type("Pickler", (_Pickler,), {"on_object": staticmethod(on_object)}))
     except ConfigError:
         partial.unlink(missing_ok=True)
         raise
@@ -187,11 +182,14 @@ def load(source: Path | io.BytesIO, *, device: torch.device) -> Any:
             runs code.
         device: device for tensors that were not on the CPU.
     """
-
-    def map_location(storage: Any, saved_on: str) -> Any:
-        return storage if saved_on == "cpu" else storage.to(device=device)
-
-    return torch.load(source, mmap=isinstance(source, Path), weights_only=False, map_location=map_location)
+    return torch.load(
+        source,
+        mmap=isinstance(source, Path),
+        weights_only=False,
+        map_location=lambda storage, saved_on: (
+            storage if saved_on == "cpu" else storage.to(device=device)  # type: ignore[attr-defined]  # untyped storages have it
+        ),
+    )
 
 
 def _first_line(exc: BaseException) -> str:

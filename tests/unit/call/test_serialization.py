@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import sys
 import threading
+import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +121,18 @@ def test_an_exception_that_holds_itself(tmp_path: Path) -> None:
     error.hint = error
     loaded = round_trip(error, tmp_path)
     assert loaded.hint is loaded
+
+
+def test_functions_keep_their_file_and_lines(tmp_path: Path) -> None:
+    """Those of a script are pickled by value; tracebacks and hang reports show the lines of its file."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def outer():\n    return lambda: 1 / 0", "script.py", "exec"), namespace)
+    dump(namespace["outer"], tmp_path / "value", parts={})
+    inner = load(tmp_path / "value", device=torch.device("cpu"))()
+    with pytest.raises(ZeroDivisionError) as caught:
+        inner()
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (last.filename, last.lineno) == ("script.py", 2)
 
 
 def test_tensors_keep_their_device(tmp_path: Path) -> None:
