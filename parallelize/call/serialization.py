@@ -187,7 +187,7 @@ def load(source: Path | io.BytesIO, *, device: torch.device) -> Any:
         mmap=isinstance(source, Path),
         weights_only=False,
         map_location=lambda storage, saved_on: (
-            storage if saved_on == "cpu" else storage.to(device=device)  # type: ignore[attr-defined]  # untyped storages have it
+            storage if saved_on == "cpu" else storage.to(device=device)  # type: ignore[attr-defined]  # not in torch's types
         ),
     )
 

@@ -141,14 +141,15 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._wait_for_a_worker()
         exits = self._find_early_exits(worker_group)
-        if not exits and self._success is None and all(map(self._has_returned, range(len(self._processes())))):
+        has_failed = bool(exits) or self._control_plane.has_failed(self.attempt)
+        if not has_failed and self._success is None and all(map(self._has_returned, range(len(self._processes())))):
             # Only after all have returned: if a worker died, torch elastic would wait 30 s for the other workers.
             result = super()._monitor_workers(worker_group)
-            if result.failures:  # a worker failed while it exited; torch elastic has stopped the others
-                exits = [each for each in self._find_early_exits(worker_group) if each.rank in result.failures]
-            else:
-                self._success = result
-        if exits or self._control_plane.has_failed(self.attempt):
+            # A worker may have failed while it exited; torch elastic has stopped the others then.
+            exits = [each for each in self._find_early_exits(worker_group) if each.rank in result.failures]
+            has_failed = bool(exits)
+            self._success = None if has_failed else result
+        if has_failed:
             self._control_plane.fail(self.attempt)
             self._terminate_workers()
             # Look again: peers fail on the closed connections of a killed worker before its exit is visible here.
@@ -213,18 +214,19 @@ class Agent(LocalElasticAgent):
 
     def _terminate_workers(self) -> None:
         """Send SIGTERM to every worker and wait for their `finally` blocks."""
-        processes = self._processes()
-        for process in processes:
+        for process in self._processes():
             _send_signal(process.pid, signal.SIGTERM, of_group=False)
-        end = time.monotonic() + STOP_GRACE_S
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
+        self._join_workers(STOP_GRACE_S)
 
     def _kill_worker_groups(self) -> None:
         """Send SIGKILL to the process group of every worker: the worker and its child processes."""
         for process in self._processes():
             _send_signal(process.pid, signal.SIGKILL, of_group=True)
-        end = time.monotonic() + _KILL_TIMEOUT_S
+        self._join_workers(_KILL_TIMEOUT_S)
+
+    def _join_workers(self, timeout_s: float) -> None:
+        """Wait until all workers have ended, at most this time."""
+        end = time.monotonic() + timeout_s
         for process in self._processes():
             process.join(max(0.0, end - time.monotonic()))
 
