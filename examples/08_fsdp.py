@@ -28,7 +28,7 @@ class Reader(nn.Module):
 def train(model, dataset, epochs):
     loader = DataLoader(dataset, batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    with parallel_model(model):  # in the block, the optimizer holds shards of the parameters
+    with parallel_model(model):  # in the block, each rank keeps a shard of every parameter and of the optimizer's state
         for _ in range(epochs):
             for x, y in shard_loader(loader):
                 optimizer.zero_grad()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from parallelize.backends.ddp import DDPBackend
     from parallelize.backends.ddp2 import DDP2Backend
     from parallelize.backends.dp import DPBackend
-    from parallelize.backends.fsdp import FSDPBackend
+    from parallelize.backends.fsdp.plugin import FSDPBackend
     from parallelize.checkpoint.loading import load
     from parallelize.checkpoint.rotation import checkpoints
     from parallelize.checkpoint.saving import save
@@ -95,7 +95,7 @@ _NAMES_BY_MODULE = {
     "backends.ddp": "DDPBackend",
     "backends.ddp2": "DDP2Backend",
     "backends.dp": "DPBackend",
-    "backends.fsdp": "FSDPBackend",
+    "backends.fsdp.plugin": "FSDPBackend",
     "checkpoint.loading": "load",
     "checkpoint.rotation": "checkpoints",
     "checkpoint.saving": "save",

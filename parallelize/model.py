@@ -74,9 +74,13 @@ def parallel_model(
     In the block, `model(x)` runs in parallel and `backward` averages gradients over all processes. For a loss that is a
     mean over equally many targets on every rank, the result is that of one process that trains on the concatenated
     batches; for other losses, `average=` makes it so. All ranks start from rank 0's parameters. The model is moved
-    to this process's device. Optimizers may be created before or inside the block, and go on after it; under fsdp, they
-    hold this rank's shards of the parameters in the block. After the block or an exception, the model is a plain model
-    again, with the trained weights, on the training device.
+    to this process's device. Optimizers may be created before or inside the block, and go on after it. After the block,
+    also after an exception, the model is a plain model again, with the trained weights, on the training device.
+
+    Under fsdp each rank keeps and updates its shards of the parameters, and the user's Parameters stand for the full
+    ones: they keep their identity and shape, are gathered where a full tensor is needed, and what is written to them
+    reaches the shards (as rank 0 has it, random numbers included). All ranks have to use them together. After the block
+    they have full values where the model came from; after an exception they stay sharded.
 
     A gradient is averaged whichever path has produced it: `model.encoder(x)`, a method that does not call forward, a
     functional call, several backward passes. What no backward accumulates, such as a gradient that was assigned, is
@@ -99,11 +103,12 @@ def parallel_model(
     Args:
         *models: one or several models, and leaf tensors that are trained beside them, such as a temperature; under
             ddp and dp models may share parameters.
-        optimizers: optimizers of these models that do not inherit from `torch.optim.Optimizer`, for fsdp and Apex; all
-            others are found.
+        optimizers: optimizers of these models, which Apex needs; all other engines need none.
         methods: names of methods that run as forward does, such as "loss" or "encode": split over devices (dp,
-            balanced), gathered (fsdp), under autocast, with inputs moved to the device.
-        restore: whether sharded parameters (fsdp) are gathered into full ones when the block ends.
+            balanced), under autocast, with inputs moved to the device.
+        restore: whether sharded parameters (fsdp) are gathered into full ones when the block ends. False: each rank
+            keeps its shards, for models that no rank can hold; `state_dict()`, `save` and calls of the model work, on
+            all ranks together.
         average: how gradients of the ranks are averaged. "ranks": with equal weights. "sum": they are added, for losses
             that are sums (`reduction="sum"`). "tokens": by the number of targets over which each loss is a mean, such
             as a cross entropy with `ignore_index` over unequal padding, or with class weights; each backward pass is
@@ -129,11 +134,12 @@ def parallel_model(
     given_optimizers = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     names = (methods,) if isinstance(methods, str) else tuple(methods)
     modules: list[Any] = [LeafTensor(each) if _is_trained_leaf(each) else each for each in models]
-    check_models(modules, names)
     _require_choice("average", average, ("ranks", "sum", "tokens"))
     _require_choice("buffers", buffers or "rank0", ("rank0", "mean"))
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(_enter_run({name: value for name, value in options.items() if value is not None}))
+        initializes = run.config.wrap is None and run.config.backend.shards_gradients
+        check_models(modules, names, accepts_meta=initializes)
         outer = context.active() or run
         if IN_PARALLEL_MODEL not in outer.flags:  # an outer block removes its own mark
             stack.callback(outer.flags.discard, IN_PARALLEL_MODEL)
@@ -142,10 +148,10 @@ def parallel_model(
         _refuse_comparing_shards(run)
         _refuse_apex(run, average)
         _refuse_shared(run, modules)
-        if buffers == "mean" and (run.config.wrap is not None or run.config.backend.shards_gradients):
+        if buffers == "mean" and run.config.wrap is not None:
             raise ConfigError(
-                "buffers='mean' with wrap= or backend='fsdp'",
-                why="their buffers are broadcast from rank 0",
+                "buffers='mean' with wrap=",
+                why="its module broadcasts rank 0's buffers",
                 fix="drop buffers=, or use backend='ddp'",
             )
         for model in modules:
@@ -160,7 +166,7 @@ def parallel_model(
             average=average,
             buffers=buffers,
             methods=names,
-            build=_engine_factory(run, optimizers=given_optimizers, restore=restore, average=average),
+            build=_engine_factory(run, restore=restore, average=average),
         )
         stack.enter_context(block.running())  # after the session has opened: Apex replaces forward
         session.bind(modules)
@@ -187,7 +193,7 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         optimizer.step()
 
     A backward pass in the context leaves its gradients local; the next one outside of it averages all that has
-    accumulated.
+    accumulated. Under fsdp each pass averages, with the same result: else full gradients would have to be kept.
 
     Args:
         model: a model in a `parallel_model` block; for any other model, the context does nothing.
@@ -252,12 +258,13 @@ def _refuse_shared(run: Runtime, models: Sequence[nn.Module]) -> None:
         f"amp_engine={run.config.amp_engine!r}": amp is not None and run.config.amp_engine != "native",
     }
     option = next((name for name, is_refused in reasons.items() if is_refused), None)
-    seen: dict[int, str] = {}
+    seen: dict[int, tuple[nn.Module, str]] = {}
     for model in models if option is not None else ():
         for name, each in model.named_parameters():
-            if seen.setdefault(id(each), f"{name} of {type(model).__name__}") != f"{name} of {type(model).__name__}":
+            owner, text = seen.setdefault(id(each), (model, f"{name} of {type(model).__name__}"))
+            if owner is not model:
                 raise ConfigError(
-                    f"{seen[id(each)]}, which another model of the block shares, with {option}",
+                    f"{text}, which another model of the block shares, with {option}",
                     why="each model shards or casts its own parameters",
                     fix="put the models into one nn.Module, pass that, and name its methods in methods=[...]",
                 )
@@ -291,9 +298,7 @@ def _open_precision(
     )
 
 
-def _engine_factory(
-    run: Runtime, *, optimizers: Sequence[torch.optim.Optimizer], restore: bool, average: Average
-) -> Callable[[Inner], Engine]:
+def _engine_factory(run: Runtime, *, restore: bool, average: Average) -> Callable[[Inner], Engine]:
     """Return a function that builds the engine of a model, with the backend or with the user's `wrap`."""
     wrap = run.config.wrap
 
@@ -303,9 +308,7 @@ def _engine_factory(
         if isinstance(inner.model, LeafTensor):
             return _TensorEngine(inner, run)
         if wrap is None:
-            return run.config.backend.engine(
-                inner, world=run.world, devices=run.devices, optimizers=optimizers, restore=restore
-            )
+            return run.config.backend.engine(inner, world=run.world, devices=run.devices, restore=restore)
         module = wrap(inner, run.world)
         if average != "ranks" and not isinstance(module, DistributedDataParallel):
             raise ConfigError(
@@ -334,6 +337,8 @@ class _WrapEngine(LocalEngine):
     A DistributedDataParallel is known to keep replicas, which are compared at the end of the block; those of another
     module are if `verify_every` asks for it.
     """
+
+    local: nn.Module
 
     def __init__(self, module: nn.Module, *, local: nn.Module, is_verified: bool) -> None:
         super().__init__(module)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 __all__ = ["NCCL_ONLY", "PRIVATE_NAMES", "SINCE"]
 
 SINCE: Mapping[str, str] = {
-    "torch.distributed.fsdp._fully_shard._fsdp_param._orig_param_uid": "2.13",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._sharding_spec_by_dtype": "2.15",
 }
 """Path -> first torch release that has the name; only for names newer than 2.11, the oldest supported release."""
 
@@ -28,11 +28,12 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_post_accumulate_grad_hooks": ("call the user's hooks of parameters under fsdp", "hooks are not called"),
     },
     "torch.distributed.tensor.DTensor": {
-        "_local_tensor": ("this rank's shard, without autograd", 'fp16 with backend="fsdp" fails'),
-        "_spec": ("lay out the result of an element-wise operation", 'optimizers with backend="fsdp" fail'),
+        "_local_tensor": ("this rank's shard, without autograd", 'backend="fsdp" fails'),
+        "_spec": ("give gradients the mesh of the user's parameter", 'backend="fsdp" fails'),
     },
     "torch": {
-        "_foreach_copy_": ("keep what a forward writes to parameters", 'forwards fail under backend="fsdp"'),
+        "_foreach_copy_": ("tell functions that keep elements apart", 'nothing: backend="fsdp" gathers more'),
+        "_foreach_norm": ("clip many sharded gradients by one collective", "clipping is slower"),
         "_foreach_mul_": ("scale many gradients in one kernel", "fp16 fails"),
         "_amp_foreach_non_finite_check_and_unscale_": ("GradScaler's unscale kernel", "fp16 fails"),
         "_amp_update_scale_": ("GradScaler's update of the scale, without a host sync", "fp16 fails"),
@@ -76,10 +77,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_top_saved_tensors_default_hooks": ("copy saved-tensor hooks to a stage's thread", 'backend="balanced" fails'),
     },
     "torch.UntypedStorage": {
-        "_cdata": ("identify the storage of a copy", 'copies under backend="fsdp" fail'),
-        "_new_with_weak_ptr": ("reach the storage of a copy without owning it", 'copies under backend="fsdp" fail'),
+        "_cdata": ("find views of gathered parameters", 'writes to them under backend="fsdp" are lost'),
     },
     "torch.utils": {
+        "_foreach_utils": ("let clipping take sharded gradients in lists", "clipping is slower"),
         "_python_dispatch": ("find the parameters that forward writes", 'backend="balanced" fails'),
     },
     "torch.utils._python_dispatch": {
@@ -114,6 +115,9 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.nn.modules.module": {
         "_global_forward_hooks": ("compare a batch again when a hook is new", 'backend="balanced" fails'),
         "_global_forward_pre_hooks": ("compare a batch again when a hook is new", 'backend="balanced" fails'),
+    },
+    "torch.nn.Transformer": {
+        "_reset_parameters": ("initialize modules on the meta device that have it", "their tensors are NaN, told so"),
     },
     "torch.nn.parallel.replicate": {
         "_former_parameters": ("get the parameters of a replica", 'amp="O2" with backend="dp" fails'),
@@ -164,26 +168,20 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.distributed._composable_state": {
         "_module_state_mapping": ("unshard a module", 'backend="fsdp" fails at the end of a block'),
     },
-    "torch.distributed.fsdp.FSDPModule": {
-        "_orig_cls_mro_index": ("unshard a module", 'backend="fsdp" fails at the end of a block'),
-        "_get_fsdp_state": ("reach sharded parameters", 'backend="fsdp" fails'),
-    },
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
         "_fsdp_param_group": ("reach sharded parameters", 'backend="fsdp" fails'),
+        "_lazy_init": ("let the model be the root before a part of it is called", "calls of parts fail"),
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": {
-        "_unsharded_param": ("recognize a gathered parameter", "replaced parameters are not detected"),
-        "_sharded_post_forward_param": (
-            "recognize a gathered parameter",
-            "replaced parameters are not detected",
-        ),
+        "_setattr_on_modules": ("register the user's parameter in place of the shard", 'backend="fsdp" fails'),
+        "_sharding_spec": ("give gradients the mesh of the user's parameter", 'backend="fsdp" fails'),
+        "_sharding_spec_by_dtype": ("the same, where torch caches it", 'backend="fsdp" fails'),
     },
-    "torch.distributed.fsdp._fully_shard._fully_shard": {
-        "_is_fsdp_managed_module": ("unshard a module", "the flag stays on the module"),
-        "_fsdp_use_orig_params": ("unshard a module", "the flag stays on the module"),
+    "torch.optim.optimizer": {
+        "_foreach_supported_types": ("let optimizers take sharded parameters in lists", "steps are slower"),
     },
-    "torch.distributed.fsdp._fully_shard._fsdp_param": {
-        "_orig_param_uid": ("unshard a parameter", "nothing"),
+    "torch.utils._foreach_utils": {
+        "_foreach_supported_types": ("let clipping take sharded gradients in lists", "clipping is slower"),
     },
     "torch.distributed.elastic.agent.server.SimpleElasticAgent": {
         "_exit_barrier": ("overridden: control_plane ends the nodes", "the elastic launcher fails"),

@@ -1,8 +1,9 @@
 """Cost of a training step in a `parallel_model` block, compared with DistributedDataParallel, Fabric and Accelerate.
 
 All contenders train the same model on the same batches in the same processes, a few steps each in turns, so that other
-load affects all of them; a ratio compares steps of the same turn. With one rank the hand-written loop uses no DDP, and
-under O1 and O2 it enters torch.autocast. Calls of Python functions in a step are counted: other load changes none.
+load affects all of them; a ratio compares steps of the same turn. With one rank the hand-written loop uses no DDP,
+under O1 and O2 it enters torch.autocast, and under fsdp it applies fully_shard. Calls of Python functions in a step are
+counted: other load changes none.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import parallelize
@@ -135,6 +137,22 @@ def ours(work: Work, amp: str | None, **options: Any) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
+def fully_shard_by_hand(work: Work, _amp: str | None) -> Iterator[Step]:
+    model = work.make().to(parallelize.device())
+    for block in model.blocks if isinstance(model, Gpt) else ():
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        work.loss(model(x), x).backward()
+        optimizer.step()
+
+    yield step
+
+
+@contextlib.contextmanager
 def fabric(work: Work, _amp: str | None) -> Iterator[Step]:
     from lightning_fabric import Fabric
 
@@ -176,8 +194,12 @@ CONTENDERS: dict[str, tuple[str, Callable[[Work, str | None], Any]]] = {
     "Fabric": ("lightning_fabric", fabric),
     "Accelerate": ("accelerate", accelerate),
 }
+SHARDED: dict[str, tuple[str, Callable[[Work, str | None], Any]]] = {
+    "fully_shard by hand": ("torch", fully_shard_by_hand),
+    "parallelize, fsdp": ("parallelize", functools.partial(ours, backend="fsdp")),
+}
 WARMUP = 5  # the first step compares inputs, and learns in which order gradients arrive
-LEVELS = {"O0": None, "O1 bf16": "bf16", "O2 bf16": "O2"}
+LEVELS = {"O0": None, "O1 bf16": "bf16", "O2 bf16": "O2", "fsdp": None}
 
 
 @dataclass(frozen=True)
@@ -232,7 +254,7 @@ def measure(name: str, level: str, contenders: Sequence[str], turns: int) -> dic
         for each in [*contenders[turn % len(contenders) :], *contenders[: turn % len(contenders)]]:
             torch.manual_seed(0)  # equal weights: the speed of a CPU depends on the values
             # One at a time: a block adds hooks and patches that every loop in the process would run through.
-            with CONTENDERS[each][1](work, LEVELS[level]) as step:
+            with (CONTENDERS | SHARDED)[each][1](work, LEVELS[level]) as step:
                 _timed(step, x, steps=WARMUP)
                 found[each].append(_timed(step, x, steps=work.steps))
                 if turn == turns - 1:
@@ -241,7 +263,7 @@ def measure(name: str, level: str, contenders: Sequence[str], turns: int) -> dic
 
 
 def report(name: str, ranks: int, level: str, found: dict[str, tuple[int, list[Cost]]]) -> None:
-    calls_by_hand, turns_by_hand = found["by hand"]
+    calls_by_hand, turns_by_hand = next(iter(found.values()))
     for each, (calls, turns) in found.items():
         pairs = list(zip(turns, turns_by_hand, strict=True))
         wall = statistics.median(one.wall_s / other.wall_s for one, other in pairs)
@@ -275,8 +297,9 @@ def main() -> None:
         for name in options.works or works(on_gpu="gpus" in where):
             call = parallelize.distributed(**where)(measure)
             for level in options.levels:
-                loops = present if level == "O0" else ["by hand", "parallelize"]
-                report(name, ranks, level, call(name, level, loops, options.turns))
+                loops = {"O0": present, "fsdp": list(SHARDED)}.get(level, ["by hand", "parallelize"])
+                if level != "fsdp" or ranks > 1:
+                    report(name, ranks, level, call(name, level, loops, options.turns))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize.errors import ConfigError
+from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.runtime import differentiable
 
-__all__ = ["RegisteredBuffers", "broadcast_from_rank_0", "refuse_unbroadcastable"]
+__all__ = ["RegisteredBuffers", "broadcast_from_rank_0", "place", "refuse_unbroadcastable"]
 
 
 def refuse_unbroadcastable(model: nn.Module, *, accepts_expanded: bool) -> None:
@@ -51,6 +53,33 @@ def _obstacle(x: torch.Tensor, *, accepts_expanded: bool) -> tuple[str, str] | N
     if torch.empty_like(x, device="meta").stride() != x.stride():
         return "is a view with gaps between its elements", "use contiguous()"
     return None
+
+
+def place(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers of a module to a device, except sharded ones; give values to those on "meta".
+
+    They are those of each submodule's `reset_parameters`, or else NaN until values are loaded.
+    """
+    for part in reversed(list(module.modules())):  # children first: a parent may initialize them anew
+        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        missing = [each for each in tensors if each.is_meta]
+        for each in missing:
+            value = torch.full_like(each, torch.nan if each.is_floating_point() else 0, device=device)
+            is_parameter = isinstance(each, nn.Parameter)
+            swap: Any = torch.utils.swap_tensors
+            swap(each, nn.Parameter(value, each.requires_grad) if is_parameter else value)
+        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+        if missing and reset is not None:
+            reset()
+        elif missing:
+            warnings.warn(
+                f"a {type(part).__name__} on the meta device has no reset_parameters(): its own tensors are NaN until "
+                "values are loaded in the block",
+                stacklevel=user_stacklevel(),
+            )
+        for each in tensors:
+            if not hasattr(each, "full_tensor"):
+                each.data = each.data.to(device)
 
 
 def broadcast_from_rank_0(tensors: list[torch.Tensor]) -> None:

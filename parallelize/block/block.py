@@ -110,7 +110,7 @@ class Block:
             stack.enter_context(subscribed(Order.REDUCE, self.reducer.around_backward))
         verification = Verification(
             self.run,
-            lambda: [each.inner.model for each in self._routed if each.engine.is_replica],
+            lambda: [each.replicas for each in self._routed if each.engine.is_replica],
             reducer=self.reducer,
             warns_of_buffers=not self._buffers and getattr(self.run.config.backend, "broadcast_buffers", True),
             loss_weight=self.averaging.loss_weight,
@@ -123,7 +123,7 @@ class Block:
         self.averaging.compare_counts()
 
     def _reduced(self) -> list[tuple[nn.Module, Reduction]]:
-        return [(each.inner.model, each.engine.reduction) for each in self._routed if each.engine.reduction is not None]
+        return [(each.replicas, each.engine.reduction) for each in self._routed if each.engine.reduction is not None]
 
     def refresh(self) -> None:
         """Follow parameters that were added or replaced."""
@@ -142,7 +142,7 @@ class _RoutedModel:
 
     def __init__(self, block: Block, inner: Inner) -> None:
         self._block, self.inner, self.engine = block, inner, block.build(inner)
-        self.session = block.session
+        self.session, self.replicas = block.session, self.engine.replicas or inner.model
         self._changes: list[str] = []  # names of submodules and parameters that were added or replaced
         self._forwards, self._series = 0, next(_series)
         is_moved = not self.engine.moves_inputs and block.run.device.type != "cpu"
@@ -261,5 +261,5 @@ class _RoutedModel:
         """Return a context in which backward leaves gradients local."""
         reducer = self._block.reducer
         if reducer is not None and self.engine.reduction is not None:
-            return reducer.no_sync(self.inner.model)
+            return reducer.no_sync(self.replicas)
         return self.engine.no_sync()

@@ -24,7 +24,7 @@ class LeafTensor(nn.Module):
         self._parameters["tensor"] = tensor  # type: ignore[assignment]  # a leaf that need not be an nn.Parameter
 
 
-def check_models(models: Sequence[Any], methods: Sequence[str]) -> None:
+def check_models(models: Sequence[Any], methods: Sequence[str], *, accepts_meta: bool) -> None:
     """Check that parallel_model supports every model, and that each of `methods` is a method of a model.
 
     Raises:
@@ -36,7 +36,7 @@ def check_models(models: Sequence[Any], methods: Sequence[str]) -> None:
         raise ConfigError("parallel_model()", why="no model was passed", fix="pass the model: parallel_model(model)")
     for model in models:
         _check_type(model)
-        _check_tensors(model)
+        _check_tensors(model, accepts_meta=accepts_meta)
         _check_not_in_block(model)
     for method in methods:
         _check_method(method, models)
@@ -73,7 +73,7 @@ def _check_type(model: Any) -> None:
         )
 
 
-def _check_tensors(model: nn.Module) -> None:
+def _check_tensors(model: nn.Module, *, accepts_meta: bool) -> None:
     if next(model.parameters(), None) is None:
         raise ConfigError(
             f"parallel_model({type(model).__name__}), which has no parameters",
@@ -93,7 +93,7 @@ def _check_tensors(model: nn.Module) -> None:
                 why="fully_shard was applied to the model, or an fsdp block did not restore it",
                 fix="construct the model again and load a checkpoint, or let backend='fsdp' shard it",
             )
-        if tensor.device == torch.device("meta"):
+        if tensor.is_meta and not accepts_meta:
             raise ConfigError(
                 f"{name} of {type(model).__name__} is on the meta device",
                 why="a meta tensor has a shape, but no values to train or to broadcast",

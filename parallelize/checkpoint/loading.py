@@ -182,7 +182,7 @@ def _read_shards(
         if id(leaf) not in keys:
             return leaf
         dtensor = dtensors.get(id(leaf))
-        like, where = (leaf, "cpu") if dtensor is None else (dtensor.detach(), dtensor.device)
+        like, where = (leaf, "cpu") if dtensor is None else (dtensor.shard.detach(), dtensor.device)
         return filled.setdefault(keys[id(leaf)], torch.empty_like(like, dtype=leaf.dtype, device=where))
 
     for each in handlers:

@@ -44,6 +44,7 @@ def to_safe_types(value: Any, *, where: str, convert_dtensor: Callable[[Any], An
     """
     if isinstance(value, torch.Tensor):
         if is_dtensor(value):
+            value = getattr(value, "shard", value)  # for which a tensor of an fsdp block stands
             return value if convert_dtensor is None else convert_dtensor(value)
         return _dense_tensor(value, where)
 

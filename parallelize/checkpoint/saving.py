@@ -183,10 +183,10 @@ def _gather_full_tensors(rank: int) -> Callable[[Any], Any]:
     gathered: dict[int, Any] = {}  # tied weights: one DTensor under several names
 
     def convert_dtensor(dtensor: Any) -> Any:
-        from parallelize.backends import sharded_tensors  # takes half a second to import: only if sharded
+        from parallelize.backends.fsdp import full_tensors  # takes half a second to import: only if sharded
 
         if id(dtensor) not in gathered:
-            tensor = sharded_tensors.full_tensor(dtensor)
+            tensor = full_tensors.full_tensor(dtensor)
             gathered[id(dtensor)] = dtensor, tensor.cpu() if rank == 0 else None
         return gathered[id(dtensor)][1]
 

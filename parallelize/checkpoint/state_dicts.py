@@ -97,7 +97,7 @@ class _ModelHandler(StateHandler):
         model = self.obj
         while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
-        found = model.state_dict()
+        found = _state_dict(model)
         state: Any = OrderedDict((_WRAPPERS.sub("", name), value) for name, value in found.items())
         state._metadata = {
             _WRAPPERS.sub("", f"{name}.")[:-1]: each for name, each in getattr(found, "_metadata", {}).items()
@@ -110,7 +110,7 @@ class _ModelHandler(StateHandler):
 
     def _adapted(self, state: Any) -> Any:
         """Return the state dict under the names of the object; either of them may be compiled or wrapped."""
-        found = self.obj.state_dict()
+        found = _state_dict(self.obj)
         own = {_plain(name): name for name in found}
         prefix = "" if self.details else _common_prefix(state, own)
         versions = {
@@ -130,7 +130,7 @@ class _ModelHandler(StateHandler):
 
     def _compare(self) -> Iterator[str]:
         state = self.state = self._adapted(self.state)
-        own = self.obj.state_dict()
+        own = _state_dict(self.obj)
         missing, unknown = [key for key in own if key not in state], [key for key in state if key not in own]
         if missing and self._is_strict:
             yield f"no {_join_names(missing)} in the checkpoint"
@@ -252,6 +252,19 @@ def needs_all_ranks(obj: Any) -> bool:
     return any(map(is_dtensor, parameters_of(obj) if isinstance(obj, torch.optim.Optimizer) else leaves(obj)))
 
 
+def _state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return a state dict, with shards where fsdp would gather them."""
+    if not needs_all_ranks(model):
+        return model.state_dict()
+    from parallelize.backends.fsdp.full_tensors import state
+
+    state.keeps_shards = True
+    try:
+        return model.state_dict()
+    finally:
+        state.keeps_shards = False
+
+
 def _plain(name: str) -> str:
     """Return the name of a weight without the prefixes of torch.compile, DDP and DataParallel."""
     return _WRAPPERS.sub("", name).removeprefix("module.")
@@ -288,11 +301,9 @@ def _own(value: Any, dtensor: Any) -> Any:
     """Return a copy of a value; where a DTensor is loaded, this rank's shard, which may have been read as such."""
     if dtensor is None:
         return clone_tensor(value)
-    if is_dtensor(value):
-        return value
-    from parallelize.backends.sharded_tensors import shard  # takes half a second to import: only if sharded
+    from parallelize.backends.fsdp.full_tensors import shard_like, stand_for  # takes half a second: only if sharded
 
-    return shard(value, like=dtensor)
+    return stand_for(value if is_dtensor(value) else shard_like(value, dtensor))
 
 
 def _shapes_match(shape: Sequence[int], own: torch.Tensor) -> bool:

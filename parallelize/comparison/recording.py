@@ -157,10 +157,10 @@ class _Recorder:
     def _elements(self, value: torch.Tensor) -> torch.Tensor:
         """Return up to _MAX_ELEMENTS elements on the CPU; a collective if the tensor is sharded."""
         full = value.detach()
-        if hasattr(value, "full_tensor"):  # a DTensor, whose class takes a second to import
-            from parallelize.backends.sharded_tensors import full_tensor
+        if hasattr(value, "shard"):  # a tensor of an fsdp block, whose module takes a second to import
+            from parallelize.backends.fsdp.full_tensors import full_tensor
 
-            full = full_tensor(value)
+            full = full_tensor(value.shard)
         if not self._is_main:
             return torch.empty(0)
         full = (full.to_dense() if full.layout is not torch.strided else full).reshape(-1)

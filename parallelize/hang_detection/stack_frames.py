@@ -48,9 +48,11 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(torch.distributed.distributed_c10d.__file__)
 _BLOCKING = (
     _COLLECTIVES,
+    _TORCH + str(Path("distributed/_functional_collectives.py")),
     _OWN + str(Path("block/reducer.py")),
     *(_TORCH + str(Path(each)) + os.sep for each in ("autograd", "nn/parallel")),
 )
+_OPERATORS = (_TORCH + "_ops.py", _TORCH + "_library" + os.sep)  # Python frames of a custom operator's call
 _ON_DEVICE = tuple(_TORCH + each for each in ("cuda" + os.sep, "accelerator" + os.sep, "_tensor.py", "_tensor_str.py"))
 _DEVICE_WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "wait", "float", "int", "bool"}
 _IN_PROCESS, _HELPERS, _WORKER = (_OWN + name for name in ("worker/in_process.py", "collectives.py", "worker/main.py"))
@@ -157,7 +159,8 @@ def is_blocking(stack: Stack, *, on_device: bool) -> bool:
     """
     if not stack:
         return False
-    frame = stack[0][0]
+    frames = [frame for frame, _ in stack]
+    frame = next((each for each in frames if not each.f_code.co_filename.startswith(_OPERATORS)), frames[0])
     file = frame.f_code.co_filename
     return file.startswith(_BLOCKING) or (on_device and (file.startswith(_ON_DEVICE) or bool(_device_wait(frame))))
 

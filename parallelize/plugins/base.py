@@ -188,13 +188,15 @@ class Engine(abc.ABC):
         moves_inputs: whether `module` and `local` move their inputs to the right device themselves.
         reduction: how the block averages the model's gradients over the ranks, each of which holds the whole model;
             None: it does not.
+        replicas: what each rank holds a copy of, if `reduction` is not None; None: the model.
         keeps_parameters: whether the user may add and replace modules and parameters in the block.
     """
 
     module: Callable[..., Any]
-    local: nn.Module
+    local: Callable[..., Any]
     moves_inputs: bool = False
     reduction: Reduction | None = None
+    replicas: nn.Module | None = None
     keeps_parameters: bool = True
 
     @property
@@ -262,7 +264,6 @@ class Backend(abc.ABC):
         *,
         world: World,
         devices: tuple[torch.device, ...],
-        optimizers: Sequence[torch.optim.Optimizer] = (),
         restore: bool = True,
     ) -> Engine:
         """Build the engine that runs a model in parallel.
@@ -271,7 +272,6 @@ class Backend(abc.ABC):
             inner: wrapper of the user's model; its parameters are on `devices[0]`, unless `places_model` is True.
             world: rank and world size of this process; the process group is initialized.
             devices: devices that this process drives; one unless `process_per` is "node".
-            optimizers: optimizers that the user has passed; a backend that replaces parameters finds all others.
             restore: whether `Engine.close` replaces sharded parameters by full ones.
 
         Raises:

@@ -158,7 +158,7 @@ def max_flag(flags: Iterable[torch.Tensor], *, device: torch.device) -> torch.Te
 def _local_values(gradient: torch.Tensor) -> torch.Tensor:
     """Return the values of a sparse gradient, or the local shard of a DTensor."""
     values: Any = gradient._values() if gradient.is_sparse else gradient
-    local: torch.Tensor = values._local_tensor if hasattr(values, "full_tensor") else values
+    local: torch.Tensor = values.to_local() if hasattr(values, "full_tensor") else values
     return local
 
 

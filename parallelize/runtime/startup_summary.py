@@ -156,7 +156,7 @@ def _count_text(count: int) -> str:
 
 def _local_bytes(tensors: Iterable[Any]) -> int:
     """Return the size of tensors in this process in bytes; a DTensor counts with its local shard only."""
-    return sum((each._local_tensor if hasattr(each, "full_tensor") else each).nbytes for each in tensors)
+    return sum((each.to_local() if hasattr(each, "full_tensor") else each).nbytes for each in tensors)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int | None:

@@ -134,12 +134,7 @@ class Route:
 
     def attributes_without_route(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of the model's `__dict__` with the attributes from before `install`."""
-        kept = {
-            name: value
-            for name, value in state.items()
-            # The latter two are of a sharded model's engine.
-            if value is not self._installed.get(name) and name not in {"__deepcopy__", "__reduce_ex__"}
-        }
+        kept = {name: value for name, value in state.items() if value is not self._installed.get(name)}
         return {**kept, **self._shadowed}
 
 

@@ -120,6 +120,44 @@ def test_ranks_run_on_the_gpus_that_were_asked_for(gpus: tuple[int, ...]) -> Non
     assert [found["uuid"] for found in trained_by_ranks(gpus, per_node=False)] == wanted
 
 
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("origin", ["cpu", "meta"])
+def test_a_device_holds_its_shards_and_one_unit(origin: str) -> None:
+    """At the entry and at the end of a block under fsdp; afterwards the weights are where they came from."""
+
+    @distributed(gpus=2, backend="fsdp")
+    def run() -> list[int]:
+        with torch.device(origin):
+            model = Deep()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with parallel_model(model, restore=origin == "cpu"):
+            peaks = [torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before]
+            model(torch.ones(2, 512, device=device())).sum().backward()
+            for each in model.parameters():
+                each.grad = None
+            torch.cuda.reset_peak_memory_stats()
+        assert next(model.parameters()).is_cuda == (origin == "meta")
+        return [*peaks, torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before]
+
+    unit = 512 * 512 * 4
+    for at_entry, in_the_block, at_end, after in run.all_ranks():
+        assert in_the_block <= 4.1 * unit
+        assert at_entry <= 5.1 * unit
+        assert at_end <= 5.1 * unit
+        assert after <= (0.1 if origin == "cpu" else 4.1) * unit
+
+
 def test_uneven_batches_weigh_as_on_the_cpu() -> None:
     """Backward runs its hooks in a thread of the device, where the weight of the loss is known, too."""
 

@@ -20,9 +20,13 @@ class Refusal:
     reason: str
 
 
-_FUNCTIONAL = Refusal(
-    r"torch\.func\.functional_call of Sine under fsdp",
-    "the forward computes with shards that fully_shard has gathered, and not with tensors that are given for them",
+_GRAD = Refusal(
+    r"torch\.autograd\.grad of sharded parameters",
+    "the gradients of autograd.grad are those of one rank's batch, and are not cut into shards",
+)
+_WRITES = Refusal(
+    r"forward has written to encoder_k\.conv\.weight",
+    "the forward computes with gathered copies of the shards, so that what it writes is lost",
 )
 _SHARED = Refusal(
     r"encoder\.0\.weight of Autoencoder, which another model of the block shares",
@@ -31,8 +35,10 @@ _SHARED = Refusal(
 
 # program, world -> error
 REFUSALS: dict[tuple[str, str], Refusal] = {
-    ("maml", "fsdp"): _FUNCTIONAL,
-    ("maml", "hsdp"): _FUNCTIONAL,
+    ("maml", "fsdp"): _GRAD,
+    ("maml", "hsdp"): _GRAD,
+    ("moco", "fsdp"): _WRITES,
+    ("moco", "hsdp"): _WRITES,
     ("tied_autoencoder", "fsdp"): _SHARED,
     ("tied_autoencoder", "hsdp"): _SHARED,
 }

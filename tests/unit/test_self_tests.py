@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.overrides import TorchFunctionMode
 
 from parallelize import ConfigError
-from parallelize.backends import sharded_parameter_guard
-from parallelize.backends.fsdp_engine import _require_known_traces
 from parallelize.cluster.world import World
 from parallelize.data import iterable_style, loader_copy
 from parallelize.launchers.elastic import agent
@@ -31,7 +29,6 @@ SELF_TESTS: dict[str, Any] = {
     "hooks": unscaled_hooks._require_replaceable_hooks,
     "agent": agent._require_overridable_agent,
     "losses": loss_counts.require_readable_losses,
-    "sharding": sharded_parameter_guard._require_parameter_forms,
 }
 Patch = pytest.MonkeyPatch
 
@@ -140,10 +137,6 @@ def change_losses(monkeypatch: Patch) -> None:
     monkeypatch.setattr(nn.functional, "cross_entropy", cross_entropy)
 
 
-def gather_otherwise(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sharded_parameter_guard, "FSDPParam", object)
-
-
 @pytest.mark.parametrize(
     ("name", "alter"),
     [
@@ -156,7 +149,6 @@ def gather_otherwise(monkeypatch: Patch) -> None:
         ("hooks", copy_hooks),
         ("agent", monitor_otherwise),
         ("losses", change_losses),
-        ("sharding", gather_otherwise),
     ],
 )
 def test_an_altered_torch(name: str, alter: Callable[[Patch], None], monkeypatch: Patch) -> None:
@@ -196,17 +188,6 @@ def test_a_renamed_node_of_ddp(monkeypatch: Patch) -> None:
     monkeypatch.setattr(distributed, "_DDPSink", type(sink)("_Sink", (sink,), {}))
     (count,) = loss_counts.loss_counts([replica(torch.ones(1, 2))], is_in_model=True)
     assert (count.kind, count.count) == ("unknown", None)
-
-
-@pytest.mark.parametrize("is_attribute", [False, True])
-def test_unknown_traces_of_fully_shard(is_attribute: bool) -> None:
-    """A fully_shard that adds other hooks or attributes is refused: the end of the block would not remove them."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    with _require_known_traces(model):
-        pass
-    change = (lambda: setattr(model[0], "shards", 1)) if is_attribute else (lambda: model.register_forward_hook(print))
-    with pytest.raises(ConfigError, match="backend='fsdp' with torch"), _require_known_traces(model):
-        change()
 
 
 def test_worker_info_that_is_not_replaced(monkeypatch: Patch) -> None:

@@ -17,7 +17,7 @@ import contextlib, sys
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from parallelize import distributed, no_sync, parallel_model, rank, shard_loader
+from parallelize import distributed, no_sync, parallel_model, rank, save, shard_loader
 
 x, y = torch.randn(50, 3), torch.arange(50) % 2
 loader = test_loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
@@ -39,6 +39,9 @@ def legacy_train(model, loader, optimizer):
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
         optimizer.step()
+
+def Gpt(layers):
+    return nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)], nn.Linear(3, 2))
 
 @distributed(processes=2)
 def block(loader, test_loader):

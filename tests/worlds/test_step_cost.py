@@ -1,10 +1,13 @@
-"""Python calls of a training step in a block, counted against those of the same loop written by hand."""
+"""Python calls and memory of a training step in a block, beside those of the same loop written by hand."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import inspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+import parallelize
 from parallelize import distributed, parallel_model
 
 pytestmark = pytest.mark.slow
@@ -80,3 +85,83 @@ def test_calls_per_step_do_not_grow_with_the_parameters(amp: str | None, bound: 
     few, many = distributed(processes=size)(measure)(amp)
     assert few <= bound
     assert many <= few
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def adamw_step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def live_bytes() -> int:
+    """Return the size of all storages of tensors in this process."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type.__instancecheck__(torch.Tensor, each)]
+    local = [getattr(each, "_local_tensor", each) for each in tensors]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in local}
+    return sum(storages.values())
+
+
+@distributed(processes=2)
+def sharded_steps() -> dict[str, Any]:
+    """Return what a step under fsdp enters of the package, and the memory that it needs beside fully_shard's."""
+    x = torch.full((4, 64), dist.get_rank() + 1.0)
+    entered: set[str] = set()
+    in_optimizer: list[str] = []
+    package = str(Path(parallelize.__file__).parent)
+    step_of_torch = inspect.getfile(torch.optim.Optimizer), "wrapper"  # around the step of each optimizer
+
+    def profile(frame: FrameType, event: str, _argument: Any) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(package):
+            return
+        entered.add(frame.f_code.co_filename)
+        outer: FrameType | None = frame
+        while outer is not None and (outer.f_code.co_filename, outer.f_code.co_name) != step_of_torch:
+            outer = outer.f_back
+        if outer is not None:
+            in_optimizer.append(frame.f_code.co_name)
+
+    before = live_bytes()
+    plain = Blocks()
+    for each in plain.layers:
+        fully_shard(each)
+    step = adamw_step(fully_shard(plain), x)
+    for _ in range(3):
+        step()
+    by_hand = live_bytes() - before
+    del plain, each, step
+    before = live_bytes()
+    with parallel_model(Blocks(), backend="fsdp") as model:
+        step = adamw_step(model, x)
+        for _ in range(3):
+            step()
+        in_block = live_bytes() - before
+        sys.setprofile(profile)
+        step()
+        sys.setprofile(None)
+    return {"files": sorted(entered), "calls": in_optimizer, "by hand": by_hand, "in the block": in_block}
+
+
+def test_a_sharded_step() -> None:
+    """It enters few files and functions, and holds the memory of fully_shard by hand."""
+    found = sharded_steps()
+    assert 0 < len(found["files"]) <= 12, found["files"]
+    assert 0 < len(found["calls"]) <= 50, found["calls"]
+    assert found["in the block"] <= 1.03 * found["by hand"]

@@ -1,0 +1,107 @@
+"""The "fsdp" backend: fully_shard shards parameters, gradients and optimizer state over the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from parallelize.cluster.world import World
+from parallelize.errors import ConfigError
+from parallelize.plugins.base import LEVELS, Backend, Engine, Inner, LocalEngine
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["PLUGIN", "FSDPBackend"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPBackend(Backend):
+    """One process per device, each with a shard of every parameter: for models that do not fit on one device.
+
+    The model may lie on the CPU, or on "meta" if its modules have `reset_parameters` or values are loaded in the block:
+    each rank moves its shards only to its device, block by block. In the block, the user's Parameters stand for the
+    full parameters: they keep their identity, shape and meaning in the user's code, and optimizers keep them. After it,
+    they have full values where they came from.
+
+    Args:
+        blocks: submodules whose parameters are all-gathered together: a list of their classes, or their minimum
+            number of parameters; None: the members of the model's `nn.ModuleList`s and `nn.ModuleDict`s, as in most
+            transformers. The parameters outside of all blocks are one more group.
+        reshard_after_forward: whether a group's full parameters are freed after its forward, and gathered again for
+            backward; a number: resharded over that many ranks only; None: True for all but the outermost group.
+        shard_over: the ranks that shard one copy of the parameters: all of the "world", those of each "node", or a
+            number of them; gradients are averaged over the copies (HSDP).
+        cpu_offload: keep parameters, gradients and optimizer state in CPU memory.
+        mixed_precision: torch's policy: the dtypes in which parameters are gathered and gradients reduced; None: their
+            own dtypes, or those that `amp=` needs.
+        full_state_dict: whether the model's `state_dict()` gathers full tensors, so that all ranks have to call it;
+            False: it returns tensors that are gathered when they are read. `parallelize.save` writes shards in both
+            cases.
+        broadcast_buffers: whether ranks keep their buffers alike (batch norm's running statistics), as `buffers=` of
+            parallel_model says; False: each rank keeps its own.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+
+    name = "fsdp"
+    process_per = "device"
+    amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset(LEVELS)}
+    places_model = True
+    shards_gradients = True
+    limitations: ClassVar[Mapping[str, str]] = {
+        "copies": "their parameters are sharded, too, so that all ranks have to use them",
+        "exceptions": "parameters stay sharded, since all ranks would be needed to gather them",
+        "one-rank forward": "every forward gathers parameters from all ranks",
+    }
+    blocks: Sequence[type[nn.Module]] | int | None = None
+    reshard_after_forward: bool | int | None = None
+    shard_over: Literal["world", "node"] | int = "world"
+    cpu_offload: bool = False
+    mixed_precision: MixedPrecisionPolicy | None = None
+    full_state_dict: bool = True
+    broadcast_buffers: bool = True
+
+    def ranks_per_copy(self, world: World) -> int:
+        """Return the number of ranks that shard one copy of the parameters.
+
+        Raises:
+            ConfigError: `shard_over` does not divide the ranks of the world into groups of at least two.
+        """
+        given: Any = self.shard_over
+        is_even = world.num_nodes * world.local_world_size == world.world_size
+        sizes = {"world": world.world_size, "node": world.local_world_size if is_even else 0}
+        size: Any = sizes.get(given) if isinstance(given, str) else given
+        if type(size) is int and size > 1 and world.world_size % size == 0:
+            return size
+        raise ConfigError(
+            f"FSDPBackend(shard_over={given!r}) in a world of {world.world_size}, {world.local_world_size} per node",
+            why="each copy of the parameters is sharded over equally many ranks, at least two",
+            fix=f"use 'world', 'node', or a divisor of {world.world_size} above 1",
+        )
+
+    @override
+    def engine(
+        self,
+        inner: Inner,
+        *,
+        world: World,
+        devices: tuple[torch.device, ...],
+        restore: bool = True,
+    ) -> Engine:
+        """Apply fully_shard to the model's blocks and to `inner`, unless the world has only one process."""
+        if world.world_size == 1:
+            inner.model.to(devices[0])
+            return LocalEngine(inner)
+        # Imported lazily, because the import takes half a second.
+        from parallelize.backends.fsdp.engine import FSDPEngine
+
+        return FSDPEngine(self, inner, world=world, device=devices[0], restore=restore)
+
+
+PLUGIN = FSDPBackend
