@@ -51,7 +51,7 @@ class SmallApexAmp(types.ModuleType):
         super().__init__("apex.amp")
         self.calls: list[dict[str, Any]] = []
         self.scale = 1.0
-        self._amp_state = types.SimpleNamespace(_amp_state=types.SimpleNamespace())
+        self._amp_state = types.SimpleNamespace()
 
     def initialize(self, models: list[nn.Module], optimizers: list[Any], **options: Any) -> Any:
         self.calls.append(options)
@@ -72,7 +72,7 @@ class SmallApexAmp(types.ModuleType):
             optimizer.zero_grad = functools.partial(self._zero_grad, optimizer, level == "O2")
             optimizer._amp_lazy_init = functools.partial(self._pairs, optimizer, level == "O2")
         if level == "O1":
-            self._amp_state._amp_state.handle = _Handle()
+            self._amp_state.handle = _Handle()
         return models, optimizers
 
     @contextlib.contextmanager

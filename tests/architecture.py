@@ -92,20 +92,20 @@ ROOMS: Mapping[str, int] = {
     "": 6_767,
     "backends": 10_309,
     "backends/balanced": 36_864,
-    "block": 9_085,
+    "block": 8_992,
     "call": 15_229,
     "checkpoint": 17_814,
     "cli": 9_388,
     "cluster": 4_015,
     "comparison": 3_971,
     "config": 7_679,
-    "data": 21_108,
+    "data": 21_094,
     "hang_detection": 8_166,
     "launchers": 21_570,
-    "plugins": 1_868,
-    "precision": 13_689,
-    "runtime": 15_537,
-    "torch_patches": 2_514,
+    "plugins": 1_856,
+    "precision": 6_996,
+    "runtime": 15_534,
+    "torch_patches": 2_508,
     "worker": 3_469,
 }
 
@@ -115,9 +115,7 @@ CHANGES_TORCH: Mapping[str, str] = {
     "parallelize/backends/balanced/profiling.py": "a hook of all modules measures the units of a model",
     "parallelize/backends/balanced/side_effects.py": "modes find what a forward writes and captures",
     "parallelize/precision/apex.py": "torch's clipping functions clip the master gradients of Apex",
-    "parallelize/precision/autocast_filter.py": "a function mode keeps the user's own code out of a held autocast",
-    "parallelize/precision/native.py": "autocast is left before a backward; torch.autograd.grad is unscaled",
-    "parallelize/precision/unscaled_hooks.py": "tensor hooks get unscaled gradients under fp16",
+    "parallelize/precision/native.py": "under fp16, tensor hooks are refused; a GradScaler of the user's own scales",
 }
 
 _PATCHES = re.compile(r"^(replace_attribute|([\w.]+\.)?register_(optimizer_step|module)_\w*hook)$")

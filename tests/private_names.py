@@ -24,8 +24,8 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_nnz": ("whether any rank has values in a sparse gradient", "sparse gradients fail"),
         "_values": ("values of an uncoalesced sparse gradient", "sparse gradients fail under amp"),
         "_version": ("detect in-place writes to gradients and buffers", "local gradients are not detected"),
-        "_backward_hooks": ("hide scaled gradients from the user's hooks, call them under fsdp", "hooks are bypassed"),
-        "_post_accumulate_grad_hooks": ("call the user's hooks of parameters under fsdp", "hooks are not called"),
+        "_backward_hooks": ("refuse hooks under fp16; call them under fsdp", "hooks get scaled gradients"),
+        "_post_accumulate_grad_hooks": ("refuse hooks under fp16; call them under fsdp", "hooks are not called"),
     },
     "torch.distributed.tensor.DTensor": {
         "_local_tensor": ("this rank's shard, without autograd", 'backend="fsdp" fails'),
@@ -36,7 +36,6 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_foreach_norm": ("clip many sharded gradients by one collective", "clipping is slower"),
         "_foreach_mul_": ("scale many gradients in one kernel", "fp16 fails"),
         "_amp_foreach_non_finite_check_and_unscale_": ("GradScaler's unscale kernel", "fp16 fails"),
-        "_amp_update_scale_": ("GradScaler's update of the scale, without a host sync", "fp16 fails"),
         "_VF": ("bring lengths of packed sequences to the CPU", "blocks on GPUs fail"),
         "_utils": ("flatten the gradients of a bucket", "every backend with gradients fails"),
         "_dynamo": ("import it before workers are forked", "every rank starts a second later"),
@@ -58,6 +57,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_input_metadata": ("read the shape of a loss or its operand", 'average="tokens" fails'),
     },
     "torch._C._functions.AccumulateGrad": {
+        "_sequence_nr": ("search no older nodes for the outputs of a loss", "every model under amp fails"),
         "_set_sequence_nr": ("run the backward of O2's casts early", 'amp="O2" fails'),
     },
     "torch.autograd.grad_mode": {
@@ -135,10 +135,6 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch._dynamo": {
         "trace_rules": ("exclude this package's frames from torch.compile", "compiled models fail"),
         "external_utils": ("compile a model whose class is torch's own", "models fail"),
-    },
-    "torch._C._dynamo.eval_frame": {
-        "get_eval_frame_callback": ("suspend tracing inside a hook", "compiled models fail"),
-        "set_eval_frame": ("suspend tracing inside a hook", "compiled models fail"),
     },
     "torch.distributed.distributed_c10d": {
         "_abort_process_group": ("remove the groups of a failed call", "a failed call waits for other ranks"),
@@ -250,7 +246,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "classes of notebooks cannot be pickled in a worker",
         ),
     },
-    "apex.amp._amp_state": {
+    "apex.amp": {
         "_amp_state": ("undo apex.amp after a block", "Apex stays active after the block"),
     },
 }

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from parallelize.plugins import registry
-from parallelize.precision.levels import markdown
+from parallelize.precision.levels import TABLE
 
 __all__ = [
     "GUIDES",
@@ -49,6 +49,12 @@ def support() -> str:
         ]
         engines.append([f"`{name}`", "; ".join(types), f"`{precision.default_level}`"])
     return f"{_table(rows)}\n\n{_table(engines)}"
+
+
+def levels() -> str:
+    """Return the table of the mixed-precision levels."""
+    rows = {level: row.cells() for level, row in TABLE.items()}
+    return _table([["level", *rows["O0"]], *([level, *cells.values()] for level, cells in rows.items())])
 
 
 def _short(dtype: object) -> str:
@@ -129,7 +135,7 @@ def written(text: str) -> str:
         "changed": changed(),
         "program": program(),
         "support": support(),
-        "levels": markdown(),
+        "levels": levels(),
         "peers": peers(),
         **migrations(),
     }.items():

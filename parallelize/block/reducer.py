@@ -37,6 +37,7 @@ from parallelize.errors import SyncError
 from parallelize.plugins.base import Reduction
 from parallelize.runtime.autograd_graph import has_sparse_gradient
 from parallelize.runtime.context import current, is_capturing
+from parallelize.runtime.host_copy import HostCopy
 from parallelize.runtime.process_group import separate_group
 from parallelize.torch_patches.backward import Pass, Run
 from parallelize.torch_patches.forward import routed_models
@@ -119,7 +120,7 @@ class _Model:
         self.next = 0  # number of the bucket to send
         self.holds = True  # the first pass of a layout sends nothing early: it learns what accumulates twice
         self.is_reached = self.is_no_sync = False
-        self.told: tuple[float, torch.Tensor, Any] | None = None  # place of this rank, the mean, its event
+        self.told: tuple[float, HostCopy] | None = None  # place of this rank, and the mean
         for each in slots:
             each.model = self
 
@@ -240,7 +241,7 @@ class Reducer:
             self._receive(entry)
             entry.next, entry.holds, entry.is_reached = 0, False, False
         for entry in reached:
-            if entry.told is not None and entry.told[-1] is None:
+            if entry.told is not None and entry.told[1].event is None:
                 self._compare_steps(entry)
 
     def _leave_local(self, entries: Collection[_Model]) -> None:
@@ -379,7 +380,7 @@ class Reducer:
                 if used is not None:  # the result of a communication hook
                     bucket.flat = result[0] if isinstance(result, (list, tuple)) else result
                 elif bucket.is_end and bucket.flat.dtype.itemsize >= 4 and not is_capturing():
-                    entry.told = self._place(entry), *_copied(bucket.flat[-1:])
+                    entry.told = self._place(entry), HostCopy(bucket.flat[-1:].real)
                 _keep(bucket, used)
             for slot, gradient in zip(bucket.slots, map(_grad, bucket.members), strict=True):
                 slot.averaged = _NOT_AVERAGED if gradient is None else ref(gradient)
@@ -391,7 +392,7 @@ class Reducer:
         present = [float(each.grad is not None) for each in members]
         flags = torch.tensor([*present, self._place(entry)], device="cpu") / self._size
         dist.all_reduce(flags, group=self._new_group(backend="gloo"))
-        entry.told = self._place(entry), flags[-1:], None
+        entry.told = self._place(entry), HostCopy(flags[-1:])
         return {id(each) for each, flag in zip(members, flags.tolist(), strict=False) if flag}
 
     def _place(self, entry: _Model) -> float:
@@ -401,10 +402,8 @@ class Reducer:
     def _compare_steps(self, entry: _Model) -> None:
         if entry.told is None or is_capturing():
             return
-        (place, mean, event), entry.told = entry.told, None
-        if event is not None:
-            event.synchronize()
-        if abs(float(mean) - place) > 0.5 / self._size:
+        (place, mean), entry.told = entry.told, None
+        if abs(float(mean.read()) - place) > 0.5 / self._size:
             raise SyncError(
                 f"ranks have made different optimizer steps or backward passes, of {entry.name} or with it",
                 why="a rank has skipped a step, made a backward pass of its own, or one of another model, so "
@@ -438,13 +437,3 @@ def _add_hook(parameter: Any, hook: Callable[[Any], None]) -> Any:
     handle = parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad = is_trained
     return handle
-
-
-def _copied(value: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Return a copy on the CPU, and the event after which it is there; None: it is there."""
-    if value.device.type == "cpu":
-        return value.real.clone(), None
-    copy = torch.empty(1, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
-    event = torch.Event(device=value.device)
-    event.record()
-    return copy, event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -94,11 +95,12 @@ def _amp(name: str, value: object) -> Amp | Fault | None:
         return Amp()
     if isinstance(value, Amp):
         return _amp_fault(name, value) or value
-    if isinstance(value, str) and value in DTYPES:
-        return Amp(dtype=DTYPES[value])
-    for level in LEVELS:
-        if isinstance(value, str) and value == level:
-            return Amp(level=level)
+    if isinstance(value, str):
+        if value in DTYPES:
+            return Amp(dtype=DTYPES[value])
+        for level in LEVELS:
+            if value == level:
+                return Amp(level=level)
     if value == "fp8":
         fix = "use amp='bf16', or let torchao.float8 convert the model's layers before the block"
         return Fault("amp='fp8'", "fp8 needs a scale per tensor, which autocast does not compute", fix)
@@ -115,10 +117,12 @@ def _amp_fault(name: str, amp: Amp) -> Fault | None:
     rules = (
         ("level", "one of O0, O1, O2, O3", amp.level in [None, *LEVELS]),
         ("dtype", "torch.bfloat16 or torch.float16", amp.dtype in halves),
-        ("init_scale", "a positive number", _is_between(amp.init_scale, 0, 2.0**127)),
-        ("growth_factor", "above 1", _is_between(amp.growth_factor, 1, 2**64)),
-        ("backoff_factor", "between 0 and 1", _is_between(amp.backoff_factor, 0, 1)),
-        ("growth_interval", "at least 1 step", _is_between(amp.growth_interval, 0, 2**62, kind=int)),
+        # Powers of two: gradients that have accumulated are scaled again, which is exact then.
+        ("init_scale", "a power of two", _is_power(amp.init_scale)),
+        ("growth_factor", "a power of two above 1", _is_power(amp.growth_factor, 1)),
+        ("backoff_factor", "a power of two between 0 and 1", _is_power(amp.backoff_factor, 0, 1)),
+        ("growth_interval", "at least 1 step", type(amp.growth_interval) is int and amp.growth_interval > 0),
+        ("outputs", "'fp32' or 'as computed'", amp.outputs in ("fp32", "as computed")),
         (
             "communication_dtype",
             "torch.bfloat16, torch.float16 or torch.float32",
@@ -126,15 +130,14 @@ def _amp_fault(name: str, amp: Amp) -> Fault | None:
         ),
     )
     wrong = {field: rule for field, rule, is_valid in rules if not is_valid}
-    if not wrong:
-        return None
     given = ", ".join(f"{field}={getattr(amp, field)!r}" for field in wrong)
-    why = "; ".join(f"{field} is {rule}" for field, rule in wrong.items())
-    return Fault(f"{name}=Amp({given})", why, "correct them, or leave them out")
+    broken = (f"{field} is {rule}" for field, rule in wrong.items())
+    return Fault(f"{name}=Amp({given})", "; ".join(broken), "correct them, or leave them out") if wrong else None
 
 
-def _is_between(value: object, low: float, high: float, *, kind: type[float] = float) -> bool:
-    return isinstance(value, (int, kind)) and not isinstance(value, bool) and low < value < high
+def _is_power(value: Any, low: float = 0, high: float = 2.0**127) -> bool:
+    """Whether a value is a power of two in an open range."""
+    return type(value) in (int, float) and low < value < high and math.frexp(value)[0] == 0.5
 
 
 def _amp_engine(name: str, value: object) -> str | Fault:

@@ -17,7 +17,6 @@ from parallelize.data.loader_iterators import EpochProgress, LineOfCode, LoaderI
 from parallelize.data.loader_options import LoaderOptions
 from parallelize.data.source import Source, length_of
 from parallelize.errors import ConfigError
-from parallelize.precision.autocast_filter import set_loss_over
 from parallelize.runtime.batch_weights import weigh_batches
 from parallelize.runtime.context import Runtime, active
 from parallelize.runtime.rank_consistency import ConsistencyCheck
@@ -242,7 +241,6 @@ class ShardedLoader(Generic[T]):
                 if progress.steps == 2:
                     self._count_loop(progress)
                 yield batch
-                set_loss_over(is_over=True)
             if progress.steps < 2:
                 self._count_loop(progress)
             progress.is_exhausted = True

@@ -50,6 +50,8 @@ class Amp:
         backoff_factor: multiplies the loss scale after a step with inf or nan.
         growth_interval: number of steps in a row without inf or nan before the loss scale grows.
         communication_dtype: dtype in which gradients are sent between processes; None: the gradients' own dtype.
+        outputs: dtype of the floating outputs of a model: "fp32", except those whose loss forward returns, too; or
+            "as computed", while gradients are enabled.
     """
 
     level: Level | None = None
@@ -59,6 +61,7 @@ class Amp:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     communication_dtype: torch.dtype | None = None
+    outputs: str = "fp32"
 
 
 class Session:
@@ -292,6 +295,7 @@ class Precision(abc.ABC):
         del device_type
         return f"{amp.level or self.default_level} ({self.name})"
 
+    @abc.abstractmethod
     def open(
         self,
         *,
@@ -316,8 +320,6 @@ class Precision(abc.ABC):
             ConfigError: this engine cannot run the model, or not with these options.
             MissingDependencyError: the engine's package is not installed.
         """
-        del amp, models, optimizers, device, world, sharded
-        return contextlib.nullcontext(Session())
 
 
 class Launcher(abc.ABC):

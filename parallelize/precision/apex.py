@@ -7,8 +7,9 @@ import functools
 import importlib
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -17,19 +18,20 @@ from typing_extensions import override
 
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, MissingDependencyError
-from parallelize.plugins.base import Amp, Precision, Session
-from parallelize.precision.apex_restore import ApexSnapshot
-from parallelize.precision.levels import describe, resolve
+from parallelize.plugins.base import Amp, Session
+from parallelize.precision.levels import LeveledPrecision
+from parallelize.precision.weight_casting import cast_states, dtypes_kept
 from parallelize.runtime.live_optimizers import live_optimizers
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.private import replace_attribute
+from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["PLUGIN", "ApexPrecision", "ApexSession"]
 
-_CLIPPING_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_")
+_TRAINED = ("param_groups", "state", "defaults")  # attributes of an optimizer
 
 
-class ApexPrecision(Precision):
+class ApexPrecision(LeveledPrecision):
     """Apex's `amp.initialize`, `amp.scale_loss` and `amp.master_params` in an unchanged training loop.
 
     Apex's rules apply: each backward pass updates the loss scale, and inf skips the next step of every optimizer.
@@ -42,10 +44,7 @@ class ApexPrecision(Precision):
     default_level = "O2"
 
     @override
-    def describe(self, amp: Amp, *, device_type: str) -> str:
-        return describe(amp, self, device_type=device_type)
-
-    @override
+    @contextlib.contextmanager
     def open(
         self,
         *,
@@ -55,8 +54,8 @@ class ApexPrecision(Precision):
         device: torch.device,
         world: World,
         sharded: bool = False,
-    ) -> contextlib.AbstractContextManager[Session]:
-        """Return the context of mixed precision by Apex for a block.
+    ) -> Iterator[Session]:
+        """Run a block in mixed precision by Apex.
 
         Args:
             amp: the request; Apex ignores its scale options, and doubles the scale after 2000 steps, halves it on inf.
@@ -70,19 +69,32 @@ class ApexPrecision(Precision):
             MissingDependencyError: Apex is not installed, or has no `amp`.
             ConfigError: no optimizer holds a parameter of the models.
         """
-        del sharded
         library = _apex_amp()
-        parameters = [one for each in models for one in each.parameters()]
-        optimizers = live_optimizers(parameters, also=optimizers)
-        if not optimizers:
+        parameters = [each for model in models for each in model.parameters()]
+        held = [(each, parameters_of(each)) for each in live_optimizers(parameters, also=optimizers)]
+        if not held:
             raise ConfigError(
                 "amp_engine='apex' without optimizers",
                 why="Apex changes the optimizers together with the models",
                 fix="construct them before the block, or pass those that are not found: "
                 "parallel_model(model, optimizers=optimizer); or use amp_engine='native'",
             )
-        amp = resolve(amp, self, device=device, world=world)
-        return _apex_block(library, amp=amp, models=list(models), optimizers=list(optimizers))
+        level, found = self.resolve(amp, device=device, world=world).level, [each for each, _ in held]
+        with contextlib.ExitStack() as stack:
+            stack.callback(_deactivate, library)
+            _restore_at_end(stack, models, held)
+            with contextlib.ExitStack() as rebinding:
+                for model in models:
+                    rebinding.enter_context(_rebindable_forward(model))
+                loss_scale = "dynamic" if level in {"O1", "O2"} else 1.0
+                library.initialize(list(models), found, opt_level=level, loss_scale=loss_scale, verbosity=0)
+            cast_states(models, found)
+            stack.enter_context(subscribed(Order.SCALE, functools.partial(_run_scaled, library, found)))
+            for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+                for name in ("clip_grad_norm_", "clip_grad_value_"):
+                    clip = _master_clipping(getattr(owner, name), held)
+                    stack.enter_context(replace_attribute(owner, name, clip))
+            yield ApexSession(library)
 
 
 def _apex_amp() -> Any:
@@ -92,9 +104,8 @@ def _apex_amp() -> Any:
     except ImportError as exc:
         raise _missing_apex("apex cannot be imported", "amp_engine='apex' needs NVIDIA's Apex") from exc
     if not hasattr(apex, "amp"):
-        path = getattr(apex, "__file__", None) or "?"
         raise _missing_apex(
-            f"the installed apex has no amp: {path}",
+            f"the installed apex has no amp: {apex}",
             "NVIDIA removed apex.amp in 2025, and PyPI's package of the name apex is unrelated",
         )
     return apex.amp
@@ -110,66 +121,74 @@ class ApexSession(Session):
 
     Args:
         library: the module apex.amp.
-        snapshot: positions of the parameters in the optimizers.
     """
 
-    def __init__(self, library: Any, snapshot: ApexSnapshot) -> None:
+    def __init__(self, library: Any) -> None:
         self._library = library
-        self._snapshot = snapshot
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Return the state of Apex's loss scalers."""
-        state: dict[str, Any] = self._library.state_dict()
-        return state
+        return dict(self._library.state_dict())
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned."""
         if state:
             self._library.load_state_dict(dict(state))
 
 
-@contextlib.contextmanager
-def _apex_block(
-    library: Any, *, amp: Amp, models: list[nn.Module], optimizers: list[torch.optim.Optimizer]
-) -> Iterator[ApexSession]:
-    snapshot = ApexSnapshot(models, optimizers)
-    with contextlib.ExitStack() as stack:
-        stack.callback(_deactivate, library)
-        stack.callback(snapshot.restore)
-        with _rebindable_forwards(models):
-            library.initialize(
-                models,
-                optimizers,
-                opt_level=amp.level,
-                loss_scale="dynamic" if amp.level in {"O1", "O2"} else 1.0,
-                verbosity=0,
-            )
-        stack.enter_context(subscribed(Order.SCALE, functools.partial(_run_scaled, library, optimizers)))
-        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-            for name in _CLIPPING_FUNCTIONS:
-                stack.enter_context(replace_attribute(owner, name, _master_clipping(getattr(owner, name), snapshot)))
-        yield ApexSession(library, snapshot)
-
-
-@contextlib.contextmanager
-def _rebindable_forwards(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Make the forwards that Apex sets in the context methods: a copy of the model then runs its own weights."""
-    caller = threading.local()
-    originals = [each.forward for each in models]
-    for model, original in zip(models, originals, strict=True):
-        model.__dict__["forward"] = functools.partial(_call_original, caller, original)
-    yield
+def _restore_at_end(stack: contextlib.ExitStack, models: Sequence[nn.Module], held: list[tuple[Any, Any]]) -> None:
+    """Undo Apex's changes of models and optimizers when the stack closes, but keep the trained values."""
+    for optimizer, parameters in held:
+        kept = {name: value for name, value in vars(optimizer).items() if name not in _TRAINED}
+        stack.callback(_restore_entries, vars(optimizer), kept, but=_TRAINED)
+        stack.callback(_restore_parameters, optimizer, parameters)
+    stack.enter_context(dtypes_kept(models, [each for each, _ in held]))
     for model in models:
-        model.__dict__["forward"] = types.MethodType(_forward_of(model.forward, caller), model)
+        for part in model.modules():
+            stack.callback(_restore_entries, part._state_dict_hooks, dict(part._state_dict_hooks))
+        attributes = vars(model)
+        stack.callback(attributes.update, {name: value for name, value in attributes.items() if name == "forward"})
+        stack.callback(attributes.pop, "forward", None)
+        stack.callback(_drop_half_gradients, model)
 
 
-def _call_original(caller: threading.local, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    function = getattr(original, "__func__", None)
-    return original(*args, **kwargs) if function is None else function(caller.model, *args, **kwargs)
+def _restore_entries(entries: dict[Any, Any], before: dict[Any, Any], but: Collection[str] = ()) -> None:
+    for name in entries.keys() - before.keys() - set(but):
+        del entries[name]
+    entries.update(before)
 
 
-def _forward_of(patched: Callable[..., Any], caller: threading.local) -> Callable[..., Any]:
-    """Build a function of a model and its inputs from a forward that Apex has patched."""
+@torch.no_grad()
+def _restore_parameters(optimizer: Any, parameters: list[torch.Tensor]) -> None:
+    """Put the parameters of the models in the place of their masters, with the masters' values and state."""
+    originals, state = iter(parameters), optimizer.state
+    for group in optimizer.param_groups:
+        for index, (master, parameter) in enumerate(zip(list(group["params"]), originals, strict=False)):
+            if master is not parameter:
+                parameter.copy_(master)
+                group["params"][index] = parameter
+                state.update({parameter: state.pop(master)} if master in state else {})
+
+
+def _drop_half_gradients(model: nn.Module) -> None:
+    """Drop gradients that Apex has left scaled."""
+    for each in model.parameters():
+        each.grad = None if each.dtype is torch.float16 else each.grad
+
+
+@contextlib.contextmanager
+def _rebindable_forward(model: nn.Module) -> Iterator[None]:
+    """Make the forward that Apex sets in the context a method: a copy of the model then runs its own weights."""
+    caller, original = threading.local(), model.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function = getattr(original, "__func__", None)
+        return original(*args, **kwargs) if function is None else function(caller.model, *args, **kwargs)
+
+    model.__dict__["forward"] = call
+    yield
+    patched = model.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         outer, caller.model = getattr(caller, "model", None), self
@@ -178,7 +197,7 @@ def _forward_of(patched: Callable[..., Any], caller: threading.local) -> Callabl
         finally:
             caller.model = outer
 
-    return forward
+    model.__dict__["forward"] = types.MethodType(forward, model)
 
 
 def _run_scaled(library: Any, optimizers: list[torch.optim.Optimizer], each: Pass, run: Run) -> None:
@@ -193,20 +212,22 @@ def _run_scaled(library: Any, optimizers: list[torch.optim.Optimizer], each: Pas
         run(replace(each, roots=(scaled_loss,)))
 
 
-def _master_clipping(original: Callable[..., Any], snapshot: ApexSnapshot) -> Callable[..., Any]:
-    """Build a clipping function of torch.nn.utils that clips the gradients of the master parameters."""
+def _master_clipping(original: Callable[..., Any], held: list[tuple[Any, Any]]) -> Callable[..., Any]:
+    """Build a clipping function of torch.nn.utils that clips the gradients of the masters."""
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return original(snapshot.masters_of(tensors), *args, **kwargs)
+        # Apex has put the masters at the positions of the parameters.
+        pairs = (zip(before, parameters_of(optimizer), strict=False) for optimizer, before in held)
+        masters = {id(parameter): master for parameter, master in chain.from_iterable(pairs)}
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return original([masters.get(id(each), each) for each in tensors], *args, **kwargs)
 
     return clip
 
 
 def _deactivate(library: Any) -> None:
     """Remove Apex's patches of torch functions (O1); Apex has no public function for it."""
-    state: Any = getattr(getattr(library, "_amp_state", None), "_amp_state", None)
-    handle = getattr(state, "handle", None)
+    handle = getattr(library._amp_state, "handle", None)
     if handle is not None:
         handle._deactivate()
 

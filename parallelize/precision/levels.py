@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from parallelize.cluster.world import World
-from parallelize.plugins.base import LEVELS, Amp, Level, Precision
+from parallelize.plugins.base import Amp, Level, Precision
 
-__all__ = ["TABLE", "LevelRow", "describe", "markdown", "resolve", "row_of"]
+__all__ = ["TABLE", "LevelRow", "LeveledPrecision"]
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,11 @@ class LevelRow:
     scales_loss: bool = False
 
     def cells(self, dtype: str = "half") -> dict[str, str]:
-        """Return the row's texts: column name -> text."""
-        ops = f"{dtype}, numerically sensitive ones fp32" if self.autocast else "fp32"
-        batch_norm = dtype if self.half_batch_norm else "fp32"
+        """Return the texts of the row: name of the column -> text."""
         return {
-            "level": self.level,
             "weights in forward": dtype if self.half_weights else "fp32",
-            "operations": ops,
-            "batch norm's weights": batch_norm,
+            "operations": f"{dtype}, numerically sensitive ones fp32" if self.autocast else "fp32",
+            "batch norm's weights": dtype if self.half_batch_norm else "fp32",
             "weights updated": "fp32" if self.master_weights else dtype,
             "loss scaling": {"fp16": "dynamic", "bf16": "none"}.get(dtype, "fp16 only") if self.scales_loss else "none",
         }
@@ -66,73 +64,50 @@ TABLE: dict[Level, LevelRow] = {
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def row_of(amp: Amp, precision: Precision | type[Precision]) -> LevelRow:
-    """Return the row of the requested level, or of the engine's default level."""
-    return TABLE[amp.level or precision.default_level]
+class LeveledPrecision(Precision):
+    """An engine with the levels of the table."""
 
+    @override
+    def describe(self, amp: Amp, *, device_type: str) -> str:
+        """Describe the row that a request selects on a type of device, in one line."""
+        row = self.row_of(amp)
+        dtypes = self.dtypes.get(device_type, frozenset())
+        dtype = _NAMES.get(amp.dtype or _preferred_dtype(dtypes, device_type), "half")
+        cells = "; ".join(f"{column}: {text}" for column, text in row.cells(dtype).items())
+        name = f"{row.level} in {dtype}" if row.autocast else row.level
+        return f"{name} ({self.name}): {cells}"
 
-def markdown() -> str:
-    """Return the table as the guide to precision prints it."""
-    rows = [TABLE[level].cells() for level in LEVELS]
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    def row_of(self, amp: Amp) -> LevelRow:
+        """Return the row of the requested level, or of the engine's default level."""
+        return TABLE[amp.level or self.default_level]
 
+    def resolve(self, amp: Amp, *, device: torch.device, world: World) -> Amp:
+        """Return the request with level and dtype filled in, the same on every rank.
 
-def describe(amp: Amp, precision: Precision | type[Precision], *, device_type: str) -> str:
-    """Describe the row that a request selects on a device type, in one line.
-
-    Args:
-        amp: the request.
-        precision: the engine.
-        device_type: torch's device type, such as "cuda".
-    """
-    row = row_of(amp, precision)
-    dtypes = precision.dtypes.get(device_type, frozenset())
-    dtype = _NAMES.get(amp.dtype or _preferred_dtype(dtypes, device_type), "half")
-    cells = row.cells(dtype)
-    columns = "; ".join(f"{column}: {text}" for column, text in cells.items() if column != "level")
-    name = row.level if not row.autocast else f"{row.level} in {dtype}"
-    return f"{name} ({precision.name}): {columns}"
-
-
-def resolve(amp: Amp, precision: Precision, *, device: torch.device, world: World) -> Amp:
-    """Return the request with level and dtype filled in, the same on every rank.
-
-    The dtype is bf16 if every rank's device supports it natively, else fp16. Several ranks with GPUs decide this by a
-    collective, unless the request has a dtype.
-
-    Args:
-        amp: the request.
-        precision: the engine of the request.
-        device: the first device of this process.
-        world: ranks and sizes of this process.
-    """
-    row = row_of(amp, precision)
-    dtypes = precision.dtypes[device.type]
-    dtype = amp.dtype
-    if dtype is None:
-        dtype = _preferred_dtype(dtypes, device.type)
-        # Every rank must call this all-reduce, even one whose device does not support bf16.
-        if torch.bfloat16 in dtypes and world.world_size > 1 and device.type != "cpu":
-            dtype = torch.bfloat16 if _all_ranks_support_bf16(device) else torch.float16
-    return dataclasses.replace(amp, level=row.level, dtype=dtype)
+        The dtype is bf16 if every rank's device supports it natively, else fp16. Several ranks with GPUs decide this
+        by a collective, unless the request has a dtype.
+        """
+        dtypes, dtype = self.dtypes[device.type], amp.dtype
+        if dtype is None:
+            dtype = _preferred_dtype(dtypes, device.type)
+            # Every rank must call this all-reduce, even one whose device does not support bf16.
+            if torch.bfloat16 in dtypes and world.world_size > 1 and device.type != "cpu":
+                dtype = torch.bfloat16 if _all_ranks_support_bf16(device) else torch.float16
+        return dataclasses.replace(amp, level=self.row_of(amp).level, dtype=dtype)
 
 
 def _preferred_dtype(dtypes: frozenset[torch.dtype], device_type: str) -> torch.dtype:
     """Return bf16, which has the range of fp32, if the engine and the device support it, else fp16."""
-    if torch.bfloat16 not in dtypes:
-        return torch.float16
-    return torch.float16 if device_type == "cuda" and not _supports_bf16() else torch.bfloat16
+    has_bf16 = torch.bfloat16 in dtypes and (device_type != "cuda" or _supports_bf16())
+    return torch.bfloat16 if has_bf16 else torch.float16
+
+
+def _all_ranks_support_bf16(device: torch.device) -> bool:
+    supported = torch.tensor(float(_supports_bf16()), device=device)
+    dist.all_reduce(supported, dist.ReduceOp.MIN)
+    return bool(supported)
 
 
 def _supports_bf16() -> bool:
     # Without a GPU, this is called only to describe a request for GPUs.
     return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def _all_ranks_support_bf16(device: torch.device) -> bool:
-    supported = torch.ones((), device=device)
-    if not _supports_bf16():
-        supported.zero_()
-    dist.all_reduce(supported, dist.ReduceOp.MIN)
-    return bool(supported.item())

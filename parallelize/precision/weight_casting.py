@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -15,28 +13,28 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 
 from parallelize.runtime.autograd_graph import has_sparse_gradient
+from parallelize.runtime.live_optimizers import live_optimizers
+from parallelize.torch_patches.backward import at_end_of_backward, is_in_backward
 
-__all__ = ["HalfStorage", "HalfWeightsInForward", "exempt_modules", "floating_point_tensors"]
-
-# Batch norm is fp32 in O2 by definition, parametrizations compute weights in fp32, and attributes of scripted modules
-# cannot be replaced. Autocast casts the weights of these modules where an operation needs it.
-_EXEMPT: tuple[type[nn.Module], ...] = (_NormBase, ParametrizationList, torch.jit.ScriptModule)
-
-# On CPUs, these need weights and inputs of the same dtype, but autocast does not cast their inputs.
-_EXEMPT_ON_CPU: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.GroupNorm)
-
-
-def exempt_modules(device_type: str) -> tuple[type[nn.Module], ...]:
-    """Return the module classes that keep their weights in fp32 under O2 on a device type."""
-    return _EXEMPT + (_EXEMPT_ON_CPU if device_type == "cpu" else ())
-
+__all__ = ["HalfWeights", "cast_states", "dtypes_kept", "exempt_modules", "stored_in_half"]
 
 # Autograd runs the ready node with the largest number first. Casts are made before all other nodes: with their own
 # numbers they would run last, and no gradient would be all-reduced while backward runs.
 _FIRST = 2**62
 
 
-class HalfWeightsInForward:
+def exempt_modules(device_type: str) -> tuple[type[nn.Module], ...]:
+    """Return the module classes that keep their weights in fp32 under O2 on a device type.
+
+    Batch norm is fp32 in O2 by definition, parametrizations compute weights in fp32, and attributes of scripted modules
+    cannot be replaced. Autocast casts the weights of these modules where an operation needs it.
+    """
+    # On CPUs, these need weights and inputs of the same dtype, but autocast does not cast their inputs.
+    norms = (nn.LayerNorm, nn.GroupNorm) if device_type == "cpu" else ()
+    return (_NormBase, ParametrizationList, torch.jit.ScriptModule, *norms)
+
+
+class HalfWeights:
     """O2: parameters stay fp32, and modules compute with half-precision casts of them.
 
     The parameters are the master weights, so the optimizer is unchanged. During a forward of the model, an entry in
@@ -51,170 +49,136 @@ class HalfWeightsInForward:
     """
 
     def __init__(self, dtype: torch.dtype, *, exempt: tuple[type[nn.Module], ...]) -> None:
-        self._dtype = dtype
-        self._cast: Any = torch.Tensor.half if dtype is torch.float16 else torch.Tensor.bfloat16  # faster than `to`
-        self._exempt = exempt
-        self._weights: dict[Any, list[_Weight]] = {}  # by model
-        self.recomputation = _Recomputation(dtype)
+        self._dtype, self._exempt = dtype, exempt
+        self._weights: dict[Any, list[Any]] = {}  # by model: `__dict__` and `_parameters` of a module, and a name there
+        self._replaced: list[Any] = []  # `__dict__` and `_parameters` of modules
 
-    def add_model(self, model: nn.Module) -> None:
-        """Add a model, whose current fp32 parameters are cast in later forwards."""
-        weights = self._weights[model] = []
-        for module in model.modules():
-            names = () if isinstance(module, self._exempt) else _fp32_names(module, module._parameters)
-            weights += [(module.__dict__, module._parameters, name) for name in names]
-        self.recomputation.set_weights(chain.from_iterable(self._weights.values()))
+    def set_models(self, models: Sequence[nn.Module]) -> None:
+        """Set the models, whose present fp32 parameters are cast in later forwards."""
+        self._end_backward()
+        self._weights = {
+            model: [
+                (module.__dict__, module._parameters, name)
+                for module in filter(self._is_cast, model.modules())
+                for name, each in module._parameters.items()
+                if _is_fp32(each)
+            ]
+            for model in models
+        }
+
+    def _is_cast(self, module: nn.Module) -> bool:
+        # The backward of torch's cast does not support sparse gradients.
+        return not isinstance(module, self._exempt) and not has_sparse_gradient(module)
 
     def forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a method of a model with casts in place of parameters; of all added models if it is not added."""
-        model = getattr(call, "__self__", None)
+        """Call a method of a model with casts in place of parameters; of all models if it is of none of them."""
+        model: Any = getattr(call, "__self__", None)
         if "_is_replica" in getattr(model, "__dict__", ()):
-            # A DataParallel replica exists for this forward and its backward only: nothing to restore.
-            self._cast_replica(model)
+            # A replica exists for this forward and its backward only; its parameters are attributes.
+            for module in filter(self._is_cast, model.modules()):
+                for name in [name for name, each in module._former_parameters.items() if _is_fp32(each)]:
+                    module.__dict__[name] = getattr(module, name).to(self._dtype)
             return call(*args, **kwargs)
-        is_added = model in self._weights
-        weights = self._weights[model] if is_added else list(chain.from_iterable(self._weights.values()))
-        is_compiling, previous = torch.compiler.is_compiling(), []  # the casts of an outer forward
+        if not is_in_backward():
+            self._end_backward()  # of one that has raised
+        weights = self._weights.get(model) or chain.from_iterable(self._weights.values())
+        added = []
         try:
             for attributes, parameters, name in weights:
-                if (weight := parameters.get(name)) is None:  # removed inside the block, as by pruning
+                # None: removed inside the block, as by pruning; else cast by an outer forward
+                if (weight := parameters.get(name)) is None or name in attributes:
                     continue
-                previous.append((attributes, name, attributes.get(name)))
-                attributes[name] = cast = self._cast(weight)
-                if not is_compiling and (node := cast.grad_fn) is not None:
+                attributes[name] = cast = weight.to(self._dtype)
+                added.append((attributes, name))
+                if (node := cast.grad_fn) is not None:
                     node._set_sequence_nr(_FIRST)
             return call(*args, **kwargs)
         finally:
-            for attributes, name, value in previous:
-                if value is None:
-                    attributes.pop(name, None)
-                else:
-                    attributes[name] = value
+            for attributes, name in added:
+                attributes.pop(name, None)
 
-    def _cast_replica(self, replica: Any) -> None:
-        for module in replica.modules():
-            if not isinstance(module, self._exempt):
-                # Parameters of a replica are plain attributes: copies with a grad_fn.
-                names = _fp32_names(module, module._former_parameters)
-                module.__dict__.update({name: getattr(module, name).to(self._dtype) for name in names})
+    def recompute(self) -> None:
+        """Cast parameters on access until the running backward pass ends."""
+        if self._replaced:
+            return
+        for attributes, parameters, _ in chain.from_iterable(self._weights.values()):
+            if attributes["_parameters"] is parameters:
+                self._replaced.append((attributes, parameters))
+                attributes["_parameters"] = replacement = _CastOnAccess(parameters)
+                replacement.dtype = self._dtype
+        at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        for attributes, parameters in self._replaced:
+            attributes["_parameters"] = parameters
+        self._replaced = []
 
 
-_Weight = tuple[dict[str, Any], Any, str]
-"""`__dict__` and `_parameters` of a module, and the name of a parameter."""
-
-
-def _fp32_names(module: nn.Module, parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    if has_sparse_gradient(module):
-        return ()  # the backward of torch's cast does not support sparse gradients
-    return tuple(name for name, each in parameters.items() if each is not None and each.dtype is torch.float32)
+def _is_fp32(parameter: Any) -> bool:
+    return parameter is not None and parameter.dtype is torch.float32
 
 
 class _CastOnAccess(dict[str, Any]):
     """Replacement for a module's `_parameters`: looking up a name returns a cast, iterating yields the originals."""
 
-    def __init__(self, parameters: Mapping[str, Any], *, names: Container[str], dtype: torch.dtype) -> None:
-        super().__init__(parameters)
-        self._names = names
-        self._dtype = dtype
+    dtype: torch.dtype
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         # Hooks of the user run in backward with grad mode off; they get the parameter itself, with its gradient.
-        return value.to(self._dtype) if name in self._names and torch.is_grad_enabled() else value
+        is_recomputed = is_in_backward() and torch.is_grad_enabled()
+        return value.to(self.dtype) if is_recomputed and _is_fp32(value) else value
 
 
-class _Recomputation:
-    """Context of backward passes: parameters are cast on access if grad mode is on, so in recomputed forwards.
-
-    Args:
-        dtype: the half-precision type.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._modules: list[tuple[dict[str, Any], Any, list[str]]] = []  # `__dict__`, `_parameters`, names to cast
-        self._replacements: list[_CastOnAccess] = []
-
-    def set_weights(self, weights: Iterable[_Weight]) -> None:
-        """Set the weights of all models."""
-        modules: dict[int, tuple[dict[str, Any], Any, list[str]]] = {}
-        for attributes, parameters, name in weights:
-            modules.setdefault(id(parameters), (attributes, parameters, []))[2].append(name)
-        self._modules, self._replacements = list(modules.values()), []
-
-    def __enter__(self) -> None:
-        copied = list(chain.from_iterable(map(dict.values, self._replacements)))
-        current = list(chain.from_iterable(map(dict.values, map(itemgetter(1), self._modules))))
-        if len(copied) != len(current) or not all(map(is_, copied, current)):  # a parameter was replaced or added
-            options = [(parameters, names) for _, parameters, names in self._modules]
-            self._replacements = [_CastOnAccess(each, names=names, dtype=self._dtype) for each, names in options]
-        for (attributes, _, _), replacement in zip(self._modules, self._replacements, strict=True):
-            attributes["_parameters"] = replacement
-
-    def __exit__(self, *error: object) -> None:
-        for attributes, parameters, _ in self._modules:
-            attributes["_parameters"] = parameters
+@contextlib.contextmanager
+def stored_in_half(
+    models: Sequence[nn.Module], dtype: torch.dtype, optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[None]:
+    """O3: store parameters, buffers and the state of optimizers in half precision; the objects stay the same."""
+    with dtypes_kept(models, optimizers):
+        for each in _floating_point_tensors(models).values():
+            _cast(each, dtype)
+        cast_states(models, optimizers)
+        yield
 
 
-class HalfStorage:
-    """O3: parameters and buffers are stored in half precision, and cast back to their original dtypes at the end.
-
-    Parameters stay the same objects. Optimizer state with the shape of its parameter is cast too: before the first
-    step in the block, and back at the end.
-
-    Args:
-        dtype: the half-precision type.
-        models: the models to cast.
-    """
-
-    def __init__(self, dtype: torch.dtype, *, models: Sequence[nn.Module]) -> None:
-        self._dtype = dtype
-        self._models = tuple(models)
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    @contextlib.contextmanager
-    def cast_models(self) -> Iterator[None]:
-        """Cast the models to half precision inside the context."""
-        dtypes = [{name: each.dtype for name, each in floating_point_tensors(model)} for model in self._models]
-        self._cast(lambda _model, _name: self._dtype)
-        try:
-            yield
-        finally:
-            self._cast(lambda model, name: dtypes[model].get(name, self._dtype))
-            for optimizer in self._optimizers:
-                _cast_state(optimizer)
-
-    def cast_state_once(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cast the state that an optimizer has from before the block; no-op after the optimizer's first step."""
-        if optimizer not in self._optimizers:
-            self._optimizers.add(optimizer)
-            _cast_state(optimizer)
-
-    @torch.no_grad()
-    def _cast(self, dtype_of: Callable[[int, str], torch.dtype]) -> None:
-        for index, model in enumerate(self._models):
-            for name, each in floating_point_tensors(model):
-                gradient, each.grad = each.grad, None
-                each.data = each.data.to(dtype_of(index, name))
-                each.grad = None if gradient is None else gradient.to(each.dtype)
+@contextlib.contextmanager
+def dtypes_kept(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Give the parameters, buffers and the state of optimizers their dtypes back when the context ends."""
+    dtypes = {name: each.dtype for name, each in _floating_point_tensors(models).items()}
+    try:
+        yield
+    finally:
+        for name, each in _floating_point_tensors(models).items():
+            _cast(each, dtypes.get(name, each.dtype))
+        cast_states(models, optimizers)
 
 
-def floating_point_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the names and values of the floating-point parameters and buffers of a model."""
-    for name, each in (*model.named_parameters(), *model.named_buffers()):
-        if each.is_floating_point():
-            yield name, each
+@torch.no_grad()
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype is dtype or hasattr(tensor, "full_tensor"):  # sharded: a block has ended with an exception
+        return
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = tensor.data.to(dtype)
+    tensor.grad = None if gradient is None else gradient.to(dtype)
 
 
-def _cast_state(optimizer: torch.optim.Optimizer) -> None:
-    """Cast the per-parameter state of an optimizer to the dtype of each parameter; step counters stay."""
-    state: dict[Any, Any] = optimizer.state
-    for parameter, values in state.items():
-        if isinstance(parameter, torch.Tensor) and isinstance(values, dict):
-            like_parameter = {key: value for key, value in values.items() if _is_like_parameter(key, value, parameter)}
-            values.update({key: value.to(parameter.dtype) for key, value in like_parameter.items()})
+def _floating_point_tensors(models: Sequence[nn.Module]) -> dict[tuple[int, str], torch.Tensor]:
+    """Return the floating-point parameters and buffers of models, by number of the model and name."""
+    return {
+        (number, name): each
+        for number, model in enumerate(models)
+        for name, each in (*model.named_parameters(), *model.named_buffers())
+        if each.is_floating_point()
+    }
 
 
-def _is_like_parameter(key: str, value: Any, parameter: torch.Tensor) -> bool:
-    is_floating_point = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return key != "step" and is_floating_point and value.shape == parameter.shape
+def cast_states(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Cast the state per parameter to the dtype of the parameter; step counters stay."""
+    parameters = chain.from_iterable(map(nn.Module.parameters, models))
+    states = [each.state.items() for each in live_optimizers(parameters, also=optimizers)]
+    for parameter, values in chain.from_iterable(states):
+        for key, value in values.items() if isinstance(values, dict) else ():
+            is_alike = isinstance(value, torch.Tensor) and value.shape == getattr(parameter, "shape", None)
+            if is_alike and value.is_floating_point() and key != "step":
+                values[key] = value.to(parameter.dtype)

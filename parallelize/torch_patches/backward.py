@@ -97,12 +97,13 @@ def _patch(original: Callable[..., None]) -> Callable[..., None]:
         inputs: Any = None,
     ) -> None:
         given = grad_tensors if grad_variables is None else grad_variables  # the deprecated name
-        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": inputs}
+        roots = None if inputs is None else as_roots(inputs)  # a generator is read once
+        options = {"retain_graph": retain_graph, "create_graph": create_graph, "inputs": roots}
         both = grad_tensors is not None and grad_variables is not None  # torch raises
         if both or not _subscribers or _running.is_patched or is_in_backward():
             original(tensors, grad_tensors, grad_variables=grad_variables, **options)
             return
-        found = tuple([each for _, each in _subscribers])
+        found = [each for _, each in _subscribers]
 
         def run(each: Pass, index: int = 0) -> None:
             if index < len(found):
@@ -129,8 +130,7 @@ def subscribed(order: Order, subscriber: Subscriber) -> Iterator[None]:
     """
     require_patchable_backward()
     if not _subscribers:
-        patch = _patch(torch.autograd.backward)
-        _installed.enter_context(replace_attribute(torch.autograd, "backward", patch))
+        _installed.enter_context(replace_attribute(torch.autograd, "backward", _patch(torch.autograd.backward)))
     entry = (order, subscriber)
     _subscribers.append(entry)
     _subscribers.sort(key=itemgetter(0))
@@ -161,8 +161,7 @@ def as_roots(tensors: Any) -> Roots:
 def require_patchable_backward() -> bool:
     """`Tensor.backward` calls torch.autograd.backward; hooks can queue the last action of a pass."""
     events: list[str] = []
-    autograd: Any = torch.autograd
-    original = autograd.backward
+    original: Any = torch.autograd.backward
     leaf: Any = torch.ones((), device="cpu", requires_grad=True)
     loss = leaf * 2
 
@@ -177,10 +176,6 @@ def require_patchable_backward() -> bool:
 
     leaf.register_hook(hook)
     leaf.register_post_accumulate_grad_hook(lambda _: events.append("accumulated"))
-    autograd.backward = patch
-    try:
+    with replace_attribute(torch.autograd, "backward", patch):
         loss.backward()
-    finally:
-        if autograd.backward is patch:
-            autograd.backward = original
     return events == ["patch", "in backward", "accumulated", "end"] and not is_in_backward()

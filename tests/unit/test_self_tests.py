@@ -11,22 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.nn.parallel import DistributedDataParallel, distributed
-from torch.overrides import TorchFunctionMode
 
 from parallelize import ConfigError
 from parallelize.cluster.world import World
 from parallelize.data import iterable_style, loader_copy
 from parallelize.launchers.elastic import agent
-from parallelize.precision import autocast, unscaled_hooks
-from parallelize.runtime import loss_counts, torch_compile
+from parallelize.runtime import loss_counts
 from parallelize.torch_patches import backward
 from parallelize.torch_patches.private import self_test
 
 SELF_TESTS: dict[str, Any] = {
     "backward": backward.require_patchable_backward,
-    "autocast": autocast._require_held_autocast,
-    "exclusion": torch_compile._require_exclusion,
-    "hooks": unscaled_hooks._require_replaceable_hooks,
     "agent": agent._require_overridable_agent,
     "losses": loss_counts.require_readable_losses,
 }
@@ -77,10 +72,8 @@ def test_modes_of_the_caller_do_not_disturb() -> None:
     """Self-tests succeed under the caller's grad mode, autocast, default device, dtype and hooks."""
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"), hooks:
-        for name in SELF_TESTS.keys() - {"exclusion"}:
-            SELF_TESTS[name]()
-        torch_compile.exclude_package.cache_clear()
-        torch_compile.exclude_package()
+        for each in SELF_TESTS.values():
+            each()
 
 
 def bypass_backward(monkeypatch: Patch) -> None:
@@ -94,36 +87,6 @@ def hide_the_running_backward(monkeypatch: Patch) -> None:
 
 def never_end_backward(monkeypatch: Patch) -> None:
     monkeypatch.setattr(backward, "at_end_of_backward", lambda callback: None)
-
-
-def drop_function_modes(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(TorchFunctionMode, "__enter__", lambda mode: mode)
-
-
-def trace_the_package(monkeypatch: Patch) -> None:
-    from torch._dynamo import trace_rules
-
-    monkeypatch.setattr(trace_rules, "check", lambda function: False)
-
-
-def hide_dynamo(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(torch_compile, "get_eval_frame_callback", lambda: None)
-
-
-def copy_hooks(monkeypatch: Patch) -> None:
-    hooks: Any = torch._C.TensorBase._backward_hooks
-
-    def get(tensor: Tensor) -> Any:
-        found = hooks.__get__(tensor)
-        return None if found is None else dict(found)
-
-    def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-        if hooks.__get__(tensor) is None:
-            hooks.__set__(tensor, {})
-        hooks.__get__(tensor)[0] = hook
-
-    monkeypatch.setattr(Tensor, "register_hook", register_hook)
-    monkeypatch.setattr(Tensor, "_backward_hooks", property(get), raising=False)
 
 
 def monitor_otherwise(monkeypatch: Patch) -> None:
@@ -143,17 +106,12 @@ def change_losses(monkeypatch: Patch) -> None:
         ("backward", bypass_backward),
         ("backward", hide_the_running_backward),
         ("backward", never_end_backward),
-        ("autocast", drop_function_modes),
-        ("exclusion", trace_the_package),
-        ("exclusion", hide_dynamo),
-        ("hooks", copy_hooks),
         ("agent", monitor_otherwise),
         ("losses", change_losses),
     ],
 )
 def test_an_altered_torch(name: str, alter: Callable[[Patch], None], monkeypatch: Patch) -> None:
     """Each self-test succeeds with this torch, and fails with one that bypasses what it tests."""
-    torch_compile.exclude_package()
     SELF_TESTS[name]()
     SELF_TESTS[name].cache_clear()
     with monkeypatch.context() as patch:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from parallelize import distributed, rank
+from parallelize import Amp, distributed, no_sync, parallel_model, rank
+from parallelize.torch_patches.forward import route_of
 
 STEPS = 5
+
+
+def fp16(**rules: Any) -> Amp:
+    """Return the request for fp16, which this process then accepts on the CPU."""
+    from parallelize.precision.native import NativePrecision
+
+    NativePrecision.dtypes = {"cpu": frozenset({torch.bfloat16, torch.float16})}
+    return Amp(dtype=torch.float16, **{"init_scale": 2.0**10, **rules})
 
 
 def net() -> nn.Module:
@@ -28,8 +41,6 @@ def test_bf16_equals_autocast_around_ddp_by_hand():
     @distributed(processes=2)
     def train(by_hand):
         from torch.nn.parallel import DistributedDataParallel
-
-        from parallelize import parallel_model
 
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -62,25 +73,18 @@ def test_inf_on_one_rank_skips_the_step_on_all_under_ddp():
 
     @distributed(processes=2)
     def train(infinite):
-        from torch.nn.parallel import DistributedDataParallel
-
-        from parallelize.plugins.base import Amp
-        from parallelize.precision.native import Policy, mixed_precision
-
         model = net()
-        engine = DistributedDataParallel(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        policy = Policy(device=torch.device("cpu"), loss_scaling=Amp(init_scale=2.0**10, growth_interval=2))
         scales = []
-        with mixed_precision(policy, models=[model]) as session:
+        with parallel_model(model, amp=fp16(growth_interval=2)):
             for step in range(STEPS):
                 x, y = batch(step, rank())
                 if infinite and step == 2 and rank() == 1:
                     x[0, 0] = float("inf")
                 optimizer.zero_grad()
-                F.cross_entropy(session.route(engine, x), y).backward()
+                F.cross_entropy(model(x), y).backward()
                 optimizer.step()
-                scales.append(session.state_dict()["scale"])
+                scales.append(route_of(model).owner.session.state_dict()["scale"])
         return [each.detach().clone() for each in model.parameters()], scales
 
     (one, scales), (other, others) = train.all_ranks(infinite=True)
@@ -92,30 +96,27 @@ def test_inf_on_one_rank_skips_the_step_on_all_under_ddp():
     assert not torch.equal(clean[0], one[0])
 
 
-def test_scaling_in_a_block_equals_grad_scaler_around_ddp():
+def test_fp16_equals_grad_scaler_around_ddp():
     """Block, engine and loss scaling on two ranks: accumulation, no_sync, clipping, a scheduler."""
 
-    @distributed(processes=2, amp="bf16")
+    @distributed(processes=2)
     def train(by_hand):
-        import contextlib
-
         from torch.nn.parallel import DistributedDataParallel
 
-        from parallelize import no_sync, parallel_model
-        from parallelize.plugins.base import Amp
-        from parallelize.precision.native import NativePrecision, Policy, mixed_precision
-
-        def scaling_only(self, *, models, device, **_):
-            return mixed_precision(Policy(device=device, loss_scaling=Amp(init_scale=2.0**10)), models=models)
-
-        NativePrecision.open = scaling_only
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=by_hand)
         engine = DistributedDataParallel(model) if by_hand else model
         unsynced = engine.no_sync if by_hand else lambda: no_sync(model)
-        with contextlib.nullcontext() if by_hand else parallel_model(model):
+
+        def call(x):
+            if not by_hand:
+                return model(x)
+            with torch.autocast("cpu", torch.float16):
+                return engine(x).float()
+
+        with contextlib.nullcontext() if by_hand else parallel_model(model, amp=fp16()):
             for step in range(STEPS):
                 optimizer.zero_grad()
                 for micro in range(2):
@@ -123,7 +124,7 @@ def test_scaling_in_a_block_equals_grad_scaler_around_ddp():
                     if step == 3 and micro == 1 and rank() == 0:
                         x[0, 0] = float("inf")
                     with unsynced() if micro == 0 else contextlib.nullcontext():
-                        scaler.scale(F.cross_entropy(engine(x), y) / 2).backward()
+                        scaler.scale(F.cross_entropy(call(x), y) / 2).backward()
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 scaler.step(optimizer)
@@ -135,6 +136,35 @@ def test_scaling_in_a_block_equals_grad_scaler_around_ddp():
     assert all(each.isfinite().all() for each in expected)
     for found in train.all_ranks(by_hand=False):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_each_of_two_models_skips_its_own_steps():
+    """In a GAN on two ranks, inf in the critic's gradients, on one rank, leaves the generator's steps as they are."""
+
+    @distributed(processes=2)
+    def train():
+        torch.manual_seed(0)
+        models = generator, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+        optimizers = [torch.optim.Adam(model.parameters(), 0.01) for model in models]
+        moved = []
+        with parallel_model(generator, critic, amp=fp16()):
+            for step in range(3):
+                x, _ = batch(step, rank())
+                for optimizer, sign in zip(optimizers, (-1, 1), strict=True):
+                    optimizer.zero_grad()
+                    fake = generator(x) if sign < 0 else generator(x).detach()
+                    loss = sign * critic(fake).mean()
+                    is_spiked = sign > 0 and step == 1 and rank() == 1
+                    (loss * float("inf") if is_spiked else loss).backward()
+                    before = [each.detach().clone() for model in models for each in model.parameters()]
+                    optimizer.step()
+                    after = [each.detach() for model in models for each in model.parameters()]
+                    moved.append(not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        return moved, after
+
+    (moved, one), (other_moved, other) = train.all_ranks()
+    assert moved == other_moved == [True, True, True, False, True, True]
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 class Spiked(nn.Module):
@@ -154,40 +184,45 @@ class Spiked(nn.Module):
         return loss + (self.weight * spike).sum()
 
 
-@pytest.mark.parametrize("reduces_flag", [True, False])
-def test_inf_in_one_shard_skips_the_step_on_all_ranks(reduces_flag):
-    """Under fully_shard inf is in one rank's shard: all ranks skip the step, but only if the flag is all-reduced."""
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_inf_in_one_shard_skips_the_step_on_all_ranks(level):
+    """Under fsdp inf is in one rank's shard: all ranks skip the step, with accumulation under no_sync, too."""
 
-    @distributed(processes=2)
+    @distributed(processes=2, backend="fsdp")
     def train():
-        import torch.distributed as dist
-        from torch.distributed.fsdp import fully_shard
-
-        from parallelize.plugins.base import Amp
-        from parallelize.precision.native import Policy, mixed_precision
-
         model = Spiked()
-        fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        policy = Policy(
-            device=torch.device("cpu"),
-            loss_scaling=Amp(init_scale=2.0**10, growth_interval=1),
-            all_reduce_flag=lambda flag: dist.all_reduce(flag, dist.ReduceOp.MAX) if reduces_flag else None,
-        )
         seen = []
-        with mixed_precision(policy, models=[model]) as session:
-            for step in range(3):
+        with parallel_model(model, amp=dataclasses.replace(fp16(growth_interval=1), level=level)):
+            for step in range(4):
                 optimizer.zero_grad()
-                before = model.weight.to_local().detach().clone()
-                session.route(model, batch(step, rank())[0][:, :3], infinite=step == 1).backward()
+                before = model.weight.detach().clone()
+                with no_sync(model) if step == 3 else contextlib.nullcontext():
+                    model(batch(step, rank())[0][:, :3], infinite=step == 1).backward()
+                if step == 3:
+                    model(batch(step, rank())[0][:, :3], infinite=False).backward()
+                largest = model.weight.grad.abs().max().item()
                 optimizer.step()
-                moved = not torch.equal(before, model.weight.to_local())
-                seen.append((moved, session.state_dict()["scale"]))
-        return seen
+                moved = not torch.equal(before, model.weight)
+                seen.append((moved, largest < 10, route_of(model).owner.session.state_dict()["scale"]))
+        return seen, model.weight.detach()
 
-    one, other = train.all_ranks()
-    assert one == [(True, 2048), (False, 1024), (True, 2048)]
-    assert other == (one if reduces_flag else [(True, 2048), (True, 4096), (True, 8192)])
+    (one, weight), (other, other_weight) = train.all_ranks()
+    assert one == other == [(True, True, 2048), (False, False, 1024), (True, True, 2048), (True, True, 4096)]
+    assert torch.equal(weight, other_weight)
+
+
+def test_an_error_of_the_user_leaves_a_sharded_block_in_half():
+    """Under O3, the dtypes of shards are not restored: the user's error is the one that is raised."""
+
+    @distributed(processes=2, backend="fsdp")
+    def train():
+        with parallel_model(net(), amp="O3") as model:
+            model(batch(0, 0)[0])
+            raise ValueError("the user's own")
+
+    with pytest.raises(ValueError, match="the user's own"):
+        train()
 
 
 @pytest.mark.parametrize("amp", ["O1", "O2", "O3"])
@@ -196,7 +231,7 @@ def test_fsdp_trains_like_ddp(amp):
 
     @distributed(processes=2)
     def train():
-        from parallelize import all_reduce, parallel_model
+        from parallelize import all_reduce
 
         model = nn.Sequential(net(), nn.BatchNorm1d(3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -229,8 +264,6 @@ def test_levels_under_ddp_follow_full_precision(amp):
 
     @distributed(processes=2)
     def train():
-        from parallelize import parallel_model
-
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         with parallel_model(model):

@@ -200,10 +200,11 @@ def test_limits_of_a_timeout(timeout):
 @pytest.mark.parametrize(
     ("name", "valid", "invalid"),
     [
-        ("init_scale", [0.5, 1, math.nextafter(2.0**127, 0)], [0, 2.0**127, math.inf, math.nan, True, "1"]),
-        ("growth_factor", [1.5, math.nextafter(2.0**64, 0)], [1, 2.0**64]),
-        ("backoff_factor", [0.01, 0.99], [0.0, 1.0]),
-        ("growth_interval", [1, 2**62 - 1], [0, 2**62, 1.5]),
+        ("init_scale", [0.5, 1, 2.0**126], [0, 2.0**127, 1000.0, math.inf, math.nan, True, "1"]),
+        ("growth_factor", [2, 2.0**126], [1, 1.5, 2.0**127]),
+        ("backoff_factor", [2.0**-20, 0.5], [0.0, 0.9, 1.0]),
+        ("growth_interval", [1, 2**62], [0, 1.5, True]),
+        ("outputs", ["fp32", "as computed"], [None, "half"]),
         ("communication_dtype", [None, torch.bfloat16, torch.float16, torch.float32], [torch.float64]),
     ],
 )
@@ -259,8 +260,8 @@ KNOWN = ", ".join(map(repr, sorted(PARSERS)))
             {"amp": Amp(growth_factor=1.0, backoff_factor=1.5, growth_interval=0, dtype=torch.float64)},
             Fault(
                 "amp=Amp(dtype=torch.float64, growth_factor=1.0, backoff_factor=1.5, growth_interval=0)",
-                "dtype is torch.bfloat16 or torch.float16; growth_factor is above 1; "
-                "backoff_factor is between 0 and 1; growth_interval is at least 1 step",
+                "dtype is torch.bfloat16 or torch.float16; growth_factor is a power of two above 1; "
+                "backoff_factor is a power of two between 0 and 1; growth_interval is at least 1 step",
                 "correct them, or leave them out",
             ),
         ),

@@ -26,11 +26,11 @@ def fake_amp(monkeypatch: pytest.MonkeyPatch) -> SmallApexAmp:
     return apex.amp
 
 
-def open_apex(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
+def open_apex(model: nn.Module, *optimizers: torch.optim.Optimizer, level: Any = None) -> Any:
     # The engine declares no CPU support; the fake computes on the CPU, and nothing uses this CUDA device.
     device = torch.device("cuda", 0)
     return ApexPrecision().open(
-        amp=Amp(dtype=torch.float16), models=[model], optimizers=optimizers, device=device, world=World()
+        amp=Amp(level, dtype=torch.float16), models=[model], optimizers=optimizers, device=device, world=World()
     )
 
 
@@ -64,6 +64,24 @@ def test_a_loop_trains_the_masters(fake_amp: SmallApexAmp) -> None:
         assert torch.equal(each, master)
         assert "momentum_buffer" in optimizer.state[each]
     assert not torch.equal(parameters[0], before[0])
+
+
+def test_o3_takes_the_state_of_optimizers_along(fake_amp: SmallApexAmp) -> None:
+    """Steps before, in and after the block compute with moments of the weights' dtype."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step() -> torch.dtype:
+        model(torch.ones(8, 3)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer.state[model[0].weight]["exp_avg"].dtype
+
+    assert step() is torch.float32
+    with open_apex(model, optimizer, level="O3"):
+        assert step() is torch.float16
+    assert step() is torch.float32
+    assert fake_amp.calls[0]["opt_level"] == "O3"
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError])
@@ -111,8 +129,8 @@ def test_several_roots_are_refused(fake_amp: SmallApexAmp) -> None:
 
 def test_optimizers_are_required(fake_amp: SmallApexAmp) -> None:
     """The error says how to pass them."""
-    with pytest.raises(ConfigError, match="without optimizers") as caught:
-        open_apex(net())
+    with pytest.raises(ConfigError, match="without optimizers") as caught, open_apex(net()):
+        pass
     assert "parallel_model(model, optimizers=optimizer)" in caught.value.faults[0].fix
 
 
@@ -121,8 +139,11 @@ def test_an_apex_without_amp_is_explained(monkeypatch: pytest.MonkeyPatch) -> No
     apex = types.ModuleType("apex")
     apex.__file__ = "/somewhere/apex/__init__.py"
     monkeypatch.setitem(sys.modules, "apex", apex)
-    with pytest.raises(MissingDependencyError, match=r"has no amp: /somewhere/apex/__init__.py") as caught:
-        open_apex(net())
+    with (
+        pytest.raises(MissingDependencyError, match=r"has no amp: .*/somewhere/apex/__init__.py") as caught,
+        open_apex(net()),
+    ):
+        pass
     (fault,) = caught.value.faults
     assert "removed apex.amp in 2025" in fault.why
     assert "unrelated" in fault.why
@@ -132,8 +153,8 @@ def test_an_apex_without_amp_is_explained(monkeypatch: pytest.MonkeyPatch) -> No
 def test_no_apex_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without apex the error suggests the native engine."""
     monkeypatch.setitem(sys.modules, "apex", None)
-    with pytest.raises(MissingDependencyError, match="cannot be imported") as caught:
-        open_apex(net())
+    with pytest.raises(MissingDependencyError, match="cannot be imported") as caught, open_apex(net()):
+        pass
     assert isinstance(caught.value, ImportError)
     assert "amp_engine='native'" in caught.value.faults[0].fix
 

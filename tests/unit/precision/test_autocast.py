@@ -1,4 +1,4 @@
-"""How long autocast lasts in an unchanged loop: bf16 on the CPU equals hand-written torch.autocast, bit for bit."""
+"""Autocast in the forward of a model: bf16 on the CPU, compared with hand-written torch.autocast, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from parallelize.model import parallel_model
-from parallelize.runtime.function_modes import function_modes
+from parallelize.plugins.base import Amp
 
 HALF = torch.bfloat16
 
@@ -106,21 +106,12 @@ def test_the_trajectory_is_that_of_autocast_by_hand(amp: object) -> None:
     assert_same(ours, hand)
 
 
-def test_autocast_held_over_the_loop_trains_on_stale_weights() -> None:
-    """With autocast around the whole loop the property above fails: this is why autocast is exited at backward."""
-    hand, held = Net(), Net()
-    expected = by_hand(hand, 8)
-    with autocast():
-        losses = unchanged(held, 8)
-    assert losses != expected
-
-
 def is_on() -> bool:
     return torch.is_autocast_enabled("cpu")
 
 
-def test_autocast_is_held_for_forward_and_loss_only() -> None:
-    """Autocast is on from forward to the start of backward; off in backward, in the step, and after the block."""
+def test_autocast_is_on_in_the_forward_only() -> None:
+    """Outputs are in fp32, and the loss, backward and the step run without autocast."""
     model = Net()
     seen: dict[str, bool] = {}
 
@@ -130,25 +121,16 @@ def test_autocast_is_held_for_forward_and_loss_only() -> None:
             super().step()
 
     optimizer = Spy(model.parameters(), lr=0.1)
-    (x, y), (other, _) = batches(2)
+    model.head.register_forward_hook(lambda *_: seen.update(forward=is_on()))
+    (x, y), _ = batches(2)
     with block(model):
-        assert not is_on()
         out = model(x)
-        assert is_on()
-        assert out.dtype is HALF
+        assert not is_on()
+        assert out.dtype is torch.float32
         out.register_hook(lambda _: seen.update(backward=is_on()))
-        loss = F.cross_entropy(out, y)
-        assert loss.dtype is torch.float32
-        loss.backward()
-        assert not is_on()
+        F.cross_entropy(out, y).backward()
         optimizer.step()
-        model(other)
-        assert is_on()
-        optimizer.step()
-        assert not is_on()
-        model(other)
-    assert seen == {"backward": False, "step": False}
-    assert not is_on()
+    assert seen == {"forward": True, "backward": False, "step": False}
     assert torch.autocast_increment_nesting() == 1
     torch.autocast_decrement_nesting()
 
@@ -164,7 +146,7 @@ def test_an_exception_in_forward_leaves_autocast() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_is_as_precise_as_inside_autocast(mode: Callable[[], Any]) -> None:
-    """Without gradients autocast covers the forward only, and outputs are cast to fp32, for the loss and for numpy."""
+    """Without gradients, too, outputs are cast to fp32, for the loss and for numpy."""
     hand, ours = Net().eval(), Net().eval()
     x, y = next(batches(1))
     with mode(), autocast():
@@ -207,18 +189,58 @@ class Returning(nn.Module):
     ids=["dict of lists", "tuple", "dataclass"],
 )
 def test_containers_of_any_kind(wrap: Callable[[Any], Any], unwrap: Callable[[Any], torch.Tensor]) -> None:
-    """Containers keep their types; outputs are half precision in training and fp32 in evaluation."""
+    """Containers keep their types, with outputs in fp32."""
     model = Returning(wrap)
     x = torch.randn(4, 3)
     with block(model):
-        out = model({"x": x})
-        assert type(out) is type(wrap(x))
-        assert unwrap(out).dtype is HALF
-        unwrap(out).sum().backward()
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode():
+                out = model({"x": x})
+            assert type(out) is type(wrap(x))
+            assert unwrap(out).dtype is torch.float32
+
+
+def with_loss(y: torch.Tensor) -> Any:
+    return {"loss": y.square().mean(), "logits": y, "other": [y + 1]}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "amp", "dtype"),
+    [
+        (with_loss, "bf16", HALF),
+        (lambda y: {"loss": y.detach().sum(), "logits": y}, "bf16", torch.float32),  # a number, no loss
+        (lambda y: {"loss": y[:, :1].exp().mean(), "logits": y[:, 1:]}, "bf16", torch.float32),  # not a loss of these
+        (lambda y: {"loss": y.square().mean(), "logits": y.detach()}, "bf16", torch.float32),
+        (lambda y: {"logits": y}, Amp(outputs="as computed"), HALF),
+        (with_loss, Amp(outputs="as computed"), HALF),
+    ],
+    ids=["beside its loss", "beside a number", "beside an auxiliary loss", "detached", "as computed", "both"],
+)
+def test_outputs_that_are_left_as_computed(
+    wrap: Callable[[torch.Tensor], Any], amp: object, dtype: torch.dtype
+) -> None:
+    """Outputs whose loss forward returns, too, are not copied, nor any if the option says so; the loss is in fp32."""
+    model = Returning(wrap)
+    x = torch.randn(4, 3)
+    with block(model, amp=amp):
+        out = model(x)
+        assert out["logits"].dtype is dtype
+        assert out.get("loss", x).dtype is torch.float32
         with torch.no_grad():
-            out = model({"x": x})
-        assert type(out) is type(wrap(x))
-        assert unwrap(out).dtype is torch.float32
+            assert model(x)["logits"].dtype is torch.float32
+
+
+def test_outputs_in_fp32_are_returned_as_they_are() -> None:
+    """Where nothing is cast, the container of the outputs is the user's own object."""
+    box = {"x": torch.ones(2), "name": "a"}
+
+    class Constant(nn.Linear):
+        def forward(self, _: torch.Tensor) -> Any:
+            return box
+
+    model = Constant(1, 1)
+    with block(model):
+        assert model(torch.ones(1)) is box
 
 
 @pytest.mark.parametrize("amp", ["O1", "O2", "O3"])
@@ -246,7 +268,7 @@ def test_inputs_are_not_cast(amp: str) -> None:
 
 
 def test_methods_are_autocast_too() -> None:
-    """A routed method enters autocast like forward."""
+    """A routed method runs under autocast like forward; a forward inside it returns half precision."""
 
     class WithLoss(Net):
         def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -257,13 +279,12 @@ def test_methods_are_autocast_too() -> None:
     x, y = next(batches(1))
     with block(model, methods=["loss"]):
         loss = model.loss(x, y)
-        assert is_on()
         assert model.seen is HALF
-        loss.backward()
         assert not is_on()
+        loss.backward()
 
 
-def test_weights_that_change_while_autocast_is_held_are_used() -> None:
+def test_weights_that_change_between_two_forwards_are_used() -> None:
     """A checkpoint loaded between two forwards, without backward or step in between, takes effect."""
     model = Net().eval()
     other = Net().eval()
@@ -272,14 +293,35 @@ def test_weights_that_change_while_autocast_is_held_are_used() -> None:
             each.mul_(2)
     x, _ = next(batches(1))
     with autocast():
-        expected = other(x)
+        expected = other(x).float()
     with block(model):
         model(x)
-        assert is_on()
         model.load_state_dict(other.state_dict())
         assert torch.equal(model(x), expected)
         with torch.no_grad():
-            assert torch.equal(model(x), expected.float())
+            assert torch.equal(model(x), expected)
+
+
+def test_a_finite_difference_of_weights_is_not_zero() -> None:
+    """Weights that are moved through `.data`, which changes no version, are those that the next forward uses."""
+
+    def difference(context: Callable[[], Any]) -> torch.Tensor:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        scale, x, y = torch.ones(8, requires_grad=True), torch.randn(32, 8), torch.randn(32, 1)
+        slopes = []
+        with block(net) if context is contextlib.nullcontext else contextlib.nullcontext():
+            for step in (0.5, -1.0):
+                for each in net.parameters():
+                    each.data.add_(step)
+                with context():
+                    loss = F.mse_loss(net(x * scale).float(), y)
+                slopes += torch.autograd.grad(loss, scale)
+        return slopes[0] - slopes[1]
+
+    found = difference(contextlib.nullcontext)
+    assert found.norm() > 1
+    assert torch.equal(found, difference(autocast))
 
 
 def test_weights_swapped_in_to_evaluate_are_used() -> None:
@@ -291,7 +333,7 @@ def test_weights_swapped_in_to_evaluate_are_used() -> None:
             each.mul_(2)
     x, _ = next(batches(1))
     with autocast():
-        expected = averaged(x)
+        expected = averaged(x).float()
     with block(model):
         model(x)
         model.eval()
@@ -314,31 +356,19 @@ def test_the_users_autocast_takes_precedence(enabled: bool) -> None:
         loss.backward()
 
 
-def test_an_autocast_entered_after_the_forward_is_exited_first() -> None:
-    """A loss in fp32 inside an inner autocast context, with backward inside it: the autocast state is restored."""
-    model, hand = Net(), Net()
-    x, y = next(batches(1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    hand_optimizer = torch.optim.SGD(hand.parameters(), lr=0.1, fused=True)
-    for _ in range(2):
-        with autocast():
-            out = hand(x)
-        hand_optimizer.zero_grad()
-        F.cross_entropy(out.float(), y).backward()
-        hand_optimizer.step()
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_users_autocast_around_the_loss(enabled: bool) -> None:
+    """It decides about the loss: products of outputs, which are in fp32, run in half precision if it is on."""
+    model = Net()
+    x, _ = next(batches(1))
     with block(model):
-        for _ in range(2):
-            out = model(x)
-            with torch.autocast("cpu", enabled=False):
-                optimizer.zero_grad()
-                F.cross_entropy(out.float(), y).backward()
-                optimizer.step()
-        optimizer.step()
-        assert not is_on()
-    assert torch.autocast_increment_nesting() == 1
-    torch.autocast_decrement_nesting()
-    hand_optimizer.step()
-    assert_same(model, hand)
+        out = model(x)
+        with torch.autocast("cpu", HALF, enabled=enabled):
+            product = out @ out.T
+            assert is_on() is enabled
+        assert product.dtype is (HALF if enabled else torch.float32)
+        product.float().sum().backward()
+    assert model.head.weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("around_model", [True, False])
@@ -365,49 +395,73 @@ def test_checkpointing_computes_what_it_did(reentrant: bool, around_model: bool)
         torch.testing.assert_close(here.grad, there.grad, rtol=0, atol=0)
 
 
-def test_a_gradient_penalty_is_differentiated_outside_autocast() -> None:
-    """torch.autograd.grad runs without autocast, the penalty computed from it with autocast, as in torch's recipe."""
+def cosine(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return 1 - F.cosine_similarity(y, t).mean()
 
-    def train(model: nn.Module, on: Callable[[], Any]) -> None:
-        x, y = next(batches(1))
-        x.requires_grad_()
-        with on():
-            loss = F.cross_entropy(model(x), y)
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        with on():
-            loss = loss + (slope.flatten(1) @ slope.flatten(1).T).norm()
-        loss.backward()
 
-    model, hand = (nn.Sequential(nn.Flatten(), nn.Linear(75, 8), nn.Tanh(), nn.Linear(8, 5)) for _ in range(2))
-    hand.load_state_dict(model.state_dict())
-    train(hand, autocast)
+def contrastive(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    similarity = F.normalize(y, dim=1) @ F.normalize(t, dim=1).T
+    return F.cross_entropy(similarity / 0.1, torch.arange(len(y)))
+
+
+def covariance(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    y = y - y.mean(0)
+    return (y.T @ y / len(y)).square().sum() + F.mse_loss(y, t)
+
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mse": F.mse_loss,
+    "huber": F.huber_loss,
+    "l1": F.l1_loss,
+    "cross entropy": lambda y, t: F.cross_entropy(y, t.argmax(1)),
+    "bce": lambda y, t: F.binary_cross_entropy_with_logits(y, t.sigmoid()),
+    "kl": lambda y, t: F.kl_div(y.log_softmax(1), t.softmax(1), reduction="batchmean"),
+    "hinge": lambda y, t: F.relu(1 - y * t.sign()).mean(),
+    "triplet": lambda y, t: F.triplet_margin_loss(y, t, t.flip(0)),
+    "cosine": cosine,
+    "contrastive": contrastive,
+    "covariance": covariance,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_as_exact_as_in_full_precision(name: str) -> None:
+    """Of the half-precision outputs, it is what float64 computes, up to the rounding of fp32."""
+    torch.manual_seed(0)
+    model, x, target = nn.Linear(6, 5), torch.randn(8, 6), torch.randn(8, 5)
+    with autocast():
+        half = model(x)
     with block(model):
-        train(model, contextlib.nullcontext)
-    for here, there in zip(model.parameters(), hand.parameters(), strict=True):
-        torch.testing.assert_close(here.grad, there.grad, rtol=0, atol=0)
+        out = model(x)
+        loss = LOSSES[name](out, target)
+        loss.backward()
+    assert torch.equal(out, half.float())
+    expected = LOSSES[name](half.double(), target.double())
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_two_models_in_a_chain() -> None:
-    """d(g(x)) and g(d(x)), with two nested blocks."""
+    """d(g(x)) and g(d(x)) with two nested blocks: each forward alone is under autocast."""
 
-    def train(g: nn.Module, d: nn.Module, on: Callable[[], Any]) -> None:
+    def train(g: nn.Module, d: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-        with on():
-            loss = d(g(x)).square().mean() + g(d(x)).square().mean()
+        loss = call(d, call(g, x)).square().mean() + call(g, call(d, x)).square().mean()
         loss.backward()
-        assert not is_on()
+
+    def by_hand(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with autocast():
+            return model(x).float()
 
     def pair() -> tuple[nn.Linear, nn.Linear]:
         torch.manual_seed(0)
         return nn.Linear(3, 3), nn.Linear(3, 3)
 
     hand, ours = pair(), pair()
-    train(*hand, autocast)
+    train(*hand, by_hand)
     with block(ours[0]), block(ours[1]):
-        train(*ours, contextlib.nullcontext)
-    assert not is_on()
+        train(*ours, lambda model, x: model(x))
     for here, there in zip(ours, hand, strict=True):
-        torch.testing.assert_close(here.weight.grad, there.weight.grad, rtol=0, atol=0)
+        assert torch.equal(here.weight.grad, there.weight.grad)
 
 
 def test_fp16_on_the_cpu_is_refused() -> None:
@@ -461,20 +515,19 @@ class Refined(nn.Module):
 
 
 def test_a_forward_that_calls_backward_and_steps_stays_under_autocast() -> None:
-    """The layer after it computes in bf16, as by hand, and neither autocast nor a function mode outlasts the block."""
+    """The layer after it computes in bf16, as by hand."""
 
     def train(model: nn.Module, context: Callable[[], Any]) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             with context():
-                loss = model(torch.randn(5, 4, generator=torch.Generator().manual_seed(step))).square().mean()
+                loss = model(torch.randn(5, 4, generator=torch.Generator().manual_seed(step))).float().square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
 
     assert_trains_as_by_hand(train, Refined)
     assert not is_on()
-    assert not function_modes()
 
 
 def test_forwards_in_threads_that_end_use_the_current_weights() -> None:

@@ -12,7 +12,7 @@ from parallelize.cluster.world import World
 from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Amp
 from parallelize.precision import levels
-from parallelize.precision.levels import TABLE, describe, markdown, resolve, row_of
+from parallelize.precision.levels import TABLE
 from parallelize.precision.native import NativePrecision
 
 CPU = torch.device("cpu")
@@ -38,22 +38,14 @@ def test_rows_are_apex_definitions() -> None:
     }
 
 
-def test_markdown_has_a_line_per_level() -> None:
-    """A heading, a rule and one line for each level, all of the same number of cells."""
-    lines = markdown().splitlines()
-    assert len(lines) == 2 + len(LEVELS)
-    assert len({line.count("|") for line in lines}) == 1
-    assert [line.split("|")[1].strip() for line in lines[2:]] == list(LEVELS)
-
-
 @given(level=st.sampled_from([None, *LEVELS]), dtype=st.sampled_from([None, torch.bfloat16]))
 def test_resolving_sets_level_and_dtype(level: str | None, dtype: torch.dtype | None) -> None:
     """Level and dtype are set, the values of the request are kept, and resolving again changes nothing."""
     request = Amp(level=level, dtype=dtype)
-    found = resolve(request, NativePrecision(), device=CPU, world=World())
+    found = NativePrecision().resolve(request, device=CPU, world=World())
     assert found.level == (level or "O1")
     assert found.dtype is torch.bfloat16
-    assert resolve(found, NativePrecision(), device=CPU, world=World()) == found
+    assert NativePrecision().resolve(found, device=CPU, world=World()) == found
 
 
 @pytest.mark.parametrize(("device_type", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])
@@ -79,7 +71,7 @@ def test_a_request_for_gpus_is_described(
     """On a machine without a GPU, as if the GPUs supported bf16."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
-    assert describe(Amp(), NativePrecision, device_type="cuda").startswith(f"O1 in {dtype} (native): ")
+    assert NativePrecision().describe(Amp(), device_type="cuda").startswith(f"O1 in {dtype} (native): ")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +90,7 @@ def test_ranks_with_gpus_choose_a_dtype_together(
     monkeypatch.setattr(levels, "_supports_bf16", lambda: True)
     monkeypatch.setattr(levels, "_all_ranks_support_bf16", lambda _: False)
     world = World(world_size=world_size, local_world_size=world_size)
-    found = resolve(Amp(dtype=requested), NativePrecision(), device=torch.device(device), world=world)
+    found = NativePrecision().resolve(Amp(dtype=requested), device=torch.device(device), world=world)
     assert found.dtype is expected
 
 
@@ -106,17 +98,17 @@ def test_ranks_with_gpus_choose_a_dtype_together(
 def test_an_engine_default_has_a_row(engine: str) -> None:
     """amp=True selects a level of the table under every engine."""
     precision = registry.find("precision", engine)
-    assert row_of(Amp(), precision).level == precision.default_level
+    assert precision().row_of(Amp()).level == precision.default_level
 
 
 def test_a_description_is_the_row() -> None:
     """One line, with level, dtype, engine and the cells of the row."""
-    text = describe(Amp(level="O2", dtype=torch.float16), NativePrecision, device_type="cuda")
+    text = NativePrecision().describe(Amp(level="O2", dtype=torch.float16), device_type="cuda")
     assert text.startswith("O2 in fp16 (native): ")
     assert "loss scaling: dynamic" in text
     assert "\n" not in text
-    assert "loss scaling: none" in describe(Amp(), NativePrecision, device_type="cpu")
-    assert describe(Amp(level="O0"), NativePrecision, device_type="cpu").startswith("O0 (native): ")
+    assert "loss scaling: none" in NativePrecision().describe(Amp(), device_type="cpu")
+    assert NativePrecision().describe(Amp(level="O0"), device_type="cpu").startswith("O0 (native): ")
 
 
 def test_explain_shows_the_row() -> None:

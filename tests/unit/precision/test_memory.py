@@ -78,8 +78,8 @@ def steps(*, context: Callable[[], Any]) -> tuple[nn.Module, Callable[[], None]]
     return model, step
 
 
-@pytest.mark.parametrize(("level", "limit"), [("O1", 1.01), ("O2", 1.0)])
-def test_the_peak_is_that_of_hand_written_autocast(level: str, limit: float) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_peak_is_that_of_hand_written_autocast(level: str) -> None:
     """A step in a block needs no more memory than one of a loop with torch.autocast."""
     _, by_hand = steps(context=lambda: torch.autocast("cpu", torch.bfloat16))
     expected = peak_of(by_hand)
@@ -87,7 +87,7 @@ def test_the_peak_is_that_of_hand_written_autocast(level: str, limit: float) -> 
     with parallel_model(model, amp=level, backend="ddp", processes=1):
         found = peak_of(step)
     assert expected > 1_000_000
-    assert found <= limit * expected + SCALARS
+    assert found <= expected + SCALARS
 
 
 @pytest.mark.parametrize("amp", ["O1", "O2", "O3"])

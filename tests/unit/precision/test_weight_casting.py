@@ -16,8 +16,10 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+from parallelize.cluster.world import World
 from parallelize.model import parallel_model
-from parallelize.precision.native import Policy, mixed_precision
+from parallelize.plugins.base import Amp
+from parallelize.precision.native import NativePrecision
 
 HALF = torch.bfloat16
 
@@ -289,8 +291,8 @@ def test_a_replica_computes_in_half_on_its_own_thread(level: str) -> None:
     DataParallel itself needs a GPU (tests/gpu/test_amp.py); this is how torch makes replicas.
     """
     model = Watching(4, 4)
-    policy = Policy(device=torch.device("cpu"), autocast_dtype=HALF, weights_dtype=HALF if level == "O2" else None)
-    with mixed_precision(policy, models=[model]) as session:
+    options = {"amp": Amp(level), "models": [model], "device": torch.device("cpu"), "world": World()}
+    with NativePrecision().open(**options) as session:
         replica = model._replicate_for_data_parallel()
         replica._former_parameters = {}
         for name, each in model.named_parameters():
