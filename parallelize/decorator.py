@@ -24,8 +24,7 @@ from parallelize.call.unreturned import describe
 from parallelize.cluster.devices import probe
 from parallelize.cluster.environment import detect
 from parallelize.cluster.world import Node
-from parallelize.comparison.compare import compare_runs
-from parallelize.comparison.report import Comparison
+from parallelize.comparison.compare import Comparison, compare_runs
 from parallelize.config.config import Config
 from parallelize.config.explain import explain_call
 from parallelize.config.options import Options

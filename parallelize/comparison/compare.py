@@ -1,23 +1,102 @@
-"""compare_runs: runs a function with one process and with its own layout, on the same global batches."""
+"""train.compare: the first steps of a function with one process and with its own layout, on the same global batches."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 
+from parallelize.call.function_ref import FunctionRef
 from parallelize.call.task import Outcome, Task
-from parallelize.comparison.recording import RecordedFunction, Recording
-from parallelize.comparison.report import Comparison, compare_recordings
 from parallelize.config.layout import Layout
 from parallelize.config.placement import Placement
-from parallelize.errors import ConfigError, WorkerError, add_note
-from parallelize.runtime.context import active
+from parallelize.data.select_source import MergedRanks
+from parallelize.errors import ConfigError, WorkerError
+from parallelize.runtime.context import active, rank, world_size
+from parallelize.runtime.signed_means import signed_means
+from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
+from parallelize.torch_patches.forward import routed_models
+from parallelize.torch_patches.step import after_step, parameters_of
 from parallelize.worker.preemption import handle_stop_signals
 
-__all__ = ["compare_runs"]
+__all__ = ["ComparedStep", "Comparison", "compare_runs"]
+
+_SMALL = 0.01  # a tensor whose norm is a smaller part of all is compared with this part: it may be rounding alone
+_HEADER = "step         alone      together  largest differences"
+_TRY = """Try in turn:
+  take the batches from shard_loader, with one batch size for any world_size() (or batch='global') and a seed
+  turn off what draws random numbers or mixes samples: dropout (p=0), augmentation, batch norm, contrastive losses
+  average as the loss does: average='tokens' for means over unequal numbers of targets, average='sum' for sums"""
+
+
+_Step = tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""Sum of the losses of an optimizer step, and by the names of parameters their gradients and their new values."""
+
+
+class ComparedStep(NamedTuple):
+    """One optimizer step in both runs.
+
+    Attributes:
+        loss_alone: loss with one process.
+        loss_together: mean loss of the ranks of the other run.
+        gradient_difference: largest difference of a parameter's gradient, as a fraction of its norm.
+        gradient: name of that parameter.
+        weight_difference: largest difference of a parameter after the step, as a fraction of its norm.
+        weight: name of that parameter.
+    """
+
+    loss_alone: float
+    loss_together: float
+    gradient_difference: float
+    gradient: str
+    weight_difference: float
+    weight: str
+
+
+class Comparison(NamedTuple):
+    """The first steps of a function with one process (alone) and with the call's own; `str()` is a table.
+
+        step         alone      together  largest differences
+           1       1.01345       1.04551  gradients 2.7e-01 (Net.0.weight), weights 1.4e-03 (Net.0.weight)
+           2      0.912283      0.944208  gradients 2.9e-01 (Net.0.weight), weights 3.1e-03 (Net.2.bias)
+        The runs part at step 1: fp32 explains differences of gradients up to 3.5e-04. Try in turn:
+          ...
+
+    Both runs are in fp32, without AMP and TF32. Gradients decide where the runs part, not weights: Adam turns the
+    rounding of a gradient that should be zero into a step as large as its learning rate.
+
+    Attributes:
+        steps: the steps that both runs made.
+        tolerance: relative difference of gradients that fp32 alone explains.
+        first_difference: number of the first step, from 1, at which the runs differ; None: they do not.
+        amp_difference: largest difference of a gradient with `amp` from the same run without; None: no amp.
+    """
+
+    steps: Sequence[ComparedStep]
+    tolerance: float
+    first_difference: int | None
+    amp_difference: float | None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both runs make the same steps, up to rounding."""
+        return self.first_difference is None
+
+    def __str__(self) -> str:
+        row = "{:>4}  {:>12.6g}  {:>12.6g}  gradients {:.1e} ({}), weights {:.1e} ({})"
+        lines = [_HEADER, *(row.format(number, *step) for number, step in enumerate(self.steps, start=1))]
+        verdict = "The same training" if self.is_same else f"The runs part at step {self.first_difference}"
+        lines.append(f"{verdict}: fp32 explains differences of gradients up to {self.tolerance:.1e}.")
+        if self.amp_difference is not None:
+            lines.append(f"With amp, gradients of the same run differ from fp32 by up to {self.amp_difference:.1e}.")
+        return "\n".join(lines if self.is_same else [*lines, _TRY])
 
 
 def compare_runs(
@@ -35,85 +114,138 @@ def compare_runs(
         ConfigError: the call has one device or several nodes, runs inside another run, or `steps` is not positive.
         WorkerError: a run made no optimizer step.
     """
-    _check(task, placement, steps)
-    layout = _seeded(task.layout)
-    recordings = []
+    layout = task.layout
+    _check(f"{task.name}.compare({steps!r}, ...)", layout, placement, steps)
+    own = layout.config.changed(seed=layout.config.seed or 0)  # all runs need the same initial weights
+    fp32 = own.changed(amp=None)
+    one = fp32.changed(backend="ddp", **({"processes": 1} if layout.device_type == "cpu" else {"gpus": 1}))
+    alone = dataclasses.replace(layout, config=one, devices=(layout.devices[0][:1],), warnings=())
+    together = (fp32,) if own.amp is None else (fp32, own)
+    function = _RecordedFunction(task.function, steps, layout.world_size)
     with handle_stop_signals():
-        for each in (_one_process(layout), layout):
-            function = RecordedFunction(task.function, steps=steps, merged_ranks=layout.world_size)
-            run = Task(function, task.args, task.kwargs, each, all_ranks=True)
-            with _noted(f"in the run with {each.world_size} process(es) of {task.name}.compare"):
-                recordings.append([_checked(outcome.value, run) for outcome in launch(run)])
-    (single,), ranks = recordings
-    labels = ("1 process", f"{layout.world_size} processes")
-    if layout.world_size == 1:
-        labels = ("1 device", f"{len(layout.devices[0])} devices")
-    return compare_recordings(single, ranks, labels=labels, tolerance=_tolerance(layout, single))
+        (single,), ranks, *amp = [
+            [outcome.value for outcome in launch(Task(function, task.args, task.kwargs, each, all_ranks=True))]
+            for each in (alone, *(dataclasses.replace(layout, config=each) for each in together))
+        ]
+    tolerance = max(torch.finfo(each.dtype).eps for each in single[0][1].values()) ** 0.5
+    compared = list(map(_compared, single, *ranks))
+    parts = [number for number, each in enumerate(compared, start=1) if each.gradient_difference > tolerance]
+    parts += [len(compared) + 1] * (len(single) != len(ranks[0]))
+    amps = [each.gradient_difference for run in amp for each in map(_compared, ranks[0], run[0])]
+    return Comparison(compared, tolerance, min(parts, default=None), max(amps, default=None))
 
 
-@contextlib.contextmanager
-def _noted(note: str) -> Iterator[None]:
-    """Add a note to exceptions; one process may, for example, have too little memory for the global batch."""
-    try:
-        yield
-    except Exception as error:
-        add_note(error, note)
-        raise
+def _check(what: str, layout: Layout, placement: Placement, steps: object) -> None:
+    for is_fault, why, fix in (
+        (
+            type(steps) is not int or steps < 1,
+            "the first argument is the number of optimizer steps, at least 1",
+            "use train.compare(5, ...), followed by the arguments of the call",
+        ),
+        (
+            active() is not None or placement.world is not None,
+            "it starts processes of its own, and this is a process of a run",
+            "call it in a plain script, without torchrun or srun and outside of decorated functions",
+        ),
+        (
+            layout.num_nodes > 1,
+            f"both runs are on this machine, and the call has num_nodes={layout.num_nodes}",
+            "use train.options(num_nodes=1).compare(...)",
+        ),
+        (
+            sum(map(len, layout.devices)) == 1,
+            "the call itself would run on one device, so there is nothing to compare",
+            "use train.options(processes=2).compare(...) for two processes on the CPU",
+        ),
+    ):
+        if is_fault:
+            raise ConfigError(what, why=why, fix=fix)
 
 
-def _check(task: Task, placement: Placement, steps: object) -> None:
-    what = f"{task.name}.compare({steps!r}, ...)"
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        why = "the first argument is the number of optimizer steps, at least 1"
-        raise ConfigError(what, why=why, fix=f"use {task.name}.compare(5, ...), followed by the arguments of the call")
-    if active() is not None or placement.world is not None:
-        raise ConfigError(
-            f"{what} in a process of a run",
-            why="it starts its own processes: first one, then as many as the call has",
-            fix="call it in a plain script, without torchrun or srun and outside of decorated functions",
-        )
-    if task.layout.num_nodes > 1:
-        raise ConfigError(
-            f"{what} with num_nodes={task.layout.num_nodes}",
-            why="both runs are on this machine",
-            fix=f"use {task.name}.options(num_nodes=1).compare(...)",
-        )
-    if sum(map(len, task.layout.devices)) == 1:
-        raise ConfigError(
-            f"{what} on one device",
-            why="the call itself would run on one device, so there is nothing to compare",
-            fix=f"use {task.name}.options(processes=2).compare(...) for two processes on the CPU",
-        )
+def _compared(alone: _Step, *ranks: _Step) -> ComparedStep:
+    gradients, weights = map(_difference, alone[1:], ranks[0][1:])
+    return ComparedStep(alone[0], fmean(loss for loss, *_ in ranks), *gradients, *weights)
 
 
-def _seeded(layout: Layout) -> Layout:
-    seed = layout.config.seed or 0  # both runs need the same initial weights
-    return dataclasses.replace(layout, config=layout.config.changed(seed=seed))
+def _difference(tensors: Any, others: Any) -> tuple[float, str]:
+    """Return the largest norm of a difference, as a fraction of the tensor's own norm, and the tensor's name."""
+    least = _SMALL * math.hypot(*(each.norm() for each in tensors.values()))
+    parts = {name: (each - others[name]).norm() / (max(each.norm(), least) or 1) for name, each in tensors.items()}
+    return max((float(part.nan_to_num(math.inf)), name) for name, part in parts.items())
 
 
-def _one_process(layout: Layout) -> Layout:
-    """Return the layout of one process on the first device."""
-    device: dict[str, int] = {"processes": 1} if layout.device_type == "cpu" else {"gpus": 1}
-    config = layout.config.changed(backend="ddp", num_nodes=1, **device)
-    return dataclasses.replace(layout, config=config, devices=(layout.devices[0][:1],), warnings=())
+# Recording of the steps in a process
 
 
-def _checked(recording: Recording, run: Task) -> Recording:
-    if not recording.steps:
-        raise WorkerError(
-            f"{run.name} returned without an optimizer step, on {run.layout.world_size} process(es)",
-            why="compare records the steps of torch optimizers",
-            fix="compare a call that trains with an optimizer of torch.optim, or a subclass of torch.optim.Optimizer",
-        )
-    return recording
+class _EndOfRecording(BaseException):
+    """Ends the user's function after the last recorded step; not an Exception, so that user code does not catch it."""
 
 
-def _tolerance(layout: Layout, single: Recording) -> float:
-    """Return the relative difference of gradients that rounding explains: the root of the dtype's precision."""
-    dtypes = {each.dtype for step in single.steps for each in step.weights}
-    epsilon = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
-    if layout.config.amp is not None:
-        epsilon = max(epsilon, torch.finfo(torch.bfloat16).eps)
-    elif layout.device_type == "cuda":
-        epsilon = max(epsilon, 2.0**-10)  # TF32, which convolutions use by default
-    return float(epsilon**0.5)
+@dataclass
+class _RecordedFunction:
+    """Replacement for the user's function: runs it for some optimizer steps, in full fp32, and returns the steps.
+
+    Args:
+        function: the user's function.
+        steps: number of optimizer steps.
+        merged_ranks: number of ranks whose batches one process reads.
+    """
+
+    function: Callable[..., Any]
+    steps: int
+    merged_ranks: int
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.function)
+        self.__globals__ = getattr(self.function, "__globals__", {})  # a worker copies them to its `__main__`
+
+    def __reduce__(self) -> Any:
+        return _load, (FunctionRef.of(self.function), self.steps, self.merged_ranks)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[_Step]:
+        """Run the user's function until it has made the steps, or returns."""
+        torch.set_float32_matmul_precision("highest")
+        matmul = torch.backends.cuda.matmul
+        matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cudnn.allow_tf32 = False
+        steps, losses = list[_Step](), list[float]()
+        ranks = range(self.merged_ranks) if world_size() == 1 else [rank()]
+
+        def record_loss(each: Pass, run: Run) -> None:
+            losses.extend(root.item() for root in each.roots if isinstance(root, torch.Tensor) and root.numel() == 1)
+            run(each)
+
+        def record_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            names = {
+                id(p): f"{type(each).__name__}.{name}"
+                for each in routed_models()
+                for name, p in each.named_parameters()
+            }
+            owned = {names.get(id(p), f"parameter {n}"): p for n, p in enumerate(parameters_of(optimizer))}
+            weights = {name: signed_means(p) for name, p in owned.items()}
+            gradients = {
+                name: weights[name] * 0 if p.grad is None else signed_means(p.grad) for name, p in owned.items()
+            }
+            steps.append((sum(losses), gradients, weights))
+            losses.clear()
+            if len(steps) == self.steps:
+                raise _EndOfRecording
+
+        with (
+            contextlib.suppress(_EndOfRecording),
+            MergedRanks(ranks, self.merged_ranks, lambda _: None).active(),
+            after_step(record_step),
+            subscribed(Order.RECORD, record_loss),
+        ):
+            self.function(*args, **kwargs)
+        if not steps:
+            raise WorkerError(
+                f"the function returned without an optimizer step, on {world_size()} process(es)",
+                why="compare records the steps of torch optimizers",
+                fix="compare a call that trains with an optimizer of torch.optim, or a subclass of it",
+            )
+        return steps
+
+
+def _load(function: FunctionRef, steps: int, merged_ranks: int) -> _RecordedFunction:
+    return _RecordedFunction(function.resolve(), steps, merged_ranks)
