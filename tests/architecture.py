@@ -94,18 +94,18 @@ ROOMS: Mapping[str, int] = {
     "backends/balanced": 36_864,
     "block": 8_992,
     "call": 15_229,
-    "checkpoint": 17_814,
+    "checkpoint": 17_792,
     "cli": 9_388,
     "cluster": 4_015,
     "comparison": 1_540,
     "config": 7_679,
-    "data": 21_094,
-    "hang_detection": 8_166,
+    "data": 21_039,
+    "hang_detection": 4_483,
     "launchers": 21_570,
     "plugins": 1_856,
     "precision": 6_996,
-    "runtime": 15_663,
-    "torch_patches": 2_508,
+    "runtime": 15_135,
+    "torch_patches": 2_536,
     "worker": 3_469,
 }
 
@@ -117,6 +117,7 @@ CHANGES_TORCH: Mapping[str, str] = {
     "parallelize/precision/apex.py": "torch's clipping functions clip the master gradients of Apex",
     "parallelize/precision/native.py": "under fp16, tensor hooks are refused; a GradScaler of the user's own scales",
     "parallelize/comparison/compare.py": "both runs, in processes of their own, compute in full fp32",
+    "parallelize/runtime/process_group.py": "groups that the user makes have the run's timeout, not torch's default",
 }
 
 _PATCHES = re.compile(r"^(replace_attribute|([\w.]+\.)?register_(optimizer_step|module)_\w*hook)$")

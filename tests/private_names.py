@@ -142,6 +142,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_world": ("list the ranks of every process group", "hang detection fails"),
     },
     "torch.distributed.ProcessGroup": {
+        "_device_types": ("list the backends of a group", "every call of several processes fails"),
         "_get_backend": ("give the user's timeout to the groups of gradients and comparisons", "blocks fail"),
         "_get_sequence_number_for_group": (
             "count the collectives of a group",

@@ -7,7 +7,6 @@ ranks do. The numbers of requests do not depend on the machine; the times are up
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import os
@@ -29,14 +28,16 @@ import torch.distributed as dist
 
 from parallelize import distributed
 from parallelize.cluster.store import serve_store
-from parallelize.hang_detection.judge import Judge
+from parallelize.hang_detection import watchdog
 from parallelize.hang_detection.rank_state import Collective, RankState
+from parallelize.hang_detection.watchdog import Judge
 from parallelize.launchers.elastic.control_plane import MultiNode
 from parallelize.launchers.elastic.run_store import StoreClient
 
 RANKS_PER_NODE = 8
 HOST, TIMEOUT = "127.0.0.1", timedelta(seconds=60)
-LINE_DUE_S = 30.0  # after such a wait, a line names the missing ranks
+CHECK_EVERY_S = 0.5
+watchdog._FIRST_LINE_S = 3.0  # the line that names the missing ranks is due when they wait, not after 30 s
 MAX_THREADS, MAX_CONNECTING = 8, 64
 COLUMNS = (
     "nodes",
@@ -63,10 +64,10 @@ class CountedStore:
         function = getattr(self._store, name)
 
         def call(*args: Any) -> Any:
-            self.requests += name != "set_timeout"
+            self.requests += 1
             if name == "set" and args[0] == "line":
                 self.line_at = time.monotonic()
-            if name == "add" and args == ("request", 1):
+            if name == "add" and args == ("asked", True):
                 self.asked_at = min(self.asked_at, time.monotonic())
             return function(*args)
 
@@ -77,40 +78,39 @@ class Rank:
     """The watchdog of a simulated rank."""
 
     def __init__(self, rank: int, world_size: int, port: int) -> None:
-        self.store = CountedStore(dist.PrefixStore("watch", dist.TCPStore(HOST, port, timeout=TIMEOUT)))
-        self.judge = Judge(self.store, rank=rank, world_size=world_size, timeout_s=1800.0)
+        self.store: Any = CountedStore(dist.PrefixStore("watch", dist.TCPStore(HOST, port, timeout=TIMEOUT)))
+        self.judge = Judge(self.store, rank, world_size, lambda _: 1800.0, self.state)
         self.is_waiting, self.status, self.ended_at = False, "running", 0.0
-        self.due_at = time.monotonic() + self.judge.interval_s * rank / world_size
+        self.due_at = time.monotonic() + CHECK_EVERY_S * rank / world_size
 
     def state(self) -> RankState:
         """Return a state like that of data parallel training: 15 completed collectives and a pending one."""
-        calls = [Collective("0", seq, "all_reduce of float32[6553600]", is_completed=True) for seq in range(1, 16)]
+        calls = [Collective("0/gloo", seq, "all_reduce of float32[6553600]", is_completed=True) for seq in range(1, 16)]
         if self.is_waiting:
-            calls.append(dataclasses.replace(calls[-1], seq=16, is_completed=False))
+            calls.append(Collective("0/gloo", 16, "all_reduce of float32[6553600]", is_completed=False))
         return RankState(
             rank=self.judge.rank,
             status="waiting" if self.is_waiting else self.status,
             location="train.py:41" if self.is_waiting else "eval.py:12",
             operation="backward" if self.is_waiting else "evaluate",
-            stack=("train.py:80 in main", "train.py:41 in train"),
-            collectives=tuple(calls),
-            groups=("0",),
+            collectives=calls,
+            groups=["0"],
             is_blocked=self.is_waiting,
-            idle_s=LINE_DUE_S,
-            request_id=self.judge.answered,
+            since=self.judge.since,
+            answers=self.judge.answered,
         )
 
     def check(self) -> None:
         """Do what the watchdog thread does twice a second."""
-        report = self.judge.check(LINE_DUE_S if self.is_waiting else None, self.state)
-        if report is not None and not self.ended_at:
+        verdict = self.judge.check(is_waiting=self.is_waiting)
+        if verdict is not None and not self.ended_at:
             self.ended_at = time.monotonic()
-        self.due_at = time.monotonic() + self.judge.interval_s
+        self.due_at = time.monotonic() + CHECK_EVERY_S
 
     def leave(self) -> None:
         """Return from the function, as seen by the other ranks."""
         self.status, self.due_at = "returned", float("inf")
-        self.judge.publish_state(self.state())
+        self.judge.check(is_waiting=True)
 
 
 def drive(ranks: Sequence[Rank], is_over: threading.Event) -> None:

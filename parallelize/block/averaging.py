@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize.errors import ConfigError
-from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.runtime.autograd_graph import mark_outputs, reaches_any
 from parallelize.runtime.batch_weights import Weight, batch_weight, weighted
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.loss_counts import MODELS_KEY, loss_counts, models_reached, required_count
+from parallelize.runtime.user_line import user_stacklevel
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
 
 __all__ = ["Average", "Averaging"]

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.context import Runtime, is_capturing
 from parallelize.runtime.rank_comparison import differences, flat_fingerprint
+from parallelize.runtime.user_line import user_stacklevel
 
 __all__ = ["SameData"]
 

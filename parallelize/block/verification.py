@@ -22,11 +22,11 @@ from torch import nn
 from parallelize.block.reducer import Reducer, Slot
 from parallelize.collectives import all_reduce
 from parallelize.errors import SyncError
-from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.runtime.batch_weights import Weight
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.context import Runtime, is_capturing
 from parallelize.runtime.rank_comparison import differences, digest, flat_fingerprint, largest_difference
+from parallelize.runtime.user_line import user_stacklevel
 from parallelize.torch_patches.backward import is_in_backward
 from parallelize.torch_patches.forward import routed_models
 from parallelize.torch_patches.step import Closure, before_step, change_closure

@@ -64,17 +64,17 @@ def load(path: str | os.PathLike[str], /, *, rng: bool = True, strict: bool = Tr
         ParallelizeError: a damaged file or missing shards; raised on every rank that trains the same model.
         SyncError: some ranks that train one model do not call `load`, or ranks load different files.
     """
-    call = f"load at {call_site_of(sys._getframe(1))}"
-    return load_into(Path(path), objects, rng=rng, strict=strict, call=call)
+    name = f"load at {call_site_of(sys._getframe(1))}"
+    return load_into(Path(path), objects, rng=rng, strict=strict, name=name)
 
 
-def load_into(path: Path, objects: Mapping[str, Any], *, rng: bool, call: str, strict: bool = True) -> dict[str, Any]:
-    """Load a checkpoint as `load` does; `call` is the name of the call in messages, the same on all ranks."""
+def load_into(path: Path, objects: Mapping[str, Any], *, rng: bool, name: str, strict: bool = True) -> dict[str, Any]:
+    """Load a checkpoint as `load` does; `name` is that of the call in messages, the same on all ranks."""
     checkpoint = _read_folder_of_dcp(path) or read_file(path)
     shared: Any = contextlib.nullcontext()
     if any(needs_all_ranks(each) or (isinstance(each, nn.Module) and route_of(each)) for each in objects.values()):
         # Other ranks train the same object. Checked before state_dict(), which may be a collective of a sharded model.
-        rendezvous = Rendezvous(call)
+        rendezvous = Rendezvous(name)
         _require_same_file(rendezvous, f"{path.name} {checkpoint.digest()}: {', '.join(objects)}")
         shared = _all_or_none(rendezvous, path)
     handlers = _handlers(path, checkpoint, objects, strict=strict)

@@ -90,18 +90,15 @@ class Rendezvous:
         if self._store is None:
             return
         limit_s = min(timeout_s, self._timeout_s)
-        with self._run.watchdog.waiting_in_store(self.missing_ranks) as deadlock_reason:
-            reason_to_stop = lambda: deadlock_reason() or str(self._failure_of_rank_0() or "")  # noqa: E731 - short
-            all_arrived = self._wait(self._keys("call"), limit_s, reason_to_stop)
+        all_arrived = self._wait(self._keys("call"), limit_s, lambda: self._failure_of_rank_0() is not None)
         if failure := self._failure_of_rank_0():
             raise failure
         # The first rank's decision holds for all: a rank that posts at the last moment must not continue alone.
         decision = self._store.compare_set(self._key("decision", 0), "", _DONE if all_arrived else "missed").decode()
         if decision != _DONE:
-            missing, reason = self.missing_ranks(), deadlock_reason()
-            until = f": {reason}" if reason else f" within {limit_s:g} s"
+            missing = self.missing_ranks()
             late = f"{self.call}: rank {self.rank} called it after the other ranks had timed out"
-            what = f"{self.call}: {list_ranks(missing)} did not call it{until}" if missing else late
+            what = f"{self.call}: {list_ranks(missing)} did not call it within {limit_s:g} s" if missing else late
             raise SyncError(what, why=why, fix=fix)
 
     def require_same(self, verb: str, *, why: str, fix: str) -> None:
@@ -182,26 +179,27 @@ class Rendezvous:
     def _keys(self, stage: str, *, before: int = 0) -> list[str]:
         return [self._key(stage, rank, before=before) for rank in range(self.world_size)]
 
-    def _wait(self, keys: list[str], limit_s: float, deadlock_reason: Callable[[], str] = str) -> bool:
+    def _wait(self, keys: list[str], limit_s: float, should_stop: Callable[[], bool] = bool) -> bool:
         """Wait for the keys and return whether they were set in time; after GRACE_S, log which ranks are missing."""
         assert self._store is not None
         first_s = min(GRACE_S, limit_s)
-        if poll(self._store, keys, first_s, deadlock_reason):
-            return True
-        missing = self.missing_ranks()
-        if not deadlock_reason() and (len(keys) > 1 or 0 in missing):
-            _log.warning("rank %d waits in %s for %s", self.rank, self.call, list_ranks(missing))
-        return poll(self._store, keys, limit_s - first_s, deadlock_reason)
+        with self._run.watchdog.waiting_in_store(self.missing_ranks if len(keys) > 1 else lambda: [0]):
+            if poll(self._store, keys, first_s, should_stop):
+                return True
+            missing = self.missing_ranks()
+            if len(keys) > 1 or 0 in missing:
+                _log.warning("rank %d waits in %s for %s", self.rank, self.call, list_ranks(missing))
+            return poll(self._store, keys, limit_s - first_s, should_stop)
 
 
-def poll(store: dist.Store, keys: list[str], limit_s: float, deadlock_reason: Callable[[], str] = str) -> bool:
-    """Wait for keys and return whether they were set in time, and before a deadlock was found.
+def poll(store: dist.Store, keys: list[str], limit_s: float, should_stop: Callable[[], bool] = bool) -> bool:
+    """Wait for keys and return whether they were set in time, and before the wait should stop.
 
     A blocking wait would hold the store's lock and block other threads of this process.
     """
     end, pause_s = time.monotonic() + limit_s, _FIRST_POLL_S
     while not store.check(keys):
-        if time.monotonic() >= end or deadlock_reason():
+        if time.monotonic() >= end or should_stop():
             return False
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _MAX_POLL_S)

@@ -127,7 +127,7 @@ class Checkpoints:
     def _load_from(self, path: Path, rendezvous: Rendezvous) -> bool:
         """Load a checkpoint; return False, on all ranks, if its shards are damaged."""
         try:
-            progress = load_into(path, self._objects, rng=True, call=f"{rendezvous.call}: load")[_PROGRESS]
+            progress = load_into(path, self._objects, rng=True, name=f"{rendezvous.call}: load")[_PROGRESS]
         except ParallelizeError as exc:
             # A single file was verified in full before it was chosen.
             if isinstance(exc, (ConfigError, SyncError)) or not path.is_dir():

@@ -93,11 +93,11 @@ class SaveSchedule:
         """Wait for rank 0's decision about the end of the window that ends now."""
         run, key = context.current(), f"{self._key}/{self._window - 1}"
         limit_s = run.config.timeout.total_seconds()
-        with run.watchdog.waiting_in_store(lambda: [0]) as deadlock_reason:
-            is_published = poll(store, [key], limit_s, deadlock_reason)
+        with run.watchdog.waiting_in_store(lambda: [0]):
+            is_published = poll(store, [key], limit_s)
         if not is_published:
             raise SyncError(
-                f"checkpoints: rank 0 has not taken step {self._num_calls} {deadlock_reason() or f'in {limit_s:g} s'}",
+                f"checkpoints: rank 0 has not taken step {self._num_calls} in {limit_s:g} s",
                 why="rank 0's clock decides when to save, and it is behind by more than the run's timeout",
                 fix="call step() equally often on every rank; timeout= allows more time",
             )

@@ -31,7 +31,6 @@ class LoaderOptions:
     seed: int | None = None
     limit: float | None = None
     progress: bool | str = False
-    report: bool = False
     to_device: bool = True
     prefetch: int = 2
     divides: Divides | None = None
@@ -58,7 +57,6 @@ class LoaderOptions:
                 "limit=100 for the first 100 batches of each process, limit=0.1 for a tenth of them, or limit=None",
             ),
             ("progress", isinstance(label, (bool, str)), "it is neither a bool nor a label", "progress='train'"),
-            ("report", isinstance(self.report, bool), "it is not a bool", "True or False"),
             ("to_device", isinstance(self.to_device, bool), "it is not a bool", "True or False"),
             (
                 "prefetch",

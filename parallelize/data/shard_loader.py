@@ -36,7 +36,6 @@ def shard_loader(
     seed: int | None = None,
     limit: float | None = None,
     progress: bool | str = False,
-    report: bool = False,
     to_device: bool = True,
     prefetch: int = 2,
     divides: Divides | None = None,
@@ -67,9 +66,6 @@ def shard_loader(
             workers for each batch. With None, worker processes are still seeded separately, from torch's global seed.
         limit: the maximum number of batches per process and epoch (an int), or a fraction of them (a float).
         progress: whether rank 0 shows a progress bar; a string is the bar's label.
-        report: whether rank 0 prints a line after each epoch: each process's mean step time, the fraction of it spent
-            waiting for data, and the process that the others waited for. The report takes 0.1 s, or 1 s if a process
-            has not finished its epoch. The clocks of all hosts are assumed to be synchronized.
         to_device: whether to move batches to `device()`. Under dp and ddp2, DataParallel then scatters them.
         prefetch: number of batches to copy to an accelerator ahead of the loop.
         divides: how an iterable dataset, or an iterable of batches, shards itself: not at all ("nothing", also of a
@@ -91,7 +87,6 @@ def shard_loader(
         seed=seed,
         limit=limit,
         progress=progress,
-        report=report,
         to_device=to_device,
         prefetch=prefetch,
         divides=divides,

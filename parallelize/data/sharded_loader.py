@@ -21,7 +21,6 @@ from parallelize.runtime.batch_weights import weigh_batches
 from parallelize.runtime.context import Runtime, active
 from parallelize.runtime.rank_consistency import ConsistencyCheck
 from parallelize.runtime.startup_summary import ActiveLoader
-from parallelize.runtime.step_timing import timed_steps
 
 __all__ = ["ShardedLoader"]
 
@@ -260,8 +259,6 @@ class ShardedLoader(Generic[T]):
         if options.progress and self._run.world.is_main:
             label = options.progress if isinstance(options.progress, str) else f"epoch {progress.position.epoch}"
             batches = _with_progress_bar(batches, progress.shard, label)
-        if options.report:
-            batches = timed_steps(batches, label=f"{self._name} epoch {progress.position.epoch}")
         with data_location(f"rank {self._run.world.rank}"):
             yield from batches
 

@@ -1,10 +1,21 @@
 """Watchdog thread: finds which ranks a blocked rank is waiting for, and whether they are deadlocked.
 
-    every 0.5 s         check cheaply whether the main thread has moved and whether states are requested
-    2 s in one call     this rank waits: it requests the states of all ranks, and the judge looks for a deadlock
-    deadlock confirmed  every waiting rank ends with the judge's report
-    30 s, 1 min, ...    no deadlock proven: rank 0 logs which ranks wait, and where
-    timeout             torch ends the wait; the error gives the positions of all ranks
+    every 0.5 s         each rank looks whether its main thread has moved, and whether a question was asked
+    3 s in one call     it waits: it asks where all ranks are, and each publishes its state
+    compare-and-set     picks one of the waiting ranks as the judge, which reads the states
+    deadlock            every waiting rank ends with the verdict
+    none                the judge asks again every 4 s, and whenever a rank begins to wait, or returns
+    30 s, 1 min, ...    rank 0 logs which ranks wait, and where
+    timeout - 2 s       the verdict is where all ranks are; later NCCL would abort the process, and gloo name no rank;
+                        the longest timeout counts, of the default group and of the groups that the judge waits in
+
+The keys in the process group's store, all plain data:
+
+    asked         number of the latest question
+    state/<rank>  the state of a rank, with the number of the question that it answers
+    judge         the rank that judges
+    verdict       what ends the ranks that wait
+    line          what rank 0 logs
 
 This needs a separate thread: the main thread is in compiled code, where no Python exception can be raised.
 """
@@ -12,34 +23,132 @@ This needs a separate thread: the main thread is in compiled code, where no Pyth
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
-import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
 from parallelize.errors import SyncError
-from parallelize.hang_detection import deadlock, stack_frames
-from parallelize.hang_detection.flight_recorder import FlightRecorder, group_names
-from parallelize.hang_detection.judge import Judge
-from parallelize.hang_detection.rank_state import RankState, Status
+from parallelize.hang_detection.deadlock import Verdict, find_deadlock, waiting_line
+from parallelize.hang_detection.rank_state import RankState, latest_collectives, progress
+from parallelize.hang_detection.stack_frames import (
+    Stack,
+    call_site,
+    has_other_active_threads,
+    is_in_collective,
+    operation,
+    traceback_of,
+    with_root,
+)
 
-__all__ = ["Watchdog"]
+__all__ = ["Judge", "Watchdog"]
 
-_SUSPECT_AFTER_S = 2.0
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 8.0  # between checks of a wait in the store
-_JOIN_TIMEOUT_S = 10.0
+_CHECK_EVERY_S, _ANSWER_S, _ASK_EVERY_S = 0.5, 2.5, 4.0
+_WAITS_AFTER_S, _FIRST_LINE_S = 3.0, 30.0
+_ABORT_MARGIN_S = 2.0
+_ERROR_S = 1.0  # for the explanation of an error: a rank is killed 3 s after another one has failed
 
-# Messages of torch's errors that a peer may have caused, and those of timeouts among them.
-_PEER_ERROR = re.compile(r"gloo/|NCCL|timed? ?out", re.IGNORECASE)
-_TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
+
+@dataclass
+class Judge:
+    """One rank's part in the search for a deadlock, and the search itself on the rank that judges.
+
+    Args:
+        store: a separate connection to the store, because the main one may be blocked in a wait.
+        rank: rank of this process.
+        world_size: number of ranks.
+        timeout_s: returns the timeout of this rank's wait from its pending collectives.
+        observe: returns this rank's state; called when a question was asked.
+        since: number of the latest question when the current wait began; 0: this rank does not wait.
+        answered: number of the latest question that this rank has answered.
+    """
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    timeout_s: Callable[..., float]
+    observe: Callable[[], RankState]
+    since: int = 0
+    answered: int = 0
+    _states: Any = None  # of the ranks that have answered the latest question
+    _is_judge = _is_judged = False
+    _began_s = _asked_s = _line_due_s = _limit_s = 0.0
+
+    def check(self, *, is_waiting: bool) -> Verdict | None:
+        """Answer a new question, as a wait that begins is; return the verdict that ends this rank, if there is one."""
+        begins = is_waiting and not self.since
+        number = self.store.add("asked", begins)
+        if begins:
+            self.since, self._began_s, self._line_due_s = number, time.monotonic() - _WAITS_AFTER_S, _FIRST_LINE_S
+        elif not is_waiting:
+            self.since = 0
+            self.resign()
+        if number == self.answered:
+            if self._is_judge:
+                self._judge()
+            return None
+        self.answered, self._asked_s, self._states, self._is_judged = number, time.monotonic(), {}, False
+        state = self.observe()
+        self.store.set(f"state/{self.rank}", json.dumps(state))
+        if self.rank == 0 and self.store.check(["line"]):  # the user sees rank 0's output
+            logging.getLogger("parallelize").warning("%s", self.store.get("line").decode())
+            self.store.delete_key("line")
+        if state.status != "waiting":
+            return None
+        self._limit_s = self.timeout_s(state.pending())
+        self._is_judge = int(self.store.compare_set("judge", "", str(self.rank))) == self.rank
+        return json.loads(self.store.get("verdict")) if self.store.check(["verdict"]) else None
+
+    def _judge(self) -> None:
+        """Judge when all ranks have answered, or had the time to; ask again after a while."""
+        now_s, verdict = time.monotonic(), None
+        waited_s, asked_s = now_s - self._began_s, now_s - self._asked_s
+        for rank in set(range(self.world_size)) - self._states.keys():
+            if self.store.check([key := f"state/{rank}"]):
+                state = RankState.loads(self.store.get(key))
+                if state.status == "returned" or state.answers >= self.answered:
+                    self._states[rank] = state
+        if not self._is_judged and (len(self._states) == self.world_size or asked_s >= _ANSWER_S):
+            self._is_judged, verdict = True, find_deadlock(self._states)
+        if not verdict and self._is_judged and waited_s >= self._limit_s - _ABORT_MARGIN_S:
+            verdict = Verdict(
+                what=waiting_line(self._states, self.world_size),
+                why=f"timeout={self._limit_s:g} s is over, and no deadlock could be proven",
+                fix="increase timeout= if the awaited rank is only slow, else make that rank reach the same call",
+            )
+        if verdict:
+            self.store.set("verdict", json.dumps(verdict))
+        elif waited_s >= self._line_due_s:
+            self._line_due_s *= 2
+            self.store.set("line", waiting_line(self._states, self.world_size))
+        elif asked_s < _ASK_EVERY_S:
+            return
+        self.store.add("asked", 1)  # to answer it, each rank looks for what concerns it
+
+    def resign(self) -> None:
+        """Make way for another judge: the first of the waiting ranks to answer a new question."""
+        if self._is_judge:
+            self._is_judge = False
+            self.store.delete_key("judge")
+            self.store.add("asked", 1)
+
+
+def _end_program(error: SyncError) -> None:
+    """Print the error and exit as after an uncaught exception; for programs that torchrun or srun started."""
+    try:
+        traceback.print_exception(error)
+        sys.stdout.flush()
+    finally:
+        os._exit(1)
 
 
 class Watchdog:
@@ -47,226 +156,136 @@ class Watchdog:
 
     Attributes:
         on_hang: function that ends this process with an error; called in the watchdog thread.
+        on_look: function that gets the main thread's stack twice a second and returns facts for the state of this rank.
     """
 
-    def __init__(self) -> None:
-        self.on_hang: Callable[[SyncError], None] = _end_program
-        self._block: _WatchedBlock | None = None
+    on_hang: Callable[[SyncError], None] = staticmethod(_end_program)
+    on_look: Any = None
+
+    _judge: Judge | None = None
+    _store_wait: Callable[[], Sequence[int]] | None = None
+    _facts: Any = None
+    _position: object = None
 
     @contextlib.contextmanager
-    def watch(self, store: dist.Store, *, timeout: timedelta, since_ns: int | None) -> Iterator[None]:
+    def watch(self, store: dist.Store, *, timeout_s: Callable[..., float], since_ns: int | None) -> Iterator[None]:
         """Watch this thread in a block, which every rank of the default process group must enter.
 
         Args:
             store: the default group's store with a prefix that no other block uses.
-            timeout: timeout of a collective.
+            timeout_s: returns the timeout of a wait from its pending collectives; called in the watchdog thread.
             since_ns: time when the group was initialized for this block (time.time_ns); None: the group outlives the
                 block, so ranks that have left the block may still make collectives.
         """
         try:
-            shared: Any = store  # the stub has no clone()
-            own_store = shared.clone()
-        except (NotImplementedError, RuntimeError):  # a user's store that cannot be cloned for a second thread
+            own_store = store.clone()  # type: ignore[attr-defined]  # not in the stub
+        except RuntimeError:  # a user's store that cannot be cloned for a second thread
             yield
             return
-        self._block = _WatchedBlock(own_store, timeout=timeout, since_ns=since_ns, on_hang=self._end)
-        try:
-            with self._block.running():
-                yield
-        except RuntimeError as error:
-            explained = self.explain(error)
-            if explained is error:
-                raise
-            raise explained from error
-        finally:
-            self._block = None
-
-    @contextlib.contextmanager
-    def waiting_in_store(self, ranks: Callable[[], Sequence[int]]) -> Iterator[Callable[[], str]]:
-        """Check, during a wait for other ranks' keys in the store, whether these ranks can still write them.
-
-        Args:
-            ranks: returns the ranks whose keys are not in the store yet; called in the watchdog thread.
-
-        Yields:
-            A function that returns why a rank can no longer write its key; "" if all ranks still can.
-        """
-        store_wait = _StoreWait(ranks)
-        if self._block is not None:
-            self._block.store_wait = store_wait
-        try:
-            yield lambda: store_wait.failure
-        finally:
-            if self._block is not None:
-                self._block.store_wait = None
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of a collective, if another one than at the start of the block."""
-        if self._block is not None:
-            self._block.judge.timeout_s = timeout.total_seconds()
-
-    def _end(self, error: SyncError) -> None:
-        self.on_hang(error)  # on_hang may be replaced while the block is watched
-
-    def explain(self, error: BaseException) -> BaseException:
-        """Return a SyncError that explains a torch error by the states of all ranks, or the error itself."""
-        is_peer_error = type(error) is RuntimeError and _PEER_ERROR.search(str(error))
-        if self._block is None or not (is_peer_error or isinstance(error, dist.DistError)):
-            return error
-        report = self._block.diagnose(error, is_timeout=bool(_TIMEOUT.search(str(error))))
-        if report is None:
-            return error
-        explained = _as_error(report).with_traceback(error.__traceback__)
-        explained.__cause__ = error
-        return explained
-
-
-class _WatchedBlock:
-    """One watched block: the watchdog thread, and the last observed position of the main thread."""
-
-    def __init__(
-        self, store: dist.Store, *, timeout: timedelta, since_ns: int | None, on_hang: Callable[[SyncError], None]
-    ) -> None:
-        self.judge = Judge(
-            store, rank=dist.get_rank(), world_size=dist.get_world_size(), timeout_s=timeout.total_seconds()
-        )
-        self.store_wait: _StoreWait | None = None
-        self._on_hang, self._owns_group = on_hang, since_ns is not None
-        self._main = threading.get_ident()
-        self._cpu_clock, self._recorder = stack_frames.ThreadCpuClock(self._main), FlightRecorder(since_ns or 0)
-        self._is_spinning = "nccl" in str(dist.get_backend())  # NCCL: a blocked thread uses 100 % of a core
+        own_store.set_timeout(timedelta(seconds=10))  # so that a call fails if the store is lost
+        judge = Judge(own_store, dist.get_rank(), dist.get_world_size(), timeout_s, self._state)
+        self._judge, self._main, self._since_ns = judge, threading.get_ident(), time.time_ns()
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="parallelize-watch", daemon=True)
-        self._position: object = None
-        self._position_since = time.monotonic()
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Run the watchdog thread; on success, publish that this rank has returned if the group ends with the block."""
+        self._thread = threading.Thread(target=self._run, args=[judge], name="parallelize-watch", daemon=True)
         self._thread.start()
         try:
             yield
-            self._stop()
-            if self._owns_group:
-                with contextlib.suppress(dist.DistError, RuntimeError):  # the store is lost
-                    self.judge.publish_state(self._state("returned", ()))
+            if since_ns is not None:
+                self._tell(judge, "returned", ())
+        except RuntimeError as error:
+            raise self.explain(error)  # noqa: B904 - it has its cause
         finally:
-            self._stop()
+            self._is_over.set()
+            self._thread.join(_ERROR_S)
+            self._judge = None
+            with contextlib.suppress(RuntimeError):
+                judge.resign()
 
-    def _stop(self) -> None:
-        self._is_over.set()
-        self._thread.join(_JOIN_TIMEOUT_S)
-        with contextlib.suppress(dist.DistError, RuntimeError):  # the store is lost
-            self.judge.resign()
+    @contextlib.contextmanager
+    def waiting_in_store(self, ranks: Callable[[], Sequence[int]]) -> Iterator[None]:
+        """Take part in hang detection while this rank waits for other ranks' keys in the store.
 
-    def _run(self) -> None:
-        while not self._is_over.wait(self.judge.interval_s):
-            try:
-                self._check()
-            except (dist.DistError, RuntimeError):  # the store is lost
-                return
-
-    def _check(self) -> None:
-        """Check the main thread, answer a request for states, and end this rank if a report is published."""
-        frame = sys._current_frames().get(self._main)
-        if frame is None:
-            return
-        idle_s = self._idle_s(frame)
-        is_waiting = idle_s >= _SUSPECT_AFTER_S and (
-            stack_frames.is_in_distributed(stack_frames.stack_of(frame)) or self._recorder.has_pending()
-        )
-        store_wait = self.store_wait  # the main thread may reset it
-        if store_wait is not None:
-            store_wait.check(self.judge)
-        status: Status = "waiting" if is_waiting else "running"
-        report = self.judge.check(
-            idle_s if is_waiting else None,
-            lambda: self._state(status, stack_frames.stack_of(frame), idle_s=idle_s),
-        )
-        if report is not None:
-            self._end_with(report)
-
-    def _idle_s(self, frame: FrameType) -> float:
-        """Return the time in s that the main thread has been at one position without computing."""
-        position, is_idle = (id(frame), frame.f_lasti, self._recorder.progress()), self._cpu_clock.is_idle()
-        if position != self._position or not (is_idle or self._is_spinning):
-            self._position, self._position_since = position, time.monotonic()
-        return time.monotonic() - self._position_since
-
-    def _end_with(self, report: deadlock.HangReport) -> None:
-        frame = sys._current_frames().get(self._main)
-        if frame is not None and self._idle_s(frame) >= _SUSPECT_AFTER_S and not self._is_over.is_set():
-            self._on_hang(_as_error(report).with_traceback(stack_frames.traceback_of(stack_frames.stack_of(frame))))
-
-    def _state(
-        self, status: Status, stack: stack_frames.Stack, *, idle_s: float = 0.0, failed: bool = False
-    ) -> RankState:
-        """Return the state of this rank; `failed`: torch has just raised an error in the last collective."""
-        is_waiting = status == "waiting"
-        calls = self._recorder.collectives(self._position, fresh=status != "running" or failed)
-        if is_waiting:
-            calls = tuple(stack_frames.with_root(calls, stack, failed=failed))
-        is_on_device = any(call.library != "gloo" for call in calls if not call.is_completed)
-        return RankState(
-            rank=self.judge.rank,
-            status=status,
-            location=stack_frames.call_site(stack),
-            operation=stack_frames.operation(stack),
-            stack=stack_frames.user_lines(stack),
-            collectives=calls,
-            groups=group_names(),
-            peers=stack_frames.peers(stack) if is_waiting else (),
-            is_blocked=is_waiting
-            and not failed
-            and stack_frames.is_blocking(stack, on_device=is_on_device)
-            and not stack_frames.has_other_active_threads(self._main),
-            idle_s=round(idle_s, 1),
-            request_id=self.judge.answered,
-        )
-
-    def diagnose(self, error: BaseException, *, is_timeout: bool) -> deadlock.HangReport | None:
-        """Return the report that explains a torch error in the main thread, or None if the states do not explain it."""
-        self._stop()
-        reason, stack = str(error).partition("\n")[0], stack_frames.stack_of_error(error)
+        Args:
+            ranks: returns the ranks whose keys are not in the store yet; called in the watchdog thread.
+        """
+        self._store_wait = lambda: ranks()  # noqa: PLW0108 - another object for each wait
         try:
-            report = self.judge.explain(reason, lambda: self._state("waiting", stack, failed=True))
-        except (dist.DistError, RuntimeError):  # the store is also lost
-            return None
-        return report if is_timeout or report.ranks else None
+            yield
+        finally:
+            self._store_wait = None
 
+    def group_replaced(self) -> None:
+        """Forget the collectives of the default group, in whose place the block has a new one."""
+        self._since_ns = time.time_ns()
 
-class _StoreWait:
-    """A wait for keys of other ranks; `failure` is why one can no longer write its key, "" if all still can."""
+    def explain(self, error: BaseException) -> BaseException:
+        """Return a SyncError that explains an error of a torch collective by the states of all ranks, or the error."""
+        stack = list(traceback.walk_tb(error.__traceback__))[::-1]
+        is_ours = isinstance(error, dist.DistError) or (type(error) is RuntimeError and is_in_collective(stack))
+        verdict = self._tell(self._judge, "failed", stack) if self._judge and is_ours else None
+        if not verdict:
+            return error
+        explained = SyncError(**verdict)
+        explained.__cause__ = error
+        return explained
 
-    def __init__(self, ranks: Callable[[], Sequence[int]]) -> None:
-        self._ranks, self._pause_s, self._check_at = ranks, _FIRST_PAUSE_S, time.monotonic() + _FIRST_PAUSE_S
-        self._suspected: tuple[deadlock.HangReport | None, int] = None, 0
-        self.failure = ""
+    def _tell(self, judge: Judge, status: str, stack: Stack) -> Verdict | None:
+        """Publish that this rank has "returned", or "failed" with an error of torch; return what explains the error."""
+        self._is_over.set()
+        self._thread.join(_ERROR_S)
+        self._status, self._stack, judge.since, verdict = status, stack, 0, None
+        end_s = time.monotonic() + _ERROR_S * (status == "failed")
+        with contextlib.suppress(RuntimeError):  # the store is lost
+            while (verdict := judge.check(is_waiting=True)) is None and time.monotonic() < end_s:
+                time.sleep(0.05)
+        return verdict
 
-    def check(self, judge: Judge) -> None:
-        """Request all states and look for a rank that cannot write its key; newer states must confirm the result."""
-        if self.failure or time.monotonic() < self._check_at:
-            return
-        ranks, request = self._ranks(), judge.request_states()
-        states = judge.states({judge.rank, *ranks})
-        report = deadlock.find_absent_rank(judge.rank, ranks, states)
-        if report is None:
-            self._check_at = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
-        if report is None or self._suspected[0] != report:
-            self._suspected = report, request
-        elif report.is_confirmed(states, since=self._suspected[1]):
-            self.failure = report.what
+    def _run(self, judge: Judge) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is lost
+            while not self._is_over.wait(_CHECK_EVERY_S):
+                self._look()
+                verdict = judge.check(is_waiting=self._status == "waiting")
+                if verdict and not self._is_over.is_set():
+                    self.on_hang(SyncError(**verdict).with_traceback(traceback_of(self._stack)))
+                if not self._is_held:  # else the frame's id must stay its own: the next call would look like this one
+                    self._stack = ()  # it keeps the user's tensors
 
+    def _look(self) -> None:
+        """Find out whether the main thread waits: for 3 s in one collective, or elsewhere with a pending one."""
+        position, self._stack = self._here(), list(traceback.walk_stack(sys._current_frames()[self._main]))
+        if position != self._position:
+            self._position, self._since_s = position, time.monotonic()
+        self._facts = self.on_look and self.on_look(self._stack)
+        self._is_held = self._store_wait is not None or is_in_collective(self._stack)
+        can_wait = self._is_held or any(begun != completed for begun, completed in progress())
+        is_waiting = can_wait and time.monotonic() - self._since_s >= _WAITS_AFTER_S
+        self._status = "waiting" if is_waiting else "running"
 
-def _as_error(report: deadlock.HangReport) -> SyncError:
-    return SyncError(report.what, why=report.why, fix=report.fix)
+    def _here(self) -> object:
+        """Return the main thread's position: while it is the same, that thread has not moved."""
+        frame = sys._current_frames()[self._main]
+        return self._store_wait or (id(frame), frame.f_lasti, progress())
 
-
-def _end_program(error: SyncError) -> None:
-    """Print the error and exit as after an uncaught exception; for programs that torchrun or srun started."""
-    traceback.print_exception(error)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(1)
+    def _state(self) -> RankState:
+        """Return the state of this rank."""
+        assert self._judge
+        calls, stack, wait = latest_collectives(self._since_ns), self._stack, self._store_wait
+        has_failed, is_waiting = self._status == "failed", self._status == "waiting"
+        pending = [each for each in calls if not each.is_completed] or calls[len(calls) - has_failed :]
+        if len(pending) == 1 and self._status != "running":
+            signature = with_root(pending[0].signature, stack)
+            calls[calls.index(pending[0])] = pending[0]._replace(is_completed=False, signature=signature)
+        is_blocked = is_waiting and self._is_held and not has_other_active_threads(self._main)
+        return RankState(
+            self._judge.rank,
+            "waiting" if has_failed else self._status,
+            call_site(stack),
+            operation(stack),
+            calls,
+            list(dist.distributed_c10d._world.pg_names.values()),
+            wait() if wait and is_waiting else (),
+            is_blocked and self._here() == self._position,
+            self._judge.since,
+            self._judge.answered,
+            self._facts,
+        )

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,10 +21,14 @@ from parallelize.cluster.network import gloo_interface, resolvable_address
 from parallelize.cluster.store import serve_store
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
+from parallelize.hang_detection.rank_state import Collective
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.group_abort import abort_and_destroy
+from parallelize.runtime.live_facts import LiveFacts, registered
 from parallelize.runtime.unsynced_training import ENTERED_PARALLEL_MODEL
 from parallelize.runtime.user_process_group import user_process_group
+from parallelize.torch_patches.private import replace_attribute
+from parallelize.torch_patches.step import StepCount, after_step
 
 __all__ = ["bound_device", "default_store", "process_group", "separate_group"]
 
@@ -59,10 +63,11 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog, *, flags: se
     def initialize_again(arguments: dict[str, Any]) -> None:
         if group is not None and ENTERED_PARALLEL_MODEL not in flags:
             group.initialize(**arguments)
-            watchdog.set_timeout(arguments.get("timeout") or config.timeout)
+            watchdog.group_replaced()
 
     try:
         with (
+            _timeout_of_new_groups(config.timeout),
             _with_watchdog(watchdog, config.timeout, since_ns=since_ns),
             user_process_group(world, os.environ, initialize_again),
         ):
@@ -137,7 +142,7 @@ def _with_watchdog(watchdog: Watchdog, timeout: timedelta, *, since_ns: int | No
 
     Args:
         watchdog: the watchdog of this process.
-        timeout: timeout of a collective.
+        timeout: timeout of the run, which is the least timeout of a wait if the group is the user's.
         since_ns: time when the run initialized the group (time.time_ns); None: it is the user's and outlives the run.
     """
     if dist.get_world_size() == 1:
@@ -145,7 +150,37 @@ def _with_watchdog(watchdog: Watchdog, timeout: timedelta, *, since_ns: int | No
         return
     # All ranks enter their runs in the same order, so their counters agree.
     store = dist.PrefixStore(f"parallelize/watch/{next(_watch_ids)}", default_store())
-    with watchdog.watch(store, timeout=timeout, since_ns=since_ns):
+    steps = StepCount()
+    watchdog.on_look = LiveFacts(steps)
+
+    def timeout_s(calls: Sequence[Collective]) -> float:
+        longest = _longest_timeout(calls, timeout)
+        return (max(longest, timeout) if since_ns is None else longest).total_seconds()
+
+    watching = watchdog.watch(store, timeout_s=timeout_s, since_ns=since_ns)
+    with after_step(steps), registered(default_store()), watching:
+        yield
+
+
+def _longest_timeout(calls: Sequence[Collective], default: timedelta) -> timedelta:
+    """Return the longest timeout of the default group and of the groups of these collectives; of all groups if none."""
+    names, found = {call.counter.partition("/")[0] for call in calls}, list[timedelta]()
+    groups = list(dist.distributed_c10d._world.pg_names.items())
+    wanted = [group for group, name in groups if not names or name in names or group is dist.group.WORLD]
+    for group, device in ((each, device) for each in wanted for device in each._device_types):
+        with contextlib.suppress(RuntimeError, AttributeError):  # not every backend has options
+            found.append(group._get_backend(device).options._timeout)
+    return max(found, default=default)
+
+
+@contextlib.contextmanager
+def _timeout_of_new_groups(timeout: timedelta) -> Iterator[None]:
+    """Give groups that the user makes in the block this timeout, in place of torch's defaults."""
+    torch_module = dist.distributed_c10d
+    with contextlib.ExitStack() as replaced:
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            if getattr(torch_module, name) is not None:  # None: a torch without NCCL
+                replaced.enter_context(replace_attribute(torch_module, name, timeout))
         yield
 
 

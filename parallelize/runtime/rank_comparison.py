@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize.errors import SyncError
-from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.runtime import context
 from parallelize.runtime.process_group import separate_group
+from parallelize.runtime.user_line import user_stacklevel
 
 __all__ = [
     "differences",

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize.hang_detection.stack_frames import user_stacklevel
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.rng_state import global_generators
+from parallelize.runtime.user_line import user_stacklevel
 
 __all__ = ["random_numbers_per_rank"]
 

@@ -1,31 +1,27 @@
-"""Startup summary: one line that rank 0 logs when training starts, on parameters, batches, traffic and memory.
+"""Startup summary: one line that rank 0 logs when training starts.
 
-    Net: 400,010 parameters; batches: 32 x 4 processes = 128 global; 1.5 MiB of gradients all-reduced a step; fp32;
-    each process holds 1.5 MiB of parameters + 1.5 MiB of gradients + the optimizer's state
+    Net: 400,010 parameters; 4 processes on 4 cuda device(s); batches: 32 x 4 processes = 128 global; 1.5 MiB of
+    gradients all-reduced a step; fp32
 
-It is logged in the first forward pass that records gradients: models and loaders are registered by then, and a run that
-later runs out of memory has already logged its memory use. Logging makes no collective call.
+It is logged in the first forward pass that records gradients: models and loaders are registered by then.
+Logging makes no collective call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from parallelize.config.explain import precision_summary
 from parallelize.plugins.base import Engine
 from parallelize.runtime.context import Runtime, active
-from parallelize.runtime.live_optimizers import live_optimizers
 
 __all__ = ["ActiveLoader", "StartupSummary", "announced", "size_text"]
 
@@ -99,28 +95,16 @@ class StartupSummary:
         parameters = [each for model in self._engines for each in model.parameters()]
         parameters = [each for each in parameters if not isinstance(each, UninitializedParameter)]
         batches = sorted({each.batch_sizes for each in _active_loaders if each.batch_sizes})
+        size = self._run.world.world_size
         names = " + ".join(type(model).__name__ for model in self._engines)
         phrases = [
             f"{names}: {_parameter_counts(parameters)}",
+            f"{size} process{'es' * (size > 1)} on {size * len(self._run.devices)} {self._run.device.type} device(s)",
             f"batches: {' and '.join(batches)}" if batches else "",
             *_traffic(self._engines.values()),
             precision_summary(self._run.layout).partition(":")[0],
-            f"each process holds {self._memory(parameters)}",
         ]
         return "; ".join(phrase for phrase in phrases if phrase)
-
-    def _memory(self, parameters: Sequence[nn.Parameter]) -> str:
-        trainable = _local_bytes(each for each in parameters if each.requires_grad)
-        terms = [f"{size_text(_local_bytes(parameters))} of parameters", f"{size_text(trainable)} of gradients"]
-        states = [_state_bytes(each) for each in live_optimizers(parameters)]
-        known = [each for each in states if each is not None]
-        is_known = states != [] and len(known) == len(states)
-        terms.append(f"{size_text(sum(known))} of the optimizer's state" if is_known else "the optimizer's state")
-        device = self._run.device
-        if device.type == "cpu":
-            return " + ".join(terms)
-        _, total = torch.accelerator.get_memory_info(device)
-        return f"{' + '.join(terms)}, plus activations, of {size_text(total)}"
 
 
 def _traffic(engines: Iterable[Engine]) -> Iterator[str]:
@@ -152,29 +136,3 @@ def _parameter_counts(parameters: Sequence[nn.Parameter]) -> str:
 
 def _count_text(count: int) -> str:
     return f"{count:,}" if count < 1_000_000 else f"{count / 1e6:,.1f} M"
-
-
-def _local_bytes(tensors: Iterable[Any]) -> int:
-    """Return the size of tensors in this process in bytes; a DTensor counts with its local shard only."""
-    return sum((each.to_local() if hasattr(each, "full_tensor") else each).nbytes for each in tensors)
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the bytes of an optimizer's state in this process, predicted before the first step; None: unknown."""
-    held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    if held:
-        return _local_bytes(held)
-    counts = [_state_tensors_per_parameter(optimizer, group) for group in optimizer.param_groups]
-    if any(math.isnan(each) for each in counts):
-        return None
-    trained = [[each for each in group["params"] if each.requires_grad] for group in optimizer.param_groups]
-    return int(sum(count * _local_bytes(group) for count, group in zip(counts, trained, strict=True)))
-
-
-def _state_tensors_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> float:
-    """Return the number of parameter-sized state tensors that an optimizer keeps per parameter; nan: unknown."""
-    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-        return 3 if group["amsgrad"] else 2
-    if type(optimizer) is torch.optim.SGD:
-        return 1 if group["momentum"] else 0
-    return math.nan

@@ -139,6 +139,5 @@ def _require_same_world(arguments: Mapping[str, Any], run: _Run) -> None:
             raise ConfigError(
                 f"init_process_group({name}={value}) on rank {world.rank} of a run of {world.world_size} processes",
                 why="the run has started its processes, and given each of them a rank",
-                fix="pass neither rank nor world size, or those of the variables RANK and WORLD_SIZE; start a script "
-                "that starts processes itself (torch.multiprocessing.spawn) by `python`, not by `parallelize run`",
+                fix="pass neither rank nor world size, or those of the variables RANK and WORLD_SIZE",
             )

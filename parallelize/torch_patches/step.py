@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["Closure", "after_step", "before_step", "change_closure", "parameters_of"]
+__all__ = ["Closure", "StepCount", "after_step", "before_step", "change_closure", "parameters_of"]
 
 Closure = Callable[..., Any]
 """Function that computes the gradients of an optimizer's step, and returns the loss."""
@@ -17,6 +17,16 @@ Closure = Callable[..., Any]
 # a hook before a step may return other (args, kwargs), where args[0] is the optimizer.
 before_step = register_optimizer_step_pre_hook
 after_step = register_optimizer_step_post_hook
+
+
+class StepCount:
+    """A hook after steps that counts them: `number`."""
+
+    number = 0
+
+    def __call__(self, *_: Any) -> None:
+        """Count a step."""
+        self.number += 1
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -28,7 +28,7 @@ NEWER = {path for path, since in SINCE.items() if TorchVersion(torch.__version__
 NEWER |= set() if torch.distributed.is_nccl_available() else NCCL_ONLY
 
 # Documented by Python in spite of the underscore.
-DOCUMENTED = {"_exit", "_fields", "_getframe", "_current_frames"}
+DOCUMENTED = {"_exit", "_fields", "_getframe", "_current_frames", "_replace"}
 # Attributes of graph nodes: https://docs.pytorch.org/docs/stable/notes/autograd.html#saved-tensors. The tests of
 # runtime/loss_counts.py fail if a loss does not have one any more.
 DOCUMENTED |= {"_saved_other", "_saved_reduction", "_saved_self", "_saved_total_weight"}

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
-import re
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from every_sample import KINDS, read
-from ranks import as_rank
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from parallelize import (
     ConfigError,
     SyncError,
-    barrier,
     device,
     distributed,
     parallel_model,
@@ -25,7 +21,6 @@ from parallelize import (
     shard_loader,
     world_size,
 )
-from parallelize.runtime import step_timing
 
 
 def dataset(length):
@@ -186,52 +181,3 @@ def test_the_bar_is_on_rank_0_and_counts_all_samples(capfd):
     assert "train: 100%" in err
     assert "10/10" in err
     assert err.count("100%") == 1
-
-
-class SlowOnOne(TensorDataset):
-    """Takes 10 ms per sample on rank 1."""
-
-    def __getitem__(self, index):
-        if rank() == 1:
-            time.sleep(0.01)
-        return super().__getitem__(index)
-
-
-@distributed(processes=2)
-def train_with_a_report():
-    with parallel_model(torch.nn.Linear(1, 1)) as model:
-        for (x,) in shard_loader(DataLoader(SlowOnOne(torch.ones(32, 1)), batch_size=2), report=True):
-            model(x).sum().backward()
-    if rank() == 0:  # the other ranks do not iterate this one
-        list(shard_loader(DataLoader(TensorDataset(torch.ones(8, 1))), report=True))
-    barrier()
-
-
-@pytest.mark.slow
-def test_the_report_names_the_rank_that_the_others_wait_for(capfd):
-    """It waits longer for data and starts collectives last; a loader that only rank 0 iterates is reported, too."""
-    train_with_a_report()
-    trained, on_one_rank = [line for line in capfd.readouterr().err.splitlines() if " steps of " in line]
-    assert re.search(r"test_data_order.py:\d+ epoch 0: rank 0: 8 steps of [\d.]+ ms, \d+% of it waiting", trained)
-    percent_0, percent_1 = (int(percent) for percent in re.findall(r"(\d+)% of it waiting for data", trained))
-    assert percent_0 < 30 < percent_1
-    assert re.search(r"rank 1 slows down the others: .* ms after the first rank; it waits for data$", trained)
-    assert on_one_rank.endswith("rank 1: not finished yet")
-
-
-@distributed(processes=2)
-def report_in_two_runs():
-    step_timing._WAIT_S = 0.0
-    for _ in range(2):
-        with as_rank(rank(), 2):
-            for turn in range(2):
-                if rank() == turn:
-                    list(shard_loader(DataLoader(range(8)), report=True))
-                barrier()
-
-
-def test_a_report_has_no_times_of_an_earlier_run(capfd):
-    """Runs in one process group share its store, where a rank that was late has left its times."""
-    report_in_two_runs()
-    lines = [line for line in capfd.readouterr().err.splitlines() if " steps of " in line]
-    assert [line.endswith("rank 1: not finished yet") for line in lines] == [True, True], lines

@@ -1,0 +1,90 @@
+"""What `parallelize top` shows of a run beside the line of each rank, and how it finds the runs of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallelize.hang_detection.stack_frames import Stack, is_in_collective
+from parallelize.torch_patches.step import StepCount
+
+__all__ = ["LiveFacts", "listed_runs", "registered"]
+
+_DATA = ("torch.utils.data", "parallelize.data")
+_SOCKETS = "parallelize-run"
+
+
+class LiveFacts:
+    """Counts where the main thread of this process was at each look of the watchdog.
+
+    Args:
+        steps: counts the optimizer steps of this process.
+    """
+
+    def __init__(self, steps: StepCount) -> None:
+        self._world_size, self._steps, self._looks = dist.get_world_size(), steps, Counter[str]()
+        self._waits_from_s: float | None = None
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def __call__(self, stack: Stack) -> dict[str, Any]:
+        """Note where the main thread is, and return the facts, as plain data."""
+        if self._device is not None:  # a thread begins on device 0, where NCCL's recorder would make a context
+            torch.accelerator.set_device_index(self._device)
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in stack]
+        is_waiting = is_in_collective(stack)
+        is_loading = any(each.startswith(_DATA) for each in modules)
+        self._looks["waiting" if is_waiting else "data" if is_loading else "computing"] += 1
+        self._waits_from_s = (self._waits_from_s or time.monotonic()) if is_waiting else None
+        return {
+            "host": socket.gethostname(),
+            "world_size": self._world_size,
+            "at_s": time.monotonic(),
+            "steps": self._steps.number,
+            "looks": dict(self._looks),
+            "waits_s": 0.0 if self._waits_from_s is None else time.monotonic() - self._waits_from_s,
+            "memory_bytes": _memory_bytes(self._device),
+        }
+
+
+def _memory_bytes(device: int | None) -> int:
+    """Return the memory that torch has reserved on the device, or else the largest size of this process."""
+    if device is not None:
+        return int(torch.cuda.memory_reserved(device)) if torch.cuda.is_available() else 0
+    if sys.platform == "win32":
+        return 0
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+@contextlib.contextmanager
+def registered(store: Any) -> Iterator[None]:
+    """List the address of a TCPStore for `parallelize top` in the name of a socket, which goes with the process."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    with contextlib.ExitStack() as sockets:
+        if isinstance(store, dist.TCPStore) and sys.platform == "linux":
+            name = f"\0{_SOCKETS}/{os.getuid()}/{os.getpid()}/{store.host}:{store.port}"
+            with contextlib.suppress(OSError):  # a long name of the host, or a run in a run, whose name is bound
+                sockets.enter_context(socket.socket(socket.AF_UNIX)).bind(name)
+        yield
+
+
+def listed_runs() -> set[str]:
+    """Return the addresses of the stores of this user's runs on this machine; none but on Linux."""
+    try:
+        names = Path("/proc/net/unix").read_text(errors="replace")
+    except OSError:
+        return set()
+    return set(re.findall(rf" @{_SOCKETS}/{os.getuid()}/\d+/(\S+)$", names, re.MULTILINE))
