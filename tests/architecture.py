@@ -69,7 +69,6 @@ PLUGIN_FOLDERS = frozenset({"backends", "launchers", "precision"})
 ENVIRONMENT: Mapping[str, str] = {
     "call.traceback_folding": "a variable of the process in which an exception is shown; exceptions pass no mapping on",
     "cli.main": "public entry point: passes the variables to its commands as a mapping",
-    "cli.run_script": "sets the GPUs of the script that it runs, as this process numbers them",
     "decorator": "public entry point: passes the variables to config and world as a mapping",
     "launchers.elastic.preload": "runs in the fork server only, and sets what libraries read when they are imported",
     "launchers.ray.node": "its actors are processes on other machines: pass their variables on",
@@ -95,7 +94,7 @@ ROOMS: Mapping[str, int] = {
     "block": 8_992,
     "call": 15_229,
     "checkpoint": 17_792,
-    "cli": 9_388,
+    "cli": 3_228,
     "cluster": 4_015,
     "comparison": 1_540,
     "config": 7_679,

@@ -231,13 +231,6 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "_forkserver_pid": ("find out whether a fork server runs", "changed variables have no effect in workers"),
     },
-    "subprocess": {
-        "_args_from_interpreter_flags": ("pass Python's own options to a script", "`parallelize run` fails"),
-    },
-    "atexit": {
-        "_clear": ("separate a script's exit handlers from others", "`parallelize run` fails"),
-        "_run_exitfuncs": ("run a script's exit handlers when it ends", "`parallelize run` fails"),
-    },
     "importlib._bootstrap": {
         "_initializing": ("check whether a module is being imported", "a call at import time runs once per process"),
     },

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 from collections.abc import Sequence
 
-from parallelize.errors import ConfigError, did_you_mean
 from parallelize.version import __version__
 
 __all__ = ["main"]
 
-_HELP = """\
-usage: parallelize run [options] script.py [-- arguments]   run a script in every process (parallelize run --help)
-       parallelize doctor [--json]                          check this machine: what is wrong, why, how to fix it
-       parallelize --version
-"""
-
 _EXIT_INTERRUPTED = 130
-_EXIT_CONFIG_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,39 +20,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after the program's name; None: sys.argv[1:].
 
     Returns:
-        The exit code: 0 for success, 1 for a fault or failure, 2 for an invalid request, or that of the user's script.
+        The exit code: 0 for success, 1 for a fault, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: the command line is invalid (2), or asks for help or the version (0).
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="parallelize")
+    parser.add_argument("--version", action="version", version=f"parallelize {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    help_text = "check this machine: what is wrong, why, how to fix it; exit code 1 if there is a fault"
+    doctor = commands.add_parser("doctor", help=help_text, description=help_text)
+    doctor.add_argument("--json", action="store_true", help="the findings as JSON: [{status, check, what, why, fix}]")
+    help_text = "show what each rank of a running program does, every 5 s, and which rank the others wait for"
+    top = commands.add_parser("top", help=help_text, description=help_text)
+    top.add_argument(
+        "run", nargs="?", metavar="HOST:PORT", help="a run's store; else the runs of this user here (Linux)"
+    )
+    top.add_argument("--once", action="store_true", help="one table, for logs")
+    options = parser.parse_args(arguments)
     try:
-        return _dispatch(words)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return _EXIT_CONFIG_ERROR
+        if options.command == "top":
+            from parallelize.cli.top import show
+
+            return show(options.run, once=options.once)
+        from parallelize.cli.doctor import diagnose  # imports torch
+
+        return diagnose(os.environ, as_json=options.json)
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
-
-
-def _dispatch(words: list[str]) -> int:
-    command, rest = (words[0], words[1:]) if words else ("--help", [])
-    if command in ("-h", "--help"):
-        sys.stdout.write(_HELP)
-        return 0
-    if command == "--version":
-        sys.stdout.write(f"parallelize {__version__}\n")
-        return 0
-    if command == "doctor":
-        from parallelize.cli import doctor  # imports torch, as run does
-
-        return doctor.doctor(rest, os.environ, _write)
-    if command == "run":
-        from parallelize.cli import run
-
-        return run.run(rest, os.environ)
-    raise ConfigError(
-        f"parallelize {command}", why="no such command", fix=did_you_mean(command, ("doctor", "run", "--version"))
-    )
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

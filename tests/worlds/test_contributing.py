@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,27 +75,6 @@ def test_the_guides_backend_trains_like_ddp(
     """Weights equal those of ddp, with accumulation, by name and as an object; an undeclared level is refused."""
     done = run_script(SCRIPT, env={"PYTHONPATH": str(my_package)})
     assert done.stdout == "refused True\n"
-
-
-@pytest.mark.soak
-def test_the_guides_backend_on_the_command_line(my_package: Path) -> None:
-    """`parallelize run --backend` accepts a plug-in of another distribution."""
-    script = my_package / "script.py"
-    script.write_text(
-        "import torch\nfrom parallelize import parallel_model\nfrom parallelize.runtime.context import current\n"
-        "model = torch.nn.Linear(1, 1)\n"
-        "with parallel_model(model):\n    model(torch.ones(1, 1)).sum().backward()\n"
-        "    print(current().config.backend.name)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "parallelize", "run", "--backend", "one_by_one", "--processes", "2", str(script)],
-        cwd=my_package,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.stdout, done.returncode) == ("one_by_one\n", 0), done.stderr
 
 
 # "ssh" is a script that runs the command here.

@@ -18,15 +18,25 @@ pytestmark = pytest.mark.slow
 Run = Callable[..., "CompletedProcess[str]"]
 
 SCRIPTS = Path(__file__).with_name("ddp_scripts")
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
-PARALLELIZE = ("parallelize", "run", "--processes", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+RUN = """
+import runpy, sys
+from parallelize import distributed
+
+@distributed(processes=2)
+def run(*arguments):
+    sys.argv = list(arguments)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+run(*sys.argv[1:])
+"""
+PARALLELIZE = ("-c", RUN)
 
 
 def trained(script: str, launcher: tuple[str, ...], folder: Path) -> tuple[list[Any], str]:
     """Run a script on two ranks; return what each of them has saved, and the output."""
     folder.mkdir()
-    last = ["--"] if launcher == PARALLELIZE else []  # before arguments of the script
-    command = [sys.executable, "-m", *launcher, str(SCRIPTS / f"{script}.py"), *last, str(folder)]
+    command = [sys.executable, *launcher, str(SCRIPTS / f"{script}.py"), str(folder)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     for _ in range(2):
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
@@ -104,5 +114,5 @@ def test_a_function_initializes_the_group_itself(run_script: Run) -> None:
 def test_a_function_under_torchrun(setup: str, run_script: Run) -> None:
     """The same in torchrun's processes; a group that the script has made ends when the call ends."""
     expected = [OWN, OWN, True] if setup == "False" else [[0.5, 0.5, 0.5], False, True]
-    done = run_script(FUNCTION.replace("SETUP", setup), launcher=("-m", *TORCHRUN), timeout_s=240)
+    done = run_script(FUNCTION.replace("SETUP", setup), launcher=TORCHRUN, timeout_s=240)
     assert done.stdout.splitlines() == [str(expected)] * 2
