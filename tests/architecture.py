@@ -103,7 +103,7 @@ ROOMS: Mapping[str, int] = {
     "launchers": 21_570,
     "plugins": 1_856,
     "precision": 6_996,
-    "runtime": 15_135,
+    "runtime": 15_124,
     "torch_patches": 2_536,
     "worker": 3_469,
 }

@@ -167,9 +167,10 @@ def _longest_timeout(calls: Sequence[Collective], default: timedelta) -> timedel
     names, found = {call.counter.partition("/")[0] for call in calls}, list[timedelta]()
     groups = list(dist.distributed_c10d._world.pg_names.items())
     wanted = [group for group, name in groups if not names or name in names or group is dist.group.WORLD]
-    for group, device in ((each, device) for each in wanted for device in each._device_types):
-        with contextlib.suppress(RuntimeError, AttributeError):  # not every backend has options
-            found.append(group._get_backend(device).options._timeout)
+    for group in wanted:
+        for device in group._device_types:
+            with contextlib.suppress(RuntimeError, AttributeError):  # not every backend has options
+                found.append(group._get_backend(device).options._timeout)
     return max(found, default=default)
 
 
