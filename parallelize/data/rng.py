@@ -1,83 +1,79 @@
-"""Random states of the generators that data loading uses: torch's on the CPU, random, numpy.random, and others."""
+"""Random numbers of data loading: one stream for all ranks, apart from those of the program."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
-import random
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch.utils.data import Sampler
 
-from parallelize.runtime.rng_state import GeneratorAccess
+from parallelize.runtime.rng_state import GeneratorAccess, global_generators
 
-__all__ = ["IsolatedRNG", "access", "derive_seed", "is_generator"]
-
-T = TypeVar("T")
+__all__ = ["IsolatedRNG", "derive_seed", "sampler_seed", "samplers_in", "stream_rng"]
 
 
 class IsolatedRNG:
-    """A separate stream of random numbers for code that draws from the global generators, in `with` blocks.
+    """A separate stream of random numbers for code that draws from the global generators.
 
-    Each block continues the stream from where the last one ended; after it, the generators have their previous states.
-    The second Gaussian that `numpy.random.randn` keeps for the next call is dropped.
+    Each `with` block continues the stream from where the last one ended; after it, the generators
+    have their previous states.
 
-    `generators` are further ones that the code draws from (see `is_generator`).
+    Args:
+        seed: of the stream.
+        generators: further ones that the code draws from.
     """
 
-    def __init__(self, seed: int, generators: Sequence[Any] = ()) -> None:
-        # torch.manual_seed also seeds every accelerator. The module `random` has the methods of random.Random.
-        accesses = [access(torch.default_generator), access(random), *_access_numpy_random()]
-        self._get, self._set, self._reseed = zip(*accesses, *map(access, generators), strict=True)
-        self._seed = seed
-        self._states: list[Any] | None = None
+    def __init__(self, seed: int, generators: Iterable[torch.Generator] = ()) -> None:
+        own = (GeneratorAccess(each.get_state, each.set_state, each.manual_seed) for each in generators)
+        self._seed, self._all = seed, [*global_generators(()).values(), *own]
+        self._inside: list[Any] = []
         self._outside: list[Any] = []
 
     def __enter__(self) -> None:
-        self._outside = [get() for get in self._get]
-        if self._states is None:
-            for seed in self._reseed:
-                seed(self._seed)
-        else:
-            for set_state, state in zip(self._set, self._states, strict=True):
-                set_state(state)
+        self._outside = [each.get() for each in self._all]
+        for each, state in itertools.zip_longest(self._all, self._inside):
+            if state is None:
+                each.seed(self._seed)
+            else:
+                each.set(state)
 
     def __exit__(self, *_exc: object) -> None:
-        self._states = [get() for get in self._get]
-        for set_state, state in zip(self._set, self._outside, strict=True):
-            set_state(state)
+        self._inside = [each.get() for each in self._all]
+        for each, state in zip(self._all, self._outside, strict=True):
+            each.set(state)
 
-    def begin(self, units: Iterable[T]) -> Iterator[T]:
-        """Draw the first unit from the stream now; the others are drawn from the generators as they are."""
+    def begin(self, units: Iterable[Any]) -> Iterator[Any]:
+        """Draw the first unit from the stream now; the others from the generators as they are."""
         with self:
             iterator = iter(units)
             first = list(itertools.islice(iterator, 1))
         return itertools.chain(first, iterator)
 
-    def draw(
-        self, units: Iterable[T], *, size: int = 1, seeds: Iterable[int | None] = itertools.repeat(None)
-    ) -> Iterator[T]:
-        """Yield units, of which `size` at a time are drawn from the stream; each seed restarts it."""
-        iterator: Iterator[T] | None = None
-        for seed in seeds:
-            if seed is not None:
-                self._seed, self._states = seed, None
+    def draw(self, units: Iterable[Any], *, size: int = 1) -> Iterator[Any]:
+        """Yield units, of which `size` at a time are drawn from the stream."""
+        with self:
+            iterator = iter(units)
+        while True:
             with self:
-                iterator = iter(units) if iterator is None else iterator
                 drawn = list(itertools.islice(iterator, size))
             yield from drawn
             if len(drawn) < size:
                 return
 
 
-def is_generator(value: object) -> bool:
-    """Return whether a value is a generator of torch, random or NumPy whose state can be set."""
-    numpy = sys.modules.get("numpy")
-    kinds = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    return isinstance(value, (torch.Generator, random.Random, *kinds)) and not isinstance(value, random.SystemRandom)
+def stream_rng(sampler: Any, seed: int) -> IsolatedRNG:
+    """Return the RNG with which all processes draw the same units from a sampler or iterable."""
+    return IsolatedRNG(seed, _generators(sampler))
+
+
+def sampler_seed(sampler: object, default: int) -> int:
+    """Return the seed of a sampler's generator, or the default if it has no generator."""
+    generator = next(_generators(sampler), None)
+    # That of a negative seed leaves no room for epochs.
+    return default if generator is None else generator.initial_seed() % 2**63
 
 
 def derive_seed(*parts: object) -> int:
@@ -86,27 +82,17 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
-def access(generator: Any) -> GeneratorAccess:
-    """Return the functions of a generator (see `is_generator`)."""
-    if hasattr(generator, "manual_seed"):
-        return GeneratorAccess(generator.get_state, generator.set_state, generator.manual_seed)
-    if hasattr(generator, "getstate"):
-        return GeneratorAccess(generator.getstate, generator.setstate, generator.seed)
-    if hasattr(generator, "get_state"):  # numpy.random.RandomState
-        return GeneratorAccess(generator.get_state, generator.set_state, lambda seed: generator.seed(seed % 2**32))
-    bits = generator.bit_generator
-    set_state = functools.partial(setattr, bits, "state")
-    return GeneratorAccess(lambda: bits.state, set_state, lambda seed: set_state(type(bits)(seed).state))
+def samplers_in(sampler: Any, depth: int = 5) -> Iterator[Any]:
+    """Yield a sampler, then those that it holds."""
+    yield sampler
+    for each in (getattr(sampler, "sampler", None), *getattr(sampler, "__dict__", {}).values()):
+        if isinstance(each, Sampler) and depth:
+            yield from samplers_in(each, depth - 1)
 
 
-def _access_numpy_random() -> Iterator[GeneratorAccess]:
-    """Access numpy.random, if NumPy is installed, which torch imports: its state is the bit generator in use."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        bits = functools.cache(lambda: numpy.random.MT19937(0))  # made when it is used, in 50 us
-
-        def seed(value: int) -> None:
-            numpy.random.set_bit_generator(bits())
-            numpy.random.seed(value % 2**32)
-
-        yield GeneratorAccess(numpy.random.get_bit_generator, numpy.random.set_bit_generator, seed)
+def _generators(sampler: object) -> Iterator[torch.Generator]:
+    """Yield torch's generators that a sampler and its inner samplers hold."""
+    for holder in samplers_in(sampler):
+        for each in (getattr(holder, "generator", None), *getattr(holder, "__dict__", {}).values()):
+            if isinstance(each, torch.Generator):
+                yield each

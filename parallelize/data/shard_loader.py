@@ -1,25 +1,26 @@
-"""shard_loader: returns this process's shard of a loader, the same object for equal arguments."""
+"""shard_loader: returns this process's share of a loader, the same object for equal arguments."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, MutableMapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from parallelize.data.loader_iterators import LineOfCode
-from parallelize.data.loader_options import Batch, Divides, LoaderOptions
-from parallelize.data.sampler_arithmetic import Tail
-from parallelize.data.select_source import source_for
-from parallelize.data.sharded_loader import ShardedLoader
+from parallelize.data.iterable_style import BatchIterableSource, IterableStyleSource, own_sharding
+from parallelize.data.loader import ShardedLoader
+from parallelize.data.map_style import MapStyleSource
+from parallelize.data.sampling import Tail
+from parallelize.data.source import Batch, Divides, LoaderOptions, Source
 from parallelize.errors import ConfigError
-from parallelize.runtime.context import active, current
+from parallelize.runtime.context import Runtime, active, current
 
 __all__ = ["shard_loader"]
 
@@ -31,52 +32,59 @@ _log = logging.getLogger("parallelize")
 def shard_loader(
     loader: Iterable[T],
     *,
-    tail: Tail = "pad",
+    tail: Tail | None = None,
     batch: Batch = "per_process",
     seed: int | None = None,
     limit: float | None = None,
     progress: bool | str = False,
     to_device: bool = True,
-    prefetch: int = 2,
+    prefetch: int = 1,
     divides: Divides | None = None,
 ) -> ShardedLoader[T]:
-    """Return this process's shard of a loader, with its batches moved to this process's device.
+    """Return this process's share of a loader, with its batches moved to this process's device.
 
-    The user's loader is not modified. Sequential and shuffled loaders are sharded exactly as by torch's
-    DistributedSampler; shuffled ones get a new order in every epoch. Any other sampler is iterated with the same seed
-    on all processes, and its indices are sharded. A loader whose sampler already shards it is not sharded again.
-    Pass map-style datasets whole: of one that is sharded by hand, ranks compare only the names of files in its lists,
-    the indices of a Subset, and the first rows of Hugging Face's.
-    Iterable datasets and iterables of batches are iterated with the same seed on all processes, each of which keeps its
-    share of the samples or batches.
-    Another call with the same loader and options (`progress` may differ) returns the same object, so that
-    `for epoch in range(n): for batch in shard_loader(loader)` advances the epoch. In a decorated function so does
-    `shard_loader(make_loader())`, with a new loader of such a dataset for each epoch. Each call of a decorated function
-    begins with epoch 0; a function that trains one epoch per call sets its number with `set_epoch`.
+    The user's loader is not modified. Sequential and shuffled loaders are sharded exactly as by
+    torch's DistributedSampler; shuffled ones have a new order in every epoch. Any other sampler is
+    iterated with the same seed on all processes, and its indices are sharded; a generator of its
+    own that is not torch's needs the same seed on all. A loader whose sampler already shards it is
+    not sharded again. Pass map-style datasets whole, and in the same order on all processes.
+    Iterable datasets and iterables of batches are iterated with the same seed on all processes,
+    each of which keeps its share of the samples or batches. Processes compare their orders: what
+    differs between them is an error. Batches come in order, also with in_order=False.
+
+    Each `iter()` is the next epoch, as with one process. Another call with the same loader and
+    options (`progress` may differ) returns the same object, and a loader that a line of code makes
+    anew, as in `shard_loader(make_loader())`, goes on with the epochs of the line, also in the next
+    call of a decorated function, unless the function has a `seed=`.
 
     Args:
         loader: a DataLoader, or an iterable of batches.
-        tail: how to shard samples that do not divide evenly. "pad": repeat some samples, so that all processes make
-            equally many steps; "drop": leave out the last samples; "exact": use each sample once, so that processes may
-            differ by a batch (for evaluation); "weighted": make equally many steps, and weight gradients by the true
-            number of samples (for training).
-        batch: whether the loader's batch size is for each process ("per_process") or for all together ("global").
-        seed: seed of the order, if the loader's sampler has no generator; None: 0, as in DistributedSampler. It also
-            seeds the random numbers that the dataset draws, separately for each process, worker and epoch, and without
-            workers for each batch. With None, worker processes are still seeded separately, from torch's global seed.
-        limit: the maximum number of batches per process and epoch (an int), or a fraction of them (a float).
-        progress: whether rank 0 shows a progress bar; a string is the bar's label.
-        to_device: whether to move batches to `device()`. Under dp and ddp2, DataParallel then scatters them.
+        tail: how to shard samples that do not divide evenly. "pad": repeat some samples, so that
+            all processes make equally many steps; "drop": leave out the last samples; "exact": use
+            each sample once, so that processes may differ by a batch (for evaluation); "weighted":
+            make equally many steps, and weight gradients by the true number of samples (for
+            training). None: "exact" if gradients are disabled at `iter()`, else "pad"; under fsdp,
+            where all processes have to run each forward, "pad".
+        batch: whether the loader's batch size is for each process ("per_process") or for all
+            together ("global").
+        seed: seed of the order, if the loader's sampler has no generator; None: 0, as in
+            DistributedSampler. It also seeds the random numbers that workers draw, separately for
+            each process, worker and epoch.
+        limit: the maximum number of batches per process and epoch (an int), or a fraction of them
+            (a float), at least one.
+        progress: whether rank 0 shows a progress bar of its batches; a string is the bar's label.
+        to_device: whether to move batches to `device()`. Under dp and ddp2, DataParallel then
+            scatters them.
         prefetch: number of batches to copy to an accelerator ahead of the loop.
-        divides: how an iterable dataset, or an iterable of batches, shards itself: not at all ("nothing", also of a
-            sampler whose code uses the rank and the world size), over the "workers" that get_worker_info() returns, or
-            over the "processes". None: "processes" for datasets of libraries that shard themselves (Hugging Face,
-            WebDataset with split_by_node, Mosaic Streaming, litdata, FFCV), else "workers" if the dataset reads
-            get_worker_info().num_workers, else "nothing"; raise if its code uses the rank or the world size, or if it
-            holds the world size. len() of an iterable dataset works only with "nothing". A dataset that shards itself
-            decides how many samples each process gets, whatever `tail` is: if the numbers may differ, train with a
-            `limit=` that all processes reach. Until its first sample, random numbers are the same on all processes, for
-            files that it shuffles before it takes its own.
+        divides: how the loader's iterable dataset, or the iterable of batches, shards itself: not
+            at all ("nothing"), over the "workers" that get_worker_info() returns, or over the
+            "processes". None: "processes" for what is known to do so (Hugging Face's streams,
+            WebDataset with split_by_node, Mosaic Streaming, litdata), "workers" if it reads
+            get_worker_info().num_workers, else "nothing", also for data pipes: every process runs
+            all of a pipe, unless you pass "processes". A sampler that shards itself is known by
+            attributes as DistributedSampler's, or by "processes". A dataset that shards itself
+            decides how many samples each process gets, whatever `tail` is: if the numbers may
+            differ, train with a `limit=` that all processes reach.
 
     Raises:
         ConfigError: options are invalid, or the loader cannot be sharded.
@@ -100,50 +108,76 @@ def shard_loader(
             why="the data would be sharded twice, and part of it skipped",
             fix="pass the DataLoader itself to each shard_loader",
         )
-    run = active()
-    of_run = _outside_of_runs if run is None else run.states.setdefault(__name__, _RunLoaders())
+    run, of_run = active(), _outside
+    if run is not None:
+        of_run = run.states.setdefault(__name__, None) or _RunLoaders(run)
+        run.states[__name__] = of_run
     by_options = of_run.sharded(loader)
-    key = dataclasses.replace(options, progress=False)  # a new progress label does not restart the epochs
-    found = by_options.get(key)
+    key = dataclasses.replace(options, progress=False)  # a label does not restart the epochs
+    found: ShardedLoader[T] | None = by_options.get(key)
     if found is None:
-        frame = sys._getframe(1)
-        call_site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        found = by_options[key] = _make(loader, options, call_site, of_run.lines[call_site])
+        code, run = sys._getframe(1), current()
+        line = f"{Path(code.f_code.co_filename).name}:{code.f_lineno}"
+        made = of_run.made[line]
+        of_run.made[line] += 1
+        source = _source_of(loader, options, run)
+        if (summary := source.batch_summary()) and run.world.is_main:
+            _log.info("%s: %s", line, summary)
+        name = f"{line} ({made + 1})" if made else line
+        found = by_options[key] = ShardedLoader(source, options, name, of_run.epochs)
     found._options = options
     return found
 
 
-def _make(loader: Iterable[T], options: LoaderOptions, call_site: str, line: LineOfCode) -> ShardedLoader[T]:
-    run = current()
-    source = source_for(loader, options=options, run=run, occurrence=line.made)
-    line.made += 1
-    summary = source.batch_summary()
-    if summary and run.world.is_main:
-        _log.info("%s: %s", call_site, summary)
-    name = f"{call_site} ({line.made})" if line.made > 1 else call_site
-    return ShardedLoader(source, options=options, run=run, name=name, line=line)
-
-
-_ByOptions = MutableMapping[LoaderOptions, ShardedLoader[Any]]
-
-
 class _RunLoaders:
-    """The loaders of a run. A line names its loaders, of which each stream has a seed, and one per epoch an order."""
+    """The loaders of a run."""
 
-    def __init__(self) -> None:
-        self.lines: defaultdict[str, LineOfCode] = defaultdict(LineOfCode)
-        # User's loader (by identity) -> its sharded loaders. An entry is freed with the user's loader.
-        self._sharded: WeakKeyDictionary[Any, _ByOptions] = WeakKeyDictionary()
+    def __init__(self, run: Runtime | None) -> None:
+        # Calls with a seed are repeatable; others go on with the epochs of the calls before.
+        goes_on = run is not None and run.config.seed is None
+        self.epochs: MutableMapping[str, int] = run.layout.epochs if run and goes_on else {}
+        self.made = Counter[str]()
+        # User's loader (by identity) -> its sharded loaders. An entry is freed with the user's.
+        self._sharded: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
-    def sharded(self, loader: object) -> _ByOptions:
-        """Return the sharded loaders of a user's loader."""
-        # The sharded loader of an iterable references the iterable: a strong reference here keeps both alive. That is
-        # accepted only for an iterable with `set_epoch`, whose epochs have to be counted.
-        is_kept = isinstance(loader, DataLoader) or hasattr(loader, "set_epoch")
-        try:
-            return self._sharded.setdefault(loader, {} if is_kept else WeakValueDictionary())
-        except TypeError:  # a list cannot be weakly referenced, and its order does not depend on the epoch
-            return {}
+    def sharded(self, loader: object) -> dict[LoaderOptions, Any]:
+        """Return the sharded loaders of a user's loader, by their options."""
+        # Those of iterables go on by their line of code.
+        return self._sharded.setdefault(loader, {}) if isinstance(loader, DataLoader) else {}
 
 
-_outside_of_runs = _RunLoaders()  # each call of a decorated function has others, and begins with epoch 0
+_outside = _RunLoaders(None)  # of a script that has no run
+
+
+def _source_of(loader: Any, options: LoaderOptions, run: Runtime) -> Source:
+    is_loader, divides = isinstance(loader, DataLoader), options.divides
+    if not is_loader:
+        _check_is_loader(loader)
+    data = loader.dataset if is_loader else loader
+    is_indexed = is_loader and not isinstance(data, IterableDataset)
+    if not is_indexed and divides is None:
+        data, divides = own_sharding(data, run.world)
+    if not is_loader:
+        return BatchIterableSource(data, options, run, divides)
+    source: Source
+    if is_indexed:
+        source = MapStyleSource(loader, options, run)
+    else:
+        source = IterableStyleSource(loader, data, options, run, divides)
+    if options.to_device and loader.num_workers == 0 and run.device.type not in ("cpu", "mps"):
+        vars(source.copy)["pin_memory"] = False  # move_batches pins, in the same thread
+    return source
+
+
+def _check_is_loader(loader: Any) -> None:
+    """Raise a ConfigError for what is not an iterable of batches."""
+    # WebDataset's pipelines are Datasets, whose last stages may make batches, as WebLoader does.
+    is_data = isinstance(loader, (Dataset, torch.Tensor)) and not hasattr(loader, "pipeline")
+    are_loaders = isinstance(loader, list) and DataLoader in map(type, loader)
+    is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
+    if is_data or are_loaders or isinstance(loader, (Mapping, str)) or not is_iterable:
+        raise ConfigError(
+            f"shard_loader of a {type(loader).__name__}",
+            why="it is not an iterable of batches",
+            fix="use shard_loader(DataLoader(...)), and one call for each DataLoader",
+        )

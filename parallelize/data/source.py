@@ -1,133 +1,439 @@
-"""Source: adapter for one kind of loader, from which `ShardedLoader` gets this process's shard of an epoch."""
+"""Source: adapter for one kind of loader, which gives this process's share of each epoch."""
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import functools
+import itertools
 import sys
-from collections.abc import Iterable
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
-from parallelize.cluster.world import World
-from parallelize.data.dataset_states import DatasetStates
-from parallelize.data.epoch_shard import EpochShard, Position
-from parallelize.data.loader_options import LoaderOptions
-from parallelize.data.sampler_arithmetic import EpochSplit
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-__all__ = ["EpochListeners", "Source", "length_of"]
+from parallelize.collectives import all_gather
+from parallelize.data.rng import derive_seed, sampler_seed
+from parallelize.data.sampling import (
+    EpochSplit,
+    Tail,
+    indices_of,
+    order_fingerprint,
+    rows_in_dataset_order,
+    sample_fingerprint,
+)
+from parallelize.errors import ConfigError, Fault, SyncError, did_you_mean
+from parallelize.runtime.containers import map_leaves
+from parallelize.runtime.context import Runtime
 
-T = TypeVar("T")
+__all__ = [
+    "Batch",
+    "Divides",
+    "EpochShard",
+    "LoaderOptions",
+    "Position",
+    "Source",
+    "copy_of",
+    "length_of",
+    "merged_ranks",
+]
 
-# Sampler or dataset -> the epoch that a loader has set last: two loaders may share it.
-_set_by_a_loader: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()
+Batch = Literal["per_process", "global"]
+
+Divides = Literal["nothing", "workers", "processes"]
+"""How data shards itself: not at all, over the "workers" that get_worker_info() returns, or over
+the "processes" (and workers)."""
+
+# Sampler or dataset -> its epoch after a loader has told it: two loaders may share it.
+_told_epochs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+merged_ranks: ContextVar[int] = ContextVar("parallelize_merged_ranks", default=1)
+"""Number of ranks whose batches this one process reads in each step."""
 
 
-class Source(abc.ABC, Generic[T]):
-    """Adapter for one kind of loader; it replaces only the source of the loader's indices or samples."""
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """The options of `shard_loader`, as documented there.
 
-    loader: Any
-    """Object on which attributes are looked up: the user's loader, or its copy that makes the batches."""
+    Raises:
+        ConfigError: options are invalid; the error lists all of them.
+    """
+
+    tail: Tail | None = None
+    batch: Batch = "per_process"
+    seed: int | None = None
+    limit: float | None = None
+    progress: bool | str = False
+    to_device: bool = True
+    prefetch: int = 1
+    divides: Divides | None = None
+
+    def __post_init__(self) -> None:
+        limit, faults = self.limit, []
+        for name, known in (("tail", Tail), ("batch", Batch), ("divides", Divides)):
+            value, choices = getattr(self, name), get_args(known)
+            if value not in choices and (value is not None or name == "batch"):
+                fix = did_you_mean(str(value), choices)
+                faults.append(Fault(f"{name}={value!r}", "the value is not known", fix))
+        is_part = type(limit) is float and 0 < limit <= 1
+        for name, is_valid, fix in (
+            ("seed", self.seed is None or _is_count(self.seed), "an integer below 2**63"),
+            ("limit", limit is None or is_part or (limit and _is_count(limit)), "100 batches, or 0.1 of them"),
+            ("prefetch", _is_count(self.prefetch), "a number of batches to copy ahead"),
+        ):
+            if not is_valid:
+                value = getattr(self, name)
+                faults.append(Fault(f"{name}={value!r}", "the value is not known", f"pass {fix}"))
+        if faults:
+            raise ConfigError.of(faults)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+@dataclass(frozen=True)
+class Position:
+    """A position in the data, at which an epoch shard starts.
+
+    Args:
+        epoch: its number, from 0.
+        start: number of its units that are already consumed; each `Source` defines its unit.
+        order: hash of the order of an interrupted epoch.
+    """
+
+    epoch: int = 0
+    start: int = 0
+    order: str = ""
+
+
+@dataclass(eq=False)
+class EpochShard:
+    """One process's share of the rest of one epoch, and how far it was iterated.
+
+    Args:
+        source: the loader's.
+        position: where it starts.
+        split: how the units are shared; the number of a stream's units may be an estimate.
+        order: all units of the epoch; None if they are not known in advance.
+        stream: the units of an epoch without `order`, from its beginning.
+        first: hash of a stream's first units or samples, once drawn; "" if not compared.
+        steps: number of batches that were yielded.
+        is_exhausted: whether all batches were yielded.
+        is_open: whether it has yielded a batch, and is neither exhausted nor left.
+        kept: what the model's first step looks at.
+    """
+
+    source: Source
+    position: Position
+    split: EpochSplit
+    order: Any = None
+    stream: Iterable[Any] = ()
+    first: str = ""
+    steps: int = 0
+    is_exhausted: bool = False
+    is_open: bool = False
+    kept: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the unit or the list of units of each step."""
+        source, split = self.source, self.split
+        source.is_iterated = True
+        batches: Iterable[Sequence[Any]]
+        if self.order is not None:
+            batches = split.batches(self.order, source.rank)
+        else:
+            stream = self.stream if source.is_own else self._hashed_stream()
+            batches = split.batches_of_stream(stream, source.rank)
+        return map(list, batches) if source.is_grouped else (batch[0] for batch in batches)
+
+    def _hashed_stream(self) -> Iterator[Any]:
+        stream, split = iter(self.stream), self.split
+        # As many units as rank 0 draws for its first batch. Other ranks draw more.
+        first = list(itertools.islice(stream, split.group - split.world_size + 1))
+        self.first = f"{sample_fingerprint(first)}/{split.group}"
+        yield from first
+        del first
+        yield from stream
+
+    def fingerprint(self) -> str:
+        """Return a hash of the order, which processes compare; "" if the order is unknown."""
+        if self.order is None:
+            return self.first
+        return order_fingerprint(self.order) + self.source.data
+
+    def weight(self, step: int) -> float:
+        """Return the weight of this process's gradients, with which they average over samples.
+
+        It is this process's fraction of the step's samples, times the world size.
+        """
+        if self.order is None or self.split.tail != "weighted":
+            return 1.0
+        everywhere = self._samples_at(self.split.taken(range(step, step + 1)))
+        return self._own_samples(step) * self.split.world_size / everywhere
+
+    def _own_samples(self, step: int) -> int:
+        """Count this process's samples in a step, without repeats."""
+        taken = self.split.taken(range(step, step + 1))
+        return self._samples_at(taken[self.source.rank :: self.split.world_size])
+
+    def _samples_at(self, positions: Sequence[int]) -> int:
+        if self.source.is_grouped:
+            return len(positions)
+        order = self.order
+        return sum(len(indices_of(order[each % len(order)])) for each in positions)
+
+    def mean(self, value: Any) -> float:
+        """Average over the samples of all processes (see `ShardedLoader.mean`)."""
+        self._steps_by_rank("mean")
+        if self.split.tail not in ("exact", "drop"):
+            raise ConfigError(
+                f"mean over a loader with tail={self.split.tail!r}",
+                why="some samples may have come twice, so that this process's values hold them twice",
+                fix="use shard_loader(loader, tail='exact'), or loader.gather(values of samples).mean()",
+            )
+        sizes = list(map(self._own_samples, range(self.steps)))
+        values = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach().flatten()
+        weights = {len(sizes): sizes, 1: [sum(sizes)]}.get(len(values))
+        if weights is None:
+            raise ConfigError(
+                f"mean of {len(values)} values",
+                why=f"this process was given {len(sizes)} batches since iter()",
+                fix="pass the mean over this process's samples, or that of each batch",
+            )
+        local = float(values @ values.new_tensor(weights)) if sum(sizes) else 0.0
+        totals, counts = all_gather([local, sum(sizes)])
+        return float(sum(totals) / sum(counts))
+
+    def gather(self, results: Any) -> Any:
+        """All-gather one row for each sample (see `ShardedLoader.gather`)."""
+        rank, split = self.source.rank, self.split
+        steps_by_rank = self._steps_by_rank("gather")
+        counts, rows = rows_in_dataset_order(split, self.order, steps_by_rank)
+        count, longest = counts[rank], max(counts)
+        total = sum(self._samples_at(split.positions(rank, step)) for step in range(self.steps))
+
+        def padded(leaf: Any) -> Tensor:
+            shape = list(getattr(leaf, "shape", [type(leaf).__name__]))
+            if shape[:1] != [total]:
+                raise ConfigError(
+                    f"gather of a value of shape {shape}",
+                    why=f"this process was given {total} samples since iter(), each needs a tensor's row",
+                    fix="collect the output of every batch, and use loader.gather(torch.cat(outputs))",
+                )
+            local: Tensor = leaf[:count]
+            return torch.cat([local, local.new_zeros((longest - count, *local.shape[1:]))])
+
+        gathered = all_gather(map_leaves(padded, results))  # (longest, *S) -> (W, longest, *S)
+        return map_leaves(lambda leaf: leaf.flatten(0, 1)[rows], gathered)
+
+    def _steps_by_rank(self, what: str) -> Any:
+        """Gather each process's number of steps, and require that all have one order."""
+        if self.order is None:
+            raise ConfigError(
+                f"{what} on a loader without indices",
+                why="samples are counted by the indices that were iterated",
+                fix="use parallelize.all_gather, or all_reduce of sums and counts",
+            )
+        order = derive_seed(self.split, self.position.epoch, self.fingerprint())
+        steps_by_rank, orders = all_gather([self.steps, order])
+        if others := [rank for rank, each in enumerate(orders) if each != orders[0]]:
+            raise SyncError(
+                f"{what} on ranks that have iterated different epochs or orders: {others} and 0",
+                why="each process computes from its own order which samples the others were given",
+                fix="iterate the loader equally often on all processes, with the same data, seeds and "
+                "set_epoch() calls; on one process alone, use a separate loader",
+            )
+        return steps_by_rank
+
+
+def copy_of(loader: DataLoader[Any], **changes: Any) -> Any:
+    """Return a copy of a loader, made without its constructor, without its iterator and workers."""
+    if getattr(loader, "next_iter_state", None) is not None:  # torchdata's StatefulDataLoader
+        raise ConfigError(
+            f"a {type(loader).__name__} whose state was loaded before shard_loader",
+            why="the state counts batches of the unsharded loader: each process would skip as many",
+            fix="save shard_loader(loader).state_dict(), and shard_loader(loader).load_state_dict(state)",
+        )
+    copy = object.__new__(type(loader))
+    # DataLoader.__setattr__ forbids changes after construction. States, weights and gather() need
+    # batches in order, whatever in_order= the loader has.
+    vars(copy).update(vars(loader), _iterator=None, in_order=True, **changes)
+    return copy
+
+
+class Source:
+    """Adapter for one kind of loader; it replaces only the source of its indices or samples.
+
+    Args:
+        loader: object on which attributes are looked up: the user's loader, or its copy.
+        is_own: whether each process has units of its own.
+        tells: samplers and datasets, which are told the epoch if they have a method `set_epoch`, or
+            Mosaic's property `next_epoch`.
+    """
+
+    is_indexed = False
+    """Whether its units are indices, or batches of them."""
     copy: Any = None
-    """The LoaderCopy that makes the batches, if the loader is a DataLoader."""
-    states: DatasetStates[T] | None = None
-    """Goes on from states of the dataset, if that has states."""
-    listeners: EpochListeners
+    """A copy of the user's DataLoader, which makes the batches."""
+    is_iterated = True
+    """Whether the copy's iterator has asked the replaced sampler for indices."""
+    is_grouped = False
+    """Whether a step takes a list of units; if false, it takes a single unit."""
     drop_last = False
     """Whether an incomplete last step is left out."""
+    data = ""
+    """Text that identifies the data, which processes compare."""
+    saved: Any = None
+    """A state of the dataset from which to resume."""
+    recorded: Any = None
+    """The latest state of the dataset."""
 
-    def __init__(self, options: LoaderOptions, world: World, *, is_own: bool = False) -> None:
-        # is_own: each process has units of its own.
-        self.options, self.world, self.is_own = options, world, is_own
+    def __init__(
+        self,
+        loader: Any,
+        options: LoaderOptions,
+        run: Runtime,
+        *,
+        is_own: bool = False,
+        tells: Sequence[Any] = (),
+    ) -> None:
+        self.loader, self.options, self.run, self.is_own = loader, options, run, is_own
+        world = run.world
         self.rank, self.shards = (0, 1) if is_own else (world.rank, world.world_size)
         self.group = self.shards  # number of units that all shards together take in a step
+        self.merged = merged_ranks.get()
+        # What a saved state must match, always and within an epoch.
+        self.identity: dict[str, Any] = {"world_size": world.world_size} if is_own else {}
+        self.identity_within: dict[str, Any] = {}
+        self._told = {id(each): each for each in tells if hasattr(each, _setter(each))}.values()
 
-    def shard(self, position: Position) -> EpochShard[T]:
-        """Return this process's shard of an epoch, from a position on; runs no collective."""
-        self.listeners.set_epoch(position.epoch)
-        fields = self.units(position.epoch)
-        order = fields.get("order")  # it tells the number of units
-        split = self.split(position, None if order is None else len(order))
-        return EpochShard(position=position, split=split, rank=self.rank, is_own=self.is_own, **fields)
+    def check(self, name: str, length: int | None, *, drop_last: bool = False) -> None:
+        """Raise a ConfigError for options that this kind of data does not support."""
+        tail, limit = self.options.tail, self.options.limit
+        is_weighted = tail == "weighted" and (length is None or not self.is_indexed)
+        option = "tail='weighted'" if is_weighted else f"limit={limit!r}"
+        for is_wrong, what, why, fix in (
+            (
+                tail == "exact" and drop_last,
+                "tail='exact' with drop_last=True in",
+                "the one yields each sample once, the other leaves out the last ones",
+                "drop_last=False, or tail='drop'",
+            ),
+            (
+                is_weighted or (isinstance(limit, float) and length is None),
+                f"{option} with",
+                "the number of samples or batches is unknown",
+                "tail='pad' or 'drop', and a number of batches, as in limit=100",
+            ),
+            (
+                self.options.batch == "global"
+                and (not self.is_indexed or (length is None and self.group % self.shards)),
+                "batch='global' with",
+                "batches are not split between processes: each one, or its worker, makes its own",
+                "the batch size of one process",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigError(f"{what} {name}", why=why, fix=f"use {fix}")
 
-    @abc.abstractmethod
-    def units(self, epoch: int) -> dict[str, Any]:
-        """Return the fields of an epoch's EpochShard that tell its units, and how its batches are made of them."""
+    def shard(self, position: Position, tail: Tail) -> EpochShard:
+        """Return this process's share of an epoch, from a position on; runs no collective."""
+        self.set_epoch(position.epoch)
+        order, stream = self.units(position.epoch, tail)
+        length = self.length() if order is None else len(order)  # the order tells its number
+        return EpochShard(self, position, self.split(position, tail, length), order, stream)
 
-    @property
-    @abc.abstractmethod
+    def units(self, epoch: int, tail: Tail) -> tuple[Any, Any]:
+        """Return all units of an epoch, or None and a stream of them."""
+        raise NotImplementedError
+
+    def batches(self, shard: EpochShard) -> Iterator[Any]:
+        """Yield the batches of a shard; called only once."""
+        raise NotImplementedError
+
     def length(self) -> int | None:
-        """Number of units of an epoch, as the data tells; None: unknown."""
+        """Return the number of units of an epoch, as the data tells; None: unknown."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
-    def identity(self, *, is_within_epoch: bool) -> dict[str, Any]:
-        """Return the values that a saved state, within an epoch or between two, must match, as plain data."""
+    def iterate(self, position: Position, first: int) -> Iterator[Any]:
+        """Yield the copy's batches; workers draw other numbers on every process and epoch."""
+        copy, base = self.copy, self.options.seed
+        if base is None:
+            base = sampler_seed(self.loader, torch.initial_seed())
+        seed = derive_seed("workers", base, self.run.world.rank, position.epoch, first)
+        vars(copy)["generator"] = torch.Generator().manual_seed(seed)
+        batches: Any = iter(copy)
+        try:
+            for batch in batches:
+                if not self.is_iterated:
+                    raise ConfigError(
+                        f"{type(copy).__name__} does not use its sampler when it is iterated",
+                        why="its indices come from elsewhere, so every process would get all of them",
+                        fix="pass shard_loader a DataLoader that creates its iterator in __iter__",
+                    )
+                yield batch
+        finally:
+            if not copy.persistent_workers:
+                self._shut_down(batches)
 
-    def split(self, position: Position, length: int | None = None) -> EpochSplit:
-        """Return how the units of an epoch, from a position on, are sharded; `length`: their number, if counted."""
-        length = self.length if length is None else length
+    def close(self) -> None:
+        """Shut down persistent workers."""
+        if self.copy is not None:
+            self._shut_down(self.copy._iterator)
+
+    def _shut_down(self, batches: Any) -> None:
+        # Garbage collection may be late: a traceback may hold the iterator, as StatefulDataLoader.
+        if hasattr(batches, "_shutdown_workers"):
+            batches._shutdown_workers()
+        vars(self.copy)["_iterator"] = None
+
+    def split(self, position: Position, tail: Tail, length: int | None) -> EpochSplit:
+        """Return how the units of an epoch, from a position on, are shared."""
+        if self.merged > 1 and not self.is_grouped:
+            raise ConfigError(
+                f"compare with a {type(self.loader).__name__} that has no indices, or shards itself",
+                why="one process cannot read the batches of all ranks from it",
+                fix="use shard_loader(DataLoader(dataset, batch_size=...)) of a dataset with __getitem__",
+            )
         return EpochSplit(
             total=sys.maxsize if length is None else length,
             start=position.start,
             world_size=self.shards,
             group=self.group,
-            tail=self.options.tail,
+            tail=tail,
             drop_last=self.drop_last,
         ).limited(self.options.limit)
 
+    def steps(self, split: EpochSplit) -> int | None:
+        """Count this process's batches; None if unknown."""
+        return None if split.total == sys.maxsize else split.steps(self.rank)
+
     def batch_summary(self) -> str:
-        """Return a description of the batch size per process and the global one, for logs; may be empty."""
+        """Return the batch size per process and the global one, for logs; may be empty."""
         return ""
 
-    def close(self) -> None:
-        """Shut down the loader's persistent workers."""
-        if self.copy is not None:
-            self.copy.close()
-
-
-class EpochListeners:
-    """The samplers and datasets among the candidates that have a `set_epoch` method.
-
-    Mosaic's StreamingDataset has a property `next_epoch` instead.
-    """
-
-    def __init__(self, candidates: Iterable[Any]) -> None:
-        unique = {id(each): each for each in candidates if callable(_setter(each))}
-        self._last_set = [(each, _epoch_of(each)) for each in unique.values()]
-
-    def __bool__(self) -> bool:
-        return bool(self._last_set)
-
     def set_epoch(self, epoch: int) -> None:
-        """Call `set_epoch` of every sampler and dataset."""
-        for each, _ in self._last_set:
-            _setter(each)(epoch)
-        self._last_set = [(each, _epoch_of(each)) for each, _ in self._last_set]
-        for each, current in self._last_set:
+        """Tell every sampler and dataset the epoch."""
+        for each in self._told:
+            if _setter(each) == "set_epoch":
+                each.set_epoch(epoch)
+            else:
+                each.next_epoch = epoch
             with contextlib.suppress(TypeError):  # it cannot be hashed, or referenced weakly
-                _set_by_a_loader[each] = current
+                _told_epochs[each] = getattr(each, "epoch", None)
 
     def epoch_set_by_user(self) -> int | None:
-        """Return the epoch that the user has set on a sampler or dataset since the last `set_epoch` here, or None."""
-        for each, last_set in self._last_set:
-            current, by_another = _epoch_of(each), None
+        """Return the epoch that the user has set on a sampler or dataset since `set_epoch`."""
+        for each in self._told:
             with contextlib.suppress(TypeError):
-                by_another = _set_by_a_loader.get(each)
-            if current not in (None, last_set, by_another):
-                return current
+                epoch, told = getattr(each, "epoch", None), _told_epochs.get(each, 0)
+                if isinstance(epoch, int) and epoch != told:
+                    return epoch
         return None
-
-
-def _epoch_of(listener: Any) -> int | None:
-    epoch = getattr(listener, "epoch", None)
-    return epoch if isinstance(epoch, int) else None
-
-
-def _setter(listener: Any) -> Any:
-    if isinstance(getattr(type(listener), "next_epoch", None), property):
-        return functools.partial(setattr, listener, "next_epoch")
-    return getattr(listener, "set_epoch", None)
 
 
 def length_of(sized: Any) -> int | None:
@@ -136,3 +442,8 @@ def length_of(sized: Any) -> int | None:
         return len(sized)
     except Exception:  # noqa: BLE001 - TypeError, ValueError (PyG's samplers), NotImplementedError
         return None
+
+
+def _setter(listener: Any) -> str:
+    is_property = isinstance(getattr(type(listener), "next_epoch", None), property)
+    return "next_epoch" if is_property else "set_epoch"

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from every_sample import KINDS, STREAMS, expected, read, units_of
-from ranks import as_rank, keep_sigchld_handler
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from every_sample import KINDS, STREAMS, NoLength, expected, read, units_of
+from ranks import as_rank
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
 
 from parallelize import ConfigError, shard_loader
 
 TAILS = ("pad", "drop", "exact", "weighted")
 CASES = [(kind, tail) for kind in KINDS for tail in TAILS if tail != "weighted" or kind not in STREAMS]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def workers_may_start() -> None:
-    keep_sigchld_handler()
 
 
 @pytest.mark.parametrize(("kind", "tail"), CASES)
@@ -32,6 +28,32 @@ def test_all_ranks_together_read_what_the_tail_says(kind: str, tail: str) -> Non
         assert sum((each.samples for each in ranks), Counter()) == expected(units, world_size, tail)
         if tail != "exact":
             assert len({each.steps for each in ranks}) == 1
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("tail", ["pad", "drop"])
+def test_batches_are_those_of_a_distributed_sampler(tail: Any, drop_last: bool, shuffle: bool) -> None:
+    """For any number of samples, size of batches and number of ranks; the second epoch, which is shuffled anew."""
+    for length, size, world_size in [*itertools.product(range(9, 21), (1, 2, 3), (1, 2, 3)), (9000, 1, 2)]:
+        for rank in range(world_size):
+            sampler = DistributedSampler(
+                range(length), world_size, rank, shuffle=shuffle, seed=7, drop_last=tail == "drop"
+            )
+            sampler.set_epoch(1)
+            expected = list(BatchSampler(sampler, size, drop_last))
+            with as_rank(rank, world_size):
+                loader = DataLoader(range(length), size, shuffle=shuffle, drop_last=drop_last, collate_fn=list)
+                sharded = shard_loader(loader, tail=tail, seed=7)
+                sharded.set_epoch(1)
+                assert (len(sharded), list(sharded)) == (len(expected), expected)
+
+
+def test_nothing_is_read_from_an_empty_dataset() -> None:
+    """By any rank, with any tail that has no weights."""
+    for rank, tail in itertools.product(range(2), ("pad", "drop", "exact")):
+        with as_rank(rank, 2):
+            assert not list(shard_loader(DataLoader([], 2), tail=tail))
 
 
 @pytest.mark.parametrize(("kind", "tail"), CASES)
@@ -87,7 +109,9 @@ def test_a_pre_sharded_loader_is_read_as_its_sampler_says() -> None:
                             break
                     resumed = shard_loader(make())
                     resumed.load_state_dict(sharded.state_dict())
-                    assert list(resumed) == batches[2:]
+                    assert (len(resumed), list(resumed)) == (len(batches) - 2, batches[2:])
+                    limited = shard_loader(make(), limit=1)
+                    assert (len(limited), list(limited)) == (1, batches[:1])
 
 
 class Claims(Sampler[int]):
@@ -139,6 +163,15 @@ def test_a_sampler_that_yields_more_than_its_length_is_read_to_its_end() -> None
     assert sorted(ranks[0] + ranks[1]) == [0, *range(21)]
 
 
+@pytest.mark.parametrize(("drop_last", "sizes"), [(True, [5, 5]), (False, [5, 5, 2])])
+def test_an_incomplete_batch_of_a_stream_is_left_out_if_drop_last_says_so(drop_last: bool, sizes: list[int]) -> None:
+    """Of 12 units of each of two processes, in batches of 5."""
+    for rank in range(2):
+        with as_rank(rank, 2):
+            loader = DataLoader(range(23), 5, sampler=NoLength(), drop_last=drop_last, collate_fn=list)
+            assert [len(batch) for batch in shard_loader(loader)] == sizes
+
+
 class Unread(Dataset[int]):
     """Fails if a sample is read."""
 
@@ -153,11 +186,13 @@ class Unread(Dataset[int]):
     ("make", "options", "message"),
     [
         (lambda: Claims(float("inf"), 50), {"tail": "weighted"}, "tail='weighted' with the endless Claims"),
-        (lambda: Claims(float("inf"), 50), {"tail": "exact", "batch": "global"}, "batch='global' with batch_size=3"),
-        (lambda: Claims(9, 9), {"divides": "nothing"}, "divides='nothing' with Unread"),
-        (lambda: Claims(9, 9), {"limit": 0.1}, "limit=0.1 of 5 batches"),
-        (lambda: DistributedSampler(range(100), 3, 0), {}, "num_replicas=3"),
-        (lambda: DistributedSampler(range(100), 2, 1), {}, "rank=1"),
+        (
+            lambda: Claims(float("inf"), 50),
+            {"tail": "exact", "batch": "global"},
+            "batch='global' with the endless Claims",
+        ),
+        (lambda: DistributedSampler(range(100), 3, 0), {}, r"\(num_replicas=3, rank=0\) on rank 0 of 2"),
+        (lambda: DistributedSampler(range(100), 2, 1), {}, r"\(num_replicas=2, rank=1\) on rank 0 of 2"),
         (lambda: DistributedSampler(range(100), 2, 0), {"tail": "drop"}, "tail='drop' with a loader that"),
     ],
 )
