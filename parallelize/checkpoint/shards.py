@@ -1,261 +1,192 @@
-"""Shards of a checkpoint: a folder of torch.distributed.checkpoint (DCP) with all tensors by their qualified names.
+"""Folders of checkpoints: the shards in a folder of torch.distributed.checkpoint (DCP), and a main file beside it.
 
     <path>/parts-<token>/__<rank>_0.distcp    what one rank has written and fsynced
     <path>/parts-<token>/.metadata            DCP's index: a pickle, which is read without running code from it
-    <path>/checkpoint.pt                      written last, by rank 0, with an atomic rename; names the folder
+    <path>/checkpoint.pt                      written last, with an atomic rename: the record, the index, and the
+                                              states with a meta tensor for each tensor that is in the shards
 
-A run killed at any moment leaves the old checkpoint or the new one, on any file system with atomic renames. DCP plans
-which shards a rank writes and which stored shards it reads. Its collectives are not used: the ranks exchange plans and
-results through the store, so that a save can be completed in the background.
+A run killed at any moment leaves the old checkpoint or the new one. Each tensor in a .distcp file is a zip of
+torch.save, whose checksums are verified; so are those of the main file, with its copy of the index.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-import hashlib
 import io
-import os
+import operator
 import pickle
 import shutil
-import socket
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
-from parallelize.checkpoint.atomic_write import fsync
-from parallelize.checkpoint.checksum import checksum_of
-from parallelize.checkpoint.file_format import MAIN_FILE, SHARD_PREFIX, read_file, write_error, write_file
-from parallelize.checkpoint.rendezvous import Rendezvous
-from parallelize.checkpoint.safe_types import is_wrapper
-from parallelize.errors import ConfigError, ParallelizeError
+from parallelize.checkpoint import files
+from parallelize.checkpoint.states import Named
 from parallelize.runtime.containers import map_leaves
 
-__all__ = ["ShardPlanner", "complete_folder", "keys_of", "main_states", "read_shards", "states_in", "write_shards"]
+__all__ = ["read_folder", "read_shards", "write_folder"]
 
-_METADATA = ".metadata"
+_INDEX = ".metadata"
+_LIGHTNING = "meta.pt"  # what Lightning saves beside the shards
+_MODULES = ("torch", "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_CLASSES = [
+    "Size",
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "MetadataIndex",
+    "StorageMeta",
+    "_StorageInfo",
+    "_MEM_FORMAT_ENCODING",
+]
+"""What an index consists of, and torch's dtypes."""
 
 
-class ShardPlanner(DefaultSavePlanner):
-    """Plan of what one rank writes, its own shards and on rank 0 all other values, which share memory with the states.
-
-    A planner holds no DTensors, so that another process can write.
-    """
-
-    def __init__(self, states: Mapping[str, Any], rank: int) -> None:
-        super().__init__()
-        self.set_up_planner(dict(states), is_coordinator=rank == 0)
-        own = {key: each.to_local() if isinstance(each, DTensor) else each for key, each in self.state_dict.items()}
-        if wrapped := [key for key, each in own.items() if is_wrapper(each)]:
-            why = "stored shards are parts of dense tensors, which another number of processes can divide otherwise"
-            what = f"{wrapped[0]} is of a tensor subclass"
-            raise ConfigError(what, why=why, fix="save(..., sharded=False) gathers it on rank 0")
-        plan = self.create_local_plan()
-        items = [each for each in plan.items if _is_written_here(self.state_dict[each.index.fqn], rank)]
-        self.plan, self.rank = dataclasses.replace(plan, items=items), rank
-        self._values = {each.index: super(ShardPlanner, self).resolve_data(each) for each in items}
-        self.state_dict = {}
+class _Writer(FileSystemWriter):
+    """Raises the system's error on a full disk, which torch.save hides."""
 
     @override
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        return self._values[write_item.index]
-
-    def checksums(self) -> dict[str, str]:
-        """Return the checksum of each value."""
-        tensors = {key: value for key, value in self._values.items() if isinstance(value, torch.Tensor)}
-        return {_key(key): checksum_of(value) for key, value in tensors.items()}
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as exc:
+            raise files.cause_of(exc) from None
 
 
-def _is_written_here(value: Any, rank: int) -> bool:
-    """Return whether this rank writes the value: a replicated shard is written only by the first rank that holds it."""
-    if not isinstance(value, DTensor):
-        return rank == 0
-    coordinate = value.device_mesh.get_coordinate()
-    if coordinate is None or not value.to_local().numel():
-        return False
-    return all(at == 0 for at, each in zip(coordinate, value.placements, strict=True) if each.is_replicate())
+def write_folder(path: Path, name: str, content: dict[str, Any], group: Any, rank: int) -> None:
+    """Write a sharded checkpoint, on all ranks of `group`, or on this one alone if it is None.
 
-
-def write_shards(folder: Path, planner: ShardPlanner) -> dict[str, Any]:
-    """Write and fsync the file of one rank; return what rank 0 needs to complete the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    results: Any = []
-    if planner.plan.items:
-        writer = FileSystemWriter(folder)
-        # The writer names a file after the position of its plan in the list of all ranks' plans.
-        plan = writer.prepare_global_plan([SavePlan([])] * planner.rank + [planner.plan])[-1]
-        results = writer.write_data(plan, planner).value()
-    host = socket.gethostname()
-    return {"plan": planner.plan, "results": results, "checksums": planner.checksums(), "host": host}
-
-
-def complete_folder(
-    folder: Path, write: Callable[[], Any], main: tuple[Any, Any], rendezvous: Rendezvous, *, is_collective: bool
-) -> None:
-    """Write this rank's shards without collectives; rank 0 then waits for the other ranks and completes the checkpoint.
-
-    `write` calls `write_shards` or waits for its result; `main` are the states, with placeholders, and the record of
-    the main file; `is_collective` tells whether all ranks write.
+    Args:
+        path: the folder of the checkpoint.
+        name: of the new folder of shards in it.
+        content: the states and the record, as for a file.
+        group: not used by any other thread meanwhile.
+        rank: of this process.
     """
-    path = folder.parent
-    written: Any = None
-    failure: ParallelizeError | None = None
+    folder, record = path / name, content.pop(files.RECORD)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
-        written = write()
-    except (OSError, RuntimeError, ParallelizeError) as exc:
-        reason = str(exc).partition("\n")[0]
-        written, failure = f"rank {rendezvous.rank} on {socket.gethostname()}: {reason}", write_error(path, reason)
-        failure.__cause__ = exc
-    if is_collective:
-        rendezvous.post(written, "result")
-    if rendezvous.rank != 0:
-        if failure is not None:
-            raise failure
-        return
-    try:
-        results = rendezvous.results() if is_collective else [written]
-        shards = _finish(folder, results)
-        write_file(path / MAIN_FILE, main[0], {**main[1], "shards": shards})
-    except BaseException:
-        # An exception, such as one for SIGTERM, may be raised after the new checkpoint is complete.
-        if not _is_referenced(folder):
+        save(content, storage_writer=_Writer(folder), planner=planner, process_group=group, no_dist=not group)
+        if rank == 0:
+            record["shards"] = {"folder": name, "index": _finished(folder)}
+    except BaseException as exc:
+        if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        raise
-    for each in path.glob(f"{SHARD_PREFIX}*"):  # shards of the previous checkpoint and of killed writers
-        if each != folder:
-            shutil.rmtree(each, ignore_errors=True)
+        if not isinstance(exc, CheckpointException):
+            raise
+        failures = [f"rank {rank}: {error}" for rank, (error, _) in exc.failures.items()]
+        raise files.write_error(path, "; ".join(failures)) from exc
+    if rank == 0:
+        keys = _keys(content)
+        main = map_leaves(lambda each: _placeholder(each.shape, each.dtype) if id(each) in keys else each, content)
+        files.write(path / files.MAIN_FILE, {**main, files.RECORD: record})
+        for each in path.glob(f"{files.SHARD_PREFIX}*"):  # of the previous checkpoint and of killed writers
+            if each != folder:
+                shutil.rmtree(each, ignore_errors=True)
 
 
-def _finish(folder: Path, results: list[Any]) -> dict[str, Any]:
-    """Write `.metadata` and return what the main file records: the files with their sizes, and all checksums."""
-    if failures := [each for each in results if isinstance(each, str)]:
-        raise write_error(folder.parent, "; ".join(failures))
-    for rank, each in enumerate(results):
-        if any(not (folder / result.storage_data.relative_path).is_file() for result in each["results"]):
-            raise ParallelizeError(
-                f"{folder.parent} has no shards of rank {rank}",
-                why=f"the rank wrote its shards on {each['host']}, but {socket.gethostname()} has no such file",
-                fix="save to a folder that all nodes share, or use sharded=False: rank 0 then writes one file",
-            )
-    try:
-        _, metadata = DefaultSavePlanner().create_global_plan([each["plan"] for each in results])
-        FileSystemWriter(folder).finish(metadata, [each["results"] for each in results])
-        fsync(folder)
-        fsync(folder.parent)
-        files = {each.name: each.stat().st_size for each in sorted(folder.iterdir())}
-    except OSError as exc:
-        raise write_error(folder.parent, str(exc)) from exc
-    checksums = {key: checksum for each in results for key, checksum in each["checksums"].items()}
-    return {"folder": folder.name, "files": files, "checksums": checksums, "index": _digest(folder)}
+def _placeholder(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _is_referenced(folder: Path) -> bool:
-    """Return whether the checkpoint may use this folder of shards."""
-    try:
-        return (folder.parent / MAIN_FILE).exists() and read_file(folder.parent).shards == folder
-    except ParallelizeError:
-        return True
+def _finished(folder: Path) -> bytes:
+    """Return the index of a folder that has the files of all ranks."""
+    files.fsync(folder)
+    content = (folder / _INDEX).read_bytes()
+    for each in _index(content).storage_data.values():
+        if not (folder / each.relative_path).is_file():
+            why = f"a rank has written {each.relative_path} elsewhere; share the folder, or use sharded=False"
+            raise files.write_error(folder.parent, why)
+    return content
 
 
-def keys_of(states: Mapping[str, Any]) -> dict[int, str]:
+def _keys(states: Named) -> dict[int, str]:
     """Return DCP's key of each tensor in nested states, by id; one in a tuple has no key."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(states))
-    return {id(value): key for key, value in planner.state_dict.items() if isinstance(value, torch.Tensor)}
+    flat, _ = flatten_state_dict(dict(states))
+    return {id(value): key for key, value in flat.items() if isinstance(value, torch.Tensor)}
 
 
-def main_states(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the main file: a meta tensor for each tensor with a key, and no memory of other tensors."""
-    keys = keys_of(states)
+def read_shards(checkpoint: files.Checkpoint, parts: Sequence[Any], dtensors: Mapping[int, Any]) -> list[Any]:
+    """Return nested parts of the states with stored tensors in place of the meta tensors.
 
-    def replace(value: Any) -> Any:
-        if id(value) in keys:
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
-        return value.clone() if isinstance(value, torch.Tensor) else value
+    No collective is used: each rank reads the stored shards that overlap its own.
 
-    replaced: dict[str, Any] = map_leaves(replace, dict(states))
-    return replaced
+    Args:
+        checkpoint: what `read_folder` has returned.
+        parts: of its states.
+        dtensors: by the id of a meta tensor, the DTensor whose shard of this rank takes its place.
+    """
+    keys, (folder, index) = _keys(checkpoint.states), checkpoint.shards
+    filled: dict[str, Any] = {}
 
+    def fill(leaf: Any) -> Any:
+        if id(leaf) not in keys:
+            return leaf
+        dtensor = dtensors.get(id(leaf))
+        like = leaf if dtensor is None else dtensor.shard.detach()
+        # On the CPU: a device may have no memory for a second copy of its shards.
+        return filled.setdefault(keys[id(leaf)], torch.empty_like(like, dtype=leaf.dtype, device="cpu"))
 
-def read_shards(folder: Path, targets: Mapping[str, torch.Tensor], shards: Mapping[str, Any] | None) -> None:
-    """Fill targets from the stored shards; of a DTensor, this rank's shard. `shards`: what the main file records."""
-    if shards is not None and _digest(folder) != shards["index"]:
-        raise ValueError(f"{folder.name}{os.sep}{_METADATA} does not match its checksum")
-    metadata = _read_metadata(folder)
+    parts = [map_leaves(fill, each) for each in parts]
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(targets), metadata)
-    stored: Mapping[Any, Any] = metadata.storage_data
-    in_order = [(stored[each.storage_index], each) for each in planner.create_local_plan().items]
-    for info, item in sorted(in_order, key=lambda each: (each[0].relative_path, each[0].offset)):
-        checksum = None if shards is None else shards["checksums"][_key(item.storage_index)]
-        values = _read_shard(folder, item.storage_index.fqn, info, checksum)
+    planner.set_up_planner(filled, index)
+    for item in planner.create_local_plan().items:
+        values = _item(folder, index.storage_data[item.storage_index])
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             values = values.narrow(dim, start, length)
         planner.resolve_tensor(item).detach().copy_(values)
+    return parts
 
 
-def _read_shard(folder: Path, key: str, info: Any, checksum: str | None) -> Any:
-    what = f"{folder.name}{os.sep}{info.relative_path} does not hold {key}"
-    try:
-        values = _read_item(folder, info)
-        is_intact = isinstance(values, torch.Tensor) and checksum in (None, checksum_of(values))
-    except Exception as exc:  # on random bytes torch.load may raise anything
-        raise ValueError(f"{what}: {exc}") from exc
-    if not is_intact:
-        raise ValueError(f"{what} as it was written")
-    return values
+def _item(folder: Path, info: Any) -> Any:
+    """Return a stored shard or value after verifying its checksum."""
+    with files.reading(folder / info.relative_path):
+        with (folder / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            content = io.BytesIO(file.read(info.length))
+        files.crcs(content)
+        content.seek(0)
+        return torch.load(content, map_location="cpu", weights_only=True)
 
 
-def _read_item(folder: Path, info: Any) -> Any:
-    with (folder / info.relative_path).open("rb") as file:
-        file.seek(info.offset)
-        return torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
-
-
-def states_in(folder: Path) -> dict[str, Any]:
-    """Return the states in a folder of another program, with meta tensors for the tensors."""
-    try:
-        metadata = _read_metadata(folder)
-        stored: Mapping[Any, Any] = metadata.storage_data
-        found: dict[str, Any] = {}
-        for key, each in metadata.state_dict_metadata.items():
-            if isinstance(each, TensorStorageMetadata):
-                value: Any = torch.empty(each.size, dtype=each.properties.dtype, device="meta")
+def read_folder(path: Path) -> files.Checkpoint:
+    """Read and verify the main file of a folder, or the index in a folder of another program."""
+    main = path / files.MAIN_FILE
+    with files.reading(main):
+        if main.exists():
+            checkpoint = files.read_file(main)
+            shards = checkpoint.record["shards"]
+            folder = path / _plain(shards["folder"])
+            return dataclasses.replace(checkpoint, shards=(folder, _index(shards["index"])))
+    with files.reading(path / _INDEX):
+        content = (path / _INDEX).read_bytes()
+        index, found = _index(content), {}
+        for key, each in index.state_dict_metadata.items():
+            if hasattr(each, "chunks"):
+                value = _placeholder(each.size, each.properties.dtype)
             else:
-                value = _read_item(folder, next(info for index, info in stored.items() if index.fqn == key))
-            _insert(found, (metadata.planner_data or {}).get(key, (key,)), value)
-    except (pickle.UnpicklingError, ValueError, OSError) as exc:
-        raise ConfigError(
-            f"cannot read {folder}",
-            why=str(exc).partition("\n")[0],
-            fix="load it with torch.distributed.checkpoint.load, if you trust its author",
-        ) from exc
-    return found
+                value = _item(path, next(info for at, info in index.storage_data.items() if at.fqn == key))
+            found[key] = value
+        states = unflatten_state_dict(found, index.planner_data or {key: (key,) for key in found})
+    if (path / _LIGHTNING).is_file():
+        states.update(files.read_file(path / _LIGHTNING).states)
+    return files.Checkpoint(states, {}, files.crc(content), (path, index))
 
 
-def _insert(nested: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Set a value in nested dictionaries and lists; DCP's paths are in their order."""
-    for key, following in zip(path, (*path[1:], None), strict=True):
-        if isinstance(nested, list) and key == len(nested):
-            nested.append(None)
-        is_known = nested[key] is not None if isinstance(nested, list) else key in nested
-        if following is None:
-            nested[key] = value
-        elif not is_known:
-            nested[key] = [] if key == "param_groups" else {}
-        nested = nested[key]
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler that calls nothing but DCP's dataclasses and torch's dtypes and sizes."""
+class _IndexUnpickler(pickle.Unpickler):
+    """Calls nothing but DCP's dataclasses and torch's sizes."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
@@ -264,49 +195,27 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "pathlib":
             return PurePath  # of the folder when it was written
         if (module, name) == ("builtins", "getattr"):
-            return _enum_member  # of torch's memory formats, as some releases of Python pickle them
-        dcp = "torch.distributed.checkpoint."
-        is_known = module in ("torch", f"{dcp}metadata", f"{dcp}filesystem") and "." not in name
-        found: Any = super().find_class(module, name) if is_known else None
-        is_dataclass = isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module
-        is_enum = module.endswith(".metadata") and name.endswith("ENCODING")
-        if is_dataclass or is_enum or found is torch.Size or isinstance(found, torch.dtype):
+            return operator.getitem  # of torch's memory formats, an enum, as some releases of Python pickle them
+        found: Any = super().find_class(module, name) if module in _MODULES and "." not in name else None
+        if name in _CLASSES or isinstance(found, torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"its index holds {module}.{name}, which is not a safe type")
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
-def _enum_member(kind: Any, name: str) -> enum.Enum:
-    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-        raise pickle.UnpicklingError(f"its index reads {name} of an object that is not an enumeration")
-    return kind[name]
-
-
-def _read_metadata(folder: Path) -> Metadata:
-    with (folder / _METADATA).open("rb") as file:
-        try:
-            metadata: Any = _MetadataUnpickler(file).load()
-            _check(metadata)
-        except (OSError, pickle.UnpicklingError):
-            raise
-        except Exception as exc:  # on random bytes anything may be raised
-            raise ValueError(f"its index {_METADATA} is damaged: {exc}") from exc
-    return metadata  # type: ignore[no-any-return]  # a Metadata: it has been checked
-
-
-def _check(metadata: Metadata) -> None:
-    """Raise if a file lies elsewhere, or stored shards do not make up a tensor, whose rest would be uninitialized."""
-    stored: Mapping[Any, Any] = metadata.storage_data
-    for each in stored.values():
-        if type(each.relative_path) is not str or Path(each.relative_path).name != each.relative_path:
-            raise ValueError(f"{each.relative_path!r} is not a plain file name")
-    for key, each in metadata.state_dict_metadata.items():
-        if isinstance(each, TensorStorageMetadata) and sum(at.sizes.numel() for at in each.chunks) != each.size.numel():
+def _index(content: bytes) -> Any:
+    """Return an index whose files lie in its folder, and whose shards make up each tensor."""
+    index = _IndexUnpickler(io.BytesIO(content)).load()
+    for each in index.storage_data.values():
+        _plain(each.relative_path)
+    for key, each in index.state_dict_metadata.items():
+        # Else the rest of the tensor would be uninitialized.
+        if hasattr(each, "chunks") and sum(at.sizes.numel() for at in each.chunks) != each.size.numel():
             raise ValueError(f"its shards do not cover all of {key}")
+    return index
 
 
-def _key(index: Any) -> str:
-    return f"{index.fqn} {tuple(index.offset or ())}"
-
-
-def _digest(folder: Path) -> str:
-    return hashlib.blake2b((folder / _METADATA).read_bytes(), digest_size=16).hexdigest()
+def _plain(name: Any) -> Any:
+    """Return the name of a file or folder after checking that it is no path."""
+    if type(name) is not str or Path(name).name != name:
+        raise ValueError(f"{name!r} is not a plain file or folder name")
+    return name

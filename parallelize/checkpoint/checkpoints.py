@@ -1,0 +1,278 @@
+"""checkpoints(): save a run periodically, rotate old checkpoints, and resume from the newest one.
+
+    enter     load the newest readable checkpoint, if one exists
+    step()    save if one is due; remove the oldest beyond `keep`
+    exit      save once more, except after an exception: the block may have stopped in the middle of a step
+
+In the background a thread writes a copy, which torch's stager makes in memory that it keeps, pinned if there is CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from parallelize.checkpoint.files import remove, write_error
+from parallelize.checkpoint.load import load_into
+from parallelize.checkpoint.save import agree, gather, prepare_save, rank
+from parallelize.checkpoint.states import (
+    VALUE,
+    Named,
+    handler_for,
+    is_sharded,
+    states_of,
+    to_safe_types,
+)
+from parallelize.config.options import DURATION_UNITS_S, duration
+from parallelize.errors import ConfigError, ParallelizeError
+
+__all__ = ["Checkpoints", "checkpoints"]
+
+_NAME = re.compile(r"step-(\d{9,})(\.pt)?")
+_PROGRESS = "_checkpoints"  # name of the entry with the number of steps and the values passed to `step`
+_log = logging.getLogger("parallelize")
+
+
+class _Schedule:
+    """Every number of steps, or every duration by rank 0's clock; with the same result on all ranks.
+
+    Ranks ask for rank 0's clock after each step, and later whenever the steps since the last save are 5 % more.
+    """
+
+    def __init__(self, every: Any) -> None:
+        period = every if isinstance(every, timedelta) else duration(every)
+        self._steps = every if type(every) is int else 0
+        self._period_s = 0.0 if period is None else period.total_seconds()
+        if self._steps <= 0 and self._period_s <= 0:
+            raise ConfigError(
+                f"every={every!r}",
+                why="it is neither a number of steps nor a duration",
+                fix=f"use every=1000 for steps, or every='10min' with one of the units {', '.join(DURATION_UNITS_S)}",
+            )
+        self._passed, self._next, self._saved_s = 0, 1, time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after this step, from 1."""
+        if self._steps:
+            return step % self._steps == 0
+        self._passed += 1
+        if self._passed < self._next:
+            return False
+        now_s = time.monotonic()
+        is_due = bool(gather(now_s - self._saved_s >= self._period_s)[0])
+        if is_due:
+            self._passed, self._saved_s = 0, now_s
+        self._next = self._passed + max(1, self._passed // 20)
+        return is_due
+
+
+class Checkpoints:
+    """The checkpoints of one run, as yielded by `checkpoints`.
+
+    Attributes:
+        steps: number of `step` calls, including those before the run was resumed.
+        values: the latest values passed to `step`, by name.
+    """
+
+    steps: int = 0
+    _jobs: ClassVar[list[Future[None]]] = []  # of the latest block that saved: one at a time, as for all ranks
+
+    def __init__(self, folder: Path, objects: Named, schedule: _Schedule, keep: int) -> None:
+        self._objects, self._keep, self._schedule = objects, keep, schedule
+        # The program may change its working directory; all files stay in this folder.
+        self._folder, self._call = folder.absolute(), f"checkpoints({str(folder)!r})"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parallelize-checkpoint")
+        self._job: Future[None] | None = None
+        self._sharded = self._in_background = False
+        self.values: dict[str, Any] = {}
+
+    def step(self, **values: Any) -> None:
+        """Count a step and save if a checkpoint is due. Call it on every rank, after `optimizer.step()`.
+
+        Args:
+            **values: plain values to save too, such as best=best; after a resume they are in the attribute
+                `values`.
+
+        Raises:
+            ConfigError: a value could only be loaded by running code from the file.
+            ParallelizeError: the last save in the background has failed.
+            SyncError: ranks do not save after the same step.
+        """
+        if self._job is not None and self._job.done():
+            self.wait()
+        self.steps += 1
+        self.values.update({name: to_safe_types(each, name) for name, each in values.items()})
+        if self._schedule.is_due(self.steps):
+            self.save()
+
+    def save(self) -> None:
+        """Save now, on every rank, and remove the oldest checkpoints beyond `keep`.
+
+        A checkpoint with the same number of steps is replaced: state may have changed without a step.
+        """
+        path = self._folder / f"step-{self.steps:09d}{'' if self._sharded else '.pt'}"
+        objects = {**self._objects, _PROGRESS: {"steps": self.steps, "values": self.values}}
+        agree(self._call, self.wait)  # if the previous save has failed on a rank, all ranks raise
+        stage = self._stager.stage if self._in_background else None
+        found: list[Any] = []
+        agree(
+            self._call,
+            lambda: found.append(prepare_save(self._call, path, objects, sharded=self._sharded, stage=stage)),
+        )
+        if not self._in_background:
+            agree(self._call, lambda: self._complete(path, *found))
+            return
+        wait(Checkpoints._jobs)
+        self._job = self._thread.submit(self._complete, path, *found)
+        Checkpoints._jobs = [self._job]
+
+    def wait(self) -> None:
+        """Wait until the background save is on disk, or raise its ParallelizeError."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
+
+    @functools.cached_property
+    def _stager(self) -> Any:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # takes a second
+
+        has_gpu = torch.cuda.is_available()
+        return DefaultStager(
+            StagingOptions(
+                use_pinned_memory=has_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=has_gpu,
+            )
+        )
+
+    def _complete(self, path: Path, write: Callable[[], None]) -> None:
+        write()
+        if rank() == 0:
+            remove(path.with_suffix("" if path.suffix else ".pt"))  # of another backend, of the same step
+            # Newer files were skipped as damaged when the run resumed: they do not count and are not removed.
+            for each in [each for each in self._files() if _steps(each) <= _steps(path)][self._keep :]:
+                remove(each)
+
+    def _files(self) -> list[Path]:
+        """Return the checkpoints, the newest first."""
+        found = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted((each for each in found if _NAME.fullmatch(each.name)), key=_steps, reverse=True)
+
+    def _resume(self) -> None:
+        """Remove what killed runs have left, and load the newest checkpoint that is not damaged."""
+        for name in agree(self._call, self._clean)[0]:
+            path = self._folder / name
+            try:
+                progress = load_into(path, self._objects, call=self._call).get(_PROGRESS)
+            except ParallelizeError as exc:
+                if "is damaged" not in str(exc):  # in the message on every rank
+                    raise
+                _log.warning("skipped checkpoint: %s", str(exc).replace("\n", ";"))
+                continue
+            if progress is None:
+                what, why = f"{path} is not of checkpoints()", "another call or program wrote it"
+                raise ConfigError(what, why=why, fix="use another folder; load() reads this file")
+            self.steps, self.values = progress["steps"], dict(progress["values"])
+            _log.info("resuming from %s, after %d steps", path, self.steps)
+            return
+
+    def _clean(self) -> list[str]:
+        """Remove temporary files and incomplete checkpoints; return the names of the others, the newest first."""
+        try:
+            for each in [*self._folder.glob(".step-*.tmp"), *self._files()] if rank() == 0 else ():
+                is_incomplete = each.is_dir() and {part.name[:6] for part in each.iterdir()} <= {"parts-", ".check"}
+                if is_incomplete or each.suffix == ".tmp":
+                    remove(each)
+            return [each.name for each in self._files()]
+        except OSError as exc:
+            raise write_error(self._folder, exc) from exc
+
+
+@contextlib.contextmanager
+def checkpoints(
+    folder: str | os.PathLike[str],
+    /,
+    *,
+    every: int | str | timedelta = "10min",
+    keep: int = 3,
+    in_background: bool = True,
+    sharded: bool | None = None,
+    **objects: Any,
+) -> Iterator[Checkpoints]:
+    """Save a run periodically, and resume it from the newest checkpoint when it is started again.
+
+        with parallel_model(model), checkpoints("runs/a", model=model, optimizer=optimizer, loader=loader) as saved:
+            for epoch in range(loader.epoch, epochs):
+                for x, y in loader:
+                    ...
+                    optimizer.step()
+                    saved.step()
+
+    A run that is killed at any point and restarted with the same number of processes ends with bitwise the
+    same weights as an uninterrupted run, if the computation itself is deterministic.
+    `@distributed(max_restarts=3)` restarts it automatically. In the rest of the interrupted epoch, random
+    numbers that a dataset draws in DataLoader workers, or under `seed=`, differ.
+
+    Enter the block on every rank, inside the `parallel_model` block. After a resume, `loader.epoch` is the
+    number of the interrupted epoch, and the loader yields the remaining batches of that epoch.
+
+    Args:
+        folder: folder for this run alone; with several nodes, one that all of them share. A relative path is
+            resolved when the block is entered.
+        every: a number of steps, or a duration by rank 0's clock, such as "10min" or a timedelta.
+        keep: how many checkpoints to keep.
+        in_background: whether a thread writes, from a copy in memory, while training continues. A saving
+            step is delayed only by the copy: of the full state on rank 0, or of its shards on each rank. A
+            write error is raised at the next step. The last save, at the end of the block, is not in the
+            background.
+        sharded: whether each checkpoint is a folder with one file per rank, as for `save`; None: only under
+            fsdp.
+        **objects: as for `save`, but not plain values: pass those to `step`.
+
+    Yields:
+        The `Checkpoints` of the run; call its `step` after each optimizer step.
+
+    Raises:
+        ConfigError: an option is invalid, or the checkpoints were saved from objects constructed
+            differently.
+        SyncError: ranks do not save after the same step.
+    """
+    if type(keep) is not int or keep < 1:
+        raise ConfigError(f"keep={keep!r}", why="resuming needs at least one checkpoint", fix="use keep=3")
+    if not objects:
+        raise ConfigError(f"checkpoints({str(folder)!r})", why="there is nothing to save", fix="pass model=model")
+    for name, obj in objects.items():
+        if handler_for(obj).kind == VALUE:
+            raise ConfigError(
+                f"checkpoints({name}={obj!r:.80})",
+                why="it has no state_dict() and load_state_dict(), which restore an object",
+                fix=f"pass plain values to step({name}=...); a resumed run finds them in `values`",
+            )
+    states_of({name: obj for name, obj in objects.items() if not is_sharded(obj)})  # refuses unsafe types now
+    saved = Checkpoints(Path(folder), objects, _Schedule(every), keep)
+    saved._sharded = any(map(is_sharded, objects.values())) if sharded is None else sharded
+    saved._in_background = in_background
+    try:
+        saved._resume()
+        yield saved
+        saved._in_background = False
+        saved.save()
+    finally:
+        with saved._thread:  # waits for the last job
+            saved.wait()
+
+
+def _steps(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
