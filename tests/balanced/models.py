@@ -7,7 +7,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallelize import parallel_model
-from parallelize.backends.balanced.plan import Plan, signature
+from parallelize.backends.balanced.plan import Plan
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.runtime.containers import leaves
 
@@ -139,22 +139,6 @@ class Experts(nn.Module):
         return self.outer(x + y)
 
 
-class EarlyExit(nn.Module):
-    """The number of layers depends on the micro-batch's values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-            if x.mean() > 0:
-                break
-        return self.head(x)
-
-
 class Reused(nn.Module):
     """One layer called several times, and a parameter of the model itself."""
 
@@ -167,52 +151,6 @@ class Reused(nn.Module):
         for _ in range(4):
             x = torch.tanh(self.layer(x)) * self.gain
         return self.head(x)
-
-
-@dataclass
-class Towers:
-    """Inputs of a model, as a dataclass."""
-
-    left: Tensor
-    right: Tensor
-    names: list[str] = field(default_factory=list)
-
-
-class TwoTowers(nn.Module):
-    """A dataclass in, a dictionary with None and constants out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.head = nn.Linear(8, 8), nn.Linear(4, 8), nn.Linear(16, 3)
-
-    def forward(self, towers: Towers, *, scale: float = 1.0, mask: Tensor | None = None) -> dict[str, Any]:
-        left = self.left(towers.left) * scale
-        z = torch.cat([left if mask is None else left * mask, self.right(towers.right)], -1)
-        return {"logits": self.head(torch.relu(z)), "z": z, "nothing": None, "scale": scale}
-
-
-class Doubled(torch.autograd.Function):
-    """An autograd function, which no function mode intercepts."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        return gradient * b, gradient * a
-
-
-class CustomFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.a(x))
-        return self.c(Doubled.apply(self.b(h), h))
 
 
 class Triple(nn.Module):
@@ -272,15 +210,6 @@ def _transformer() -> nn.Module:
         return nn.Transformer(WIDTH, 2, 1, 2, 32, dropout=0.0)
 
 
-def _encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-
-
-def _towers(n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (Towers(torch.randn(n, 8), torch.randn(n, 4), ["a", "b"]),), {"mask": torch.ones(n, 8), "scale": 0.5}
-
-
 def images(n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (torch.randn(n, 3, 16, 16),), {}
 
@@ -299,16 +228,12 @@ CASES: dict[str, Case] = {
     "unet": Case(UNet, images),
     "gpt, tied": Case(Gpt, tokens),
     "gpt, loss inside": Case(Gpt, lambda n: ((torch.randint(11, (n, 8)),), {"targets": torch.randint(11, (n, 8))})),
-    "transformer encoder": Case(_encoder, lambda n: ((torch.randn(n, 6, WIDTH),), {})),
     "transformer, sequence first": Case(
         _transformer, lambda n: ((torch.randn(7, n, WIDTH), torch.randn(5, n, WIDTH)), {}), batch_dim=1
     ),
     "lstm": Case(Lstm, tokens),
     "experts": Case(Experts, rows),
-    "early exit": Case(EarlyExit, rows, is_exact=False),
     "reused layer": Case(Reused, rows),
-    "two towers": Case(TwoTowers, _towers),
-    "custom function": Case(CustomFunction, rows),
     "in place": Case(InPlace, rows),
 }
 
@@ -324,7 +249,7 @@ def batch_of(case: Case, samples: int = 8, *, seed: int = 1) -> tuple[tuple[Any,
 
 
 def call_order(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """Return the names of the submodules without submodules, in the order in which forward calls them."""
+    """Return the submodules without submodules, in the order in which forward calls them, also again."""
     called: list[str] = []
     handles = [
         module.register_forward_pre_hook(lambda _m, _a, name=name: called.append(name))  # type: ignore[misc]  # a default binds the name
@@ -351,13 +276,12 @@ def plan_for(
     **more: Any,
 ) -> Plan:
     """Build a plan with the same number of submodules in every stage, without profiling."""
-    events = call_order(model, *inputs)
-    bounds = tuple(len(events) * stage // stages for stage in range(stages + 1))
+    units = tuple(dict.fromkeys(call_order(model, *inputs)))
+    bounds = tuple(len(units) * stage // stages for stage in range(stages + 1))
     values: dict[str, Any] = {
         "model": type(model).__name__,
-        "signature": signature(model),
         "samples": 8,
-        "events": tuple(events),
+        "units": units,
         "bounds": bounds,
         "devices": (device,) * stages,
         "microbatches": microbatches,

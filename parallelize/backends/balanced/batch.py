@@ -1,51 +1,50 @@
-"""Batch: the inputs of a model, which can be split into micro-batches.
+"""Batch: the inputs of a model, split into micro-batches, and the outputs of micro-batches, joined again.
 
-A tensor anywhere in the arguments is split along `batch_dim` (a 1-D tensor along its only dimension) if that dimension
-is as long as the batch, in this and in every earlier batch. All other values are passed to every micro-batch.
+inputs    a tensor anywhere in the arguments is split along `batch_dim` (a 1-D tensor along its only dimension), if this
+          is as long as the batch, in this and in every earlier batch; other values go to every micro-batch
+outputs   tensors that have the batch dimension are concatenated; 0-dim losses that forward computes are averaged by the
+          numbers of their targets, or added if they are sums; a value that is equal in all micro-batches is taken once
 
-Objects such as caches, neither tensors nor plain values, cannot be split, and micro-batches that shared one would see
-what others have left in it: batches with such an opaque object are not split.
+All else, such as caches and sparse tensors, has no parts: such a batch runs whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import dataclasses
+import functools
+import itertools
 import types
-import warnings
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.autograd.graph import get_gradient_edge
 
-from parallelize.backends.balanced.refusals import CannotSplitError
 from parallelize.errors import ConfigError
-from parallelize.runtime.containers import map_leaves
+from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.runtime.loss_counts import attach_count, join_weights
+from parallelize.torch_patches.private import replace_attribute
 
-__all__ = ["Batch", "Split", "Switches", "copy_inputs", "named_leaves", "opaque_inputs", "rebuild"]
+__all__ = ["Batch", "RunsWhole", "copy_inputs", "difference", "joined_dims", "joined_outputs", "seeing_joined_outputs"]
 
-_PLAIN_TYPES = (
-    *(bool, int, float, complex, str, bytes, type(None), Enum, type),
-    *(torch.Tensor, torch.dtype, torch.device, torch.Generator, torch.Size, nn.Module),
-    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
-)
+_PLAIN = (Enum, type, nn.Module, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+"""Types of objects with attributes that no forward changes."""
+_PARTS = "parallelize: parts of a joined output"
+_ROUNDING, _ROUNDING_OF_HALF = 1e-3, 5e-2  # of outputs, relative to the largest value
+
+Dims = Sequence[int | None]
+"""For each leaf of an output: the dimension in which it is joined; None: it is 0-dim, no tensor, or equal in all."""
 
 
-_MAX_NUMBERS, _MAX_TEXTS = 4, 8  # of each argument
+class RunsWhole(ConfigError):  # noqa: N818  # a reason, not a failure
+    """The reason why micro-batches do not compute what the batch does: it is not split."""
 
-
-@dataclass(frozen=True)
-class Split:
-    """A batch in micro-batches."""
-
-    inputs: list[Any]  # (args, kwargs) of each
-    sizes: tuple[int, ...]  # samples of each
-    bounds: list[torch.Tensor]  # views in place of inputs that require grad; a backward of the micro-batches ends there
+    def __init__(self, what: str, *, why: str, fix: str) -> None:
+        never = "use BalancedBackend(microbatches=1), which splits no batch, or backend='ddp'"
+        super().__init__(what, why=why, fix=f"{fix}; or {never}")
 
 
 class Batch:
@@ -53,173 +52,216 @@ class Batch:
 
     Args:
         dim: batch dimension; None: nothing is split, as if all of it were one sample.
-        whole_inputs: names of tensors that are not split, even if they are as long as this batch.
 
     Attributes:
         size: number of samples: the length of the batch dimension in the first tensor that has one.
-        not_per_sample: names of tensors of another length, and those in `whole_inputs`.
-        split_dims: the dimension along which each split input is split, by the input's name.
+        whole: positions of tensors that have another length, which no later batch like this one splits, either.
+        kind: what is equal for batches with the same arguments: their names and types, and the values of Booleans.
 
     Raises:
-        CannotSplitError: no tensor has the batch dimension, or an argument is packed or nested.
+        RunsWhole: no tensor has the batch dimension, or a value has no parts.
     """
 
-    def __init__(self, inputs: Any, *, dim: int | None, whole_inputs: Collection[str] = ()) -> None:
-        self.inputs, named = inputs, list(named_leaves(inputs))
-        self.size = 1 if dim is None else _size([leaf for _, leaf in named], dim)
-        self.not_per_sample, self.split_dims = {*whole_inputs}, dict[str, int]()
-        self._leaves: list[tuple[Any, int | None]] = []
-        for name, leaf in named:
-            axis = None if dim is None else _axis(leaf, dim)
-            length = self.size if axis is None else leaf.shape[axis]
-            if length not in {1, self.size}:  # of length 1, it may be broadcast in this batch, and per sample in others
-                self.not_per_sample.add(name)
-            if axis is None or length != self.size or name in whole_inputs:
-                self._leaves.append((leaf, None))
-            else:
-                self._leaves.append((leaf, axis))
-                self.split_dims[name] = axis
-
-    def first(self, samples: int) -> Any:
-        """Return the inputs for the first samples."""
-        return rebuild(self.inputs, [_part(leaf, axis, 0, min(samples, self.size)) for leaf, axis in self._leaves])
-
-    def split(self, microbatches: int, *, is_bounded: bool = False) -> Split:
-        """Split the batch; `is_bounded`: replace inputs that require grad by views."""
-        count = max(1, min(microbatches, self.size))
-        sizes = tuple(self.size // count + (index < self.size % count) for index in range(count))
-        found = [
-            (leaf.view_as(leaf) if is_bounded and isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf, axis)
-            for leaf, axis in self._leaves
-        ]
-        parts = [
-            [_part(leaf, axis if count > 1 else None, sum(sizes[:index]), size) for leaf, axis in found]
-            for index, size in enumerate(sizes)
-        ]
-        bounds = [new for (new, _), (leaf, _) in zip(found, self._leaves, strict=True) if new is not leaf]
-        return Split([rebuild(self.inputs, part) for part in parts], sizes, bounds)
-
-
-class Switches:
-    """Values of arguments that may switch the path of a forward: Booleans, and the first values of a number or text.
-
-    A number such as a step counter has ever new values: those after the first ones are taken for one value. So are
-    texts, with a warning, since one that switches the path may be among them.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, bool], set[Any]] = {}
-
-    def key(self, inputs: Any) -> Any:
-        """Return the names of the inputs, Booleans, and the values of arguments that are text or numbers."""
-        args, kwargs = inputs
-        given = {**{str(index): each for index, each in enumerate(args)}, **kwargs}  # not those of a list, per sample
-        names = ((name, leaf if isinstance(leaf, bool) else None) for name, leaf in named_leaves(inputs))
-        return (*names, *((name, self._value(name, each)) for name, each in given.items()))
-
-    def _value(self, name: str, value: Any) -> Any:
-        is_text = isinstance(value, str)
-        if not is_text and type(value) not in {int, float}:
-            return None
-        seen = self._seen.setdefault((name, is_text), set())
-        if len(seen) < (_MAX_TEXTS if is_text else _MAX_NUMBERS):
-            seen.add(value)
-        elif is_text and value not in seen and None not in seen:
-            seen.add(None)  # the warning is given once
-            warnings.warn(
-                f"argument {name} of the model has had {_MAX_TEXTS} different texts: under backend='balanced' others "
-                "are validated once, and taken for one value from then on. If a text switches what forward does, pass "
-                "those that do in the first batches, or use a Boolean.",
-                stacklevel=2,
+    def __init__(self, inputs: Any, *, dim: int | None) -> None:
+        self.inputs, flat = inputs, leaves(inputs)
+        self._leaves = [(leaf, None if dim is None else _axis(leaf, dim)) for leaf in flat]
+        lengths = [leaf.shape[axis] for leaf, axis in self._leaves if axis is not None and axis == dim]
+        if dim is not None and not lengths:
+            raise RunsWhole(
+                f"no argument of the model has a dimension {dim}",
+                why="batches are split along their batch dimension",
+                fix="pass tensors, alone or in containers; set their batch dimension: BalancedBackend(batch_dim=1)",
             )
-        return value if value in seen else None
+        self.size = lengths[0] if lengths else 1
+        # One of length 1 may be broadcast in this batch, and per sample in others.
+        pairs = enumerate(self._leaves)
+        self.whole = {i for i, (leaf, axis) in pairs if axis is not None and leaf.shape[axis] not in {1, self.size}}
+        values = (each if isinstance(each, bool) else type(each) for each in flat)
+        self.kind = len(inputs[0]), *inputs[1], *values
 
+    def first(self, samples: int, start: int = 0) -> Any:
+        """Return the inputs of some samples."""
+        parts = [
+            # A slice, unlike an output of torch.split, may be changed in place.
+            leaf
+            if axis is None or index in self.whole or leaf.shape[axis] != self.size
+            else leaf.narrow(axis, start, min(samples, self.size - start))
+            for index, (leaf, axis) in enumerate(self._leaves)
+        ]
+        return _rebuilt(self.inputs, parts)
 
-def opaque_inputs(inputs: Any) -> dict[str, Any]:
-    """Return the opaque inputs by name: sets, deques, and objects with attributes that are not plain values."""
-    return {name: leaf for name, leaf in named_leaves(inputs) if _is_opaque(leaf)}
+    def sizes(self, microbatches: int) -> list[int]:
+        """Return the numbers of samples of as many micro-batches."""
+        count = min(microbatches, self.size)
+        return [self.size // count + (index < self.size % count) for index in range(count)]
+
+    def split(self, microbatches: int) -> list[Any]:
+        """Return the inputs of each micro-batch."""
+        sizes = self.sizes(microbatches)
+        if len(sizes) == 1:
+            return [self.inputs]
+        return [self.first(size, sum(sizes[:index])) for index, size in enumerate(sizes)]
 
 
 def copy_inputs(inputs: Any) -> Any:
-    """Return copies of the inputs, without their graphs, so that planning does not modify the user's objects.
+    """Return copies of the inputs, without their graphs, so that a trial changes no object of the user's."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return leaf if isinstance(leaf, _PLAIN) else copy.deepcopy(leaf)  # a cache that forward fills
+
+    return map_leaves(copied, inputs)
+
+
+def joined_dims(whole: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Dims:
+    """Return in which dimensions the outputs of micro-batches, `rows`, are as long together as those of their batch.
 
     Raises:
-        ConfigError: an object cannot be copied, for example because it holds a tensor with an autograd graph.
+        RunsWhole: there is none for an output that differs between them.
     """
-    return rebuild(inputs, [_copied(name, leaf) for name, leaf in named_leaves(inputs)])
+    found: list[int | None] = []
+    for position, (value, *parts) in enumerate(itertools.zip_longest(whole, *rows)):
+        shapes = [_joined_shape(parts, dim) for dim in range(value.dim() if isinstance(value, torch.Tensor) else 0)]
+        found.append(shapes.index(value.shape) if shapes and value.shape in shapes else None)
+        if found[-1] is None and not _is_loss(value) and not all(_is_equal(value, part) for part in parts):
+            raise _unjoined(position, value, "micro-batches return others, and no dimension is as long as the batch")
+    return found
 
 
-def rebuild(like: Any, flat: Collection[Any]) -> Any:
-    """Return the nested containers of `like`, with the values of `flat` as leaves."""
-    values = iter(flat)
-    return map_leaves(lambda _: next(values), like)
+def joined_outputs(
+    outputs: Sequence[Any], dims: Dims, *, batch: Batch, sizes: Sequence[int], device: torch.device
+) -> Any:
+    """Return the output of the batch, on a device.
+
+    Args:
+        outputs: of each micro-batch.
+        dims: of `joined_dims`.
+        batch: whose micro-batches these are.
+        sizes: number of samples of each micro-batch.
+        device: of the result.
+
+    Raises:
+        RunsWhole: outputs of micro-batches cannot be joined.
+    """
+
+    def joined(position: int, dim: int | None, column: Sequence[Any]) -> Any:
+        first, why = column[0], "micro-batches return others"
+        if all(each is first for each in column):
+            return first
+        if _is_loss(first):
+            weights, count = join_weights(column, samples=sizes, inputs=batch.inputs)
+            if count.kind != "unknown" or all(_is_equal(first, each) for each in column):
+                return _sum(column, weights, count, device)
+            why = "the number of targets that it averages over is not known"
+        elif dim is None:
+            # Tensors have been compared by a spot check.
+            if getattr(first, "shape", ()) or all(_is_equal(first, each) for each in column):
+                return first.to(device) if isinstance(first, torch.Tensor) else first
+        elif _joined_shape(column, dim) is not None:
+            return _concatenated(column, dim, device)
+        raise _unjoined(position, first, why)
+
+    columns = itertools.zip_longest(dims, *map(leaves, outputs))
+    return _rebuilt(outputs[0], [joined(position, dim, column) for position, (dim, *column) in enumerate(columns)])
 
 
-def named_leaves(inputs: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, leaf) in the order of `leaves`; a name, such as `0.mask (2-D)`, is the same in every batch."""
-    for key, value in [*enumerate(inputs[0]), *inputs[1].items()]:
-        yield from _named(str(key), value)
+@contextlib.contextmanager
+def seeing_joined_outputs() -> Iterator[None]:
+    """Let torch.autograd.grad differentiate with respect to joined outputs, as StyleGAN does: images by latents.
+
+    The images are computed from the latents of each micro-batch, not from the joined ones: gradients are joined, too.
+    """
+    original = torch.autograd.grad
+
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        nodes = [getattr(each, "grad_fn", None) for each in given]
+        parts = [node.metadata.get(_PARTS) if node is not None else None for node in nodes]
+        if not any(parts):
+            return original(outputs, inputs, *args, **kwargs)
+        of_each = [part or (None, [each]) for part, each in zip(parts, given, strict=True)]
+        found = iter(original(outputs, [each for _, edges in of_each for each in edges], *args, **kwargs))
+        gradients = [(dim, [next(found) for _ in edges]) for dim, edges in of_each]
+        return tuple(each[0] if dim is None or None in each else torch.cat(each, dim) for dim, each in gradients)
+
+    with replace_attribute(torch.autograd, "grad", grad):
+        yield
 
 
-def _named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.Tensor):
-        yield f"{name} ({value.dim()}-D)", value
-        return
-    inner: Iterable[tuple[Any, Any]]
-    if isinstance(value, Mapping):
-        inner = value.items()
-    elif isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "to")):
-        inner = enumerate(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inner = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
-    else:
-        yield name, value
-        return
-    for key, each in inner:
-        yield from _named(f"{name}.{key}", each)
+def difference(one: Any, other: Any) -> float:
+    """Return the largest difference of two outputs, relative to the largest value; 0 if it is rounding."""
+    if not isinstance(one, torch.Tensor) or not one.is_floating_point() or one.numel() == 0:
+        return 0.0
+    wide, narrow = (each.detach().double().cpu().nan_to_num() for each in (one, other))
+    relative = ((wide - narrow).abs().max() / wide.abs().max().clamp_min(1e-6)).item()
+    is_half = torch.is_autocast_enabled(one.device.type) or one.element_size() < 4
+    return relative if relative > (_ROUNDING_OF_HALF if is_half else _ROUNDING) else 0.0
 
 
-def _size(flat: list[Any], dim: int) -> int:
-    for leaf in flat:
-        if isinstance(leaf, PackedSequence) or (isinstance(leaf, torch.Tensor) and leaf.is_nested):
-            raise CannotSplitError(
-                f"an input of the model is a {'nested tensor' if isinstance(leaf, torch.Tensor) else 'PackedSequence'}",
-                why="it has no slices of samples",
-                fix="pass the padded tensor with its lengths, and pack or nest it in forward",
-            )
-    for leaf in flat:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
-            return leaf.shape[dim]
-    raise CannotSplitError(
-        f"no argument of the model has a dimension {dim}",
-        why="batches are split along their batch dimension",
-        fix="pass tensors, alone or in containers; set their batch dimension: BalancedBackend(batch_dim=1)",
+def _concatenated(column: Sequence[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
+    joined = torch.cat([each.to(device) for each in column], dim)
+    node: Any = joined.grad_fn
+    if node is not None and all(each.requires_grad for each in column):
+        node.metadata[_PARTS] = dim, [get_gradient_edge(each) for each in column]
+    return joined
+
+
+def _sum(losses: Sequence[torch.Tensor], weights: Sequence[Any], count: Any, device: torch.device) -> torch.Tensor:
+    pairs = list(zip(losses, weights, strict=True))
+    # A mean over no targets is nan.
+    pairs = [pair for pair in pairs if isinstance(pair[1], torch.Tensor) or pair[1] != 0.0] or pairs
+    joined: Any = sum(each.to(device) * torch.as_tensor(weight).to(device, each.dtype) for each, weight in pairs)
+    if joined.requires_grad:
+        attach_count(joined, count)
+    found: torch.Tensor = joined
+    return found
+
+
+def _unjoined(position: int, value: Any, why: str) -> RunsWhole:
+    kind = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    return RunsWhole(
+        f"output {position} of the model, {kind}, cannot be joined",
+        why=why,
+        fix="return tensors per sample, padded to one length, and losses that are means or sums of torch's; train a "
+        "Hugging Face language model with model.config.use_cache = False",
     )
 
 
 def _axis(leaf: Any, dim: int) -> int | None:
     """Return the batch dimension of a leaf: `dim`, or 0 for a 1-D tensor; None if the leaf has no such dimension."""
-    dims = leaf.dim() if isinstance(leaf, torch.Tensor) else 0
+    is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+    has_state = isinstance(leaf, (torch.Tensor, tuple, set)) or hasattr(leaf, "__dict__")
+    if has_state and not is_dense and not isinstance(leaf, _PLAIN):
+        raise RunsWhole(
+            f"an argument of the model is a {type(leaf).__name__} that is no dense tensor",
+            why="it has no slices of samples, and micro-batches would see what others have left in it",
+            fix="pass dense tensors, alone or in containers, and pack or convert them in forward",
+        )
+    dims = leaf.dim() if is_dense else 0
     return (0 if dims else None) if dims < 2 else dim if dims > dim else None
 
 
-def _part(leaf: Any, axis: int | None, start: int, length: int) -> Any:
-    # Slices, unlike the outputs of torch.split, may be changed in place.
-    return leaf if axis is None else leaf.narrow(axis, start, length)
+def _rebuilt(like: Any, flat: Sequence[Any]) -> Any:
+    values = iter(flat)
+    return map_leaves(lambda _: next(values), like)
 
 
-def _copied(name: str, leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-    try:
-        return copy.deepcopy(leaf) if _is_opaque(leaf) else leaf
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"argument {name} of the model, a {type(leaf).__name__}, cannot be copied",
-            why="the first batch runs several times while the pipeline is planned, which could change the object",
-            fix="pass a plan made from other batches, plan=; or run another batch first",
-        ) from error
+def _joined_shape(parts: Sequence[Any], dim: int) -> tuple[int, ...] | None:
+    """Return the shape of parts after concatenation along `dim`; None if they cannot be concatenated."""
+    shapes = [list(each.shape) if getattr(each, "ndim", 0) > dim else [] for each in parts]
+    length = sum(shape.pop(dim) for shape in shapes if shape)
+    return (*shapes[0][:dim], length, *shapes[0][dim:]) if all(each == shapes[0] for each in shapes) else None
 
 
-def _is_opaque(leaf: Any) -> bool:
-    return not isinstance(leaf, _PLAIN_TYPES) and (isinstance(leaf, (set, deque)) or hasattr(leaf, "__dict__"))
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
+    return type(one) is type(other) and not hasattr(one, "__dict__") and bool(one == other)
+
+
+def _is_loss(value: Any) -> bool:
+    """Return whether an output is a scalar that forward has computed."""
+    is_float = isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+    return is_float and not (value.requires_grad and value.is_leaf)

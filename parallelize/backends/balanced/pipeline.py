@@ -1,278 +1,252 @@
-"""Pipeline: runs a model by its plan, as a module that DistributedDataParallel can wrap."""
+"""Pipeline: runs batches of a model by its plan, in micro-batches, and checks on some of them that this is the same.
+
+One thread issues all micro-batches through the unmodified model, one after another, in one autograd graph. On
+accelerators the devices then work on different micro-batches; on the CPU nothing overlaps: it exists for tests.
+
+Spot checks: batches 1, 2, 4, 8, ... 64 and then every 64th of each kind (mode, method, arguments) run a few samples
+whole and in two micro-batches, in the same modes. Losses and outputs are compared; if forward draws random numbers or
+normalizes over the batch, in evaluation mode. A difference in the first check, or a forward that changes state, makes
+such batches run whole. A difference in a later one is a SyncError, since batches before it were split.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import types
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
-from parallelize.backends.balanced import refusals
-from parallelize.backends.balanced.backward import GraphEntries, connect, mark_joined
-from parallelize.backends.balanced.batch import Batch, Switches, copy_inputs, opaque_inputs, rebuild
-from parallelize.backends.balanced.batch_validation import BatchKind, BatchValidation
-from parallelize.backends.balanced.executor import Executor
-from parallelize.backends.balanced.microbatch_run import StagedModel, user_hooks
-from parallelize.backends.balanced.outputs import (
-    OutputBuffers,
-    Weights,
-    is_equal,
-    join_outputs,
-    output_form,
-    scalar_weights,
+from parallelize.backends.balanced.batch import (
+    Batch,
+    Dims,
+    RunsWhole,
+    copy_inputs,
+    difference,
+    joined_dims,
+    joined_outputs,
 )
-from parallelize.backends.balanced.plan import Plan, remember
-from parallelize.backends.balanced.side_effects import check_writes, write_counts
-from parallelize.backends.balanced.stage_threads import StageThreads, is_bound_to_thread, stages_on
-from parallelize.backends.balanced.units import border_units, unit_routes
-from parallelize.errors import ConfigError
+from parallelize.backends.balanced.microbatch import Staged
+from parallelize.backends.balanced.state import ModelState
+from parallelize.backends.balanced.transfer import to_device
+from parallelize.errors import ConfigError, SyncError
 from parallelize.plugins.base import Inner
 from parallelize.runtime.containers import leaves
-from parallelize.runtime.rng_state import RNGState
-from parallelize.torch_patches.backward import Order, subscribed
 
-__all__ = ["Pipeline"]
+__all__ = ["CHECKS", "Pipeline"]
 
-_log = logging.getLogger(__name__)
-
-
-def _code(hook: Any) -> Any:
-    """Return what is equal for hooks that a loop registers anew for each step."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return getattr(hook, "__code__", type(hook))
+_SAMPLES = 4  # of a spot check
+_EVERY = 64  # batches, at last
+CHECKS = f"batches 1, 2, 4, ... {_EVERY} and every {_EVERY}th run {_SAMPLES} samples whole, too: below 1 % of an epoch"
+_KEEPING_NOTHING = frozenset({"parallelize", "torch", "transformers"})
+"""Packages whose hooks keep nothing of what they see."""
 
 
-def _may_be_clamped(weights: Weights, sizes: Sequence[int]) -> bool:
-    """Return whether a sum of several samples is divided by 1 or less: the divisor may be `count.clamp(min=1)`."""
-    return any(
-        part * count.count <= 1.0
-        for parts, count in weights.values()
-        if count.kind == "mean" and count.loss == "Sum" and isinstance(count.count, float)
-        for part, size in zip(parts, sizes, strict=True)
-        if isinstance(part, float) and size > 1
-    )
+@dataclass
+class _Kind:
+    """What is known of batches that have the same mode, method and arguments."""
+
+    batches: int = 0
+    whole_inputs: set[int] = field(default_factory=set)
+    reason: RunsWhole | None = None  # why they run whole
+    # By the numbers of dimensions of an output's leaves: how these are joined.
+    dims: dict[Any, Dims] = field(default_factory=dict)
 
 
-class Pipeline(nn.Module):
-    """Runs each batch of a model through the stages of a plan; its hooks and threads end with `close`.
+@dataclass(kw_only=True, eq=False)
+class Pipeline:
+    """Runs each batch of a model through the stages of a plan.
 
     Args:
-        inner: holds the model, which is on the devices of its stages.
-        output_device: device of the inputs and of the outputs.
+        inner: holds the model.
+        staged: the model on the devices of its stages.
+        microbatches: most micro-batches of a batch.
+        batch_dim: batch dimension of the inputs.
+        device: that of the inputs and of the outputs.
     """
 
-    refusal: ConfigError | None = None  # why the latest kind of batch that is not split is not
-    restriction: ConfigError | None = None  # why the latest kind that only the first pipeline runs has no others
+    inner: Inner
+    staged: Staged
+    microbatches: int
+    batch_dim: int
+    device: torch.device
+    refusal: RunsWhole | None = None  # why the latest batch has run whole
+    _kinds: dict[Any, _Kind] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)  # the refusals of which the user was warned
 
-    def __init__(self, inner: Inner, plan: Plan, *, batch_dim: int, output_device: torch.device) -> None:
-        super().__init__()
-        self.inner = inner
-        self._plan = plan
-        self._batch_dim = batch_dim
-        self.kinds: dict[Any, BatchKind | None] = {}  # by `_key`; None: such batches are not split
-        self._switches = Switches()
-        self._moded = list(inner.model.modules())
-        self._cleanup = contextlib.ExitStack()
-        stages = stages_on([torch.device(device) for device in plan.devices])
-        calls = inner.model, plan.events, plan.bounds
-        self._staged = StagedModel(
-            inner.model,
-            stages,
-            unit_routes(*calls),
-            output_device=output_device,
-            borders=border_units(*calls),
-            pipelines=plan.pipelines,
-        )
-        self._cleanup.callback(self._staged.close)
-        units = [inner.model.get_submodule(name) for name in dict.fromkeys(plan.events)] if plan.recompute else []
-        self._threads = None
-        if {stage.device.type for stage in stages} == {"cpu"} and plan.microbatches > 1:
-            threads = contextlib.closing(StageThreads(stages, microbatches=plan.microbatches))
-            self._threads = self._cleanup.enter_context(threads)
-        self._executor = Executor(inner, self._staged, tuple(each for each in units if each not in self._staged.norms))
-        entries = GraphEntries(plan.explaining_out_of_memory)
-        self._cleanup.enter_context(subscribed(Order.BEGIN, entries.check))
-
-    def close(self) -> None:
-        """Remove the hooks, and end the threads."""
-        self._cleanup.close()
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for a batch."""
         # Mixed precision casts the weights once for all micro-batches: to the session, they are one forward.
-        whole = types.MethodType(lambda _model, *args, **kwargs: self._run((args, kwargs)), self.inner.model)
-        return self.inner.session.forward(whole, *args, **kwargs)
+        batch = types.MethodType(lambda _model, *args, **kwargs: self._run((args, kwargs)), self.inner.model)
+        return self.inner.session.forward(batch, *args, **kwargs)
 
     def _run(self, inputs: Any) -> Any:
-        if self._plan.microbatches == 1:
-            return self._executor.run_whole(inputs)
-        key, most = self._key(inputs), 1 if self._plan.recompute else self._plan.pipelines
-        while self.kinds.get(key, self) is not None:
-            known = self.kinds.get(key)
-            pipelines = most if known is None else min(most, known.pipelines)
-            try:
-                batch = self._batch(inputs)
-                if self._microbatches(batch) == 1:
-                    break
-                if key not in self.kinds:
-                    self.kinds[key] = self._validate(batch, pipelines)
-                kind = self.kinds[key]
-                if kind is not None:
-                    kind.pipelines = pipelines
-                    self._check_parameter_hooks(kind)
-                    return self._run_microbatches(batch, kind)
-            except refusals.CannotSplitError as error:
-                if pipelines > 1:
-                    most, self.restriction = 1, error
-                    _log.warning("batches like this one run in one pipeline: %s", str(error).splitlines()[0])
-                    continue
-                self.kinds[key], self.refusal = None, error
-                if torch.is_grad_enabled():
-                    warnings.warn(f"batches like this one are not split into micro-batches: {error}", stacklevel=2)
-        return self._executor.run_whole(inputs)
-
-    def _key(self, inputs: Any) -> Any:
-        """Return what distinguishes kinds of batches, see `batch_validation`."""
-        flags = [value for each in self._moded for value in vars(each).values() if type(value) in {bool, str}]
-        of_all = nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks
-        hooks = [*(hook for m in self._moded for hook in user_hooks(m)), *(each for h in of_all for each in h.values())]
-        # Not the hooks' ids: a loop may register the same function anew for each step.
-        codes, switches = tuple(map(_code, hooks)), self._switches.key(inputs)
-        return tuple(flags), codes, switches, torch.is_grad_enabled(), self.inner.method
-
-    def _check_parameter_hooks(self, kind: BatchKind) -> None:
-        """Raise CannotSplitError if a reentrant checkpoint would call hooks of parameters for each micro-batch."""
-        named = self.inner.model.named_parameters() if kind.is_reentrant else ()
-        hooked = [name for name, each in named if each._backward_hooks or each._post_accumulate_grad_hooks]
-        if hooked:
-            raise refusals.CannotSplitError(
-                f"parameters with hooks, {', '.join(hooked[:5])}, under torch.utils.checkpoint with use_reentrant=True",
-                why="a reentrant checkpoint calls them with the gradient of one micro-batch at a time",
-                fix="use checkpoint(..., use_reentrant=False)",
-            )
-
-    def _run_microbatches(self, batch: Batch, kind: BatchKind) -> Any:
-        threads = self._threads_for(kind)
-        is_bounded = threads is not None and torch.is_grad_enabled()
-        rng, writes = RNGState(self._staged.devices), write_counts(self._moded)
-        buffers = [(each, each.clone()) for each in map(self.inner.model.get_buffer, kind.buffers)]
-        split = batch.split(self._microbatches(batch), is_bounded=is_bounded)
-        # Forward-mode derivatives, and outputs on several devices, are concatenated.
-        known = {} if is_bound_to_thread() or kind.pipelines > 1 else kind.dims
-        joined = OutputBuffers(known, split.sizes, device=self._staged.output_device)
+        self.refusal, kind = None, _Kind()
+        # Now: a copy for each micro-batch would wait for the last stage of the one before.
+        inputs = to_device(inputs, self.staged.input_device)
         try:
-            outputs, moments = self._executor.run(
-                split, threads=threads, buffers=kind.buffers, pipelines=kind.pipelines, on_output=joined.copy
-            )
-            check_writes(self.inner.model, writes, known=kind.buffers)
-            kind.draws = kind.draws or (threads is not None and rng.has_changed())
-            rows = [list(leaves(output)) for output in outputs]
-            counts = [str(each) for each in sorted({len(row) for row in rows})]
-            if len(counts) > 1:
-                self._staged.norms.update(moments)
-                return refusals.UnjoinedOutput(f"micro-batches return {' and '.join(counts)} values", "they differ")
-            weights = scalar_weights(rows, split.sizes, inputs=batch.inputs, adds_unknown=self.inner.average == "sum")
-            form = output_form(rows[0], weights)
-            if form not in kind.dims or _may_be_clamped(weights, split.sizes):
-                found = self._validate(batch, kind.pipelines) or BatchKind()
-                kind.dims[form], kind.constants[form] = found.dims.get(form, {}), found.constants.get(form, {})
-        except refusals.CannotSplitError:  # the batch runs again, whole
-            rng.restore()
-            for buffer, value in buffers:
-                buffer.copy_(value)
-            raise
-        self._staged.norms.update(moments)
-        if threads is not None and is_bounded:
-            connect(rows, bounds=split.bounds, run=functools.partial(threads.run, is_backward=True))
-        joined.replace_stand_ins(rows, kind.dims[form])
-        values = join_outputs(rows, device=self._staged.output_device, dims=kind.dims[form], weights=weights)
-        for position, constant in kind.constants.get(form, {}).items():
-            if not isinstance(values[position], refusals.UnjoinedOutput) and not is_equal(values[position], constant):
-                what = f"output {position} of the model, {values[position]}"
-                why = f"in an earlier batch, micro-batches and the full batch had {constant}; it may be a count"
-                values[position] = refusals.UnjoinedOutput(what, why)
-        mark_joined(values)
-        return rebuild(outputs[0], values)
+            if self.microbatches > 1:
+                batch = Batch(inputs, dim=self.batch_dim)
+                modes = self.inner.method, self.inner.model.training, torch.is_grad_enabled()
+                kind = self._kinds.setdefault((*modes, *batch.kind), kind)
+                return self._run_split(batch, kind)
+        except RunsWhole as error:
+            self.refusal = error
+        with self.staged.batch():
+            output = to_device(self._outputs(Batch(inputs, dim=None), 1)[0], self.device)
+        kind.reason, text = self.refusal, str(self.refusal)  # only now: forward itself does not fail
+        if self.refusal is not None and torch.is_grad_enabled() and text not in self._told:
+            self._told.add(text)
+            warnings.warn(f"batches like this one are not split into micro-batches: {text}", stacklevel=2)
+        return output
 
-    def _threads_for(self, kind: BatchKind) -> StageThreads | None:
-        """Return the threads in which micro-batches run; None: they run in this one."""
-        if self._threads is None or kind.draws or kind.buffers or is_bound_to_thread():
-            return None
-        # A backward in threads computes no gradients of what torch.func.functional_call has put in place of parameters.
-        used = (parameter for each in self._moded for parameter in each._parameters.values())
-        return self._threads if all(each is None or each.is_leaf for each in used) else None
+    def _run_split(self, batch: Batch, kind: _Kind) -> Any:
+        batch.whole |= kind.whole_inputs
+        kind.whole_inputs, kind.batches = batch.whole, kind.batches + 1
+        if kind.reason is not None:
+            raise kind.reason
+        self._refuse_hooks()
+        number, norms = kind.batches, self.staged.norms
+        if number % _EVERY == 0 or (number < _EVERY and number & (number - 1) == 0):
+            self._check(batch, kind)
+        # Batch norm trains on two samples at least.
+        count = max(1, min(self.microbatches, batch.size // (1 + norms.is_training)))
+        with self.staged.batch(), self._refusing_writes():
+            outputs = self._outputs(batch, count)
+        form = _form(outputs[0])
+        if form not in kind.dims:
+            self._check(batch, kind)
+        dims = kind.dims.get(form, ())
+        return joined_outputs(outputs, dims, batch=batch, sizes=batch.sizes(count), device=self.device)
 
-    def _validate(self, batch: Batch, pipelines: int) -> BatchKind | None:
-        """Compare micro-batches with the full batch; return None if, without gradients, the batch is better not split.
+    def _outputs(self, batch: Batch, count: int) -> list[Any]:
+        call = self.inner.bind_method(self.inner.method, self.inner.model)
+        return [self.staged.run(call, inputs) for inputs in batch.split(count)]
+
+    def _check(self, batch: Batch, kind: _Kind, most: int = _SAMPLES) -> None:
+        """Compare some samples whole with their micro-batches, and learn how outputs are joined.
 
         Raises:
-            CannotSplitError: micro-batches do not compute what the full batch does.
+            RunsWhole: forward changes state or fails on a part of a batch, or outputs differ at the first time.
+            SyncError: outputs differ, and did not before.
         """
-        for name, each in opaque_inputs(batch.inputs).items():
-            raise refusals.CannotSplitError(
-                f"argument {name} of the model is a {type(each).__name__}",
-                why="it cannot be split, and micro-batches would see what others have left in it",
-                fix="pass tensors, alone or in containers",
-            )
+        is_first, state = not kind.dims, ModelState(self.inner.model, self.staged.devices)
+        samples = Batch(copy_inputs(batch.first(min(most, batch.size))), dim=self.batch_dim)
+        samples.whole, found, classes = batch.whole, None, iter(("-", "torch.nn.", ""))
         try:
-            kind: BatchKind | None = self._validation(batch, pipelines).run()
-        except torch.OutOfMemoryError:  # the full batch may need more memory than micro-batches: compare a part
-            if batch.size < 4:
+            while found is None:
+                found = self._difference(samples, state, kind, next(classes, None))
+        except torch.OutOfMemoryError:
+            if most == 2:
                 raise
-            kind = None  # the part is compared outside, where the error does not keep tensors of the full batch
-        except RuntimeError as error:  # for example, a function of the user's saves a parameter for its backward
-            if pipelines == 1:
-                raise
-            raise refusals.one_pipeline(f"backward of several pipelines fails ({type(error).__name__})") from error
-        if kind is None:
-            return self._validate(self._batch(batch.first(batch.size // 2)), pipelines)
-        # Without a graph, the number of targets of a loss is not known.
-        has_loss = any(isinstance(each, tuple) for form in kind.dims for each in form)
-        return None if has_loss and not kind.has_graph else kind
+        finally:
+            state.restore()
+        if found is None:  # there is no memory for as many samples
+            self._check(batch, kind, most // 2)
+            return
+        what = f"the output of micro-batches differs from that of the batch by {found:.3g}"
+        why = "a sample's output depends on other samples, as by a limit per batch"
+        fix = "compute what depends on all samples outside of the model"
+        if found and is_first:
+            raise RunsWhole(what, why=why, fix=fix)
+        if found:
+            raise SyncError(
+                f"{what}, which it did not in batch 1",
+                why=f"{why}, or an attribute or argument has changed: batches up to {kind.batches} may be wrong",
+                fix=f"{fix}; or use BalancedBackend(microbatches=1), which splits no batch",
+            )
 
-    def _validation(self, batch: Batch, pipelines: int) -> BatchValidation:
-        def split(kind: BatchKind) -> tuple[list[list[Any]], Sequence[int]]:
-            if pipelines > 1 and (kind.buffers or kind.is_reentrant):
-                changes = f"forward changes {kind.buffers[0]}" if kind.buffers else "a reentrant checkpoint"
-                raise refusals.one_pipeline(changes)
-            copied = self._batch(copy_inputs(batch.inputs)).split(self._microbatches(batch))
-            with refusals.explained_split_failure(batch.split_dims):
-                outputs, _ = self._executor.run(
-                    copied, threads=self._threads_for(kind), buffers=kind.buffers, pipelines=pipelines
+    def _difference(self, samples: Batch, state: ModelState, kind: _Kind, classes: str | None) -> float | None:
+        """Return the largest difference of outputs; None if random numbers are drawn, or batch norm normalizes.
+
+        Modules whose class begins with `classes` are in evaluation mode; None: no prefix is left.
+        """
+        if classes is None:
+            return 0.0
+        state.restore()
+        try:
+            parts, whole, is_comparable, changed = self._both(samples, state, classes)
+        except (ConfigError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise RunsWhole(
+                f"forward fails on a part of the batch ({type(error).__name__})",
+                why="every tensor as long as the first one is split along the batch, also inside lists",
+                fix="give tensors that are not per sample another length, set BalancedBackend(batch_dim=...), use no "
+                "constant batch size in forward",
+            ) from error
+        if changed:
+            raise RunsWhole(
+                f"forward changes {', '.join(changed[:5])} of the model",
+                why="each micro-batch would change it",
+                fix="change it outside of forward, and pass values between modules as arguments and return values",
+            )
+        row, sizes = leaves(whole), samples.sizes(2)
+        dims = joined_dims(row, [leaves(each) for each in parts])
+        kind.dims.setdefault(_form(whole), dims)
+        if not is_comparable:
+            return None
+        joined = leaves(joined_outputs(parts, dims, batch=samples, sizes=sizes, device=self.device))
+        return max(map(difference, row, joined), default=0.0)
+
+    def _both(self, samples: Batch, state: ModelState, classes: str) -> tuple[list[Any], Any, bool, list[str]]:
+        """Return the outputs of micro-batches and of all samples, whether they compare, and what has changed."""
+        with (
+            warnings.catch_warnings(),
+            _evaluating(self.inner.model, classes),
+            self.staged.batch(is_counted=False),
+            state.watching(),
+        ):
+            warnings.simplefilter("ignore")  # the batch itself gives forward's warnings
+            parts = self._outputs(samples, 2)
+            filled = ModelState(self.inner.model, self.staged.devices)  # has caches that the first forward fills
+            with filled.watching():
+                whole = self._outputs(samples, 1)[0]
+            is_comparable = not state.draws() and not self.staged.norms.is_training
+        return to_device(parts, self.device), to_device(whole, self.device), is_comparable, filled.changed()
+
+    def _refuse_hooks(self) -> None:
+        """Refuse hooks of the user's inside the model, which may keep what they see: it would be a part."""
+        for name, module in self.staged.inside:
+            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            if hooks and {getattr(each, "__module__", "").split(".")[0] for each in hooks} - _KEEPING_NOTHING:
+                raise RunsWhole(
+                    f"{name} of the model has a forward hook",
+                    why="it would see one micro-batch at a time",
+                    fix="return what it needs from forward",
                 )
-            return [list(leaves(output)) for output in outputs], copied.sizes
 
-        return BatchValidation(
-            model=self.inner.model,
-            inputs=batch.inputs,
-            whole=self._executor.run_whole,
-            split=split,
-            devices=self._staged.devices,
-            normalizes=self._staged.norms.is_training,
-            adds_unknown=self.inner.average == "sum",
-        )
+    @contextlib.contextmanager
+    def _refusing_writes(self) -> Iterator[None]:
+        """Refuse a forward that changes a tensor of the model in place, in all micro-batches, and did not before."""
+        tensors = self.staged.tensors
+        before = [each._version for each in tensors.values()]
+        yield
+        changed = [name for (name, each), old in zip(tensors.items(), before, strict=True) if each._version != old]
+        if changed:
+            raise SyncError(
+                f"forward has changed {', '.join(changed[:5])} of the model, which it did not in earlier batches",
+                why="each micro-batch has changed it",
+                fix="change it outside of forward, or use BalancedBackend(microbatches=1), which splits no batch",
+            )
 
-    def _batch(self, inputs: Any) -> Batch:
-        """Return the inputs as a batch, and remember the names of tensors that no later batch splits, either."""
-        batch = Batch(inputs, dim=self._batch_dim, whole_inputs=self._plan.whole_inputs)
-        if batch.not_per_sample != {*self._plan.whole_inputs}:
-            self._plan = replace(self._plan, whole_inputs=tuple(sorted(batch.not_per_sample)))
-            remember(self.inner.model, self._plan)
-        return batch
 
-    def _microbatches(self, batch: Batch) -> int:
-        """Return the number of micro-batches: fewer if batch norm would train on one sample at a time."""
-        count = self._plan.microbatches
-        if self._staged.norms.is_training and batch.size < min(self._plan.samples, 2 * count):
-            return max(1, batch.size // 2)
-        return min(count, batch.size)
+def _form(output: Any) -> Any:
+    return tuple(each.dim() if isinstance(each, torch.Tensor) else None for each in leaves(output))
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module, classes: str) -> Iterator[None]:
+    """Set the modules whose class is defined in `classes`, a prefix, to evaluation mode, and back."""
+    modes = [(each, each.training) for each in model.modules()]
+    for each, is_training in modes:
+        each.training = is_training and not type(each).__module__.startswith(classes)
+    try:
+        yield
+    finally:
+        for each, is_training in modes:
+            each.training = is_training

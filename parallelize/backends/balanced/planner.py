@@ -1,239 +1,392 @@
 """Planner: makes the plan from a model and its first batch.
 
 1  place      put the model on the output device; if it does not fit there, split it by the bytes of its parameters
-2  profile    time every submodule to choose units, which are not split further; time the units at two batch sizes
+2  profile    find the units, which are not split further; time them at two batch sizes
 3  schedule   choose the stages with the shortest predicted step under every device's memory limit
-4  time       run the plan, which is validated, and the unsplit model; if the plan is not faster, do not split
+4  time       run the plan, and the unsplit model; if the plan is not faster, do not split
+
+The user's loop computes the loss of the full batch, so all forward passes run before all backward passes, which begin
+with the last micro-batch. Each phase fills and drains the pipeline. With k = 3 stages and m = 4 micro-batches:
+
+    stage 0   0 1 2 3                         3 2 1 0
+    stage 1     0 1 2 3          loss       3 2 1 0
+    stage 2       0 1 2 3                 3 2 1 0
+              ───────────── time ──────────────────────>
+
+    step = sum of all stages' forward times  + (m - 1) * the slowest stage's forward time
+         + sum of all stages' backward times + (m - 1) * the slowest stage's backward time
+
+The time in which tensors are moved to a stage counts as time of this stage. With k equal stages, and nothing to move,
+the pipeline is at best k * m / (m + k - 1) times as fast as one device. Starting backward passes before all forward
+passes have ended (1F1B) would need the loss inside the pipeline, and save memory but not time.
 
 The model's forward hooks run during planning. Buffers and RNG states are restored at the end; gradients do not change.
+
+Source: GPipe, https://arxiv.org/abs/1811.06965
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from parallelize.backends.balanced import refusals, units
-from parallelize.backends.balanced.batch import Batch, copy_inputs
-from parallelize.backends.balanced.fit import first_fit
-from parallelize.backends.balanced.hardware import DeviceSpec, device_out_of_memory, synchronized_time
-from parallelize.backends.balanced.pipeline import Pipeline
-from parallelize.backends.balanced.plan import Plan, PlannerOptions, ideal_speedup, signature
-from parallelize.backends.balanced.profiling import Profiler, run_backward, trained_share
-from parallelize.backends.balanced.side_effects import ModelState
-from parallelize.backends.balanced.stage_placement import ModelPlacement, initial_stages, spec_of
-from parallelize.backends.balanced.stage_threads import stages_on
+from parallelize.backends.balanced.batch import Batch, RunsWhole, copy_inputs
+from parallelize.backends.balanced.microbatch import Staged, staged
+from parallelize.backends.balanced.partition import smallest_cap, split, sums
+from parallelize.backends.balanced.plan import Plan, PlannerOptions, full_device
+from parallelize.backends.balanced.profiling import (
+    DeviceSpec,
+    Profile,
+    device_specs,
+    find_units,
+    measure_units,
+    parameter_bytes,
+    run_backward,
+    seconds_of,
+    trained_share,
+)
+from parallelize.backends.balanced.state import ModelState
+from parallelize.backends.balanced.transfer import Placement
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
-from parallelize.runtime.containers import map_leaves
 
-__all__ = ["Planner"]
+__all__ = ["Planner", "Search", "initial_devices", "step_s"]
 
 _log = logging.getLogger(__name__)
 
-# The model is split only if the speedup is at least this.
 _MIN_SPEEDUP = 1.03
-# Fraction of the memory limits that is left to the next plan, if one has run out of memory.
+"""The model is split only if the speedup is at least this."""
 _SHRUNK = 0.8
+"""Fraction of the predicted bytes that is left to the next plan, if a plan has run out of memory."""
+_BACKWARD_WEIGHTS = (1.0, 0.5, 2.0, 0.25, 4.0)
+"""The slowest forward stage and the slowest backward stage limit a step: in most models the same one, but not if parts
+are frozen. So chains are split by forward + weight * backward, and the shortest of these steps is chosen."""
+_INSIDE = 0.02
+"""What a stage that begins inside a module's own forward costs per level, as a fraction of an equal stage."""
+_BYTES_PER_S = 2e10
+"""Rate at which tensors are taken to move between devices: that of PCIe."""
+_MOST_PLACES = 1000
+"""Of longer chains, only every other unit may begin a stage, or every third one, ..."""
 
 
 @dataclass(kw_only=True)
 class Planner:
-    """Makes the plan of one model for the devices in `device_specs`; `pipeline(plan)` runs the model by a plan."""
+    """Makes the plan of one model.
+
+    Args:
+        inner: holds the model.
+        devices: in the user's order.
+        output_device: device of the inputs and of the outputs.
+        options: the user's options.
+        placement: moves the model.
+        running: returns a context in which a callable runs the model by a plan; its `refusal` is why it did not split
+            the batch.
+    """
 
     inner: Inner
-    pipeline: Callable[[Plan], contextlib.AbstractContextManager[Pipeline]]
-    device_specs: Sequence[DeviceSpec]
+    devices: Sequence[torch.device]
     output_device: torch.device
-    placement: ModelPlacement
     options: PlannerOptions
-    _predicted: dict[str, float] = field(default_factory=dict)  # bytes on each device of what runs
-    _restriction: ConfigError | None = None  # why there is one pipeline
-    _repeated: list[str] = field(default_factory=list)  # why planning has taken longer
+    placement: Placement
+    running: Callable[[Plan], contextlib.AbstractContextManager[Any]]
+    _why: str = ""  # the batch is not split
 
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """Make the plan from one batch, given by its arguments.
+    def plan(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Plan:
+        """Return the plan, made from one batch, given by the arguments of the model.
 
         Raises:
-            ConfigError: the model cannot be split, or does not fit on the devices.
+            ConfigError: the model does not fit on the devices.
         """
-        self._devices = {self.output_device, *(torch.device(spec.device) for spec in self.device_specs)}
-        self._state = ModelState(self.inner.model, self._devices)
-        with torch.inference_mode(mode=False), torch.enable_grad(), self._state.restored(), warnings.catch_warnings():
+        model = self.inner.model
+        self._used = [*dict.fromkeys([self.output_device, *self.devices])]
+        self._specs = device_specs(self.devices, memory=self.options.memory, model=model)
+        self._state = ModelState(model, self._used)
+        with (
+            torch.inference_mode(mode=False),
+            torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")  # the step itself gives forward's warnings
-            # Autograd cannot save tensors made in inference mode.
-            inputs = map_leaves(
-                lambda x: x.clone() if isinstance(x, torch.Tensor) and x.is_inference() else x, (args, kwargs)
-            )
-            self._batch = Batch(inputs, dim=None)
             try:
                 self._batch = Batch(inputs, dim=self.options.batch_dim)
-                found = self._plan_units()
-            except refusals.CannotSplitError as error:
-                why = f"the first batch cannot be split: {error}"
-                _log.warning("%s", why)
-                self.options = replace(self.options, microbatches=1)
-                found = replace(self._plan_units(), why=why)
-        if found.is_split:
-            _log.info("%s", found)
-        if self._repeated:
-            _log.info("planning may have taken more than the time of 10 steps: %s", "; ".join(self._repeated))
+            except RunsWhole as error:
+                self._batch = Batch(inputs, dim=None)
+                self._keep_whole(error)
+            try:
+                found = replace(self._plan(), model=type(model).__name__)
+            finally:
+                self._state.restore()
+        _log.log(logging.INFO if found.is_split else logging.WARNING, "%s", found)
         return found
 
-    def _plan_units(self) -> Plan:
-        model, output = self.inner.model, self.output_device
-        ratio = 1 + trained_share(model) * (1 + self.options.optimizer_state)
-        stages, routes = initial_stages(model, self.device_specs, output_device=output, memory_ratio=ratio)
-        if not routes:
-            return self._leave_unsplit("the model calls no submodules, so there is nowhere to split it")
-        spec = spec_of(output, self.device_specs)
-        if self.options.microbatches == 1 and len(stages) == 1 and math.isinf(spec.cap_bytes):
-            return self._leave_unsplit("microbatches=1 runs the model as it is")
-        profiler = Profiler(
-            inner=self.inner,
-            batch=self._batch,
-            stages=stages,
-            routes=routes,
-            output_device=output,
-            sizes=(self._least_samples(),) * 2,
-            state=self._state,
-        )
-        while True:
-            found, full = None, None
-            try:
-                found = self._plan_within_caps(profiler)
-            except torch.OutOfMemoryError as error:
-                full = error
-            if self._restriction is not None and self.options.max_pipelines is None:
-                self.options = replace(self.options, max_pipelines=1)
-                self._repeated.append(f"{str(self._restriction).splitlines()[0]}, so that there is one pipeline")
-            elif full is not None:
-                self._lower_caps(full)
-            elif found is not None:
-                return found
+    def _keep_whole(self, error: Exception) -> None:
+        self._why = f"the first batch runs whole: {str(error).splitlines()[0]}"
+        self.options = replace(self.options, microbatches=1)
 
-    def _plan_within_caps(self, profiler: Profiler) -> Plan:
-        self.placement.move(units.module_stages(self.inner.model, profiler.routes), profiler.stages)
-        whole = functools.partial(profiler.run, self._batch.size)
-        specs, placement = self.device_specs, self.placement
+    def _plan(self) -> Plan:
+        """Make the plan; make it again if it runs out of memory."""
+        profile = self._profile()
+        if not profile.units:
+            return self._leave_unsplit("forward calls no submodules, so there is nowhere to split it")
         try:
-            with refusals.explained_split_failure(self._batch.split_dims, run_whole=whole):
-                plan, needed = first_fit(profiler, options=self.options, specs=specs, placement=placement)
-        except refusals.NoUnitsError as error:
-            return self._leave_unsplit(str(error).splitlines()[0])
-        spec = spec_of(self.output_device, specs)
-        if len(profiler.stages) == 1 and needed <= spec.cap_bytes:
-            self.placement.move(units.module_stages(self.inner.model, profiler.routes), profiler.stages)
-            if self.options.microbatches == 1:
-                return self._leave_unsplit("microbatches=1 runs the model as it is")
-            self._predicted = {spec.device: needed}
-            plan = replace(plan, unsplit_s=min(self._seconds(self.inner) for _ in range(2)))
-        return self._choose(self._explained(plan))
+            return self._choose(profile)
+        except torch.OutOfMemoryError as error:
+            full, text = full_device(error), str(error).splitlines()[0]
+        _log.info("more memory was needed than predicted (%s): planning again", text)
+        for index, each in enumerate(self._specs):
+            if full in {None, each.device}:
+                used = self._predicted.get(each.device, each.cap_bytes)
+                self._specs[index] = replace(each, cap_bytes=_SHRUNK * used)
+        return self._choose(profile)
 
-    def _lower_caps(self, error: torch.OutOfMemoryError) -> None:
-        """Lower the memory limit of the device that has run out of memory, in what the planner has run last."""
-        full = device_out_of_memory(error)
+    def _profile(self) -> Profile:
+        """Profile the model on parts of the batch that fit, or on the batch if forward fails on parts."""
+        model, device = self.inner.model, self.output_device
+        placed = initial_devices(model, self._specs, self.options, output_device=device)
+        self.placement.move(placed, otherwise=device)
+        with staged(model, placed, output_device=device) as stages:
+            prepare = functools.partial(self._prepared, stages)
+            try:
+                return self._measure(prepare)
+            except (ConfigError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                prepare(self._batch.size)()  # raises errors of forward on the whole batch
+                if self.options.microbatches == 1:
+                    raise
+                self._keep_whole(error)
+            return self._measure(prepare)
 
-        def lower(spec: DeviceSpec) -> DeviceSpec:
-            used = min(spec.cap_bytes, self._predicted.get(spec.device, math.inf))
-            return spec if full not in {None, spec.device} else replace(spec, cap_bytes=_SHRUNK * used)
+    def _prepared(self, stages: Staged, size: int) -> Callable[[], Any]:
+        """Return a function that runs a forward of some samples."""
+        self._state.restore()
+        inputs = copy_inputs(self._batch.first(size))
 
-        before, self.device_specs = self.device_specs, [lower(spec) for spec in self.device_specs]
-        if self.device_specs == before:
-            raise error
-        self._repeated.append(f"more memory was needed than predicted ({str(error).splitlines()[0]})")
-        _log.info("%s: planning again", self._repeated[-1])
+        def run() -> Any:
+            with stages.batch(is_counted=False):
+                return stages.run(self.inner, inputs)
 
-    def _least_samples(self) -> int:
-        """Return the size of the smallest micro-batch: two samples for batch norm, all if batches are not split."""
+        return run
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Return how many samples a micro-batch has at least, two for batch norm, and two sizes to measure."""
+        samples = self._batch.size
         if self.options.microbatches == 1:
-            return self._batch.size
-        return 2 if self._batch.size >= 4 and any(isinstance(m, _BatchNorm) for m in self.inner.model.modules()) else 1
+            return samples, samples, samples
+        norms = any(isinstance(each, _BatchNorm) for each in self.inner.model.modules())
+        least = 1 + (norms and samples >= 4)
+        return least, max(least, samples // 16), max(least, samples // 4, min(4, samples // 2))
 
-    def _seconds(self, call: Callable[..., Any]) -> float:
-        """Return the seconds of forward and backward of the batch; store no gradients."""
+    def _measure(self, prepare: Callable[[int], Callable[[], Any]]) -> Profile:
+        """Profile micro-batches of two sizes, or of the largest ones that fit."""
+        model, device = self.inner.model, self.output_device
+        least, *sizes = self._sizes()
+        while True:
+            try:
+                run = prepare(sizes[0])
+                with self._state.watching():
+                    run()
+                found = find_units(model, prepare(sizes[0]), samples=sizes[0])
+                if found.units:
+                    found = measure_units(model, found, prepare, sizes=sizes, device=device)
+                return replace(found, samples=self._batch.size)
+            except torch.OutOfMemoryError as error:
+                if sizes[1] == least:
+                    raise ConfigError(
+                        f"a forward of {least} samples does not fit on the devices",
+                        why=str(error).splitlines()[0],
+                        fix="use larger devices or smaller submodules, which can be on different devices",
+                    ) from error
+            sizes = [max(least, each // 2) for each in sizes]
+
+    def _choose(self, profile: Profile) -> Plan:
+        """Return the plan with its measured time; or leave the model unsplit, if this is not slower."""
+        search = Search(profile, self._specs, self.options)
+        fits = float(search.needed[0, -1]) <= _cap_of(self.output_device, self._specs)
+        if fits and self.options.microbatches == 1:
+            return self._leave_unsplit(self._why or "microbatches=1 runs the model as it is")
+        plan = search.best()
+        self._predicted = dict(zip(plan.devices, plan.memory_bytes, strict=True))
+        plan = replace(plan, why=self._why or "shortest predicted step of all splits")
+        if fits:
+            why = f"{plan.why}; the model fits on one device, where backend='ddp' is normally faster"
+            plan = replace(plan, unsplit_s=self._unsplit_s(), why=why)
+        is_free = self.options.microbatches is None and plan.unsplit_s is not None
+        if is_free and min(len(plan.devices), plan.microbatches) == 1:
+            return self._leave_unsplit("no split is predicted to be faster than one device")
+        if not is_free and all(each.type == "cpu" for each in self._used):
+            return plan
+        with self.running(plan) as call:
+            self._step_s(call)  # warms up
+            plan = replace(plan, measured_s=self._step_s(call))
+            refusal = call.refusal
+        if refusal is not None:
+            self._keep_whole(refusal)
+            return self._choose(profile)
+        if is_free and (plan.speedup or 0.0) < _MIN_SPEEDUP:
+            took = [f"{(each or 0.0) * 1000:.1f} ms" for each in (plan.unsplit_s, plan.measured_s)]
+            return self._leave_unsplit(f"a step takes {took[0]} on one device, and {took[1]} if split")
+        return plan
+
+    def _unsplit_s(self) -> float | None:
+        """Return the seconds of a step on one device; None: it does not fit there."""
+        self.placement.move({}, otherwise=self.output_device)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return min(self._step_s(self.inner) for _ in range(2))
+        return None
+
+    def _step_s(self, call: Callable[..., Any]) -> float:
+        """Return the seconds of forward and backward of the batch."""
         self._state.restore()
         args, kwargs = copy_inputs(self._batch.inputs)
-        began = synchronized_time(*self._devices)
-        run_backward(self.inner.model, call(*args, **kwargs))
-        return synchronized_time(*self._devices) - began
+        step = lambda: run_backward(self.inner.model, call(*args, **kwargs))  # noqa: E731  # as short as a name for it
+        return seconds_of(step, self._used)
 
-    def _choose(self, plan: Plan) -> Plan:
-        """Return the plan with its measured time; or leave the model unsplit, if this is not slower."""
-        unsplit_s = plan.unsplit_s
-        if self.options.microbatches is not None or unsplit_s is None:
-            if plan.pipelines == 1 and all(torch.device(each).type == "cpu" for each in plan.devices):
-                return plan
-            return replace(plan, measured_s=self._split_s(plan)[0])  # tells whether it fits
-        if len(plan.devices) == 1:
-            count = len(self.device_specs)
-            why = "only one device" if count == 1 else f"no split over {count} devices is predicted to be faster"
-            return self._leave_unsplit(why, plan)
-        why = f"a step takes {_ms(unsplit_s)} on one device, and "
-        if unsplit_s < _MIN_SPEEDUP * (plan.predicted_s or 0.0):
-            return self._leave_unsplit(f"{why}is predicted to take {_ms(plan.predicted_s or 0.0)} if split", plan)
-        measured_s, refusal = self._split_s(plan)
-        if refusal is not None:
-            raise refusal
-        if unsplit_s < _MIN_SPEEDUP * measured_s:
-            return self._leave_unsplit(f"{why}{_ms(measured_s)} if split", plan)
-        return replace(plan, measured_s=measured_s)
-
-    def _split_s(self, plan: Plan) -> tuple[float, ConfigError | None]:
-        """Return the seconds of a step by a plan, and why its batch was not split; None: it was."""
-        # Of a device with several stages, the largest: each of its specs has its own limit.
-        self._predicted = dict(sorted(zip(plan.devices, plan.memory_bytes, strict=False), key=lambda pair: pair[1]))
-        with self.pipeline(plan) as pipeline:
-            try:
-                self._seconds(pipeline)  # validates the batch, and warms up
-                if any(kind is not None and kind.in_evaluation for kind in pipeline.kinds.values()):
-                    self._repeated.append("random numbers, or batch norm: validated in evaluation mode, too")
-                return self._seconds(pipeline), pipeline.refusal
-            finally:
-                self._restriction = self._restriction or pipeline.restriction
-
-    def _explained(self, plan: Plan) -> Plan:
-        """Return a plan with the reasons for it, and with no shorter predicted step than is possible."""
-        # A prediction that is faster than equally long stages on devices like the fastest is noise.
-        fastest = max(spec_of(torch.device(each), self.device_specs).speed for each in plan.devices)
-        ideal = ideal_speedup(len(plan.devices), plan.microbatches) * fastest
-        least_s = (plan.unsplit_s or 0.0) / ideal * spec_of(self.output_device, self.device_specs).speed
-        return replace(
-            plan,
-            predicted_s=max(plan.predicted_s or 0.0, least_s),
-            why="shortest predicted step of all splits"
-            + ("; the model fits on one device, where backend='ddp' is normally faster" if plan.unsplit_s else "")
-            + ("; without recomputing, no split fits" if plan.recompute else "")
-            + ("; no device can hold the model, and it does not need all of them" if plan.pipelines > 1 else "")
-            + (f"; in one pipeline: {str(self._restriction).splitlines()[0]}" if self._restriction else ""),
-            whole_inputs=tuple(sorted(self._batch.not_per_sample)),
-        )
-
-    def _leave_unsplit(self, why: str, plan: Plan | None = None) -> Plan:
-        self.placement.move(units.module_stages(self.inner.model, {}), stages_on([self.output_device]))
-        devices = (str(self.output_device),)
-        unsplit = plan or Plan(
-            model=type(self.inner.model).__name__,
-            signature=signature(self.inner.model),
+    def _leave_unsplit(self, why: str) -> Plan:
+        self.placement.move({}, otherwise=self.output_device)
+        return Plan(
             samples=self._batch.size,
-            events=(),
+            units=(),
             bounds=(0,),
-            devices=devices,
+            devices=(str(self.output_device),),
             microbatches=1,
+            is_split=False,
+            why=f"no gain: {why}; consider backend='ddp'",
         )
-        unsplit = replace(unsplit, is_split=False, devices=devices, why=f"no gain: {why}; consider backend='ddp'")
-        _log.warning("%s", unsplit)
-        return unsplit
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms"
+def initial_devices(
+    model: nn.Module, specs: Sequence[DeviceSpec], options: PlannerOptions, *, output_device: torch.device
+) -> dict[str, torch.device]:
+    """Return the device of each submodule without submodules of a model that is not profiled; {}: the output device.
+
+    The submodules are placed in the order in which they were added, by their bytes: their call order is not known.
+
+    Raises:
+        ConfigError: the parameters alone do not fit.
+    """
+    names = [name for name, each in model.named_modules() if name and not [*each.children()]]
+    states = 1 + trained_share(model) * (1 + options.optimizer_state)
+    sizes = states * torch.tensor(parameter_bytes(model, names), dtype=torch.float64, device="cpu")
+    needed = sums(sizes, range(len(names) + 1))
+    if not names or needed[0, -1] <= _cap_of(output_device, specs):
+        return {}
+    order = _order(specs)
+    bounds = split((needed / each.cap_bytes).masked_fill_(needed > each.cap_bytes, math.inf) for each in order)
+    if bounds is None:
+        raise _too_large(needed, specs, what="even without activations, the best split")
+    pairs = zip(order, itertools.pairwise(bounds), strict=True)
+    return {name: torch.device(spec.device) for spec, (begin, end) in pairs for name in names[begin:end]}
+
+
+class Search:
+    """The plans that are possible for a profiled model on given devices.
+
+    Attributes:
+        needed: bytes of each stage: of parameters, gradients and optimizer state; and those that autograd saves of the
+            batch with those that are moved, or another copy of the parameters, with which optimizers compute.
+    """
+
+    def __init__(self, profile: Profile, specs: Sequence[DeviceSpec], options: PlannerOptions) -> None:
+        self.profile, self.specs = profile, specs
+        samples, given, trained = profile.samples, options.microbatches, profile.trained_share
+        # More than 64 micro-batches only add overhead. Smaller ones than measured may behave differently.
+        most = max(1, samples // profile.least_samples)
+        powers = [2**power for power in range(7) if 2**power <= most]
+        self._counts = powers if given is None else [min(given, samples)]
+        count = len(profile.places) // _MOST_PLACES + 1
+        self._places = [*profile.places[::count], len(profile.units)]
+        begins, moved = self._places[:-1], profile.moved * samples
+        held = sums(profile.costs["saved"].at(samples), self._places) + moved[begins, None]
+        held[:, -1] += profile.output_bytes * samples  # all outputs are joined there
+        weights = (1 + trained * (1 + options.optimizer_state)) * profile.parameters
+        self.needed = sums(weights, self._places)
+        self.needed += held.maximum(sums(trained * profile.parameters, self._places))
+        self._moved_s = moved[begins, None] / _BYTES_PER_S
+        self._depth = profile.depth[begins, None]
+
+    def best(self) -> Plan:
+        """Return the plan with the shortest predicted step.
+
+        Raises:
+            ConfigError: no split fits the devices.
+        """
+        found = [each for m in self._counts for each in self._plans(m)]
+        if not found:
+            raise _too_large(self.needed, self.specs, what="the best split")
+        return min(found, key=lambda each: each.predicted_s or 0.0)
+
+    def _plans(self, m: int) -> Iterator[Plan]:
+        """Yield good plans with m micro-batches."""
+        part, order = self.profile.samples / m, _order(self.specs)
+        seconds = [sums(self.profile.costs[phase].at(part), self._places) for phase in ("forward", "backward")]
+        for weight in _BACKWARD_WEIGHTS:
+            both = seconds[0] + weight * seconds[1]
+            inside = _INSIDE * both[0, -1] / len(order) * self._depth
+            bounds = split(
+                (both / spec.speed + (1 + weight) / m * self._moved_s + inside).masked_fill_(
+                    self.needed > spec.cap_bytes, math.inf
+                )
+                for spec in order
+            )
+            pairs = zip(order, itertools.pairwise(bounds or ()), strict=bounds is not None)
+            stages = [(spec, pair) for spec, pair in pairs if pair[0] < pair[1]]
+            if not stages:
+                continue
+            phases = [
+                [float(each[pair]) / spec.speed + float(self._moved_s[pair[0]]) / m for spec, pair in stages]
+                for each in seconds
+            ]
+            yield Plan(
+                samples=self.profile.samples,
+                units=self.profile.units,
+                bounds=(0, *(self._places[end] for _, (_, end) in stages)),
+                devices=tuple(spec.device for spec, _ in stages),
+                microbatches=m,
+                forward_s=tuple(phases[0]),
+                backward_s=tuple(phases[1]),
+                memory_bytes=tuple(float(self.needed[pair]) for _, pair in stages),
+                predicted_s=step_s(phases[0], phases[1], m),
+            )
+
+
+def step_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:
+    """Return the predicted seconds of a step, given the seconds of each stage for one micro-batch."""
+    phases = (forward_s, backward_s)
+    return sum(math.fsum(each) + (microbatches - 1) * max(each) for each in phases)
+
+
+def _order(specs: Sequence[DeviceSpec]) -> list[DeviceSpec]:
+    """Return the devices in the order of the stages.
+
+    The last stage is on the first device, which holds the training loop's targets: outputs, targets and loss are then
+    on one device, and only the input is copied.
+    """
+    return [*specs[1:], specs[0]]
+
+
+def _cap_of(device: torch.device, specs: Sequence[DeviceSpec]) -> float:
+    """Return the memory limit of a device; if the pipeline does not use it, no model fits."""
+    return next((each.cap_bytes for each in specs if each.device == str(device)), -1.0)
+
+
+def _too_large(needed: torch.Tensor, specs: Sequence[DeviceSpec], *, what: str) -> ConfigError:
+    size = smallest_cap(needed, len(specs))
+    return ConfigError(
+        f"the model does not fit on {', '.join(each.device for each in specs)}",
+        why=f"{what} needs {size / 2**20:.1f} MiB ({size:.0f} bytes) on every device",
+        fix="use more or larger devices or a smaller batch, raise memory=, or save memory: "
+        "torch.utils.checkpoint in the model, the true optimizer_state=",
+    )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,13 +11,16 @@ from typing_extensions import override
 
 from parallelize.backends.balanced.engine import BalancedEngine
 from parallelize.backends.balanced.plan import Plan, PlannerOptions
-from parallelize.backends.balanced.refusals import check_supported
 from parallelize.backends.ddp_engine import DDPOptions
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, Fault
 from parallelize.plugins.base import LEVELS, Engine, Inner
 
-__all__ = ["PLUGIN", "BalancedBackend"]
+__all__ = ["BalancedBackend"]
+
+# Names, since importing FSDP takes a second.
+_UNSUPPORTED = frozenset({"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"})
+_UNSUPPORTED |= {"ScriptModule", "SyncBatchNorm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,31 +29,28 @@ class BalancedBackend(DDPOptions):
 
     The first batch is profiled, and stages are chosen by measured time under each device's memory limit. If splitting
     does not make the model faster, the model stays on the first device and a warning gives the reason. With several
-    nodes, each node runs such a pipeline, and gradients are averaged over the nodes with the options of "ddp".
+    nodes or `devices_per_process`, each process runs such a pipeline, and gradients are averaged over the processes
+    with the options of "ddp".
 
-    A model that no device can hold runs in the number of pipelines that is fastest: with eight GPUs and a model that
-    needs two, in up to four. Micro-batch i runs in pipeline i % n. The parameters are on the devices of the first
-    pipeline; each forward copies them to the others, and backward adds the gradients. Where copies would not be exact
-    (activation checkpoints, buffers that forward changes), there is one pipeline, and the plan gives the reason.
-
-    Micro-batches run through the unmodified model: on accelerators one after another, in one autograd graph; on the CPU
-    in threads. For every new kind of batch (mode, arguments, outputs, hooks; the first eight texts of an argument),
-    outputs and gradients are compared with the full batch. If they differ, or if forward or a hook keeps tensors or
-    state outside of the output, such batches run through the stages whole, with one warning. Batch norm normalizes each
-    micro-batch separately; its running statistics are updated for the full batch. Hooks of submodules run once per
-    micro-batch, on its samples.
+    One thread issues all micro-batches, one after another, through the unmodified model, in one autograd graph.
+    Outputs with the batch dimension are concatenated; 0-dim losses that forward computes are averaged by the numbers of
+    their targets. What cannot be joined or split, and a forward that changes state, makes such batches run whole, with
+    one warning. Some batches are checked: a few samples run whole, too, and a difference is a SyncError. Batch norm
+    normalizes each micro-batch separately; its running statistics are updated for the full batch.
 
     Args:
-        devices: used instead of the GPUs of `gpus=`; may list a device twice. Outputs are on the run's first device,
-            which without `gpus=` is the first GPU of these, and inputs are moved there.
+        devices: used instead of the GPUs of `gpus=`; may list a device twice. Stages are in this order, but the last
+            one is on the first device. Outputs are on the run's first device, which without `gpus=` is the first GPU of
+            these, and inputs are moved there. On the CPU, which may be listed several times, stages do not overlap:
+            this is for tests.
+        devices_per_process: how many devices one process drives; None: all of the node.
         microbatches: number of micro-batches per batch, even if not splitting is faster; "auto": the fastest number.
         memory: usable bytes of each device, or one number for all; None: 90 % of the free bytes on GPUs, no CPU limit.
-        recompute: whether activations are recomputed in backward; "auto": only if the model does not fit otherwise.
         batch_norm: "micro": normalize each micro-batch; "full": normalize the full batch by not splitting batches.
         batch_dim: batch dimension of the inputs.
         optimizer_state: bytes of optimizer state per byte of a trained parameter: 2 for Adam, 0 for SGD.
-        plan: result of an earlier `parallelize.plan(model)`, used without profiling; other options must agree with it.
-            A path: the plan is read from this file if it exists, and else made and written there.
+        plan: result of an earlier `parallelize.plan(model)`, used without profiling, in place of
+            `microbatches`, `memory` and `batch_norm`.
     """
 
     name = "balanced"
@@ -61,13 +58,13 @@ class BalancedBackend(DDPOptions):
     places_model = True
     amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset(LEVELS)}
     devices: tuple[str, ...] | None = None
+    devices_per_process: int | None = None
     microbatches: int | Literal["auto"] = "auto"
     memory: int | tuple[int, ...] | None = None
-    recompute: bool | Literal["auto"] = "auto"
     batch_norm: Literal["micro", "full"] = "micro"
     batch_dim: int = 0
     optimizer_state: float = 2.0
-    plan: Plan | str | os.PathLike[str] | None = None
+    plan: Plan | None = None
 
     @override
     def __post_init__(self) -> None:
@@ -76,8 +73,7 @@ class BalancedBackend(DDPOptions):
             value = getattr(self, name)
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
-        faults = list(_faults(self)) or list(_contradictions(self))
-        if faults:
+        if faults := list(_faults(self)):
             raise ConfigError.of(faults)
 
     @override
@@ -87,52 +83,44 @@ class BalancedBackend(DDPOptions):
         def rename(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(str(positions.get(_complete(name), name)) for name in names)
 
-        plan = self.plan
-        if isinstance(plan, Plan):
-            plan = replace(plan, devices=rename(plan.devices))
-        return replace(self, devices=None if self.devices is None else rename(self.devices), plan=plan)
+        plan = self.plan and replace(self.plan, devices=rename(self.plan.devices))
+        return replace(self, devices=self.devices and rename(self.devices), plan=plan)
 
     @override
     def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
         """Return an engine that makes the plan and builds the pipeline on the first batch."""
-        check_supported(inner)
+        _check_supported(inner)
         microbatches = 1 if self.batch_norm == "full" else self.microbatches
+        named = devices if self.devices is None else tuple(map(_complete, self.devices))
+        if self.devices_per_process is not None and devices[0].type != "cpu":
+            named = tuple(each for each in named if each in devices)
         return BalancedEngine(
-            inner,
-            devices=devices if self.devices is None else tuple(map(_complete, self.devices)),
-            output_device=devices[0],
+            inner=inner,
+            devices=named,
+            device=devices[0],
             options=PlannerOptions(
                 microbatches=None if microbatches == "auto" else microbatches,
-                recompute=self.recompute,
                 optimizer_state=self.optimizer_state,
                 batch_dim=self.batch_dim,
                 memory=self.memory,
             ),
-            given=self._given_plan,
-            path=None if isinstance(self.plan, Plan) else self.plan,
-            ddp_options=self if world.world_size > 1 else None,
+            given=self.plan,
+            ddp=self if world.world_size > 1 else None,
         )
-
-    def _given_plan(self) -> Plan | None:
-        if self.plan is None or isinstance(self.plan, Plan):
-            return self.plan
-        return replace(self, plan=Plan.load(self.plan))._given_plan() if Path(self.plan).exists() else None
 
 
 def _complete(name: str) -> torch.device:
     """Return the device with this name; a missing index is 0, but CPU devices have none."""
     device = torch.device(name)
-    is_complete = device.type == "cpu" or name.find(":") >= 0
-    return device if is_complete else torch.device(device.type, 0)
+    return device if device.type == "cpu" or ":" in name else torch.device(device.type, 0)
 
 
 def _faults(options: Any) -> Iterator[Fault]:
     """Yield a fault for each option with an invalid value, of any type."""
-    count = options.microbatches
-    if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        yield Fault(f"microbatches={count!r}", "not a positive integer or 'auto'", "use 'auto', or a number such as 4")
-    if options.recompute not in {True, False, "auto"}:
-        yield Fault(f"recompute={options.recompute!r}", "unknown value", "use True, False or 'auto'")
+    for name in ("microbatches", "devices_per_process"):
+        count = getattr(options, name)
+        if count not in {"auto", None} and (type(count) is not int or count < 1):
+            yield Fault(f"{name}={count!r}", "not a positive integer", "use a number such as 4, or omit it")
     if options.batch_norm not in {"micro", "full"}:
         yield Fault(f"batch_norm={options.batch_norm!r}", "unknown mode", "use 'micro' or 'full'")
     if options.sync_batchnorm:
@@ -141,40 +129,25 @@ def _faults(options: Any) -> Iterator[Fault]:
             "each micro-batch is normalized separately, and its statistics are merged afterwards",
             "drop it; batch_norm='full' normalizes over the full batch of each rank",
         )
-    for name in options.devices or ():
-        try:
-            torch.device(name)
-        except RuntimeError as error:
-            yield Fault(f"devices={[*options.devices]!r}", str(error).split("\n")[0], "use names such as 'cuda:1'")
 
 
-def _contradictions(options: BalancedBackend) -> Iterator[Fault]:
-    """Yield a fault for each option that disagrees with plan=, if the plan splits the model."""
-    plan = options.plan
-    if not isinstance(plan, Plan) or not plan.is_split:
-        return
-    wrong = []
-    if options.microbatches not in {"auto", plan.microbatches}:
-        wrong.append((f"{plan.microbatches} micro-batches", f"microbatches={options.microbatches!r}"))
-    if options.batch_norm == "full" and plan.microbatches > 1:
-        wrong.append((f"{plan.microbatches} micro-batches", "batch_norm='full'"))
-    if options.recompute not in {"auto", plan.recompute}:
-        wrong.append(("recomputing" if plan.recompute else "keeping activations", f"recompute={options.recompute!r}"))
-    named = Counter(str(_complete(name)) for name in options.devices or plan.devices)
-    if Counter(plan.devices) - named:
-        wrong.append((f"devices {', '.join(plan.devices)}", f"devices={list(options.devices or ())!r}"))
-    elif options.memory is not None and plan.memory_bytes:
-        caps = options.memory if isinstance(options.memory, tuple) else (options.memory,) * len(plan.devices)
-        # The order of devices is free: compare the largest stage with the largest limit, and so on.
-        pairs = zip(sorted(plan.memory_bytes, reverse=True), sorted(caps, reverse=True), strict=False)
-        if any(needed > cap for needed, cap in pairs):
-            wrong.append((f"{max(plan.memory_bytes):.0f} bytes on a device", f"memory={options.memory!r}"))
-    for planned, option in wrong:
-        yield Fault(
-            f"plan= is for {planned}, with {option}",
-            "a plan is used unchanged, so the other option would be ignored",
-            "drop the option, or plan= (if it is a path: delete the file), for a new plan",
+def _check_supported(inner: Inner) -> None:
+    """Check that the calls of the model's submodules can be followed.
+
+    Raises:
+        ConfigError: the model is compiled as a whole, or one of its modules is scripted or already parallel.
+    """
+    is_optimized = type(inner.model).__name__ == "OptimizedModule" or inner.model._compiled_call_impl is not None
+    if is_optimized or not inner.is_replicable:
+        raise ConfigError(
+            "the model is compiled",
+            why="calls of submodules inside a compiled graph cannot be followed, so it cannot be split into stages",
+            fix="compile its blocks instead: for block in model.blocks: block.compile(); or use backend='ddp'",
         )
-
-
-PLUGIN = BalancedBackend
+    for name, module in inner.model.named_modules():
+        if any(kind.__name__ in _UNSUPPORTED and kind.__module__.startswith("torch.") for kind in type(module).__mro__):
+            raise ConfigError(
+                f"{name or 'the model'} is a {type(module).__name__}",
+                why="it has its own threads, processes or graph, which cannot be split into stages",
+                fix="use the plain module in its place, or backend='ddp'",
+            )

@@ -1,197 +1,294 @@
-"""Profiling on the first batch: seconds of each unit's forward and backward, and bytes that autograd saves.
+"""Profiling on the first batch: units, their seconds in forward and backward, and the bytes that autograd saves.
 
-Units run in one thread, on micro-batches of two sizes. Under a memory limit, a first forward of the smallest size keeps
-nothing for backward: what it would have kept shows which sizes fit. If none does, backward is taken for twice as long.
-A unit's forward lasts until the next unit begins. Its backward begins when the gradient of the next unit's input is
-computed, and ends when that of its own input is.
+A unit is a submodule in which no other one is called, or which is called more than once. Micro-batches of two sizes
+run. A unit's forward lasts until the next unit begins. Its backward begins when the gradient of the next unit's input
+is computed, and ends when that of its own input is.
 
     seconds   │            x        A line through both gives the time for a micro-batch of b samples:
               │     x      ╎            fixed + per_sample * b
         fixed │     ╎      ╎
               └─────┴──────┴── b
                  small   large
+
+On an accelerator, events on its stream measure these times, so that the host does not wait between units.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from parallelize.backends.balanced.backward import compute_gradients, has_reentrant_checkpoint
-from parallelize.backends.balanced.batch import Batch, copy_inputs
-from parallelize.backends.balanced.call_clock import Clock, NothingSavedError, count_saved_bytes
-from parallelize.backends.balanced.microbatch_run import MicrobatchRun, StagedModel
-from parallelize.backends.balanced.plan import signature
-from parallelize.backends.balanced.schedule import Line, Profile, UnitCall
-from parallelize.backends.balanced.side_effects import ModelState
-from parallelize.backends.balanced.stage_threads import Stage
-from parallelize.backends.balanced.units import module_stages, parameter_bytes
-from parallelize.plugins.base import Inner
-from parallelize.runtime.containers import leaves
+from parallelize.backends.balanced.transfer import owners, tensors_in
+from parallelize.errors import ConfigError
 
-__all__ = ["Profiler", "module_shares", "profile_model", "run_backward", "trained_share"]
+__all__ = [
+    "DeviceSpec",
+    "Line",
+    "Profile",
+    "device_specs",
+    "find_units",
+    "measure_units",
+    "parameter_bytes",
+    "run_backward",
+    "seconds_of",
+    "trained_share",
+]
 
-_REPEATS = 4  # of small micro-batches
+_USABLE = 0.9
+"""Usable fraction of a GPU's free memory; the rest is for workspaces and fragmentation."""
+_NO_LIMIT = 2.0**60
+"""Usable bytes of a device without a limit."""
+_REPEATS = 3
+"""Timed runs of each size, of which the shortest times count."""
+
+
+class Line(NamedTuple):
+    """Seconds or bytes of each unit in a micro-batch, by its number of samples.
+
+    The fixed part (Python overhead, kernel launches, loading weights) does not shrink with the micro-batch.
+    """
+
+    fixed: torch.Tensor
+    per_sample: torch.Tensor
+
+    def at(self, samples: float, microbatches: int = 1) -> torch.Tensor:
+        """Return what `microbatches` of them take that have this many samples in total."""
+        return self.fixed * microbatches + self.per_sample * samples
+
+    @classmethod
+    def through(cls, sizes: Sequence[int], values: Sequence[torch.Tensor]) -> Line:
+        """Return the line through the values at two sizes; neither of its parts is negative."""
+        (small, large), (at_small, at_large) = sizes, values
+        slope = at_large / large
+        if small < large:
+            slope = ((at_large - at_small) / (large - small)).clamp(min=0.0).minimum(slope)
+        return cls(at_large - slope * large, slope)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profiler:
-    """Runs and measures micro-batches of a model.
+class Profile:
+    """Measured costs of a model on its first batch; vectors have an element for each unit.
 
-    Args:
-        batch: the batch from which they are taken.
-        routes: id of a unit -> the stages of its calls.
-        sizes: number of samples of the smaller and of the larger micro-batch.
-        state: state of the model, restored before each micro-batch: those of another size would leave the pointers of
-            queues at places that are no multiples of a batch.
-        has_backward: whether tensors are saved for backward, which is measured, too.
+    A unit is a submodule that is not split further. Its costs are those of all of its calls, each of which lasts until
+    another unit's begins.
     """
 
-    inner: Inner
-    batch: Batch
-    stages: tuple[Stage, ...]
-    routes: Mapping[int, Sequence[int]]
-    output_device: torch.device
-    sizes: tuple[int, int]
-    state: ModelState
-    has_backward: bool = True
-
-    def fitted(self, caps: Sequence[float]) -> Profiler:
-        """Return a profiler with the sizes of micro-batches that fit the stages, up to a quarter of a large batch.
-
-        Args:
-            caps: bytes that each stage may use.
-        """
-        least, model = self.sizes[0], self.inner.model
-        counting, most = replace(self, has_backward=False), math.inf
-        if not all(map(math.isinf, caps)):
-            saved, kept = [0.0] * len(caps), [0.0] * len(caps)
-            for call in self.counted(least).calls:
-                saved[self.routes[id(model.get_submodule(call.unit))][0]] += call.saved_bytes()
-            for module, stage in module_stages(model, self.routes):
-                kept[stage] += 2 * sum(each.nbytes for each in module.parameters(recurse=False))  # and gradients
-            most = min(((cap - k) * least / s for cap, k, s in zip(caps, kept, saved, strict=True) if s), default=most)
-        if most < least:
-            return counting
-        samples = self.batch.size
-        sizes = (samples // 16, max(samples // 4, min(4, samples // 2)))
-        small, large = (max(least, int(min(each, most))) for each in sizes)
-        return replace(self, sizes=(small, large))
-
-    def counted(self, size: int) -> Clock:
-        """Count what one micro-batch saves, and keep it only if forward itself computes gradients."""
-        try:
-            return replace(self, has_backward=False).run(size)
-        except NothingSavedError:
-            return self.run(size, counts_saved=True)
-
-    def smaller(self) -> Profiler | None:
-        """Return a profiler that needs less memory; None: there is none."""
-        small, large = self.sizes
-        if large > small:
-            return replace(self, sizes=(small, max(small, large // 2)))
-        return replace(self, has_backward=False) if self.has_backward else None
-
-    def run(self, size: int | None = None, *, counts_saved: bool = False) -> Clock:
-        """Measure forward and backward of one micro-batch.
-
-        Args:
-            size: its number of samples; None: that of the larger micro-batch.
-            counts_saved: whether to count the bytes that autograd saves.
-        """
-        self.state.restore()
-        args, kwargs = copy_inputs(self.batch.first(size or self.sizes[1]))
-        model = self.inner.model
-        with contextlib.ExitStack() as stack:
-            staged = StagedModel(model, self.stages, self.routes, output_device=self.output_device)
-            stack.callback(staged.close)
-            clock = Clock(model, staged.devices)
-            if counts_saved or not self.has_backward:
-                stack.enter_context(count_saved_bytes(clock, (model, (args, kwargs)), keeps=self.has_backward))
-                handles = [
-                    each.register_forward_hook(clock.end_unit) for each in model.modules() if id(each) in self.routes
-                ]
-                for each in handles:
-                    stack.callback(each.remove)
-            stack.enter_context(MicrobatchRun(staged, on_unit=clock.on_unit).active())
-            with self.state.watching():
-                output = self.inner(*args, **kwargs)
-            clock.end_forward()
-            clock.output_bytes = _output_bytes(output)
-        if self.has_backward and run_backward(model, output):
-            clock.end_backward()
-        else:
-            for call in clock.calls:
-                call.backward_s = 2 * call.forward_s
-        return clock
+    units: tuple[str, ...]
+    """Names in the order of first calls; each unit is named after the largest module that begins with it."""
+    places: tuple[int, ...]
+    """Units at which a stage may begin: not those that change arguments, which are read on the former device, too."""
+    depth: torch.Tensor
+    """Number of modules inside of which a unit begins, and whose operands are moved if a stage does."""
+    moved: torch.Tensor
+    """Bytes per sample to move if a stage begins at a unit."""
+    parameters: torch.Tensor
+    """Bytes of parameters and buffers."""
+    costs: Mapping[str, Line] = field(default_factory=dict)
+    """Seconds of "forward" and "backward", and bytes that autograd has "saved"."""
+    samples: int = 1
+    trained_share: float = 1.0
+    """Fraction of the parameters that require grad."""
+    least_samples: int = 1
+    """Size of the smallest measured micro-batch."""
+    output_bytes: float = 0.0
+    """Bytes per sample of outputs, and of a loss of them, on the device of the last stage."""
 
 
-def run_backward(model: nn.Module, output: Any) -> bool:
-    """Compute and discard the gradients of a model's parameters; return False if this cannot be done."""
-    wanted = [each for each in model.parameters() if each.requires_grad]
-    outputs = [each for each in leaves(output) if isinstance(each, torch.Tensor) and each.grad_fn is not None]
-    if not outputs or not wanted or has_reentrant_checkpoint(outputs):
-        return False
-    compute_gradients(outputs, [each.new_ones(()).expand_as(each) for each in outputs], inputs=wanted)
-    return True
-
-
-def profile_model(profiler: Profiler) -> Profile:
-    """Profile a model at two micro-batch sizes."""
-    model, (small, large) = profiler.inner.model, profiler.sizes
-    # Autocast casts weights once for all micro-batches, so these runs share the casts, and measure working bytes with
-    # the graph of casts that the first micro-batch has.
-    torch.clear_autocast_cache()
-    counts = [profiler.run(counts_saved=True), profiler.counted(small)]  # warm up, too
-    torch.clear_autocast_cache()
-    first = profiler.run(small)
-    many = _fastest([profiler.run(), profiler.run()])
-    few = many if small == large else _fastest([first, *(profiler.run(small) for _ in range(_REPEATS - 1))])
-    if any(each.units != many.units for each in (few, first, *counts)):
-        few, first, counts = many, many, [many, many]  # the calls depend on the data: use one size only
-    shared = set.intersection(*({saved.storage for call in each.calls for saved in call.saved} for each in counts))
-    seen: dict[int, int] = {}
-    calls = []
-    for i, (at_small, at_large) in enumerate(zip(few.calls, many.calls, strict=True)):
-        new = parameter_bytes(model.get_submodule(at_large.unit), seen)
-        seen |= new
-        counted = [each.calls[i] for each in counts]
-        saved, saved_after = (
-            _fit_bytes(few_saved, many_saved, small, large)
-            for many_saved, few_saved in (
-                [each.saved_bytes(without=shared, after=after) for each in counted] for after in (False, True)
-            )
-        )
-        calls.append(
-            UnitCall(
-                unit=at_large.unit,
-                forward=_fit_line(at_small.forward_s, at_large.forward_s, small, large),
-                backward=_fit_line(at_small.backward_s, at_large.backward_s, small, large),
-                parameter_bytes=sum(new.values()),
-                saved=saved,
-                saved_after=saved_after,
-                shared_bytes=counted[0].saved_bytes() - saved.at(large) - saved_after.at(large),
-                working=_fit_bytes(first.calls[i].working_bytes, counted[0].working_bytes, small, large),
-                input_bytes=at_large.input_bytes / large,
-            )
-        )
+def find_units(model: nn.Module, run: Callable[[], object], *, samples: int) -> Profile:
+    """Run a forward of some samples; return its units without costs."""
+    calls, sizes, changing, output = _recorded(model, run)
+    modules = dict(model.named_modules())
+    above = {name: [each for each in calls if name.startswith(f"{each}.")] for name in calls}
+    inside = {each for names in above.values() for each in names}
+    names = [
+        name
+        for name in calls
+        if all(calls[each] == 1 for each in above[name])
+        and ((calls[name] == 1 and name not in inside) or (calls[name] > 1 and [*modules[name].parameters()]))
+    ]
+    units = [*names]  # named after the largest modules that begin with them
+    for name in reversed(calls):
+        found = [index for index, each in enumerate(names) if f"{each}.".startswith(f"{name}.")]
+        if found and found[-1] - found[0] == len(found) - 1:
+            units[found[0]] = name
     return Profile(
-        calls=tuple(calls),
-        samples=profiler.batch.size,
+        units=tuple(units),
+        places=tuple(index for index, each in enumerate(units) if not index or each not in changing),
+        depth=_vector([len(above[each]) for each in units]),
+        moved=_vector([sizes[each] / samples for each in units]),
+        parameters=_vector(parameter_bytes(model, units)),
         trained_share=trained_share(model),
-        least_samples=small,
-        output_bytes=many.output_bytes / large,
-        model=type(model).__name__,
-        signature=signature(model),
+        output_bytes=output / samples,
     )
+
+
+def _recorded(model: nn.Module, run: Callable[[], object]) -> tuple[Counter[str], dict[str, int], set[str], int]:
+    """Return the calls of submodules, the bytes of their arguments, which of these change, and the bytes of outputs."""
+    calls = Counter[str]()  # in the order of first calls
+    sizes: dict[str, int] = {}
+    versions: list[tuple[str, Any, int]] = []  # of the arguments of each call
+
+    def enter(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[name] += 1
+        tensors = tensors_in((args, kwargs))
+        sizes.setdefault(name, sum(map(_bytes, tensors)))
+        versions.extend((name, weakref.ref(each), each._version) for each in tensors)
+
+    with contextlib.ExitStack() as stack:
+        for name, each in _visible(model):
+            hook = functools.partial(enter, name)
+            stack.callback(each.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        output = run()
+    changing = {name for name, ref, version in versions if ref() is not None and ref()._version != version}
+    outputs = tensors_in(output)  # which have kept tensors alive
+    # A loss that the user computes saves as many fp32 values as cross_entropy, and has two gradients.
+    values = 4 if any(each.dim() == 0 for each in outputs) else 16
+    return calls, sizes, changing, values * sum(each.numel() for each in outputs)
+
+
+def parameter_bytes(model: nn.Module, units: Sequence[str]) -> list[int]:
+    """Return the bytes of the parameters and buffers of each unit, those of other modules with a unit near them."""
+    found = dict.fromkeys(units, 0)
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, unit in owners(model, units).items() if units else ():
+        found[unit] += _bytes(tensors[name]) if name in tensors else 0  # tied ones count once
+    return [*found.values()]
+
+
+def _visible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the submodules by their names, but not those inside of compiled ones, which are not followed."""
+    hidden = {id(model)}
+    for name, module in model.named_modules():
+        if id(module) not in hidden:
+            yield name, module
+            if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+                hidden.update(map(id, module.modules()))
+
+
+_Costs = defaultdict[tuple[str, str], float]
+"""Seconds and bytes of all calls, by the name of a unit and the name of a cost."""
+
+
+class _Clock:
+    """Records when units begin in forward, and when their inputs' gradients are computed in backward."""
+
+    def __init__(self, model: nn.Module, profile: Profile, device: torch.device) -> None:
+        self._costs: _Costs = defaultdict(float)
+        self._model, self._profile = model, profile
+        self._device = device
+        self._calls: list[tuple[str, torch.device]] = []
+        self._running = -1  # the last call while forward runs, then the index of the one that runs in backward
+        self._laps: list[tuple[tuple[str, str], torch.device, Any, Any]] = []
+        self._seen = {each.untyped_storage().data_ptr() for each in model.parameters() if each.layout is torch.strided}
+
+    def run(self, call: Callable[[], Any]) -> _Costs:
+        """Run forward and backward, and return the costs."""
+        self._began = self._device, _now(self._device)
+        with contextlib.ExitStack() as stack:
+            for name in self._profile.units:
+                hook = functools.partial(self._begin, name)
+                module = self._model.get_submodule(name)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor))
+            output = call()
+        self._running = len(self._calls) - 1
+        self._lap("forward", self._calls[-1][1])
+        run_backward(self._model, output)
+        self._end_backward(0)
+        _synchronize({device for _, device, *_ in self._laps})
+        for cost, _, began, ended in self._laps:
+            self._costs[cost] += _seconds(began, ended)
+        return self._costs
+
+    def _begin(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin a call of a unit; what runs before the first one counts as a part of it."""
+        tensors = tensors_in((args, kwargs))
+        device = tensors[0].device if tensors else self._device
+        if self._calls or device != self._device:
+            self._lap("forward", device)
+        end = functools.partial(self._end_backward, len(self._calls))
+        self._calls.append((name, device))
+        for each in tensors:
+            if each.requires_grad and not each.is_leaf:
+                each.register_hook(end)  # type: ignore[no-untyped-call]  # torch's
+
+    def _end_backward(self, index: int, _: Any = None) -> None:
+        """End the backward of a call; those of later calls that no gradient has ended are a part of it."""
+        if index <= self._running:
+            self._running = index
+            self._lap("backward", self._calls[max(0, index - 1)][1])
+            self._running = index - 1
+
+    def _lap(self, phase: str, device: torch.device) -> None:
+        """End what has run until now, and begin what runs on `device`."""
+        before, began = self._began
+        if self._calls:
+            self._laps.append(((self._calls[self._running][0], phase), before, began, _now(before)))
+        self._began = device, _now(device)
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that autograd saves: each storage once, those of parameters never."""
+        if tensor.layout is torch.strided and self._calls:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                self._costs[self._calls[-1][0], "saved"] += storage.nbytes()
+        return tensor.detach()  # makes no reference cycle
+
+
+def measure_units(
+    model: nn.Module,
+    found: Profile,
+    prepare: Callable[[int], Callable[[], Any]],
+    *,
+    sizes: Sequence[int],
+    device: torch.device,
+) -> Profile:
+    """Measure the units of a model at two micro-batch sizes.
+
+    Args:
+        model: the user's model.
+        found: the result of `find_units`.
+        prepare: returns a function that runs a forward of so many samples, and returns its output.
+        sizes: numbers of samples of the smaller and of the larger micro-batch.
+        device: that of the inputs.
+    """
+
+    def vector(runs: Sequence[_Costs], kind: str) -> torch.Tensor:
+        return _vector([min(each[name, kind] for each in runs) for name in found.units])
+
+    runs = [[_Clock(model, found, device).run(prepare(size)) for _ in range(_REPEATS)] for size in sizes]
+    kinds = ("forward", "backward", "saved")
+    costs = {kind: Line.through(sizes, [vector(each, kind) for each in runs]) for kind in kinds}
+    # The gradients of each micro-batch are added to those of the ones before it.
+    block = torch.ones(2**20, device=device)
+    seconds = _shortest(lambda: block.add_(block), [device]) / block.nbytes
+    fixed, per_sample = costs["backward"]
+    costs["backward"] = Line(fixed + seconds * found.trained_share * found.parameters, per_sample)
+    return replace(found, costs=costs, least_samples=sizes[0])
+
+
+def run_backward(model: nn.Module, output: Any) -> None:
+    """Compute and discard the gradients of a model's parameters, where this can be done."""
+    wanted = [each for each in model.parameters() if each.requires_grad]
+    outputs = [each for each in tensors_in(output) if each.grad_fn is not None]
+    if not outputs or not wanted:
+        return
+    ones = [each.new_ones(()).expand_as(each) for each in outputs]
+    try:
+        torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):  # torch's message: such a checkpoint stores gradients
+            raise
 
 
 def trained_share(model: nn.Module) -> float:
@@ -200,65 +297,107 @@ def trained_share(model: nn.Module) -> float:
     return sum(each.numel() for each in model.parameters() if each.requires_grad) / max(1, total)
 
 
-def _output_bytes(output: Any) -> int:
-    """Return the bytes of joined outputs and, if the loss is computed from them, of it and its gradients."""
-    tensors = [each for each in leaves(output) if isinstance(each, torch.Tensor)]
-    if any(each.dim() == 0 and each.requires_grad for each in tensors):
-        return sum(each.nbytes for each in tensors)
-    # As cross_entropy does, which autocast runs in float32: it saves as many values, and computes two gradients.
-    return sum(each.nbytes + 3 * each.numel() * max(each.element_size(), 4) for each in tensors)
+def seconds_of(call: Callable[[], object], devices: Sequence[torch.device]) -> float:
+    """Return the seconds from the begin of a call to the end of its work on all devices."""
+    _synchronize(devices)
+    accelerators = [each for each in devices if each.type != "cpu"]
+    first = [*accelerators, torch.device("cpu")][0]
+    began = _now(first)
+    call()
+    for other in accelerators:
+        torch.accelerator.current_stream(first).wait_event(_now(other))
+    ended = _now(first)
+    _synchronize(devices)
+    return _seconds(began, ended)
 
 
-def module_shares(profiler: Profiler) -> dict[int, float]:
-    """Return, by ids of called submodules, the share of each in the time of forward or in memory, whichever is larger.
+def _synchronize(devices: Collection[torch.device]) -> None:
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
-    The profiler's units must be the submodules without submodules: what a module costs is the sum of those inside it.
+
+def _now(device: torch.device) -> Any:
+    """Return a point in a device's work: the time of the CPU, or an event on the current stream."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def _seconds(began: Any, ended: Any) -> float:
+    seconds: float = ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000
+    return seconds
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # sparse ones have no nbytes
+
+
+def _vector(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """Memory limit and speed of one device."""
+
+    device: str
+    cap_bytes: float = _NO_LIMIT
+    speed: float = 1.0
+    """Relative to the first device."""
+
+
+def device_specs(
+    devices: Sequence[torch.device], *, memory: int | Sequence[int] | None, model: nn.Module
+) -> list[DeviceSpec]:
+    """Measure the memory and speed of each device.
+
+    Args:
+        devices: in the user's order.
+        memory: usable bytes of each device, or one number for all; None: free memory of a GPU, unlimited on the CPU.
+        model: its parameters count as free memory, since they are about to be moved to stages.
+
+    Raises:
+        ConfigError: `memory` is a sequence of another length than `devices`.
     """
-    called: set[int] = set()
-
-    def before(module: nn.Module, _args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            called.add(id(module))
-
-    handle = register_module_forward_pre_hook(before)
-    try:
-        memory = profiler.run(counts_saved=True)
-    finally:
-        handle.remove()
-    modules = dict(profiler.inner.model.named_modules())
-    seconds, size = defaultdict[int, float](float), defaultdict[int, float](float)
-    for call in profiler.run().calls:
-        seconds[id(modules[call.unit])] += call.forward_s
-    for call in memory.calls:
-        size[id(modules[call.unit])] += call.saved_bytes()
-    for each in modules.values():
-        size[id(each)] += sum(own.nbytes for own in each.parameters(recurse=False))
-
-    def share(module: nn.Module) -> float:
-        parts = [id(each) for each in module.modules()]
-        return max(sum(costs[each] for each in parts) / (sum(costs.values()) or 1.0) for costs in (seconds, size))
-
-    return {id(each): share(each) for each in modules.values() if id(each) in called}
+    limits = [*memory] if isinstance(memory, Sequence) else [memory] * len(devices)
+    if len(limits) != len(devices):
+        raise ConfigError(
+            f"memory={limits} for {len(devices)} devices",
+            why="each device has one limit",
+            fix="pass one number of bytes per device, or one for all",
+        )
+    kinds = {each: torch.cuda.get_device_name(each) if each.type == "cuda" else each.type for each in devices}
+    # Devices of one kind are equally fast: a measured difference would be noise.
+    seconds = {kind: _matmul_seconds(each) for each, kind in kinds.items() if len({*kinds.values()}) > 1}
+    first = seconds.get(kinds[devices[0]], 1.0)
+    return [
+        DeviceSpec(
+            device=str(device),
+            cap_bytes=min(_free_bytes(device, model) / devices.count(device), limit or _NO_LIMIT),
+            speed=first / seconds.get(kinds[device], first),
+        )
+        for device, limit in zip(devices, limits, strict=True)
+    ]
 
 
-def _fastest(runs: Sequence[Clock]) -> Clock:
-    """Return the last run, with each unit call's shortest times over all runs, if they have the same calls."""
-    last = runs[-1]
-    if all(each.units == last.units for each in runs):
-        for call, *others in zip(last.calls, *(each.calls for each in runs), strict=True):
-            call.forward_s = min(each.forward_s for each in others)
-            call.backward_s = min(each.backward_s for each in others)
-    return last
+def _free_bytes(device: torch.device, model: nn.Module) -> float:
+    if device.type != "cuda":
+        return _NO_LIMIT
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    free = min(free, int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved)
+    own = sum(each.nbytes for each in model.parameters() if each.device == device)
+    return (free + reserved - torch.cuda.memory_allocated(device) + own) * _USABLE
 
 
-def _fit_line(at_small: float, at_large: float, small: int, large: int) -> Line:
-    """Return the line through the seconds at two sizes; neither of its parts is negative."""
-    if large == small:
-        return Line(at_large, 0.0)
-    per_sample = min(max(0.0, (at_large - at_small) / (large - small)), at_large / large)
-    return Line(at_large - per_sample * large, per_sample)
+def _matmul_seconds(device: torch.device) -> float:
+    matrix = torch.ones(1024, 1024, device=device)
+    return _shortest(lambda: matrix @ matrix, [device])
 
 
-def _fit_bytes(at_small: float, at_large: float, small: int, large: int) -> Line:
-    """Return the line through the bytes at two sizes."""
-    return Line(0.0, at_large / large) if small == large else _fit_line(at_small, at_large, small, large)
+def _shortest(call: Callable[[], object], devices: Sequence[torch.device]) -> float:
+    """Return the shortest of three durations of a call, after one that warms up."""
+    return min([seconds_of(call, devices) for _ in range(4)][1:])

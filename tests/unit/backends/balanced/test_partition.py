@@ -4,78 +4,67 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallelize.backends.balanced.partition import Chain, Memory, smallest_cap, split
+from parallelize.backends.balanced.partition import smallest_cap, split, sums
 
-costs = st.integers(0, 20).map(float)
+costs = st.sampled_from([0.0, 1.0, 2.0, 5.0, 20.0, math.inf])
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Chain, list[float], list[float]]:
-    """Generate chains of up to 8 calls on up to 4 devices, with their caps, which may be impossible, and speeds."""
-    n, k = draw(st.integers(1, 8)), draw(st.integers(1, 4))
-    each, moved = st.lists(costs, min_size=n, max_size=n), st.sampled_from([0.0, 0.0, 1.0, 7.0])
-    chain = Chain(
-        seconds=draw(each),
-        memory=Memory(
-            **{name: draw(each) for name in ("held", "backward", "working", "step")},
-            **{name: draw(st.lists(moved, min_size=n, max_size=n)) for name in ("received", "returned")},
-        ),
-        transfer=draw(st.lists(moved, min_size=n, max_size=n)),
-    )
-    caps = st.lists(st.sampled_from([math.inf, 60.0, 25.0]), min_size=k, max_size=k)
-    speeds = st.lists(st.sampled_from([1.0, 1.0, 0.5, 3.0]), min_size=k, max_size=k)
-    return chain, draw(caps), draw(speeds)
+def problems(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Generate the costs of all stages of up to 7 units, on each of up to 4 devices."""
+    n, k = draw(st.integers(1, 7)), draw(st.integers(1, 4))
+    values = st.lists(costs, min_size=n * (n + 1), max_size=n * (n + 1))
+    empty = torch.ones(n, n + 1, dtype=torch.bool).tril()
+    found = (torch.tensor(draw(values), dtype=torch.float64).view(n, n + 1) for _ in range(k))
+    return [each.masked_fill(empty, math.inf) for each in found]
 
 
-def every_partition(chain: Chain, caps: list[float]) -> Iterator[tuple[int, ...]]:
-    n, memory = len(chain.seconds), chain.memory
-
-    def needed(i: int, j: int) -> float:
-        copied = memory.received[i] + [*memory.returned, 0.0][j]
-        phase = max(sum(memory.held[i:j]), sum(memory.backward[i:j]))
-        return max(phase + max(memory.working[i:j]) + copied, sum(memory.step[i:j]))
-
-    for inner in itertools.combinations_with_replacement(range(n + 1), len(caps) - 1):
-        bounds = (0, *inner, n)
-        if all(i == j or needed(i, j) <= cap for i, j, cap in zip(bounds, bounds[1:], caps, strict=False)):
-            yield bounds
+def largest(bounds: tuple[int, ...], devices: list[torch.Tensor]) -> float:
+    pairs = zip(devices, itertools.pairwise(bounds), strict=True)
+    return max(float(each[i, j]) for each, (i, j) in pairs if i < j)
 
 
 @given(problems())
-def test_a_split_equals_enumeration(problem: tuple[Chain, list[float], list[float]]) -> None:
-    """No partition within the caps has a faster slowest stage; None means that no partition fits."""
-    chain, caps, speeds = problem
-    found = split(chain, caps=caps, speeds=speeds)
-    values = {bounds: max(chain.stages_s(bounds, speeds)) for bounds in every_partition(chain, caps)}
-    if found is None:
-        assert values == {}
-    else:
-        assert values[found] == pytest.approx(min(values.values()))
+def test_a_split_equals_enumeration(devices: list[torch.Tensor]) -> None:
+    """No partition has a smaller largest cost; None means that each has an infinite one."""
+    n = len(devices[0])
+    every = itertools.combinations_with_replacement(range(n + 1), len(devices) - 1)
+    best = min(largest((0, *inner, n), devices) for inner in every)
+    found = split(devices)
+    assert (found is None) == math.isinf(best)
+    assert found is None or largest(found, devices) == best
 
 
-@given(problems())
-def test_the_smallest_cap_is_sufficient_and_necessary(problem: tuple[Chain, list[float], list[float]]) -> None:
-    """A chain fits the smallest cap, and nothing less, with the copies at both ends of each stage."""
-    chain, caps, speeds = problem
-    cap = smallest_cap(chain.memory, len(caps))
-    assert split(chain, caps=[cap] * len(caps), speeds=speeds) is not None
-    assert cap == 0.0 or split(chain, caps=[cap - 0.5] * len(caps), speeds=speeds) is None
+@given(st.lists(st.integers(1, 20).map(float), min_size=1, max_size=8), st.integers(1, 4))
+def test_the_smallest_cap_is_sufficient_and_necessary(sizes: list[float], devices: int) -> None:
+    """A chain fits devices of the smallest cap, and none with less."""
+    needed = sums(torch.tensor(sizes), range(len(sizes) + 1))
+    cap = smallest_cap(needed, devices)
+    assert split([needed.masked_fill(needed > cap, math.inf)] * devices) is not None
+    assert split([needed.masked_fill(needed > cap - 0.5, math.inf)] * devices) is None
+
+
+def test_sums_between_places() -> None:
+    """A stage begins and ends at given units."""
+    found = sums(torch.tensor([1.0, 2.0, 4.0, 8.0]), [0, 1, 3, 4])
+    assert [float(found[i, i + 1]) for i in range(3)] == [1.0, 6.0, 8.0]
+    assert float(found[0, 3]) == 15.0
 
 
 def test_equal_layers_are_distributed_evenly() -> None:
     """Fifteen equal layers on eight devices: at most two each, where a heuristic puts eight on the last one."""
-    bounds = split(Chain(seconds=[3.0] * 15, memory=Memory(held=[0.0] * 15)), caps=[math.inf] * 8, speeds=[1.0] * 8)
+    bounds = split([sums(torch.full((15,), 3.0), range(16))] * 8)
     assert bounds is not None
     assert max(j - i for i, j in itertools.pairwise(bounds)) == 2
 
 
-def test_an_expensive_transfer_is_avoided() -> None:
-    """The chain is split where transfers are small, if that makes the slowest stage fastest."""
-    chain = Chain(seconds=[4.0] * 4, memory=Memory(held=[0.0] * 4), transfer=[0.0, 0.0, 9.0, 0.5])
-    assert split(chain, caps=[math.inf] * 2, speeds=[1.0] * 2) in {(0, 1, 4), (0, 3, 4)}
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_device_may_have_no_stage(devices: int) -> None:
+    """One unit is on one device."""
+    assert split([torch.tensor([[math.inf, 1.0]], dtype=torch.float64)] * devices) == (0, *[1] * devices)
