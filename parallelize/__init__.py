@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from parallelize.backends.ddp2 import DDP2Backend
     from parallelize.backends.dp import DPBackend
     from parallelize.backends.fsdp.plugin import FSDPBackend
-    from parallelize.checkpoint.loading import load
-    from parallelize.checkpoint.rotation import checkpoints
-    from parallelize.checkpoint.saving import save
+    from parallelize.checkpoint.checkpoints import checkpoints
+    from parallelize.checkpoint.load import load
+    from parallelize.checkpoint.save import save
     from parallelize.collectives import all_gather, all_reduce, barrier, broadcast, main_first
+    from parallelize.data.loader import ShardedLoader
     from parallelize.data.shard_loader import shard_loader
-    from parallelize.data.sharded_loader import ShardedLoader
     from parallelize.decorator import DistributedFunction, distributed
     from parallelize.errors import (
         ConfigError,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         SyncError,
         WorkerError,
     )
-    from parallelize.launchers.ray.plugin import RayLauncher
+    from parallelize.launchers.ray import RayLauncher
     from parallelize.launchers.slurm.job import Job
     from parallelize.launchers.slurm.plugin import SlurmLauncher
     from parallelize.model import no_sync, parallel_model
@@ -96,15 +96,15 @@ _NAMES_BY_MODULE = {
     "backends.ddp2": "DDP2Backend",
     "backends.dp": "DPBackend",
     "backends.fsdp.plugin": "FSDPBackend",
-    "checkpoint.loading": "load",
-    "checkpoint.rotation": "checkpoints",
-    "checkpoint.saving": "save",
+    "checkpoint.checkpoints": "checkpoints",
+    "checkpoint.load": "load",
+    "checkpoint.save": "save",
     "collectives": "all_gather all_reduce barrier broadcast main_first",
+    "data.loader": "ShardedLoader",
     "data.shard_loader": "shard_loader",
-    "data.sharded_loader": "ShardedLoader",
     "decorator": "DistributedFunction distributed",
     "errors": "ConfigError LaunchError MissingDependencyError ParallelizeError SyncError WorkerError",
-    "launchers.ray.plugin": "RayLauncher",
+    "launchers.ray": "RayLauncher",
     "launchers.slurm.job": "Job",
     "launchers.slurm.plugin": "SlurmLauncher",
     "model": "no_sync parallel_model",

@@ -16,7 +16,7 @@ from parallelize.hang_detection.stack_frames import call_site
 from parallelize.runtime import context, differentiable
 from parallelize.runtime.containers import leaves, map_leaves
 
-__all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "main_first"]
+__all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "main_first", "num_processes"]
 
 Op = Literal["mean", "sum", "max", "min"]
 
@@ -40,7 +40,7 @@ def all_reduce(x: Any, op: Op = "mean") -> Any:
     if op not in differentiable.REDUCE_OPS:
         raise ConfigError(f"op={op!r}", why="unknown reduction", fix=did_you_mean(str(op), differentiable.REDUCE_OPS))
     _refuse_unsupported(x, f"all_reduce(op={op!r})", op=op)
-    if _world_size() == 1:
+    if num_processes() == 1:
         return map_leaves(lambda leaf: _reduce_alone(leaf, op), x)
     _check_same_call(f"all_reduce(op={op!r})", x)
     return map_leaves(
@@ -63,7 +63,7 @@ def all_gather(x: Any) -> Any:
         SyncError: the processes called this with different shapes, dtypes or containers.
     """
     _refuse_unsupported(x, "all_gather")
-    if _world_size() == 1:
+    if num_processes() == 1:
         return map_leaves(lambda leaf: leaf.clone()[None] if isinstance(leaf, Tensor) else [leaf], x)
     _check_same_call("all_gather", x)
     return map_leaves(lambda leaf: _apply(leaf, differentiable.all_gather), x)
@@ -83,7 +83,7 @@ def broadcast(x: Any, src: int = 0) -> Any:
         ConfigError: `src` is not a rank of this run, or `x` contains a value that cannot be sent.
         SyncError: the processes called this with different shapes, dtypes, containers or `src`.
     """
-    size = _world_size()
+    size = num_processes()
     if type(src) is not int or not 0 <= src < size:
         raise ConfigError(f"src={src!r}", why=f"ranks go from 0 to {size - 1} here", fix="use src=0, the main process")
     _refuse_unsupported(x, "broadcast")
@@ -102,7 +102,7 @@ def barrier(name: str | None = None) -> None:
     Raises:
         SyncError: another process is at a barrier with another name, or at another collective.
     """
-    if _world_size() > 1:
+    if num_processes() > 1:
         _check_same_call("barrier" if name is None else f"barrier({name!r})", None)
 
 
@@ -115,12 +115,12 @@ def main_first() -> Iterator[None]:
     Raises:
         SyncError: the block raised on another process; the message contains that rank and its error.
     """
-    if _world_size() == 1:
+    if num_processes() == 1:
         yield
         return
     failure: BaseException | None = None
     if dist.get_rank() != 0:
-        _raise_remote_failure("main_first", None)
+        _raise_remote_failure(None)
     try:
         yield
     except BaseException as exc:
@@ -129,19 +129,19 @@ def main_first() -> Iterator[None]:
     finally:
         # Exchange 1: rank 0 has left the block, so the other ranks enter it. Exchange 2: the other ranks have left it.
         if dist.get_rank() == 0:
-            _raise_remote_failure("main_first", failure)
+            _raise_remote_failure(failure)
         if failure is None or dist.get_rank() != 0:
-            _raise_remote_failure("main_first", failure)
+            _raise_remote_failure(failure)
 
 
-def _raise_remote_failure(call: str, failure: BaseException | None) -> None:
+def _raise_remote_failure(failure: BaseException | None) -> None:
     """Exchange failures between ranks; raise SyncError if another rank has failed and this rank has not."""
     failures: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, None if failure is None else f"{type(failure).__name__}: {failure}")
     for rank, text in enumerate(failures):
         if text is not None and failure is None:
             raise SyncError(
-                f"{call} failed on rank {rank}: {text}",
+                f"main_first failed on rank {rank}: {text}",
                 why="the block must succeed on every rank",
                 fix=f"see the error of rank {rank}",
             )
@@ -150,7 +150,8 @@ def _raise_remote_failure(call: str, failure: BaseException | None) -> None:
 # Checks before a collective: its values can be sent, and all processes make the same call
 
 
-def _world_size() -> int:
+def num_processes() -> int:
+    """Return the size of the process group; 1 without one, unless a launcher has started several processes."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     world = context.current().world
@@ -182,11 +183,10 @@ def _refuse_unsupported(x: Any, call: str, *, op: str | None = None) -> None:
 
 
 def _refuse_tensor(x: Tensor, call: str, *, op: str | None) -> None:
-    kinds = {"meta": x.is_meta, "nested": x.is_nested, "quantized": x.is_quantized}
-    kind = next((name for name, is_so in kinds.items() if is_so), str(x.layout))
-    if kind != str(torch.strided):
-        fix = "use x.dequantize()" if x.is_quantized else "use x.to_dense(), or a padded tensor of a nested one"
-        raise ConfigError(f"{call} of a {kind} tensor", why="only dense tensors can be sent", fix=fix)
+    if x.is_meta or x.is_nested or x.is_quantized or x.layout is not torch.strided:
+        fix = "use x.dequantize() or x.to_dense(), or a padded tensor of a nested one"
+        what = f"{call} of a tensor of {x.dtype}, {x.layout}, on {x.device}"
+        raise ConfigError(what, why="only dense tensors with values can be sent", fix=fix)
     if op is not None and not _keeps_dtype(op, x.dtype):
         raise ConfigError(
             f"{call} of a tensor of {x.dtype}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -14,19 +15,20 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import wrapt
-from typing_extensions import Never, Unpack
+from typing_extensions import Unpack
 
-from parallelize.call.function_ref import check_is_plain_function, is_importable
-from parallelize.call.module_sync import restore
+from parallelize.call.module_values import edited_modules
+from parallelize.call.pickling import check_is_plain_function, is_importable
+from parallelize.call.returned import restore, unreturned_warning
 from parallelize.call.task import Outcome, Task, name_of
-from parallelize.call.traceback_folding import folded_traceback
-from parallelize.call.unreturned import describe
-from parallelize.cluster.devices import probe
+from parallelize.call.tracebacks import folded_traceback
+from parallelize.cluster.devices import Hardware, probe
 from parallelize.cluster.environment import detect
 from parallelize.cluster.world import Node
 from parallelize.comparison.compare import Comparison, compare_runs
 from parallelize.config.config import Config
 from parallelize.config.explain import explain_call
+from parallelize.config.layout import Epochs
 from parallelize.config.options import Options
 from parallelize.config.placement import Placement, place
 from parallelize.errors import ConfigError
@@ -34,13 +36,14 @@ from parallelize.launchers.batch_launcher import BatchLauncher
 from parallelize.launchers.slurm.job import Job
 from parallelize.plugins.base import Launcher
 from parallelize.runtime.context import active
+from parallelize.runtime.unsynced_training import IN_PARALLEL_MODEL
 from parallelize.worker.in_process import gather_values, run_as_rank, run_in_this_process
 from parallelize.worker.main import refuse_during_task_load
 from parallelize.worker.preemption import handle_stop_signals
 
 __all__ = ["DistributedFunction", "distributed"]
 
-_DEFAULT_LAUNCHER = "elastic"
+_DEFAULT_LAUNCHER = "local"
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -48,16 +51,21 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 
-def distributed(*misplaced: Never, **options: Unpack[Options]) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]:
+@overload
+def distributed(function: Callable[P, R], /) -> DistributedFunction[P, R]: ...
+@overload
+def distributed(**options: Unpack[Options]) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]: ...
+def distributed(function: Callable[P, R] | None = None, /, **options: Unpack[Options]) -> Any:
     """Decorate a function so that each call runs on all requested devices.
 
     Decorating starts no process and initializes no device. At the call, PARALLELIZE_<OPTION> environment variables
     override the options given here.
 
-    A call leaves the caller's RNG states unchanged. A call in the calling process starts from these states: without a
-    seed, two such calls in a row draw the same random numbers.
+    A call leaves the caller's RNG states unchanged, and starts from these states on every rank: without a seed, two
+    calls in a row draw the same random numbers.
 
     Args:
+        function: the function, for `@distributed` without options.
         **options: each is optional:
 
             - backend (str | Backend, "ddp"): how a model runs in parallel: "ddp", "fsdp", "dp", "ddp2", "balanced", or
@@ -69,42 +77,35 @@ def distributed(*misplaced: Never, **options: Unpack[Options]) -> Callable[[Call
             - num_nodes (int, None): number of machines; None: from the launcher's environment, else 1.
             - amp (bool | str | Amp, None): mixed precision: True, "bf16", "fp16", a level "O0" to "O3", or an `Amp`.
             - amp_engine (str, "native"): "native" (torch.amp) or "apex".
-            - seed (int, None): seed of the global random generators; None: they are not seeded.
+            - seed (int, None): seed of the global random generators; None: they begin as the caller's.
             - timeout (seconds | str | timedelta, "30min"): of each collective and of the rendezvous.
             - max_restarts (int, 0): how often all workers are restarted after a failure.
-            - launcher (str | Launcher, None): how processes are started: `SlurmLauncher(...)`, `ElasticLauncher(...)`;
-              None: on this machine, by torch elastic.
+            - launcher (str | Launcher, None): how processes are started: `SlurmLauncher(...)`, `LocalLauncher(...)`;
+              None: on this machine.
             - logs (str | path, "rank0"): whose output is shown: "rank0", "all", or a directory for a file per rank.
             - process_group_backend (str, None): torch's name, such as "nccl", "gloo" or "cpu:gloo,cuda:nccl"; None:
               chosen by device.
             - init_connection (function, None): called with the World instead of `init_process_group`.
             - wrap (function, None): called with the module and the World, returns the module to run in parallel.
             - verify_every (int, 0): number of steps between comparisons of the parameters across ranks; 0: never.
-            - update_modules (bool, True): whether modules, optimizers and schedulers that the caller has come back
-              trained; with False, other changes that stay behind are not named either.
-        *misplaced: refused, because options are keyword arguments.
+            - update_modules (bool, True): whether modules, optimizers and other objects of the caller with a state come
+              back; with False, other changes that stay behind are not named either.
 
     Returns:
-        A decorator. The decorated function keeps its signature, name and docstring.
+        A decorator, or the decorated function, which keeps its signature, name and docstring.
 
     Raises:
         ConfigError: options are invalid or exclude each other, or the decorated object is not a plain function.
     """
-    with folded_traceback:
-        if misplaced:
-            given = ", ".join(map(_shown, misplaced))
-            raise ConfigError(
-                f"distributed({given})",
-                why="distributed takes only options, as keyword arguments, and returns a decorator",
-                fix="write @distributed() with parentheses above the function, and options with names: gpus=2",
-            )
-        config = Config.parse(**options)
 
     def decorate(function: Callable[P, R]) -> DistributedFunction[P, R]:
-        check_is_plain_function(function)
+        with folded_traceback:
+            check_is_plain_function(function)
         return DistributedFunction(function, config)
 
-    return decorate
+    with folded_traceback:
+        config = Config.parse(**options)
+        return decorate if function is None else decorate(function)
 
 
 class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
@@ -112,15 +113,16 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
 
     __wrapped__: Callable[P, R]
 
-    def __init__(self, function: Callable[P, R], config: Config) -> None:
+    def __init__(self, function: Callable[P, R], config: Config, epochs: Epochs | None = None) -> None:
         super().__init__(function)
-        self._self_config = config
+        self._self_config, self._self_epochs = config, Epochs() if epochs is None else epochs
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the function in every process of the layout.
 
-        Modules, optimizers and schedulers that the function reaches, by arguments, attributes, closures or globals, get
-        rank 0's state, in place. Other objects are copies; a warning names those that the function changed.
+        Modules, optimizers, generators and whatever has state_dict and load_state_dict get rank 0's state, in place, if
+        the function reaches them by arguments, attributes, closures or globals. Other objects are copies; a warning
+        names those that the function changed.
 
         Returns:
             Rank 0's return value, in every process that makes the call.
@@ -146,7 +148,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             ConfigError: the new options are invalid, or exclude options that are kept.
         """
         with folded_traceback:
-            return type(self)(self.__wrapped__, self._self_config.changed(**changes))
+            return type(self)(self.__wrapped__, self._self_config.changed(**changes), self._self_epochs)
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """Submit a call as a job to the cluster's queue, and return immediately.
@@ -176,16 +178,20 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         launcher, config = self._batch_launcher()
         launcher.write_script(self._make_task(launcher, config, args, kwargs), Path(path))
 
-    def explain(self) -> str:
+    def explain(self, *, gpus: int | None = None) -> str:
         """Return a text with the processes, devices and options of a call made now; start no process.
+
+        Args:
+            gpus: explain a call on a machine with so many GPUs; None: on this one.
 
         Raises:
             ConfigError: the call would be refused.
         """
-        name, launcher = name_of(self.__wrapped__), self._self_config.merged(os.environ).launcher
+        name, config = name_of(self.__wrapped__), self._self_config.merged(os.environ)
+        launcher = config.launcher
         if isinstance(launcher, BatchLauncher) and detect(os.environ) is None:
-            return explain_call(launcher.plan(self._batch_launcher()[1]), None, name=name, queue=launcher.name)
-        placement = self._placement()
+            return explain_call(launcher.plan(config), None, name=name, queue=launcher.name)
+        placement = self._placement(None if gpus is None else Hardware("cuda", gpus))
         return explain_call(placement.layout, placement.world, name=name)
 
     def compare(self, steps: int, /, *args: P.args, **kwargs: P.kwargs) -> Comparison:
@@ -212,7 +218,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
     ) -> DistributedFunction[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind a method to its instance or class, as plain functions do."""
-        return type(self)(self.__wrapped__.__get__(instance, owner), self._self_config)
+        return type(self)(self.__wrapped__.__get__(instance, owner), self._self_config, self._self_epochs)
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         # Like a plain function: by qualified name if that name resolves to this function; else by value (cloudpickle).
@@ -226,8 +232,8 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         is_distributed = isinstance(found, DistributedFunction)
         return is_distributed and (found.__wrapped__, found._self_config) == (self.__wrapped__, self._self_config)
 
-    def _placement(self) -> Placement:
-        return place(self._self_config.merged(os.environ), probe(), os.environ)
+    def _placement(self, hardware: Hardware | None = None) -> Placement:
+        return place(self._self_config.merged(os.environ), hardware or probe(), os.environ)
 
     def _batch_launcher(self) -> tuple[BatchLauncher, Config]:
         config = self._self_config.merged(os.environ)
@@ -251,10 +257,25 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         tasks = [self._make_task(launcher, config, args, kwargs) for args, kwargs in calls]
         return launcher.submit(tasks, at_most=at_most, environ=os.environ) if tasks else []
 
+    def __dir__(self) -> list[str]:
+        """List the attributes of the function, and what decorated functions have."""
+        return sorted({*dir(self.__wrapped__), *vars(DistributedFunction)})
+
+    def _refuse_in_block(self) -> None:
+        size = self._placement().layout.world_size
+        if size > 1:
+            raise ConfigError(
+                f"{name_of(self.__wrapped__)}, for {size} processes, in a parallel_model block of one process",
+                why="inside of a block a call runs where the block is",
+                fix="call it outside of the block, and write `with parallel_model(model):` inside of the function",
+            )
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, all_ranks: bool) -> Any:
         function: Any = self.__wrapped__
         run = active()
         if run is not None:
+            if IN_PARALLEL_MODEL in run.flags and run.world.world_size == 1:
+                self._refuse_in_block()
             with run.ending_blocks():
                 value = function(*args, **kwargs)
             return gather_values(value) if all_ranks else value
@@ -264,7 +285,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             task = self._make_task(config.launcher, config, args, kwargs, all_ranks=all_ranks)
             return _launch(task, by=config.launcher)
         placement = self._placement()
-        layout, world = placement.layout, placement.world
+        layout, world = dataclasses.replace(placement.layout, epochs=self._self_epochs), placement.world
         for warning in layout.warnings:
             warnings.warn(warning, stacklevel=3)
         task = Task(*_unbind(function, args), kwargs, layout, all_ranks)
@@ -274,10 +295,6 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             if layout.world_size == 1:
                 return run_in_this_process(task)
             return _launch(task, by=_worker_launcher(layout.config), node=placement.node)
-
-
-def _shown(value: object) -> str:
-    return name_of(value) if callable(value) else repr(value)
 
 
 def _boundary() -> contextlib.AbstractContextManager[None]:
@@ -310,9 +327,11 @@ def _worker_launcher(config: Config) -> Launcher:
 
 def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
     """Run a task in new processes; what it trained is written into the caller's objects, other changes are named."""
+    for path in edited_modules():
+        text = "was edited after this program imported it: workers run the new code; start the program again"
+        warnings.warn(f"{path} {text}", stacklevel=4)
     outcomes: Sequence[Outcome] = by.launch(task, node=node, environ=os.environ)
     first = outcomes[0]
-    lost = [name for name, kind in task.unsent.items() if kind in first.unmatched]
-    for problem in [*restore(task.stateful, first.states), *describe([*first.unreturned, *lost])]:
+    for problem in [*restore(task.stateful, first.states), *unreturned_warning(first.unreturned)]:
         warnings.warn(problem, stacklevel=4)
     return [outcome.value for outcome in outcomes] if task.all_ranks else first.value

@@ -22,11 +22,10 @@ from parallelize.cluster.devices import probe
 from parallelize.cluster.environment import detect
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
-from parallelize.config.layout import Layout, compute_layout
+from parallelize.config.layout import compute_layout
 from parallelize.errors import ConfigError, did_you_mean
 from parallelize.plugins import registry
-from parallelize.plugins.base import Engine, Inner, LocalEngine, Precision, Reduction, Session
-from parallelize.plugins.traffic import Traffic
+from parallelize.plugins.base import Engine, Inner, LocalEngine, Reduction, Session, Traffic
 from parallelize.runtime import context
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.rank_comparison import require_same_model
@@ -145,7 +144,6 @@ def parallel_model(
             stack.callback(outer.flags.discard, IN_PARALLEL_MODEL)
         outer.flags.update((ENTERED_PARALLEL_MODEL, IN_PARALLEL_MODEL))
         outer.models.extend(map(weakref.ref, modules))
-        _refuse_comparing_shards(run)
         _refuse_apex(run, average)
         _refuse_shared(run, modules)
         if buffers == "mean" and run.config.wrap is not None:
@@ -206,14 +204,20 @@ def _enter_run(options: dict[str, Any]) -> contextlib.AbstractContextManager[Run
     """Return a context that yields the block's Runtime: that of the surrounding run, or else a new one."""
     outer = context.active()
     if outer is not None:
-        return contextlib.nullcontext(_run_of_block(outer, options)) if options else contextlib.nullcontext(outer)
+        return contextlib.nullcontext(_run_of_block(outer, options) if options else outer)
     world, hardware = detect(os.environ), probe()
     if "backend" not in options:
         # A single process that sees several GPUs splits batches over them, as with torch.nn.DataParallel.
         options["backend"] = "dp" if world is None and hardware.count > 1 else "ddp"
     layout = compute_layout(Config.parse(**options).merged(os.environ), hardware, world)
     if world is None and layout.world_size > 1:
-        raise _missing_processes(layout)
+        backend = layout.config.backend.name
+        raise ConfigError(
+            f"backend={backend!r} with {layout.world_size} processes in a script that runs as one process",
+            why=f"{backend} needs one process per device, and no launcher has started these processes",
+            fix="decorate the training function with @distributed, start the script with torchrun, or use "
+            "backend='dp' for several GPUs in one process",
+        )
     return context.activate(Runtime(world or World(), layout))
 
 
@@ -229,15 +233,6 @@ def _run_of_block(outer: Runtime, options: dict[str, Any]) -> Runtime:
             fix="set these options where the run starts: in @distributed(...), or in the outer parallel_model",
         )
     return Runtime(outer.world, layout)
-
-
-def _refuse_comparing_shards(run: Runtime) -> None:
-    if run.config.verify_every and run.config.backend.shards_gradients and run.world.world_size > 1:
-        raise ConfigError(
-            f"verify_every={run.config.verify_every} with backend={run.config.backend.name!r}",
-            why="each rank holds a different shard of the parameters, so there is nothing to compare",
-            fix="drop verify_every=",
-        )
 
 
 def _refuse_apex(run: Runtime, average: Average) -> None:
@@ -270,26 +265,13 @@ def _refuse_shared(run: Runtime, models: Sequence[nn.Module]) -> None:
                 )
 
 
-def _missing_processes(layout: Layout) -> ConfigError:
-    backend = layout.config.backend.name
-    return ConfigError(
-        f"backend={backend!r} with {layout.world_size} processes in a script that runs as one process",
-        why=f"{backend} needs one process per device, and no launcher has started these processes",
-        fix="decorate the training function with @distributed, start the script with torchrun, or use backend='dp' "
-        "for several GPUs in one process",
-    )
-
-
 def _open_precision(
     run: Runtime, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> contextlib.AbstractContextManager[Session]:
-    amp = run.config.amp
-    if amp is None:
+    if run.config.amp is None:
         return contextlib.nullcontext(Session())
-    find: Any = registry.find
-    precision: Precision = find("precision", run.config.amp_engine)()
-    return precision.open(
-        amp=amp,
+    return registry.get("precision", run.config.amp_engine)().open(
+        amp=run.config.amp,
         models=models,
         optimizers=optimizers,
         device=run.device,

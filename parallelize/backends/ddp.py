@@ -13,7 +13,7 @@ from parallelize.backends.ddp_engine import DDPOptions, ReplicatedEngine
 from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
 
-__all__ = ["PLUGIN", "DDPBackend"]
+__all__ = ["DDPBackend"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,3 @@ class DDPBackend(DDPOptions):
         if world.world_size == 1:
             return LocalEngine(inner)
         return ReplicatedEngine(self, inner, inner=inner, device=devices[0])
-
-
-PLUGIN = DDPBackend

@@ -14,7 +14,7 @@ from parallelize.backends.dp_engine import DPEngine, data_parallel
 from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Engine, Inner, LocalEngine
 
-__all__ = ["PLUGIN", "DDP2Backend"]
+__all__ = ["DDP2Backend"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,3 @@ class DDP2Backend(DDPOptions):
         engine = ReplicatedEngine(self, replicated, inner=inner, device=devices[0])
         engine.moves_inputs = replicated is not inner
         return engine
-
-
-PLUGIN = DDP2Backend

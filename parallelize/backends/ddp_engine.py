@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from parallelize.backends.broadcast import RegisteredBuffers, broadcast_from_rank_0, refuse_unbroadcastable
 from parallelize.errors import ConfigError
-from parallelize.plugins.base import Backend, Engine, Inner, Reduction
-from parallelize.plugins.traffic import Traffic
+from parallelize.plugins.base import Backend, Engine, Inner, Reduction, Traffic
 from parallelize.torch_patches.forward import SplitAtBuckets
 
 __all__ = ["DTYPES", "DDPOptions", "ReplicatedEngine"]

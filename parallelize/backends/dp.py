@@ -13,7 +13,7 @@ from parallelize.backends.dp_engine import DPEngine, data_parallel
 from parallelize.cluster.world import World
 from parallelize.plugins.base import LEVELS, Backend, Engine, Inner, LocalEngine
 
-__all__ = ["PLUGIN", "DPBackend"]
+__all__ = ["DPBackend"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,3 @@ class DPBackend(Backend):
     def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
         """Wrap `inner` in DataParallel, unless there is only one device."""
         return LocalEngine(inner) if len(devices) == 1 else DPEngine(data_parallel(inner, devices=devices))
-
-
-PLUGIN = DPBackend

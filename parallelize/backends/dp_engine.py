@@ -45,14 +45,6 @@ def data_parallel(inner: Inner, *, devices: Sequence[torch.device]) -> nn.Module
     return _DataParallel(inner, device_ids=list(devices))
 
 
-class _ReplicaOutput:
-    """Output of one replica, and its inputs."""
-
-    def __init__(self, output: Any, *, inputs: Any) -> None:
-        self.output = output
-        self.inputs = inputs
-
-
 class _DataParallel(DataParallel[Inner]):
     """DataParallel that gathers outputs in any container, such as dataclasses, and averages 0-dim losses."""
 
@@ -66,13 +58,12 @@ class _DataParallel(DataParallel[Inner]):
     @override
     def parallel_apply(self, replicas: Sequence[Inner], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         outputs = super().parallel_apply(replicas, inputs, kwargs)
-        pairs = zip(inputs, kwargs, strict=True)
-        return [_ReplicaOutput(output, inputs=pair) for output, pair in zip(outputs, pairs, strict=True)]
+        return list(zip(outputs, zip(inputs, kwargs, strict=True), strict=True))
 
     @override
     def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
         device = torch.device(self.src_device_obj.type, int(self.output_device))
-        return gather_outputs([each.output for each in outputs], [each.inputs for each in outputs], device=device)
+        return gather_outputs(*zip(*outputs, strict=True), device=device)
 
 
 def gather_outputs(outputs: Sequence[Any], inputs: Sequence[Any], *, device: torch.device) -> Any:

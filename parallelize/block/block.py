@@ -20,7 +20,6 @@ from parallelize.block.verification import Verification
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
 from parallelize.runtime.autograd_graph import grad_fns_of, gradient_version
-from parallelize.runtime.batch_weights import open_loaders, weigh_outputs
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.rank_comparison import require_same_model, warn_if_trained_apart
@@ -66,12 +65,13 @@ class Block:
         build: Callable[[Inner], Engine],
     ) -> None:
         self.run, self.session, self.models = run, session, models
-        self.build, self._methods, self._average, self._buffers = build, methods, average, buffers
+        self.build, self._methods, self._buffers = build, methods, buffers
         self.averaging = Averaging(average, run=run, models=models)
         self.summary = StartupSummary(run)
         # Models of an inner block may be called with equal inputs, such as features of all ranks.
         self.same_data = SameData(run, models, is_over=run.world.world_size == 1 or bool(routed_models()))
         self.reducer: Reducer | None = None
+        self.verification: Verification | None = None
         self.is_over = False
         self._routed: list[_RoutedModel] = []
 
@@ -98,7 +98,6 @@ class Block:
             model,
             original_methods=originals,
             session=self.session,
-            average=self._average,
             buffer_source=self._buffers or "rank0",
         )
 
@@ -117,6 +116,7 @@ class Block:
             before_first_step=self._compare_first_step,
         )
         stack.enter_context(verification.active())
+        self.verification = verification
 
     def _compare_first_step(self) -> None:
         self.same_data.compare()
@@ -229,8 +229,6 @@ class _RoutedModel:
     def _after_forward(self, output: Any, inputs: Any) -> None:
         averaging = self._block.averaging
         nodes = averaging.mark(output, inputs) if averaging.marks else grad_fns_of(output)
-        if len(open_loaders) > 1:
-            weigh_outputs(nodes, inputs)
         for node in nodes if self.engine.reduction is not None else ():
             node.register_prehook(self._require_in_block)
 
@@ -256,6 +254,11 @@ class _RoutedModel:
     def _gradients(self) -> list[Any]:
         parameters = self.inner.model.parameters()
         return [each.grad if each.grad is None else gradient_version(each.grad) for each in parameters]
+
+    @property
+    def verification(self) -> Verification | None:
+        """The checks of the block; None: it is of one rank."""
+        return self._block.verification
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward leaves gradients local."""

@@ -10,9 +10,10 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
-from parallelize.call.traceback_folding import folded_traceback
+from parallelize.call.tracebacks import folded_traceback
 from parallelize.errors import ConfigError
 from parallelize.runtime import context
+from parallelize.runtime.group_abort import is_interrupted
 
 __all__ = ["ModelContext", "model_context"]
 
@@ -46,6 +47,8 @@ class ModelContext(contextlib.AbstractContextManager[M], contextlib.ContextDecor
     ) -> bool | None:
         """End the block; the models are plain models again."""
         _open.remove(self)
+        if error is None and is_interrupted():  # ranks have made different numbers of steps
+            kind, error = KeyboardInterrupt, KeyboardInterrupt()
         is_suppressed = self._entered.pop().__exit__(kind, error, traceback)
         if context.active() is None:  # a script without a decorated function
             folded_traceback.__exit__(kind, error, traceback)

@@ -25,6 +25,7 @@ from parallelize.errors import SyncError
 from parallelize.runtime.batch_weights import Weight
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.context import Runtime, is_capturing
+from parallelize.runtime.group_abort import is_interrupted
 from parallelize.runtime.rank_comparison import differences, digest, flat_fingerprint, largest_difference
 from parallelize.runtime.user_line import user_stacklevel
 from parallelize.torch_patches.backward import is_in_backward
@@ -70,9 +71,20 @@ class Verification:
         with before_step(self._before_step):
             yield
         self._reducer.finish_unpatched()
-        self.compare_parameters("at the end of the block")
+        self.compare("at the end of the block")
+
+    def compare(self, when: str) -> None:
+        """Compare the models across the ranks: two collectives of 16 bytes, of which one is for buffers.
+
+        Raises:
+            SyncError: some parameters differ.
+        """
+        if is_interrupted():
+            return
+        self.compare_parameters(when)
         buffers = _named(self._models(), nn.Module.named_buffers) if self._warns_of_buffers else []
         found = _different([each for each in buffers if each[1].is_floating_point()])
+        self._warns_of_buffers = not found
         if found and self._run.world.is_main:
             warnings.warn(
                 f"buffers differ between the ranks, and rank 0's are kept: {_listed(found)}. Each rank has "

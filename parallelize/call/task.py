@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.call.function_ref import FunctionRef, is_importable, pickling_module_by_value
-from parallelize.call.imported_state import find_imported_state, install_imported_state
-from parallelize.call.module_changes import find_module_changes
-from parallelize.call.module_sync import StatefulObjects, signature
-from parallelize.call.reachable import is_a, mentioned_names, walk
-from parallelize.call.serialization import dump, dump_for_rank, is_picklable, load
-from parallelize.call.traceback_folding import shorten_chain
+from parallelize.call.module_values import ModuleValues
+from parallelize.call.pickling import dump, dump_for_rank, load, pickling_module_by_value
+from parallelize.call.reachable import is_stateful
+from parallelize.call.returned import data_of, variables_of
+from parallelize.call.tracebacks import shorten_chain
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError, WorkerError
@@ -47,9 +45,9 @@ class Task:
         kwargs: keyword arguments; workers get copies.
         layout: number and devices of the processes, and the config.
         all_ranks: whether the caller gets the return values of all ranks; False: only that of rank 0.
-        stateful: the call's modules, optimizers and schedulers; found by `write`, and in the same order by `read`.
-        unsent: name -> signature of reachable ones that the workers do not get, because `__getstate__` drops them or a
-            closure of an imported function holds them; found by `write`.
+        stateful: the call's stateful objects; found by `write`, and in the same order by `read`.
+        not_set: variables of modules that the program has set to what a worker cannot get; found by `read`.
+        values: variables of modules that are sent with the call.
     """
 
     function: Callable[..., Any]
@@ -58,21 +56,28 @@ class Task:
     layout: Layout
     all_ranks: bool = False
     stateful: list[Any] = field(default_factory=list, compare=False)
-    unsent: dict[str, str] = field(default_factory=dict, compare=False)
+    not_set: list[str] = field(default_factory=list, compare=False)
+    values: ModuleValues = field(default_factory=ModuleValues, compare=False)
 
     @property
     def name(self) -> str:
         """Return the function's name, for messages."""
         return name_of(self.function)
 
-    def roots(self) -> dict[str, object]:
-        """Return the function and its arguments, by name as shown to the user; `self` by the name of its class."""
+    def data(self) -> dict[str, object]:
+        """Return what the function may change, besides stateful objects, by name as shown to the user.
+
+        Arguments; `self` and stateful objects, by the names of their classes; variables from the caller's modules.
+        """
         code = getattr(inspect.unwrap(self.function), "__code__", None)
         names = [] if code is None else code.co_varnames[: code.co_argcount]
         unnamed = [f"argument {index}" for index in range(len(names), len(self.args))]
-        named = dict(zip((*names, *unnamed), self.args, strict=False))
-        methods_self = named.pop("self", None)
-        return {type(methods_self).__name__: methods_self, **named, **self.kwargs, self.name: self.function}
+        named = {**dict(zip((*names, *unnamed), self.args, strict=False)), **self.kwargs}
+        own = [(type(each).__name__, each) for each in (named.pop("self", None), *self.stateful)]
+        found = {**self.values.current(), **variables_of(self.function)}
+        for name, item in (*own, *named.items()):
+            found.update(data_of(name, item))
+        return found
 
     def write(self, path: Path) -> None:
         """Write the call to a file for the workers.
@@ -80,43 +85,31 @@ class Task:
         Raises:
             ConfigError: an argument, or a variable that the function uses, cannot be pickled.
         """
-        function = FunctionRef.of(self.function)
-        by_value = {f"the function {self.name!r}": function.value} if function.value is not None else {}
         parts = {
-            **by_value,
+            f"the function {self.name!r}": self.function,
             **{f"argument {number}": value for number, value in enumerate(self.args)},
             **{f"argument {name!r}": value for name, value in self.kwargs.items()},
             **{f"option {name!r}": value for name, value in self.layout.config.options().items()},
         }
-        call = (function, self.args, self.kwargs, self.layout, self.all_ranks)
-        reached = list(walk(self.roots()))
-        changes = find_module_changes(is_importable=is_importable, mentioned=mentioned_names(reached))
-        imported = {**changes, **find_imported_state(reached, is_importable=is_importable)}
+        call = (self.function, self.args, self.kwargs, self.layout, self.all_ranks)
+        self.stateful.clear()
+        known = set[int]()
+
+        def add(item: object) -> None:
+            if is_stateful(item) and id(item) not in known:
+                known.update(map(id, item.modules() if isinstance(item, nn.Module) else [item]))
+                self.stateful.append(item)
+
         with pickling_module_by_value(self.function):
-            try:
-                found = _dump((imported, call), path, parts)
-            except ConfigError:
-                picklable = {key: value for key, value in imported.items() if is_picklable(value)}
-                if len(picklable) == len(imported):
-                    raise
-                found = _dump((picklable, call), path, parts)
-        self.stateful[:] = found
-        modules = {name: item for name, item in reached if is_a(item, nn.Module) and item not in found}
-        self.unsent.update({name: signature(item) for name, item in modules.items()})
+            values = ModuleValues.find(call)
+            # The last part is pickled when it is complete.
+            dump((values, call, self.stateful), path, parts=parts, on_object=add)
 
     @classmethod
     def read(cls, path: Path, *, device: torch.device) -> Task:
         """Read the call from a file in a worker; tensors that were on an accelerator are moved to `device`."""
-        (imported, (function, args, kwargs, layout, all_ranks)), stateful = load(path, device=device)
-        install_imported_state(imported)
-        return cls(function.resolve(), args, kwargs, layout, all_ranks, stateful)
-
-
-def _dump(call: Any, path: Path, parts: Mapping[str, object]) -> StatefulObjects:
-    """Pickle a call, then the list of the stateful objects that were pickled with it; return that list."""
-    found = StatefulObjects()
-    dump((call, found), path, parts=parts, on_object=found.add)
-    return found
+        values, (function, args, kwargs, layout, all_ranks), stateful = load(path, device=device)
+        return cls(function, args, kwargs, layout, all_ranks, stateful, values.install(), values)
 
 
 @dataclass(frozen=True)
@@ -133,7 +126,6 @@ class Outcome:
         failed_at: time of the exception in seconds since the epoch, taken before any teardown.
         states: states of what the call trained, by their index in Task.stateful; rank 0 only.
         unreturned: names of other things that the call changed; rank 0 only.
-        unmatched: signatures of trained models that are in none of them, as those that the function made; rank 0 only.
     """
 
     rank: int
@@ -145,11 +137,10 @@ class Outcome:
     failed_at: float | None = None
     states: Mapping[int, Any] = field(default_factory=dict)
     unreturned: Sequence[str] = ()
-    unmatched: Sequence[str] = ()
 
     @classmethod
     def returned(cls, world: World, value: object, **changes: Any) -> Outcome:
-        """Build the outcome of a function that returned `value`; `changes` are the last three attributes."""
+        """Build the outcome of a function that returned `value`; `changes` are the last two attributes."""
         return cls(world.rank, socket.gethostname(), os.getpid(), value=value, **changes)
 
     @classmethod

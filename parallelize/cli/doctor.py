@@ -47,7 +47,6 @@ __all__ = [
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _LOW_SHM_BYTES, _LOW_TMP_BYTES = 512 * _MIB, 1 * _GIB
-_MAX_TMP_NAME_BYTES = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")  # of a socket's path
 # Documentation addresses (RFC 5737, RFC 3849): no host has them, so their route is the default route.
 _OUTSIDE = {"IPv4": "192.0.2.254", "IPv6": "2001:db8::1"}
 # Of a rank of a launcher: with these variables, the two ranks of the exchange would join its world.
@@ -175,11 +174,6 @@ def addresses(environ: Mapping[str, str]) -> Iterator[Finding]:
             "the processes of one machine connect there",
             "ip link set lo up; in a host with IPv6 only, add 127.0.0.1 to lo",
         )
-    names = {name for _, name in socket.if_nameindex()}
-    gloo = environ.get("GLOO_SOCKET_IFNAME", "")
-    if unknown := {each.strip() for each in gloo.split(",")} - names - {""}:
-        known = f"this machine has {', '.join(sorted(names))}, and no {', '.join(sorted(unknown))}"
-        yield Finding("fault", f"GLOO_SOCKET_IFNAME={gloo}", known, "unset it, or name one of those")
     if master := environ.get("MASTER_ADDR"):
         try:
             network.resolvable_address(master)
@@ -209,9 +203,6 @@ def memory(_environ: Mapping[str, str]) -> Iterator[Finding]:
         is_low = free < least
         text = f"{free // _MIB} MiB free in {path}"
         yield Finding("warning", text, why, fix) if is_low else Finding("ok", text)
-    if len(folder.encode()) > _MAX_TMP_NAME_BYTES:
-        why = f"the fork server needs a socket in it, which allows at most {_MAX_TMP_NAME_BYTES} bytes"
-        yield Finding("fault", f"the path {folder} is too long", why, "export TMPDIR=/tmp, or another short path")
 
 
 def variables(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["MASKS", "Hardware", "compose_visible_devices", "probe", "set_device_order"]
+from parallelize.errors import ConfigError
+
+__all__ = ["MASKS", "Hardware", "compose_visible_devices", "probe"]
 
 MASKS = {"cuda": "CUDA_VISIBLE_DEVICES"}
 """Type of device -> the variable that limits which of them a process sees, and thereby renumbers them."""
@@ -45,22 +47,17 @@ def compose_visible_devices(mask: str | None, indices: Sequence[int]) -> str:
     Args:
         mask: current value of the variable: indices, GPU UUIDs or MIG UUIDs; None: every GPU is visible.
         indices: positions among the currently visible devices.
+
+    Raises:
+        ConfigError: the mask has fewer entries than torch sees devices.
     """
     if mask is None:
         return ",".join(str(index) for index in indices)
     entries = [entry.strip() for entry in mask.split(",") if entry.strip()]
+    if max(indices, default=-1) >= len(entries):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={mask!r} for GPUs {list(indices)} of this process",
+            why="it names fewer devices than torch sees, so that those of the workers cannot be named",
+            fix="name each device by its index or UUID, as `nvidia-smi -L` lists them",
+        )
     return ",".join(entries[index] for index in indices)
-
-
-def set_device_order(environ: MutableMapping[str, str]) -> None:
-    """Set CUDA_DEVICE_ORDER, if the user has not, so that an index means the same GPU in this process and in workers.
-
-    GPUs are numbered as in nvidia-smi, unless CUDA has already numbered them by their speed in this process.
-
-    Args:
-        environ: variables of this process, which workers inherit.
-
-    Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables
-    """
-    is_numbered = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types for it
-    environ.setdefault("CUDA_DEVICE_ORDER", "FASTEST_FIRST" if is_numbered else "PCI_BUS_ID")

@@ -6,16 +6,89 @@ import contextlib
 import os
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from parallelize.cluster.hostlist import first_host, tasks_on
+from parallelize.cluster.network import loopback
 from parallelize.cluster.world import Node, World, bad_port
 from parallelize.errors import ConfigError
 
 __all__ = ["detect", "detect_node", "number_of_pods"]
 
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+_LOCAL_SIZE, _NUM_NODES = "=LOCAL_SIZE", "=NUM_NODES"  # computed from other variables, whose names have no =
+
+
+def _of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    tasks, num_nodes = tasks_on(_integer(environ, "SLURM_NODEID"), counts)
+    address = {"MASTER_ADDR": first_host(environ.get("SLURM_STEP_NODELIST", ""))} if num_nodes > 1 else {}
+    return {_LOCAL_SIZE: str(tasks), _NUM_NODES: str(num_nodes), **address}
+
+
+def _of_flux(environ: Mapping[str, str]) -> dict[str, str]:
+    world_size, num_nodes = _integer(environ, "FLUX_JOB_SIZE"), _integer(environ, "FLUX_JOB_NNODES")
+    if num_nodes < 1 or world_size % num_nodes:
+        raise ConfigError(
+            f"FLUX_JOB_SIZE={world_size} with FLUX_JOB_NNODES={num_nodes}",
+            why="Flux does not set the number of tasks of a node, and they cannot be equal",
+            fix="start the same number of tasks on every node: flux run --nodes=2 --tasks-per-node=4 ...",
+        )
+    return {_LOCAL_SIZE: str(world_size // num_nodes)}
+
+
+class _Launcher(NamedTuple):
+    """Names of a launcher's variables; of several, with spaces between them, the first that is set counts.
+
+    Args:
+        rank: rank of this process.
+        local_rank: its rank on its node.
+        world_size: number of processes.
+        local_world_size: number of processes on its node.
+        node_rank: rank of its node; not set: computed from the ranks.
+        num_nodes: number of nodes; not set: computed from the sizes.
+        run_id: together they differ between runs, and are equal in all processes of a run; "": it sets MASTER_PORT.
+        mark: the launcher has started this process if it is set; "": the variable of the rank.
+        least: fewer processes are an interactive shell or a plain program, and no ranks of a run.
+        more: what is computed from other variables.
+    """
+
+    rank: str
+    local_rank: str
+    world_size: str
+    local_world_size: str
+    node_rank: str = ""
+    num_nodes: str = ""
+    run_id: str = ""
+    mark: str = ""
+    least: int = 1
+    more: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda _: {}
+
+
+_TORCHRUN = _Launcher(
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK NODE_RANK", "GROUP_WORLD_SIZE"
+)
+_OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_HYDRA = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")  # MPICH, Intel MPI
+_FLUX = ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE", _LOCAL_SIZE)
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", _LOCAL_SIZE, "SLURM_NODEID", _NUM_NODES)
+# Older releases set some as PMI_* only; a script may export WORLD_SIZE where PMI_SIZE is missing.
+_PALS = ("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_SIZE PMI_SIZE WORLD_SIZE", "PALS_LOCAL_SIZE PMI_LOCAL_SIZE")
+_LAUNCHERS = (
+    _Launcher(*_OPEN_MPI, run_id="PMIX_NAMESPACE OMPI_MCA_ess_base_jobid"),
+    _Launcher(*_HYDRA, run_id="I_MPI_HYDRA_UUID"),
+    _Launcher(*_FLUX, run_id="FLUX_JOB_ID", least=2, more=_of_flux),
+    # Only a step has an ID: a batch script and salloc's shell see the counts of the job, too.
+    _Launcher(*_SLURM, run_id="SLURM_JOB_ID SLURM_STEP_ID", mark="SLURM_STEP_ID", least=2, more=_of_slurm),
+    _Launcher(*_PALS, run_id="PALS_APID"),
+)
 
 
 def detect(environ: Mapping[str, str]) -> World | None:
@@ -50,8 +123,18 @@ def detect(environ: Mapping[str, str]) -> World | None:
         MPI_LOCALRANKID, MPI_LOCALNRANKS.
     """
     present = _present(environ)
-    worlds = (each(present) for each in (_torchrun, *_OTHER_LAUNCHERS, _pod, _users_group))
-    return next(filter(None, worlds), None)
+    if {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= present.keys():
+        return _read(_TORCHRUN, present)
+    world = next(filter(None, (_read(each, present) for each in _LAUNCHERS)), None)
+    if "RANK" not in present:
+        return world or _pod(present) or _users_group(present)
+    # A script may export only RANK and WORLD_SIZE, copied from srun or mpirun: the rest is in their variables.
+    # RANK alone may be a pod's, a node's (WORLD_SIZE then counts processes) or left in a shell.
+    is_rank = "LOCAL_RANK" in present
+    numbers = _integer(present, "RANK"), _integer(present, "WORLD_SIZE")
+    if world and ((world.rank, world.world_size) == numbers or (not is_rank and world.world_size > 1)):
+        return world
+    return _read(_TORCHRUN, present) if is_rank else _pod(present)
 
 
 def detect_node(environ: Mapping[str, str]) -> Node | None:
@@ -75,7 +158,7 @@ def detect_node(environ: Mapping[str, str]) -> Node | None:
         raise ConfigError(
             f"NODE_RANK={node_rank}", why="nodes count from 0", fix="export NODE_RANK=0 on the node of MASTER_ADDR"
         )
-    return Node(present["MASTER_ADDR"], port, node_rank)
+    return Node(present["MASTER_ADDR"].strip("[]"), port, node_rank)
 
 
 def number_of_pods(environ: Mapping[str, str]) -> int | None:
@@ -95,69 +178,57 @@ def number_of_pods(environ: Mapping[str, str]) -> int | None:
     return _integer({"PET_NNODES": least}, "PET_NNODES") if value else None
 
 
-def _torchrun(environ: Mapping[str, str]) -> World | None:
-    # Some cluster guides export WORLD_SIZE alone from a job script: that gives a process no rank.
-    if "RANK" not in environ:
+def _pod(environ: Mapping[str, str]) -> World | None:
+    """Return the world of pods: one process in each. PET_* count pods; WORLD_SIZE may count processes, unlike RANK."""
+    pod = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    if {"PET_NNODES", "PET_NODE_RANK"} <= environ.keys():
+        pod |= {"RANK": environ["PET_NODE_RANK"], "WORLD_SIZE": str(number_of_pods(environ))}
+    found = {**environ, **pod}
+    return _read(_TORCHRUN, {**found, "GROUP_RANK": found["RANK"]}) if "RANK" in found else None
+
+
+def _read(launcher: _Launcher, environ: Mapping[str, str]) -> World | None:
+    def number(names: str, default: int | None = None) -> int:
+        known = names.split() or [""]
+        return _integer(environ, next((name for name in known if name in environ), known[0]), default)
+
+    if (launcher.mark or launcher.rank) not in environ:
         return None
-    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-    if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= environ.keys():
-        # A script may export only RANK and WORLD_SIZE, copied from srun or mpirun: the rest is in their variables.
-        for detect_launcher in _OTHER_LAUNCHERS:
-            world = detect_launcher(environ)
-            if world is None:
-                continue
-            # RANK alone may be a pod's, a node's (WORLD_SIZE then counts processes) or left in a shell.
-            is_several = "LOCAL_RANK" not in environ and world.world_size > 1
-            if is_several or (world.rank, world.world_size) == (rank, world_size):
-                return world
-    if "LOCAL_RANK" not in environ:
-        return _pod(environ)
-    local_rank = _integer(environ, "LOCAL_RANK")
-    # Without LOCAL_WORLD_SIZE all processes are on this node, unless rank and local rank differ.
-    local_world_size = _integer(environ, "LOCAL_WORLD_SIZE", world_size if rank == local_rank else None)
-    node_rank = _integer(environ, "NODE_RANK", _infer_node_rank(rank, local_rank, local_world_size, world_size))
-    num_nodes = _integer(environ, "GROUP_WORLD_SIZE", 0)
-    address, port = _rendezvous(environ, one_node=local_world_size == world_size, port=0 if world_size == 1 else None)
+    if number(launcher.world_size, launcher.least - 1 or None) < launcher.least:
+        return None
+    environ = {**launcher.more(environ), **environ}
+    world_size, rank = number(launcher.world_size), number(launcher.rank)
+    is_single = world_size == 1
+    local_rank = number(launcher.local_rank, 0 if is_single else None)
+    # Without the number of processes of this node all are on it, unless rank and local rank differ.
+    local_world_size = number(launcher.local_world_size, world_size if rank == local_rank else None)
+    has_one_node, port = local_world_size == world_size, 0 if is_single else None
+    if launcher.run_id:
+        found = [environ[name] for name in launcher.run_id.split() if name in environ]
+        run_id = ".".join(found) or (has_one_node and _pid_of_hydra()) or "mpirun"
+        # All processes of a run derive the same one, above well-known services, below Linux's ephemeral ports (32768).
+        port = 20000 + zlib.crc32(run_id.encode(errors="replace")) % 12000
+    address = environ.get("MASTER_ADDR", loopback() if has_one_node else "").strip("[]")
+    if not address:
+        raise ConfigError(
+            "MASTER_ADDR is not set",
+            why="processes are on several nodes, and their launcher does not provide the address of rank 0",
+            fix="export MASTER_ADDR=<address of the first node> to all of them (Open MPI: mpirun -x MASTER_ADDR)",
+        )
+    # Ranks fill one node after another, or are distributed round-robin.
+    size = max(local_world_size, 1)
+    filled, rest = divmod(rank - local_rank, size)
     return World(
         rank=rank,
         local_rank=local_rank,
-        node_rank=_integer(environ, "GROUP_RANK", node_rank),
+        node_rank=number(launcher.node_rank, rank % max(-(-world_size // size), 1) if rest else filled),
         world_size=world_size,
         local_world_size=local_world_size,
         master_addr=address,
-        master_port=port,
-        has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        num_nodes=num_nodes,
+        master_port=_integer(environ, "MASTER_PORT", port),
+        has_store=launcher is _TORCHRUN and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        num_nodes=number(launcher.num_nodes, 0),
     )
-
-
-def _pod(environ: Mapping[str, str]) -> World | None:
-    """Return the world of pods: one process in each. PET_* count pods; WORLD_SIZE may count processes, unlike RANK."""
-    if {"PET_NNODES", "PET_NODE_RANK"} <= environ.keys():
-        rank, num_nodes = _integer(environ, "PET_NODE_RANK"), number_of_pods(environ) or 1
-    elif "RANK" in environ:
-        rank, num_nodes = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-    else:
-        return None
-    address, port = _rendezvous(environ, one_node=num_nodes == 1, port=0 if num_nodes == 1 else None)
-    return World(rank, 0, rank, num_nodes, 1, address, port, num_nodes=num_nodes)
-
-
-def _open_mpi(environ: Mapping[str, str]) -> World | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ:
-        return None
-    run_id = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "mpirun"
-    return _mpi(environ, "OMPI_COMM_WORLD_{}", ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), run_id)
-
-
-def _mpich(environ: Mapping[str, str]) -> World | None:
-    if not {"PMI_RANK", "PMI_SIZE"} <= environ.keys():
-        return None
-    # These two are also set by `srun --mpi=pmi2`, Flux and PALS, but no local rank: use their own variables.
-    if "MPI_LOCALRANKID" not in environ and {"SLURM_STEP_ID", "FLUX_TASK_RANK", "PALS_RANKID"} & environ.keys():
-        return None
-    run_id = environ.get("I_MPI_HYDRA_UUID") or _pid_of_hydra() or "mpirun"
-    return _mpi(environ, "{}", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), run_id)
 
 
 def _pid_of_hydra() -> str | None:
@@ -172,75 +243,6 @@ def _pid_of_hydra() -> str | None:
     return None
 
 
-def _flux(environ: Mapping[str, str]) -> World | None:
-    # A job of one task is an interactive shell or a plain program, and no rank of a run.
-    if "FLUX_TASK_RANK" not in environ or _integer(environ, "FLUX_JOB_SIZE") < 2:
-        return None
-    world_size, num_nodes = _integer(environ, "FLUX_JOB_SIZE"), _integer(environ, "FLUX_JOB_NNODES")
-    if num_nodes < 1 or world_size % num_nodes:
-        raise ConfigError(
-            f"FLUX_JOB_SIZE={world_size} with FLUX_JOB_NNODES={num_nodes}",
-            why="Flux does not set the number of tasks of a node, and they cannot be equal",
-            fix="start the same number of tasks on every node: flux run --nodes=2 --tasks-per-node=4 ...",
-        )
-    sizes = {"FLUX_LOCAL_SIZE": str(world_size // num_nodes), **environ}
-    names = ("TASK_RANK", "JOB_SIZE", "TASK_LOCAL_ID", "LOCAL_SIZE")
-    return _mpi(sizes, "FLUX_{}", names, environ.get("FLUX_JOB_ID", "flux"))
-
-
-def _pals(environ: Mapping[str, str]) -> World | None:
-    # Older releases set some numbers as PMI_* only; a script may export WORLD_SIZE where PMI_SIZE is missing.
-    if "PALS_RANKID" not in environ:
-        return None
-    fallbacks = {"PALS_SIZE": ("PMI_SIZE", "WORLD_SIZE"), "PALS_LOCAL_SIZE": ("PMI_LOCAL_SIZE",)}
-    sizes = {name: environ[each] for name, names in fallbacks.items() for each in reversed(names) if each in environ}
-    names = ("RANKID", "SIZE", "LOCAL_RANKID", "LOCAL_SIZE")
-    return _mpi({**sizes, **environ}, "PALS_{}", names, environ.get("PALS_APID", "pals"))
-
-
-def _mpi(environ: Mapping[str, str], template: str, names: tuple[str, str, str, str], run_id: str) -> World:
-    """Build the World from four variables: rank, size, local rank, local size; each run has its own `run_id`."""
-    rank, world_size = (_integer(environ, template.format(name)) for name in names[:2])
-    is_single = world_size == 1
-    local_rank = _integer(environ, template.format(names[2]), 0 if is_single else None)
-    local_world_size = _integer(environ, template.format(names[3]), 1 if is_single else None)
-    address, port = _rendezvous(environ, one_node=local_world_size == world_size, port=_port_for(run_id))
-    return World(
-        rank=rank,
-        local_rank=local_rank,
-        node_rank=_infer_node_rank(rank, local_rank, local_world_size, world_size),
-        world_size=world_size,
-        local_world_size=local_world_size,
-        master_addr=address,
-        master_port=port,
-    )
-
-
-def _slurm(environ: Mapping[str, str]) -> World | None:
-    # Only a job step has SLURM_STEP_ID: a batch script and salloc's shell see the job's task counts but are no task.
-    # A one-task step is an interactive shell (srun --pty) or a plain program, and no rank of a run.
-    if "SLURM_STEP_ID" not in environ or _integer(environ, "SLURM_STEP_NUM_TASKS", 1) < 2:
-        return None
-    node_rank = _integer(environ, "SLURM_NODEID")
-    local_world_size, num_nodes = tasks_on(node_rank, environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    address, port = _rendezvous(
-        environ,
-        one_node=num_nodes == 1,
-        host=environ.get("SLURM_STEP_NODELIST"),
-        port=_port_for(f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"),
-    )
-    return World(
-        rank=_integer(environ, "SLURM_PROCID"),
-        local_rank=_integer(environ, "SLURM_LOCALID"),
-        node_rank=node_rank,
-        world_size=_integer(environ, "SLURM_STEP_NUM_TASKS"),
-        local_world_size=local_world_size,
-        master_addr=address,
-        master_port=port,
-        num_nodes=num_nodes,
-    )
-
-
 def _users_group(environ: Mapping[str, str]) -> World | None:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -251,16 +253,20 @@ def _users_group(environ: Mapping[str, str]) -> World | None:
     return World(rank, _integer(environ, "LOCAL_RANK", rank), node_rank, world_size, local_world_size)
 
 
-_OTHER_LAUNCHERS = (_open_mpi, _mpich, _flux, _slurm, _pals)
-
-
 def _present(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are not empty, with those of torchrun's options (PET_*) as their plain counterparts."""
+    """Return the variables that are not empty, with those of torchrun's options (PET_*) as their plain counterparts.
+
+    PMI_RANK is left out unless MPICH's hydra has set it: Flux, PALS and `srun --mpi=pmi2` set it, too.
+    """
     present = {name: value for name, value in environ.items() if value.strip()}
+    if {"PMI_SIZE"} - present.keys() or (
+        "MPI_LOCALRANKID" not in present and {"SLURM_STEP_ID", "FLUX_TASK_RANK", "PALS_RANKID"} & present.keys()
+    ):
+        present.pop("PMI_RANK", None)
     options = {name: present[f"PET_{name}"] for name in _RENDEZVOUS if f"PET_{name}" in present}
     host, _, port = present.get("PET_RDZV_ENDPOINT", "").rpartition(":")
     if host and not present.get("PET_RDZV_BACKEND", "").startswith("etcd"):  # an etcd server is on no node of the run
-        options = {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port, **options}
+        options = {"MASTER_ADDR": host, "MASTER_PORT": port, **options}
     return {**options, **present}
 
 
@@ -276,30 +282,3 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None, 
             why="related variables are set" if value is None else "it is not an integer",
             fix=fix or f"let the launcher set {name}, or unset all variables of the launcher to run without one",
         ) from None
-
-
-def _infer_node_rank(rank: int, local_rank: int, local_world_size: int, world_size: int) -> int:
-    """Compute the node's rank, if ranks fill one node after another or are distributed round-robin."""
-    size = max(local_world_size, 1)
-    if (rank - local_rank) % size == 0:
-        return (rank - local_rank) // size
-    return rank % max(-(-world_size // size), 1)
-
-
-def _rendezvous(
-    environ: Mapping[str, str], *, one_node: bool, port: int | None, host: str | None = None
-) -> tuple[str, int]:
-    """Return address and port of the rendezvous: MASTER_ADDR and MASTER_PORT, else from the launcher's variables."""
-    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if one_node else host and first_host(host))
-    if not address:
-        raise ConfigError(
-            "MASTER_ADDR is not set",
-            why="processes are on several nodes, and their launcher does not provide the address of rank 0",
-            fix="export MASTER_ADDR=<address of the first node> to all of them (Open MPI: mpirun -x MASTER_ADDR)",
-        )
-    return address, _integer(environ, "MASTER_PORT", port)
-
-
-def _port_for(run_id: str) -> int:
-    # All processes of a run derive the same port: above well-known services, below Linux's ephemeral ports (32768 up).
-    return 20000 + zlib.crc32(run_id.encode(errors="replace")) % 12000

@@ -11,7 +11,7 @@ __all__ = ["first_host", "tasks_on"]
 _NUMBERS = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
 _HOST = rf"(?:[^\[\],\s]|{_NUMBERS})+"
 _HOSTS = re.compile(rf"({_HOST})(?:,{_HOST})*")
-_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
+_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,6})\))?")
 
 
 def first_host(nodelist: str) -> str:
@@ -46,16 +46,11 @@ def tasks_on(node: int, counts: str) -> tuple[int, int]:
         ConfigError: a malformed list.
     """
     parts = [_COUNT.fullmatch(part) for part in counts.split(",")]
-    runs = [(int(part[1]), int(part[2] or 1)) for part in parts if part is not None]
-    if len(runs) < len(parts):
+    sizes = [int(part[1]) for part in parts if part is not None for _ in range(int(part[2] or 1))]
+    if None in parts:
         raise ConfigError(
             f"SLURM_STEP_TASKS_PER_NODE={counts!r}",
             why="Slurm writes counts as '2(x3),1'",
             fix="let srun set it",
         )
-    nodes, tasks = 0, 0
-    for count, repeat in runs:
-        if nodes <= node < nodes + repeat:
-            tasks = count
-        nodes += repeat
-    return tasks, nodes
+    return sizes[node] if 0 <= node < len(sizes) else 0, len(sizes)

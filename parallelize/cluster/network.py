@@ -10,20 +10,27 @@ import socket
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 from parallelize.errors import LaunchError
 
 __all__ = [
-    "address_of",
     "gloo_interface",
     "interface_of",
     "is_hostname_reachable",
     "is_local_address",
+    "loopback",
     "resolvable_address",
     "source_address_for",
 ]
 
 _SIOCGIFADDR = 0x8915
+
+
+@functools.cache
+def loopback() -> str:
+    """Return the address by which processes of this machine reach each other: 127.0.0.1, or ::1 without IPv4."""
+    return "127.0.0.1" if is_local_address("127.0.0.1") else "::1"
 
 
 def source_address_for(address: str) -> str:
@@ -46,15 +53,17 @@ def is_local_address(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface with this IPv4 address, such as "eth0"; None if it is unknown."""
+    """Return the name of the interface with this address, such as "eth0"; None if it is unknown."""
     if not sys.platform.startswith("linux"):
         return None
+    if ":" in address:
+        packed, table = socket.inet_pton(socket.AF_INET6, address).hex(), Path("/proc/net/if_inet6").read_text()
+        return next((line.split()[-1] for line in table.splitlines() if line.startswith(packed)), None)
     names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if address_of(name) == address), None)
+    return next((name for name in names if _ipv4_address(name) == address), None)
 
 
-def address_of(interface: str) -> str | None:
-    """Return the IPv4 address of an interface; None if it has none or does not exist."""
+def _ipv4_address(interface: str) -> str | None:
     import fcntl  # does not exist on Windows
 
     request = struct.pack("256s", interface.encode()[:15])
@@ -66,18 +75,21 @@ def address_of(interface: str) -> str | None:
 def is_hostname_reachable() -> bool:
     """Return whether this machine's hostname resolves to one of its addresses other than loopback."""
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
     except socket.gaierror:
         return False
-    return any(not str(address).startswith("127.") and is_local_address(str(address)) for address in found)
+    return any(not address.startswith("127.") and address != "::1" and is_local_address(address) for address in found)
 
 
 def gloo_interface(address: str) -> str | None:
     """Return the interface to set as GLOO_SOCKET_IFNAME for connections to `address`; None: gloo finds it itself.
 
-    Gloo resolves this machine's hostname. Where that fails it binds to loopback, which no other node can reach.
+    Gloo resolves this machine's hostname. Where that fails it binds to 127.0.0.1, which no other node can reach, and
+    which a machine without IPv4 does not have.
     """
-    return None if is_hostname_reachable() else interface_of(source_address_for(address))
+    if address.startswith("127.") or is_hostname_reachable():
+        return None
+    return interface_of(source_address_for(address))
 
 
 @functools.cache

@@ -38,8 +38,7 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
     if not job_id:
         return None
     # A one-task step inside a large job (an interactive shell) has one node, however many the job has.
-    of_step = ("SLURM_STEP_NUM_NODES",) if environ.get("SLURM_STEP_ID") else ()
-    nodes = _first_number(environ, *of_step, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    nodes = _first_number(environ, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
     return Allocation(job_id, nodes or 1, _first_number(environ, "SLURM_GPUS_ON_NODE"))
 
 

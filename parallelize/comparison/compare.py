@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallelize.call.function_ref import FunctionRef
 from parallelize.call.task import Outcome, Task
 from parallelize.config.layout import Layout
 from parallelize.config.placement import Placement
-from parallelize.data.select_source import MergedRanks
+from parallelize.data.source import merged_ranks
 from parallelize.errors import ConfigError, WorkerError
-from parallelize.runtime.context import active, rank, world_size
+from parallelize.runtime.context import active, world_size
 from parallelize.runtime.signed_means import signed_means
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.forward import routed_models
@@ -200,7 +199,7 @@ class _RecordedFunction:
         self.__globals__ = getattr(self.function, "__globals__", {})  # a worker copies them to its `__main__`
 
     def __reduce__(self) -> Any:
-        return _load, (FunctionRef.of(self.function), self.steps, self.merged_ranks)
+        return _RecordedFunction, (self.function, self.steps, self.merged_ranks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[_Step]:
         """Run the user's function until it has made the steps, or returns."""
@@ -209,7 +208,7 @@ class _RecordedFunction:
         matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cudnn.allow_tf32 = False
         steps, losses = list[_Step](), list[float]()
-        ranks = range(self.merged_ranks) if world_size() == 1 else [rank()]
+        merged_ranks.set(self.merged_ranks if world_size() == 1 else 1)  # this process is its own
 
         def record_loss(each: Pass, run: Run) -> None:
             losses.extend(root.item() for root in each.roots if isinstance(root, torch.Tensor) and root.numel() == 1)
@@ -233,7 +232,6 @@ class _RecordedFunction:
 
         with (
             contextlib.suppress(_EndOfRecording),
-            MergedRanks(ranks, self.merged_ranks, lambda _: None).active(),
             after_step(record_step),
             subscribed(Order.RECORD, record_loss),
         ):
@@ -245,7 +243,3 @@ class _RecordedFunction:
                 fix="compare a call that trains with an optimizer of torch.optim, or a subclass of it",
             )
         return steps
-
-
-def _load(function: FunctionRef, steps: int, merged_ranks: int) -> _RecordedFunction:
-    return _RecordedFunction(function.resolve(), steps, merged_ranks)

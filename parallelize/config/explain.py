@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.plugins import registry
-from parallelize.plugins.base import Precision
 
 __all__ = ["explain_call", "precision_summary"]
 
@@ -23,8 +21,10 @@ def explain_call(layout: Layout, world: World | None, *, name: str, queue: str |
         queue: name of the launcher that submits the call to a batch queue; None: the call runs now.
     """
     config = layout.config
+    count = config.backend.devices_per_process
+    per = config.backend.process_per if count is None else f"{count} devices"
     rows = {
-        "backend": f"{config.backend.name} (one process per {config.backend.process_per})",
+        "backend": f"{config.backend.name} (one process per {per})",
         "processes": f"{layout.num_nodes} node(s) x {layout.local_world_size} = {layout.world_size}",
         "devices": _devices(layout),
         "starts": _start_text(layout, world)
@@ -62,8 +62,7 @@ def precision_summary(layout: Layout) -> str:
     """Return a one-line description of the dtypes that a model computes in."""
     if layout.config.amp is None:
         return "fp32"
-    find: Any = registry.find
-    precision: Precision = find("precision", layout.config.amp_engine)()
+    precision = registry.get("precision", layout.config.amp_engine)()
     return precision.describe(layout.config.amp, device_type=layout.device_type)
 
 
@@ -73,4 +72,4 @@ def _start_text(layout: Layout, world: World | None) -> str:
     if layout.world_size == 1:
         return "nothing: runs in the calling process"
     launcher = layout.config.launcher
-    return f"{layout.local_world_size} processes on this node, by {launcher.name if launcher else 'elastic'}"
+    return f"{layout.local_world_size} processes on this node, by {launcher.name if launcher else 'local'}"

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from parallelize.cluster.devices import MASKS, Hardware
 from parallelize.cluster.world import World
-from parallelize.config.compatibility import dtype_faults, matching_backends, node_faults, use_any_of
-from parallelize.config.config import Config
-from parallelize.config.gpus import Gpus
-from parallelize.config.options import backend_by_device_type
+from parallelize.config.config import Config, dtype_faults, matching_backends, node_faults, use_any_of
+from parallelize.config.options import Gpus, backend_by_device_type
 from parallelize.errors import ConfigError, Fault
-from parallelize.plugins import registry
 
-__all__ = ["Layout", "compute_layout"]
+__all__ = ["Epochs", "Layout", "compute_layout"]
 
 # Device types without collectives in torch: only a single process can run on them.
 _NO_COLLECTIVES = frozenset({"mps"})
+
+
+class Epochs(dict[str, int]):
+    """The epoch in which the next loader begins that a line of code makes; it comes back from calls."""
+
+    def state_dict(self) -> Epochs:
+        """Return a copy."""
+        return Epochs(self)
+
+    load_state_dict = dict.update
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class Layout:
         devices: devices of each local rank, numbered as the calling process sees them; never empty.
         warnings: messages for the user, such as one about the fallback backend.
         world: rank and sizes that a launcher has assigned to this process, if any; nodes may differ in size.
+        epochs: where the loaders of the function begin.
     """
 
     config: Config
@@ -41,6 +49,7 @@ class Layout:
     devices: tuple[tuple[torch.device, ...], ...]
     warnings: tuple[str, ...] = ()
     world: World | None = None
+    epochs: Epochs = field(default_factory=Epochs, compare=False, repr=False)
 
     @property
     def local_world_size(self) -> int:
@@ -96,43 +105,30 @@ def compute_layout(config: Config, hardware: Hardware, world: World | None = Non
     Raises:
         ConfigError: the request does not fit the hardware or the launcher; the error lists all reasons.
     """
-    num_nodes = config.num_nodes or (world.num_nodes if world is not None else 1)
-    config, warnings, faults = _multi_node_backend(config, num_nodes)
-    device_type = "cpu" if _on_cpu(config, hardware) else hardware.device_type
+    num_nodes = config.num_nodes or (1 if world is None else world.num_nodes)
+    faults, warnings = list(node_faults(config.backend, num_nodes)), list[str]()
+    if faults and config.backend.multi_node_fallback is not None:
+        name, other = config.backend.name, config.backend.multi_node_fallback
+        most = f"backend={name!r} runs on at most {config.backend.max_nodes} node(s)"
+        warnings.append(f"{most}: num_nodes={num_nodes} uses {other!r}. Use backend={other!r} to silence this.")
+        config, faults = config.changed(backend=other), []
+    asks_for_cpu = config.gpus == Gpus.NONE or (config.processes is not None and config.gpus is None)
+    device_type = "cpu" if hardware.count == 0 or asks_for_cpu else hardware.device_type
     if config.gpus == Gpus.ALL and config.processes is not None:  # all GPUs, or else these processes
         config = config.changed(**({"gpus": None} if device_type == "cpu" else {"processes": None}))
-    processes = _processes(config, hardware, device_type, world)
-    gpu_faults = list(_gpu_faults(config, hardware, device_type, world))
+    devices = _devices(config, hardware, device_type, world)
     # If requested GPUs are missing, do not also report options that the CPU does not support.
-    faults += gpu_faults or _device_faults(config, device_type, processes * num_nodes)
+    found = list(_gpu_faults(config, hardware, device_type, world))
+    faults += found or _device_faults(config, device_type, len(devices) * num_nodes)
     if world is not None:
-        faults += _world_faults(config, processes, num_nodes, world)
+        faults += _world_faults(config, len(devices), num_nodes, world)
     if faults:
         raise ConfigError.of(faults)
     if config.gpus == Gpus.ALL and device_type == "cpu":
-        warnings += ("gpus='auto' finds no GPU here: running on the CPU. Use processes=1 to silence this.",)
+        warnings.append("gpus='auto' finds no GPU here: running on the CPU. Use processes=1 to silence this.")
     if config.gpus is not None and config.gpus.has_duplicates:
-        warnings += (f"{config.gpus.as_option} names a GPU more than once: useful for tests, but slow.",)
-    devices = _devices(config, hardware, device_type, processes)
-    return Layout(config, num_nodes, devices, warnings, world)
-
-
-def _multi_node_backend(config: Config, num_nodes: int) -> tuple[Config, tuple[str, ...], list[Fault]]:
-    """Return the config, with the fallback if its backend cannot run on `num_nodes`, and the warnings and faults."""
-    backend = config.backend
-    faults = list(node_faults(backend, num_nodes))
-    if not faults or backend.multi_node_fallback is None:
-        return config, (), faults
-    other = registry.get("backends", backend.multi_node_fallback)()
-    warning = (
-        f"backend={backend.name!r} runs on at most {backend.max_nodes} node(s): "
-        f"num_nodes={num_nodes} uses {other.name!r}. Use backend={other.name!r} to silence this."
-    )
-    return config.changed(backend=other), (warning,), []
-
-
-def _on_cpu(config: Config, hardware: Hardware) -> bool:
-    return hardware.count == 0 or config.gpus == Gpus.NONE or (config.processes is not None and config.gpus is None)
+        warnings.append(f"{config.gpus.as_option} names a GPU more than once: useful for tests, but slow.")
+    return Layout(config, num_nodes, devices, tuple(warnings), world)
 
 
 def _sees_only_own_gpu(hardware: Hardware, world: World | None) -> bool:
@@ -140,32 +136,51 @@ def _sees_only_own_gpu(hardware: Hardware, world: World | None) -> bool:
     return world is not None and world.local_world_size > 1 and hardware.count == 1
 
 
-def _processes(config: Config, hardware: Hardware, device_type: str, world: World | None) -> int:
-    """Return the number of processes on this node: as requested, else as started by the launcher."""
-    if config.backend.process_per == "node":
-        return 1
+def _devices(
+    config: Config, hardware: Hardware, device_type: str, world: World | None
+) -> tuple[tuple[torch.device, ...], ...]:
+    """Return the devices of each local rank: as requested, else of as many as a launcher has started."""
+    backend, gpus, launched = config.backend, config.gpus or Gpus.ALL, 1 if world is None else world.local_world_size
+    is_per_node = backend.process_per == "node"
     if device_type == "cpu":
-        return config.processes or (1 if world is None else world.local_world_size)
-    if world is not None and (config.gpus is None or (config.gpus == Gpus.ALL and _sees_only_own_gpu(hardware, world))):
-        return world.local_world_size
-    return len((config.gpus or Gpus.ALL).indices_on(hardware.count))
+        is_one = is_per_node and backend.devices_per_process is None
+        return ((torch.device("cpu"),),) * (1 if is_one else config.processes or launched)
+    indices = gpus.indices_on(hardware.count)
+    if is_per_node:
+        return _shares_of_node(config, tuple(torch.device(device_type, index) for index in indices))
+    if world is not None and gpus == Gpus.ALL and (config.gpus is None or _sees_only_own_gpu(hardware, world)):
+        indices = range(launched)
+    # An index above the number of visible GPUs occurs only if each process sees just its own GPU, as index 0.
+    return tuple((torch.device(device_type, index if index < hardware.count else 0),) for index in indices)
+
+
+def _shares_of_node(config: Config, devices: tuple[torch.device, ...]) -> tuple[tuple[torch.device, ...], ...]:
+    names = () if config.gpus is not None else config.backend.devices or ()
+    named = {torch.device(name) for each in names for name in ([each] if ":" in each else [each, f"{each}:0"])}
+    devices = tuple(each for each in devices if each in named) or devices
+    count = config.backend.devices_per_process or len(devices)
+    if len(devices) % count:
+        raise ConfigError(
+            f"devices_per_process={count} with {len(devices)} devices",
+            why="every process drives as many devices",
+            fix=f"use a multiple of {count} devices, or devices_per_process={len(devices)}",
+        )
+    return tuple(devices[first : first + count] for first in range(0, len(devices), count))
 
 
 def _gpu_faults(config: Config, hardware: Hardware, device_type: str, world: World | None) -> Iterator[Fault]:
     """Yield a Fault if requested GPUs do not exist, or if a launcher has started more processes than GPUs."""
     gpus, count = config.gpus, hardware.count
-    if gpus in (Gpus.ALL, Gpus.NONE) or _sees_only_own_gpu(hardware, world):
+    if _sees_only_own_gpu(hardware, world):
         return
-    if gpus is not None and count == 0:
-        yield Fault(gpus.as_option, "this machine has no GPU that torch can use", "use processes=2 to run on the CPU")
-    elif gpus is not None and (missing := gpus.missing_on(count)):
-        yield Fault(
-            gpus.as_option,
-            f"this process sees {count} GPU(s), numbered from 0; missing: {missing}",
-            f"use gpus={count}, or check CUDA_VISIBLE_DEVICES",
-        )
     launched = 0 if world is None or config.backend.process_per == "node" else world.local_world_size
-    if gpus is None and device_type != "cpu" and launched > count:
+    missing = [] if gpus is None else [index for index in gpus.indices_on(count) if index >= count]
+    if gpus is not None and missing and count == 0:
+        yield Fault(gpus.as_option, "this machine has no GPU that torch can use", "use processes=2 to run on the CPU")
+    elif gpus is not None and missing:
+        why = f"this process sees {count} GPU(s), numbered from 0; the first that is missing: {missing[0]}"
+        yield Fault(gpus.as_option, why, f"use gpus={count}, or check CUDA_VISIBLE_DEVICES")
+    elif gpus is None and device_type != "cpu" and launched > count:
         yield Fault(
             f"{launched} processes on this node, {count} GPU(s)",
             "a launcher has started more processes here than there are GPUs, and each needs its own",
@@ -173,37 +188,25 @@ def _gpu_faults(config: Config, hardware: Hardware, device_type: str, world: Wor
         )
 
 
-def _device_faults(config: Config, device_type: str, processes: int) -> list[Fault]:
-    """Return a Fault for a backend, precision or process group that does not support this type of device."""
-    faults: list[Fault] = []
+def _device_faults(config: Config, device_type: str, processes: int) -> Iterator[Fault]:
+    """Yield a Fault for a backend, precision or process group that does not support this type of device."""
+    backend, group = config.backend, config.process_group_backend
     if device_type in _NO_COLLECTIVES:
         if processes > 1:
             why = f"torch has no collectives on {device_type}, so only one process can run there"
-            faults.append(Fault(f"{processes} processes on {device_type}", why, "use processes=2 to run on the CPU"))
-    elif device_type not in config.backend.device_types:
-        on_cpu = device_type != "cpu" and "cpu" in config.backend.device_types
-        faults.append(
-            Fault(
-                f"backend={config.backend.name!r} on {device_type}",
-                f"it runs on: {', '.join(sorted(config.backend.device_types))}",
-                use_any_of(
-                    matching_backends(lambda other: device_type in other.device_types),
-                    "processes=1 to run on the CPU" if on_cpu else "",
-                ),
-            )
-        )
-    if config.amp is not None:
-        faults += dtype_faults(config.amp, registry.get("precision", config.amp_engine), device_type)
-    group = config.process_group_backend
+            yield Fault(f"{processes} processes on {device_type}", why, "use processes=2 to run on the CPU")
+    elif device_type not in backend.device_types:
+        others = matching_backends(lambda other: device_type in other.device_types)
+        on_cpu = "processes=1 to run on the CPU" if "cpu" in backend.device_types else ""
+        why = f"it runs on: {', '.join(sorted(backend.device_types))}"
+        yield Fault(f"backend={backend.name!r} on {device_type}", why, use_any_of(others, on_cpu))
+    yield from dtype_faults(config, device_type)
     if group is not None and device_type not in {*_NO_COLLECTIVES, *backend_by_device_type(group)}:
-        faults.append(
-            Fault(
-                f"process_group_backend={group!r} on {device_type}",
-                f"its collectives support: {', '.join(sorted(backend_by_device_type(group)))}",
-                "omit it (the default depends on the device), or use 'gloo'",
-            )
+        yield Fault(
+            f"process_group_backend={group!r} on {device_type}",
+            f"its collectives support: {', '.join(sorted(backend_by_device_type(group)))}",
+            "omit it (the default depends on the device), or use 'gloo'",
         )
-    return faults
 
 
 def _world_faults(config: Config, processes: int, num_nodes: int, world: World) -> Iterator[Fault]:
@@ -223,22 +226,3 @@ def _world_faults(config: Config, processes: int, num_nodes: int, world: World) 
             f"{launched_as}, on node {world.node_rank}",
             f"start it on {num_nodes} node(s), or omit num_nodes=",
         )
-
-
-def _devices(
-    config: Config, hardware: Hardware, device_type: str, processes: int
-) -> tuple[tuple[torch.device, ...], ...]:
-    """Return the devices of each local rank."""
-    if device_type == "cpu":
-        return ((torch.device("cpu"),),) * processes
-    gpus = config.gpus or Gpus.ALL
-    if config.backend.process_per == "node":
-        driven = tuple(torch.device(device_type, index) for index in gpus.indices_on(hardware.count))
-        names = () if config.gpus is not None else config.backend.devices or ()
-        named = {torch.device(name) for name in names} | {
-            torch.device(f"{name}:0") for name in names if ":" not in name
-        }
-        return (tuple(each for each in driven if each in named) or driven,)
-    indices = range(processes) if gpus == Gpus.ALL else gpus.indices_on(hardware.count)
-    # An index above the number of visible GPUs occurs only if each process sees just its own GPU, as index 0.
-    return tuple((torch.device(device_type, index if index < hardware.count else 0),) for index in indices)

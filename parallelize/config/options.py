@@ -1,31 +1,54 @@
-"""Parsers of option values, one per option, for Python values and for text from environment variables."""
+"""Options: one parser for each, from what a user passes or writes into a variable to the value in a Config.
+
+A parser takes the option's name and value, and returns the parsed value or raises a ConfigError. Text stands for
+numbers and for yes or no, too, as in PARALLELIZE_PROCESSES=2.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from parallelize.cluster.world import World
-from parallelize.config.gpus import Gpus, parse_gpus
-from parallelize.errors import ConfigError, Fault, did_you_mean
+from parallelize.errors import ConfigError, did_you_mean
 from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Amp, Backend, Launcher
 
-__all__ = ["DTYPES", "DURATION_UNITS_S", "FROM_TEXT", "PARSERS", "Options", "backend_by_device_type", "duration"]
+__all__ = [
+    "DTYPES",
+    "DURATION_UNITS_S",
+    "Gpus",
+    "Options",
+    "amp",
+    "backend_by_device_type",
+    "duration",
+    "flag",
+    "function",
+    "gpus",
+    "integer",
+    "logs",
+    "plugin",
+    "process_group_backend",
+    "timeout",
+]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 DURATION_UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d{1,6}(?:\.\d+)?)\s*(s|sec|min|h|d)")
 _MAX_TIMEOUT_S = 10**8
+_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_MAX_GPUS = 65535
 
 
 class Options(TypedDict, total=False):
@@ -49,70 +72,116 @@ class Options(TypedDict, total=False):
     update_modules: bool
 
 
-# Each parser: (name, value) -> the parsed value, or a Fault
+def _invalid(name: str, value: object, why: str, fix: str) -> ConfigError:
+    return ConfigError(f"{name}={value!r}", why=why, fix=fix)
 
 
-def _backend(name: str, value: object) -> Backend | Fault:
-    return value if isinstance(value, Backend) else _plugin("backends", Backend, name, value)
+def plugin(kind: registry.Kind, base: type) -> Callable[[str, Any], Any]:
+    """Return the parser of a plug-in: an object, its class, or the name of one without options."""
+
+    def parse(name: str, value: Any) -> Any:
+        if isinstance(value, base) or (value is None and name == "launcher"):
+            return value
+        is_class = isinstance(value, type) and issubclass(value, base)
+        found = value if is_class else registry.find(kind, value) if isinstance(value, str) else None
+        if found is None:
+            hint = f"use process_group_backend={value!r} for the collectives; " if value in ("nccl", "gloo") else ""
+            fix = hint * (name == "backend") + did_you_mean(str(value), registry.names(kind))
+            raise _invalid(name, value, f"no {name} has this name", fix)
+        return value if name == "amp_engine" else found()
+
+    return parse
 
 
-def _launcher(name: str, value: object) -> Launcher | Fault | None:
-    return value if value is None or isinstance(value, Launcher) else _plugin("launchers", Launcher, name, value)
+@dataclass(frozen=True)
+class Gpus:
+    """The requested GPUs of each node: a number, or indices, or all GPUs if both fields are None.
+
+    Args:
+        count: number of GPUs, from index 0 on.
+        indices: indices of the GPUs in this order, as the process sees them (after CUDA_VISIBLE_DEVICES).
+    """
+
+    count: int | None = None
+    indices: tuple[int, ...] | None = None
+
+    ALL: ClassVar[Gpus]
+    NONE: ClassVar[Gpus]
+
+    def __str__(self) -> str:
+        """Return a string that is parsed into an equal object."""
+        if self.indices is None:
+            return "auto" if self.count is None else str(self.count)
+        return f"{','.join(map(str, self.indices))}{',' * (len(self.indices) == 1)}"
+
+    @property
+    def as_option(self) -> str:
+        """The option as the user writes it: "gpus=4", "gpus=[0, 2]", "gpus='auto'"."""
+        if self.indices is None:
+            return "gpus='auto'" if self.count is None else f"gpus={self.count}"
+        return f"gpus={list(self.indices)}"
+
+    @property
+    def has_duplicates(self) -> bool:
+        """Whether a GPU is named more than once."""
+        return len(set(self.indices or ())) < len(self.indices or ())
+
+    def indices_on(self, available: int) -> Sequence[int]:
+        """Return the requested indices on a node with `available` GPUs; some may not exist there."""
+        if self.indices is not None:
+            return self.indices
+        return range(available if self.count is None else self.count)
 
 
-def _plugin(kind: registry.Kind, base: type, name: str, value: object) -> Any | Fault:
-    if isinstance(value, type) and issubclass(value, base):
-        fix = f"use {name}={value.__name__}()"
-        return Fault(f"{name}={value.__name__}", "it is a class, not an instance", fix)
-    found = _plugin_class(kind, name, value)
-    return found if isinstance(found, Fault) else found()
+Gpus.ALL = Gpus()
+Gpus.NONE = Gpus(count=0)
 
 
-def _plugin_class(kind: registry.Kind, name: str, value: object) -> type[Any] | Fault:
-    if not isinstance(value, str):
-        known = ", ".join(map(repr, registry.names(kind)))
-        return Fault(f"{name}={value!r}", f"its type {type(value).__name__} is not valid", f"use one of: {known}")
-    try:
-        found = registry.find(kind, value)
-    except ConfigError as error:
-        (fault,) = error.faults
-        return Fault(f"{name}={value!r}", f"{fault.what}; {fault.why}", fault.fix)
-    if found is not None:
-        return found
-    why = f"no {name} has this name"
-    hint = f"use process_group_backend={value!r} for the collectives; " if value in ("nccl", "gloo") else ""
-    return Fault(f"{name}={value!r}", why, hint * (name == "backend") + did_you_mean(value, registry.names(kind)))
+_INDICES = re.compile(r"[0-9]{1,4}(\s*,\s*[0-9]{1,4})*\s*,?")
 
 
-def _gpus(_name: str, value: object) -> Gpus | Fault | None:
-    return None if value is None else parse_gpus(value)
+def gpus(name: str, value: Any) -> Gpus | None:
+    """Parse the GPUs of each node: how many, or their indices, or all of them."""
+    if value is None or isinstance(value, Gpus):
+        return value
+    meaning = value
+    if isinstance(value, str) and value.strip() in ("auto", "-1"):
+        meaning = -1
+    elif isinstance(value, str) and _INDICES.fullmatch(value.strip()):
+        numbers = [int(each) for each in value.split(",") if each.strip()]
+        meaning = numbers if "," in value else numbers[0]
+    if type(meaning) is int and -1 <= meaning <= _MAX_GPUS:
+        return Gpus.ALL if meaning == -1 else Gpus(count=meaning)
+    if isinstance(meaning, (list, tuple, range)) and all(type(each) is int and each >= 0 for each in meaning):
+        return Gpus(indices=tuple(meaning)) if meaning else Gpus.NONE
+    raise _invalid(
+        name,
+        value,
+        "it is neither a number of GPUs nor a list of their indices, from 0",
+        "use an int (how many), a list of indices, -1 or 'auto' (all), '4' (how many), '0,2' or '3,' (indices)",
+    )
 
 
-def _amp(name: str, value: object) -> Amp | Fault | None:
+def amp(name: str, value: Any) -> Amp | None:
+    """Parse True, a level, a half-precision type, or an Amp, whose fields are checked."""
+    if isinstance(value, str):
+        value = _FLAGS.get(value.lower(), value)
     if value is None or value is False:
         return None
     if value is True:
         return Amp()
     if isinstance(value, Amp):
-        return _amp_fault(name, value) or value
-    if isinstance(value, str):
-        if value in DTYPES:
-            return Amp(dtype=DTYPES[value])
-        for level in LEVELS:
-            if value == level:
-                return Amp(level=level)
-    if value == "fp8":
-        fix = "use amp='bf16', or let torchao.float8 convert the model's layers before the block"
-        return Fault("amp='fp8'", "fp8 needs a scale per tensor, which autocast does not compute", fix)
-    return Fault(
-        f"{name}={value!r}",
-        "it names neither a level nor a half-precision type",
-        f"use True, an Amp(...), or a name; {did_you_mean(str(value), [*LEVELS, *DTYPES])}",
-    )
+        return _checked(name, value)
+    for level in LEVELS:
+        if value == level:
+            return Amp(level=level)
+    if isinstance(value, str) and value in DTYPES:
+        return Amp(dtype=DTYPES[value])
+    fix = f"use True, an Amp(...), or a name; {did_you_mean(str(value), [*LEVELS, *DTYPES])}"
+    raise _invalid(name, value, "it names neither a level nor a half-precision type", fix)
 
 
-def _amp_fault(name: str, amp: Amp) -> Fault | None:
-    """Return one Fault for all invalid fields of an Amp; None if all are valid."""
+def _checked(name: str, amp: Amp) -> Amp:
     halves = [None, *DTYPES.values()]
     rules = (
         ("level", "one of O0, O1, O2, O3", amp.level in [None, *LEVELS]),
@@ -130,19 +199,16 @@ def _amp_fault(name: str, amp: Amp) -> Fault | None:
         ),
     )
     wrong = {field: rule for field, rule, is_valid in rules if not is_valid}
-    given = ", ".join(f"{field}={getattr(amp, field)!r}" for field in wrong)
-    broken = (f"{field} is {rule}" for field, rule in wrong.items())
-    return Fault(f"{name}=Amp({given})", "; ".join(broken), "correct them, or leave them out") if wrong else None
+    if wrong:
+        given = ", ".join(f"{field}={getattr(amp, field)!r}" for field in wrong)
+        why = "; ".join(f"{field} is {rule}" for field, rule in wrong.items())
+        raise ConfigError(f"{name}=Amp({given})", why=why, fix="correct them, or leave them out")
+    return amp
 
 
 def _is_power(value: Any, low: float = 0, high: float = 2.0**127) -> bool:
     """Whether a value is a power of two in an open range."""
     return type(value) in (int, float) and low < value < high and math.frexp(value)[0] == 0.5
-
-
-def _amp_engine(name: str, value: object) -> str | Fault:
-    found = _plugin_class("precision", name, value)
-    return found if isinstance(found, Fault) else str(value)
 
 
 def duration(value: object) -> timedelta | None:
@@ -151,47 +217,44 @@ def duration(value: object) -> timedelta | None:
     return None if match is None else timedelta(seconds=float(match[1]) * DURATION_UNITS_S[match[2]])
 
 
-def _timeout(name: str, value: object) -> timedelta | Fault:
-    timeout = duration(value) if isinstance(value, str) else value
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _MAX_TIMEOUT_S:
-        timeout = timedelta(seconds=value)
-    # Checked after the conversion, because timedelta rounds a nanosecond to 0.
-    if isinstance(timeout, timedelta) and timedelta(0) < timeout <= timedelta(seconds=_MAX_TIMEOUT_S):
-        return timeout
-    limits = f"it must be above 0, and at most {_MAX_TIMEOUT_S} seconds"
-    why = limits if isinstance(timeout, (int, float, timedelta)) else "it is not a time"
-    return Fault(f"{name}={value!r}", why, "use seconds (a positive number), a text such as '10min', or a timedelta")
-
-
-_RANK_LIKE = re.compile(r"ranks?[ =_-]?\d*|all|none", re.IGNORECASE)
-
-
-def _logs(name: str, value: object) -> str | Fault:
-    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if isinstance(text, str) and text not in {"rank0", "all"} and _RANK_LIKE.fullmatch(text):
-        why = "it looks like a rank, but only the output of rank 0 or of all ranks can be shown"
-        return Fault(f"{name}={value!r}", why, f"use 'rank0' or 'all'; a directory of this name is './{text}'")
-    if isinstance(text, str) and text:
-        return text
-    return Fault(f"{name}={value!r}", "it is not 'rank0', 'all' or a path", "use 'rank0', 'all' or a directory")
-
-
-def _process_group_backend(name: str, value: object) -> str | Fault | None:
-    if value is None:
-        return None
-    known = [each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED]
-    text = value if isinstance(value, str) else ""
-    pairs = [re.fullmatch(r"([a-z]+):([a-z_]+)", part) for part in text.split(",")]
-    named = [pair[2] for pair in pairs if pair is not None]
-    devices = {pair[1] for pair in pairs if pair is not None}
-    if text in known or (len(devices) == len(pairs) and set(named) <= set(known)):
-        return text
-    unknown = next((each for each in named if each not in known), str(value))
-    return Fault(
-        f"{name}={value!r}",
-        "it is neither one of torch's backends nor a list such as 'cpu:gloo,cuda:nccl'",
-        did_you_mean(unknown, known),
+def timeout(name: str, value: Any) -> timedelta:
+    """Parse seconds, a text with a unit, or a timedelta."""
+    found = duration(value) or value
+    if isinstance(value, str) and re.fullmatch(r"[0-9.]{1,18}", value):
+        found = float(value) if value.count(".") < 2 and value != "." else value
+    if isinstance(found, (int, float)) and not isinstance(found, bool) and 0 < found <= _MAX_TIMEOUT_S:
+        found = timedelta(seconds=found)
+    # After the conversion, because timedelta rounds a nanosecond to 0.
+    if isinstance(found, timedelta) and timedelta(0) < found <= timedelta(seconds=_MAX_TIMEOUT_S):
+        return found
+    raise _invalid(
+        name,
+        value,
+        f"it must be a time above 0, of at most {_MAX_TIMEOUT_S} seconds",
+        "use seconds (a positive number), a text such as '10min', or a timedelta",
     )
+
+
+def logs(name: str, value: Any) -> str:
+    """Parse "rank0", "all" or the path of a directory."""
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else ""
+    if not text:
+        raise _invalid(name, value, "it is not 'rank0', 'all' or a path", "use 'rank0', 'all' or a directory")
+    return str(text)
+
+
+def process_group_backend(name: str, value: Any) -> str | None:
+    """Parse a name of torch, or a list such as "cpu:gloo,cuda:nccl"."""
+    known = [each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED]
+    named = [str(value)]
+    if ":" in str(value):
+        with contextlib.suppress(ValueError):  # of torch: a pair without device, or two pairs of one device
+            named = list(backend_by_device_type(str(value)).values())
+    if value is None or (isinstance(value, str) and set(named) <= set(known)):
+        return value
+    unknown = next(each for each in named if each not in known)
+    why = "it is neither one of torch's backends nor a list such as 'cpu:gloo,cuda:nccl'"
+    raise _invalid(name, value, why, did_you_mean(unknown, known))
 
 
 def backend_by_device_type(process_group_backend: str) -> Mapping[str, str]:
@@ -200,88 +263,34 @@ def backend_by_device_type(process_group_backend: str) -> Mapping[str, str]:
     Args:
         process_group_backend: the parsed option, such as "gloo" or "cpu:gloo,cuda:nccl".
     """
-    if ":" in process_group_backend:
-        return dict(part.split(":") for part in process_group_backend.split(","))
-    return dict.fromkeys(dist.Backend.backend_capability[process_group_backend], process_group_backend)
+    config = dist.distributed_c10d.BackendConfig(dist.Backend(process_group_backend))
+    found: Mapping[str, str] = config.get_device_backend_map()
+    return found
 
 
-def _function(name: str, value: object) -> Callable[..., Any] | Fault | None:
+def function(name: str, value: Any) -> Callable[..., Any] | None:
+    """Parse a function, which no variable can give."""
     if value is None or callable(value):
-        return value
-    return Fault(f"{name}={value!r}", "it cannot be called", f"pass a function, as in {name}=my_function")
+        return value  # type: ignore[no-any-return]  # a function of the user
+    raise _invalid(name, value, "it cannot be called", f"pass a function, as in {name}=my_function")
 
 
-def _flag(name: str, value: object) -> bool | Fault:
-    if isinstance(value, bool):
-        return value
-    return Fault(f"{name}={value!r}", "it is not a bool", "use True or False")
+def flag(name: str, value: Any) -> bool:
+    """Parse a bool."""
+    found = _FLAGS.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(found, bool):
+        raise _invalid(name, value, "it is not a bool", "use True or False")
+    return found
 
 
-def _integer(
-    least: int, *, most: int = 2**31 - 1, optional: bool = False
-) -> Callable[[str, object], int | Fault | None]:
-    def parse(name: str, value: object) -> int | Fault | None:
-        if value is None and optional:
-            return None
-        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
-            return value
+def integer(least: int, *, most: int = 2**31 - 1, optional: bool = False) -> Callable[[str, Any], int | None]:
+    """Return the parser of an integer in a range; `optional`: or None."""
+
+    def parse(name: str, value: Any) -> int | None:
+        found = int(value) if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", value) else value
+        if (type(found) is int and least <= found <= most) or (optional and value is None):
+            return found
         why = f"it must be an integer from {least} to {most}"
-        return Fault(f"{name}={value!r}", why, f"use {name}={least}, for example")
+        raise _invalid(name, value, why, f"use {name}={least}, for example")
 
     return parse
-
-
-PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
-    "backend": _backend,
-    "gpus": _gpus,
-    "processes": _integer(1, most=65536, optional=True),
-    "num_nodes": _integer(1, most=65536, optional=True),
-    "amp": _amp,
-    "amp_engine": _amp_engine,
-    "seed": _integer(0, most=2**32 - 1, optional=True),
-    "timeout": _timeout,
-    "max_restarts": _integer(0),
-    "launcher": _launcher,
-    "logs": _logs,
-    "process_group_backend": _process_group_backend,
-    "init_connection": _function,
-    "wrap": _function,
-    "verify_every": _integer(0),
-    "update_modules": _flag,
-}
-
-
-# Conversion of text from environment variables; text that cannot be converted is returned, and the parser refuses it.
-
-
-def _text_to_int(text: str) -> object:
-    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
-
-
-def _text_to_float(text: str) -> object:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _text_to_bool(text: str) -> object:
-    return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}.get(text.lower(), text)
-
-
-FROM_TEXT: Mapping[str, Callable[[str], object]] = {
-    "backend": str,
-    "gpus": str,
-    "processes": _text_to_int,
-    "num_nodes": _text_to_int,
-    "amp": _text_to_bool,
-    "amp_engine": str,
-    "seed": _text_to_int,
-    "timeout": _text_to_float,
-    "max_restarts": _text_to_int,
-    "launcher": str,
-    "logs": str,
-    "process_group_backend": str,
-    "verify_every": _text_to_int,
-    "update_modules": _text_to_bool,
-}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,9 @@ from parallelize.config.config import Config, naming_variables
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.errors import ConfigError, Fault
 
-__all__ = ["Placement", "place"]
+__all__ = ["RUN_ID", "Placement", "place"]
+
+RUN_ID = "parallelize-"  # of a worker, with its process id
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ def place(config: Config, hardware: Hardware, environ: Mapping[str, str]) -> Pla
         ConfigError: the request does not fit the hardware, the launcher or the allocation, or environment variables
             contradict each other.
     """
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    if run_id.startswith(RUN_ID) and run_id != f"{RUN_ID}{os.getpid()}":  # inherited from a worker: this is no rank
+        environ = {name: value for name, value in environ.items() if name not in World().env()}
     allocation = current_allocation(environ)
     if allocation is not None and allocation.gpus_on_node is not None:
         # Some clusters do not hide the GPUs of other jobs.
@@ -94,7 +100,9 @@ def _check_nodes(config: Config, allocation: Allocation) -> None:
 def _with_sbatch_lines(fault: Fault, config: Config, allocation: Allocation) -> Fault:
     gpus = config.gpus
     gpus_per_node = None if gpus is None else len(gpus.indices) if gpus.indices is not None else gpus.count
-    tasks = 1 if config.backend.process_per == "node" else config.processes or gpus_per_node
+    tasks = config.processes or gpus_per_node
+    if config.backend.process_per == "node":
+        tasks = (gpus_per_node or 1) // (config.backend.devices_per_process or gpus_per_node or 1)
     lines = sbatch_lines(
         num_nodes=config.num_nodes or allocation.num_nodes, tasks_per_node=tasks, gpus_per_node=gpus_per_node or None
     )

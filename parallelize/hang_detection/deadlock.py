@@ -1,7 +1,6 @@
 """Deadlocks and their messages: pure functions of the states of all ranks.
 
-A rank in a collective waits for the ranks of the group that have not begun it; in the store, for keys of other ranks.
-It waits forever in one of these cases:
+A rank in a collective waits for the ranks of the group that have not begun it. It waits forever in one of these cases:
 
     mismatch    two ranks of a group began different collectives with the same sequence number
     returned    a rank that is waited for has returned
@@ -11,8 +10,7 @@ Any other wait may still end: a rank that evaluates, compiles or writes a file m
 
 The states need not be of the same moment. Of a cycle, suppose that some rank moves on after its state was taken, and
 let A be the first. It waited for a rank B, which then began the collective before A moved: either before B's state was
-taken, which would show it, or after it; but then B moved before A did. A key in the store leaves no such trace in B's
-state, so B's wait must be known to have begun before A's state was taken.
+taken, which would show it, or after it; but then B moved before A did.
 """
 
 from __future__ import annotations
@@ -51,8 +49,6 @@ def awaited_ranks(states: _States) -> _Awaited:
         return frozenset(r for r in states if group in states[r].groups and last.get((r, counter), 0) < seq)
 
     def of(state: RankState) -> frozenset[int]:
-        if state.needs:
-            return frozenset(each for each in state.needs if each in states and 0 < states[each].since <= state.answers)
         each = [missing(*call[:2]) for call in state.pending()]
         return frozenset.intersection(*each) if each else frozenset()
 

@@ -43,13 +43,12 @@ class RankState(NamedTuple):
 
     Args:
         rank: global rank.
-        status: "waiting": idle for seconds in a torch.distributed call, for a key in the store, or elsewhere with a
-            pending collective; "returned": the rank makes no further collectives; "running": any other state.
+        status: "waiting": idle for seconds in a torch.distributed call, or elsewhere with a pending collective;
+            "returned": the rank makes no further collectives; "running": any other state.
         location: innermost line of the user's program: "train.py:41".
         operation: call on that line: "all_reduce".
         collectives: most recent collectives of each group and all pending ones, oldest first.
         groups: names of all process groups of this rank; together, the states show the members of a group.
-        needs: the ranks whose keys it waits for in the store.
         is_blocked: whether the rank waits and no other thread of its process could make a missing collective call.
         since: number of the latest question when its wait, or its return, began; 0: it runs.
         answers: number of the question that this state answers.
@@ -62,7 +61,6 @@ class RankState(NamedTuple):
     operation: str = ""
     collectives: Sequence[Collective] = ()
     groups: Sequence[str] = ()
-    needs: Sequence[int] = ()
     is_blocked: bool = False
     since: int = 0
     answers: int = 0

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -151,6 +151,13 @@ def _end_program(error: SyncError) -> None:
         os._exit(1)
 
 
+class _Seen:
+    """A mark on the frame of a collective: the next call's frame has none, though it may have the same address."""
+
+    def __call__(self, *_: Any) -> None:
+        """Trace nothing: it is called if a debugger is at work."""
+
+
 class Watchdog:
     """Detects hangs of the thread that enters `watch`; inactive outside of that block.
 
@@ -163,7 +170,6 @@ class Watchdog:
     on_look: Any = None
 
     _judge: Judge | None = None
-    _store_wait: Callable[[], Sequence[int]] | None = None
     _facts: Any = None
     _position: object = None
 
@@ -201,23 +207,6 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):
                 judge.resign()
 
-    @contextlib.contextmanager
-    def waiting_in_store(self, ranks: Callable[[], Sequence[int]]) -> Iterator[None]:
-        """Take part in hang detection while this rank waits for other ranks' keys in the store.
-
-        Args:
-            ranks: returns the ranks whose keys are not in the store yet; called in the watchdog thread.
-        """
-        self._store_wait = lambda: ranks()  # noqa: PLW0108 - another object for each wait
-        try:
-            yield
-        finally:
-            self._store_wait = None
-
-    def group_replaced(self) -> None:
-        """Forget the collectives of the default group, in whose place the block has a new one."""
-        self._since_ns = time.time_ns()
-
     def explain(self, error: BaseException) -> BaseException:
         """Return a SyncError that explains an error of a torch collective by the states of all ranks, or the error."""
         stack = list(traceback.walk_tb(error.__traceback__))[::-1]
@@ -247,16 +236,19 @@ class Watchdog:
                 verdict = judge.check(is_waiting=self._status == "waiting")
                 if verdict and not self._is_over.is_set():
                     self.on_hang(SyncError(**verdict).with_traceback(traceback_of(self._stack)))
-                if not self._is_held:  # else the frame's id must stay its own: the next call would look like this one
-                    self._stack = ()  # it keeps the user's tensors
+                self._stack = ()  # it keeps the user's tensors
 
     def _look(self) -> None:
         """Find out whether the main thread waits: for 3 s in one collective, or elsewhere with a pending one."""
-        position, self._stack = self._here(), list(traceback.walk_stack(sys._current_frames()[self._main]))
+        self._stack = list(traceback.walk_stack(sys._current_frames()[self._main]))
+        self._is_held = is_in_collective(self._stack)
+        innermost, _ = self._stack[0]
+        if self._is_held and not isinstance(innermost.f_trace, _Seen):
+            innermost.f_trace = _Seen()
+        position = self._here()
         if position != self._position:
             self._position, self._since_s = position, time.monotonic()
         self._facts = self.on_look and self.on_look(self._stack)
-        self._is_held = self._store_wait is not None or is_in_collective(self._stack)
         can_wait = self._is_held or any(begun != completed for begun, completed in progress())
         is_waiting = can_wait and time.monotonic() - self._since_s >= _WAITS_AFTER_S
         self._status = "waiting" if is_waiting else "running"
@@ -264,12 +256,12 @@ class Watchdog:
     def _here(self) -> object:
         """Return the main thread's position: while it is the same, that thread has not moved."""
         frame = sys._current_frames()[self._main]
-        return self._store_wait or (id(frame), frame.f_lasti, progress())
+        return (id(frame), frame.f_trace, frame.f_lasti, progress())
 
     def _state(self) -> RankState:
         """Return the state of this rank."""
         assert self._judge
-        calls, stack, wait = latest_collectives(self._since_ns), self._stack, self._store_wait
+        calls, stack = latest_collectives(self._since_ns), self._stack
         has_failed, is_waiting = self._status == "failed", self._status == "waiting"
         pending = [each for each in calls if not each.is_completed] or calls[len(calls) - has_failed :]
         if len(pending) == 1 and self._status != "running":
@@ -283,7 +275,6 @@ class Watchdog:
             operation(stack),
             calls,
             list(dist.distributed_c10d._world.pg_names.values()),
-            wait() if wait and is_waiting else (),
             is_blocked and self._here() == self._position,
             self._judge.since,
             self._judge.answered,

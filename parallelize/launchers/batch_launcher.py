@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import secrets
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from parallelize.call.serialization import dump
+from parallelize.call.pickling import dump
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.devices import Hardware, probe
 from parallelize.cluster.world import Node, World
 from parallelize.config.config import Config
-from parallelize.config.gpus import Gpus
 from parallelize.config.layout import Layout, compute_layout
+from parallelize.config.options import Gpus
 from parallelize.errors import ConfigError
 from parallelize.plugins import registry
 from parallelize.plugins.base import Launcher
 
-__all__ = ["BatchLauncher", "read_result", "run_on_node", "run_task"]
+__all__ = ["BatchLauncher", "read_result", "run_on_node"]
 
 
 class BatchLauncher(Launcher):
@@ -79,38 +79,30 @@ class BatchLauncher(Launcher):
         )
 
 
-def run_task(task_file: Path, *, node: Node | None, environ: Mapping[str, str]) -> list[Outcome]:
-    """Run a call on this node of the cluster with the elastic launcher; return its outcomes, as `Launcher.launch`.
+def run_on_node(task_file: Path, *, node: Node | None, environ: Mapping[str, str]) -> bytes:
+    """Run a call on this node of the cluster with the default launcher; return what `read_result` reads in the caller.
 
     Args:
         task_file: file that `Task.write` has written.
         node: with several nodes, the address of node 0 and this node's rank.
         environ: environment variables of the workers.
     """
-    task = Task.read(task_file, device=torch.device("cpu"))
-    task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
-    outcomes: list[Outcome] = registry.get("launchers", "elastic")().launch(task, node=node, environ=environ)
-    return outcomes
-
-
-def run_on_node(task_file: Path, *, node: Node | None, environ: Mapping[str, str]) -> bytes:
-    """Run a call as `run_task` does; return the outcomes, or what it has raised, for `read_result` in the caller."""
-    result = task_file.with_name(f"{task_file.name}.{secrets.token_hex(4)}")
-    try:
-        outcomes = run_task(task_file, node=node, environ=environ)
-        dump(outcomes, result, parts={"the returned value": [each.value for each in outcomes]})
-    except BaseException as error:  # noqa: BLE001 - any error is the result of the call
-        Outcome.raised(World(), error).write(result)
-    try:
+    with tempfile.TemporaryDirectory(prefix="parallelize-") as folder:
+        result = Path(folder, "result")
+        try:
+            task = Task.read(task_file, device=torch.device("cpu"))
+            task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
+            outcomes = registry.get("launchers", "local")().launch(task, node=node, environ=environ)
+            dump(outcomes, result, parts={"the returned value": [each.value for each in outcomes]})
+        except BaseException as error:  # noqa: BLE001 - any error is the result of the call
+            Outcome.raised(World(), error).write(result)
         return result.read_bytes()
-    finally:
-        result.unlink()
 
 
 def read_result(result: bytes) -> list[Outcome]:
     """Return the outcomes of a call in `run_on_node`, or raise what it has raised."""
-    outcomes: Any = Outcome.read(result)
-    if isinstance(outcomes, Outcome):
-        assert outcomes.error is not None
-        raise outcomes.error
-    return outcomes  # type: ignore[no-any-return]  # what run_on_node has pickled
+    found: Any = Outcome.read(result)
+    if isinstance(found, Outcome):
+        assert found.error is not None
+        raise found.error
+    return found  # type: ignore[no-any-return]  # what run_on_node has pickled

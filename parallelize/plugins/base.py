@@ -1,7 +1,7 @@
 """Base classes of plug-ins: `Backend`, `Launcher` and `Precision`, with the objects that they receive and return.
 
-A plug-in declares its capabilities as class attributes. The `config` package checks each request against them, and
-The guides' support table is generated from them. No code tests for a plug-in's name.
+A plug-in declares its capabilities as class attributes. The `config` package checks each request against them, and the
+guides' support table is generated from them. No code tests for a plug-in's name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from parallelize.cluster.world import Node, World
-from parallelize.plugins.traffic import Traffic
 
 __all__ = [
     "LEVELS",
@@ -32,6 +31,7 @@ __all__ = [
     "Precision",
     "Reduction",
     "Session",
+    "Traffic",
 ]
 
 Level = Literal["O0", "O1", "O2", "O3"]
@@ -120,7 +120,6 @@ class Inner(nn.Module):
         model: the user's model, which becomes a child of this module.
         original_methods: name -> `getattr(model, name)` before the block, for "forward" and every routed method.
         session: mixed precision of the block.
-        average: how the block averages gradients of ranks, and, of the parts of a batch, losses that forward computes.
         buffer_source: whose floating buffers all ranks get in training: rank 0's, or their mean.
 
     Attributes:
@@ -133,13 +132,12 @@ class Inner(nn.Module):
         *,
         original_methods: Mapping[str, Callable[..., Any]],
         session: Session,
-        average: Literal["ranks", "sum", "tokens"] = "ranks",
         buffer_source: Literal["rank0", "mean"] = "rank0",
     ) -> None:
         super().__init__()
         self.model = model
         self.original_methods = dict(original_methods)
-        self.session, self.average, self.buffer_source = session, average, buffer_source
+        self.session, self.buffer_source = session, buffer_source
         self.method = "forward"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,6 +177,21 @@ class Reduction:
     bucket_bytes: float = 25 * 2**20
     dtype: torch.dtype | None = None
     hook: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that each process passes to collectives in one step.
+
+    Args:
+        gradient_bytes: size of the gradients that are averaged.
+        operation: past participle for the startup summary: "all-reduced" in "1 MB of gradients all-reduced".
+        gathered_bytes: size of the all-gathered parameters, counted once per all-gather.
+    """
+
+    gradient_bytes: int
+    operation: str = "all-reduced"
+    gathered_bytes: int = 0
 
 
 class Engine(abc.ABC):
@@ -252,6 +265,8 @@ class Backend(abc.ABC):
     """Whether each rank holds only a shard of a gradient, so that ranks must agree to skip a step with inf or nan."""
     devices: tuple[str, ...] | None = None
     """Names of the devices that a process of "node" drives if `gpus` is not set; None: all."""
+    devices_per_process: int | None = None
+    """Number of devices that a process of "node" drives; None: all of the node."""
     limitations: ClassVar[Mapping[str, str]] = {}
     """Property, tested in tests/contracts, that a model lacks under this backend -> reason, as shown to users."""
 

@@ -1,34 +1,45 @@
-"""Registry of plug-ins: finds built-in plug-ins by file name, and those of other distributions by entry point."""
+"""Registry of plug-ins: a table of those of this package, and the entry points of other distributions."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import pkgutil
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, overload
 
 from parallelize.errors import ConfigError, did_you_mean
 from parallelize.plugins.base import Backend, Launcher, Precision
 
-__all__ = ["Kind", "find", "get", "names"]
+__all__ = ["BUILTIN", "Kind", "find", "get", "names"]
 
 Kind = Literal["backends", "launchers", "precision"]
 
-_BASE_CLASSES: dict[Kind, type] = {"backends": Backend, "launchers": Launcher, "precision": Precision}
+BUILTIN: Mapping[Kind, Mapping[str, str]] = {
+    "backends": {
+        "balanced": "balanced.plugin:BalancedBackend",
+        "ddp": "ddp:DDPBackend",
+        "ddp2": "ddp2:DDP2Backend",
+        "dp": "dp:DPBackend",
+        "fsdp": "fsdp.plugin:FSDPBackend",
+    },
+    "launchers": {
+        "local": "local.plugin:LocalLauncher",
+        "ray": "ray:RayLauncher",
+        "slurm": "slurm.plugin:SlurmLauncher",
+    },
+    "precision": {"apex": "apex:ApexPrecision", "native": "native:NativePrecision"},
+}
+"""Kind, which is a folder of this package -> name of a plug-in -> its module and class."""
 
-# Module attribute that holds a plug-in's class; the registry ignores files without this attribute.
-_PLUGIN_ATTRIBUTE = "PLUGIN"
+_BASE_CLASSES: dict[Kind, type] = {"backends": Backend, "launchers": Launcher, "precision": Precision}
 
 
 def names(kind: Kind) -> tuple[str, ...]:
-    """Return the sorted names of all plug-ins of a kind; imports every built-in one.
+    """Return the sorted names of all plug-ins of a kind; imports none.
 
     Args:
-        kind: folder of built-in plug-ins; other distributions declare theirs in entry point group `parallelize.<kind>`.
+        kind: other distributions declare theirs in the entry point group `parallelize.<kind>`.
     """
-    builtin = (name for name in _modules(kind) if _builtin(kind, name) is not None)
-    return tuple(sorted({*builtin, *_entry_points(kind)}))
+    return tuple(sorted(_entry_points(kind)))
 
 
 @overload
@@ -56,31 +67,14 @@ def get(kind: Kind, name: str) -> type[Any]:
 
 def find(kind: Kind, name: str) -> type[Any] | None:
     """Return the class of a plug-in, like `get`, but None instead of an error if no plug-in has this name."""
-    builtin = _builtin(kind, name)
-    if builtin is not None:
-        return builtin
     point = _entry_points(kind).get(name)
     return None if point is None else _load(kind, point)
 
 
-def _modules(kind: Kind) -> dict[str, str]:
-    """Return plug-in name -> module that may define it: a file of the folder, or `plugin.py` in a subfolder."""
-    package = importlib.import_module(f"parallelize.{kind}")
-    return {
-        module.name: f"{package.__name__}.{module.name}{'.plugin' if module.ispkg else ''}"
-        for module in pkgutil.iter_modules(package.__path__)
-    }
-
-
-def _builtin(kind: Kind, name: str) -> type[Any] | None:
-    module = _modules(kind).get(name)
-    if module is None or importlib.util.find_spec(module) is None:
-        return None
-    return getattr(importlib.import_module(module), _PLUGIN_ATTRIBUTE, None)
-
-
 def _entry_points(kind: Kind) -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=f"parallelize.{kind}")}
+    group = f"parallelize.{kind}"
+    builtin = {name: EntryPoint(name, f"{group}.{value}", group) for name, value in BUILTIN[kind].items()}
+    return {**{point.name: point for point in entry_points(group=group)}, **builtin}
 
 
 def _load(kind: Kind, point: EntryPoint) -> type[Any]:

@@ -26,7 +26,7 @@ from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.private import replace_attribute
 from parallelize.torch_patches.step import parameters_of
 
-__all__ = ["PLUGIN", "ApexPrecision", "ApexSession"]
+__all__ = ["ApexPrecision", "ApexSession"]
 
 _TRAINED = ("param_groups", "state", "defaults")  # attributes of an optimizer
 
@@ -230,6 +230,3 @@ def _deactivate(library: Any) -> None:
     handle = getattr(library._amp_state, "handle", None)
     if handle is not None:
         handle._deactivate()
-
-
-PLUGIN = ApexPrecision

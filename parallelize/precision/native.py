@@ -28,7 +28,7 @@ from parallelize.torch_patches.backward import Order, is_in_backward, subscribed
 from parallelize.torch_patches.forward import route_of, routed_models
 from parallelize.torch_patches.private import replace_attribute
 
-__all__ = ["PLUGIN", "NativePrecision", "NativeSession"]
+__all__ = ["NativePrecision", "NativeSession"]
 
 _UNCHANGED = contextlib.nullcontext()
 _IS_SCALED = "in backward, gradients are multiplied by the loss scale"
@@ -222,6 +222,3 @@ def _refuse_parameters(models: Sequence[nn.Module]) -> None:
                 raise not_scaled(f"parameter {name!r} in {each.dtype}", why, fix)
             if each._backward_hooks or each._post_accumulate_grad_hooks:
                 raise not_scaled(f"a hook on parameter {name!r}", _IS_SCALED)
-
-
-PLUGIN = NativePrecision

@@ -13,19 +13,16 @@ with the same gradients, so they cannot diverge, as they can under torch's `Join
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from parallelize.errors import ConfigError, SyncError
 from parallelize.runtime.autograd_graph import scaled_start
-from parallelize.runtime.containers import leaves
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 
-__all__ = ["BatchWeight", "Weight", "batch_weight", "open_loaders", "weigh_batches", "weigh_outputs", "weighted"]
+__all__ = ["BatchWeight", "Weight", "batch_weight", "weigh_batches", "weighted"]
 
 Weight = float | torch.Tensor
 
@@ -41,14 +38,10 @@ class BatchWeight:
     def __init__(self, value: float = 1.0) -> None:
         self.value = value
         self.is_new = False
-        self.storages: set[int] = set()  # of the tensors of the batch
         self._had_any_backward = self._is_batch_skipped = self._is_ambiguous = False
 
-    def start_batch(self, value: float, batch: Any = None) -> None:
+    def start_batch(self, value: float) -> None:
         """Set the weight of a batch that the loader is about to yield."""
-        if not any(each.is_new for each in open_loaders):
-            _is_weighted.clear()
-        self.storages = _storages(batch)
         self._is_batch_skipped |= self.is_new
         self._is_ambiguous |= self._is_batch_skipped and value != self.value
         self.value, self.is_new = value, torch.is_grad_enabled()
@@ -84,35 +77,8 @@ def _batch_taken_ahead_error(what: str) -> SyncError:
 
 
 # Global, because torch.autograd.backward belongs to the process.
-open_loaders: list[BatchWeight] = []  # that are being iterated
+_open: list[BatchWeight] = []  # that are being iterated
 _of_loss: list[BatchWeight] = []  # those whose batches the latest loss was computed from
-# For each forward since a batch was taken: whether its gradients are weighted by the loader of its inputs.
-_is_weighted: list[bool] = []
-
-
-def _storages(value: Any) -> set[int]:
-    tensors = [each for each in leaves(value) if isinstance(each, torch.Tensor) and each.layout is torch.strided]
-    return {each.untyped_storage().data_ptr() for each in tensors}
-
-
-def weigh_outputs(nodes: Iterable[Any], inputs: Any) -> None:
-    """Weigh the gradients of a forward by the batch of its inputs, if batches of other weights take part in the loss.
-
-    Args:
-        nodes: those of the forward's outputs.
-        inputs: its arguments.
-    """
-    new = [each for each in open_loaders if each.is_new]
-    storages = _storages(inputs) if len({each.value for each in new}) > 1 else set()
-    found = [each.value for each in new if not each.storages.isdisjoint(storages)]
-    _is_weighted.append(len(found) == 1)
-    if len(found) == 1:
-        for node in nodes:
-            node.register_prehook(functools.partial(_scaled, found[0]))
-
-
-def _scaled(weight: float, gradients: Any) -> Any:
-    return tuple([None if each is None else each * weight for each in gradients])
 
 
 def weighted(each: Pass, weight: Weight) -> Pass:
@@ -138,14 +104,12 @@ def weighted(each: Pass, weight: Weight) -> Pass:
 
 def batch_weight() -> float:
     """Return the weight of the batches from which the latest loss was computed."""
-    values = {each.value for each in _of_loss if each in open_loaders} or {1.0}
-    if len(values) > 1 and _is_weighted and all(_is_weighted):
-        return 1.0  # each forward's gradients are weighted by its own batch
+    values = {each.value for each in _of_loss if each in _open} or {1.0}
     if len(values) > 1:
         raise SyncError(
             f"a backward pass with batches of two loaders, of weights {' and '.join(map(str, sorted(values)))}",
-            why="the inputs of a forward are not those of one loader's latest batch, so its weight is not known",
-            fix="call the model with each batch as it was taken, or use one tail ('pad' or 'drop') for both loaders",
+            why="a backward pass has one weight, and the terms of its loss would need several",
+            fix="use one tail ('pad' or 'drop') for both loaders, or a backward pass for each batch",
         )
     return values.pop()
 
@@ -157,7 +121,7 @@ def _weigh(each: Pass, run: Run) -> None:
 
 def _begin(each: Pass, run: Run) -> None:
     """Find the loaders of a loss: those that have yielded a batch since the latest backward pass."""
-    new = [weight for weight in open_loaders if weight.is_new]
+    new = [weight for weight in _open if weight.is_new]
     if new:
         _of_loss[:] = new
     for weight in _of_loss:
@@ -169,10 +133,10 @@ def _begin(each: Pass, run: Run) -> None:
 def weigh_batches(weight: BatchWeight) -> Iterator[None]:
     """Start the backward passes in the context from the weight of a loader's latest batch."""
     with subscribed(Order.BEGIN, _begin), subscribed(Order.WEIGH_BATCH, _weigh):
-        open_loaders.append(weight)
+        _open.append(weight)
         try:
             yield
         finally:
-            open_loaders.remove(weight)
+            _open.remove(weight)
             # After an inner loop, the next loss is that of the batch around it.
-            _of_loss[:] = [each for each in _of_loss if each is not weight] or open_loaders[-1:]
+            _of_loss[:] = [each for each in _of_loss if each is not weight] or _open[-1:]

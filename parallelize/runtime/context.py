@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from parallelize.cluster.devices import probe, set_device_order
+from parallelize.cluster.devices import probe
 from parallelize.cluster.environment import detect
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
@@ -27,7 +27,6 @@ __all__ = [
     "active",
     "current",
     "current_world",
-    "deactivated",
     "device",
     "is_capturing",
     "is_main",
@@ -85,8 +84,6 @@ class Runtime:
             self.at_end.push(outer)
 
 
-set_device_order(os.environ)  # on import: a device that is used before the first call has an index, too
-
 _active: ContextVar[Runtime | None] = ContextVar("parallelize_runtime", default=None)
 
 
@@ -119,37 +116,13 @@ def activate(runtime: Runtime) -> Iterator[Runtime]:
     """Activate a run in a block: set the context variable and current device, open the process group; then undo all."""
     token = _active.set(runtime)
     try:
-        group = process_group(runtime.world, runtime.layout, runtime.watchdog, flags=runtime.flags)
-        with _on_device(runtime.device), group, warn_if_unsynced(runtime.flags, runtime.models):
+        group = process_group(runtime.world, runtime.layout, runtime.watchdog)
+        # At its end, this context makes no context of CUDA on the device that was current before.
+        device = torch.accelerator.device_index(runtime.device.index)
+        with device, group, warn_if_unsynced(runtime.flags, runtime.models):
             yield runtime
     finally:
         _active.reset(token)
-
-
-@contextlib.contextmanager
-def deactivated() -> Iterator[None]:
-    """Hide the active run in a block: `current` then uses only the launcher's variables.
-
-    The process group stays initialized. A @distributed function called in the block joins the run with its own options.
-    """
-    token = _active.set(None)
-    try:
-        yield
-    finally:
-        _active.reset(token)
-
-
-@contextlib.contextmanager
-def _on_device(device: torch.device) -> Iterator[None]:
-    if device.type == "cpu":
-        yield
-        return
-    before = torch.accelerator.current_device_index()
-    torch.accelerator.set_device_index(device.index)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_device_index(before)
 
 
 def is_capturing() -> bool:

@@ -17,11 +17,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["abort_and_destroy", "interrupt_collectives"]
+__all__ = ["abort_and_destroy", "interrupt_collectives", "is_interrupted", "mark_as_interrupted"]
 
 _ABORT_TIMEOUT_S = 10.0
 
 _log = logging.getLogger("parallelize")
+_interrupted = threading.Event()
+
+
+def mark_as_interrupted() -> None:
+    """Let this process work alone from here on: Ctrl-C has interrupted the ranks, each of them somewhere else."""
+    _interrupted.set()
+
+
+def is_interrupted() -> bool:
+    """Return whether Ctrl-C has interrupted the ranks: this library makes no collectives and comparisons any more."""
+    return _interrupted.is_set()
 
 
 def interrupt_collectives(*, store_port: int | None = None) -> None:

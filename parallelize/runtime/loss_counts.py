@@ -55,14 +55,12 @@ class LossCount:
         kind: a mean; a sum that is divided by a number, such as its count; a sum; or an operation that is not known.
         count: number (or total weight) of the targets; a tensor on an accelerator, where reading it synchronizes; None
             for the last two kinds.
-        divisor: number by which a mean is divided further, such as the number of micro-batches; None: it is not.
         scales: numbers by which it is multiplied or divided.
     """
 
     loss: str
     kind: Literal["mean", "divided sum", "sum", "unknown"]
     count: float | torch.Tensor | None = None
-    divisor: float | torch.Tensor | None = None
     scales: tuple[float | torch.Tensor, ...] = field(default=(), compare=False)
 
 
@@ -132,11 +130,16 @@ def required_count(roots: Sequence[Root]) -> LossCount:
             fix="divide all terms by the same count, or use average='ranks'",
         )
     first, root = counts[0], roots[0]
-    if first.kind == "divided sum" and isinstance(root, torch.Tensor):
-        # All targets are masked, and the user has clamped the divisor, as in loss.sum() / mask.sum().clamp(min=1).
-        count = torch.where(root.detach() == 0, 0.0, torch.as_tensor(first.count, device=root.device))
-        return replace(first, count=count if root.device.type != "cpu" else float(count.sum()))
-    return first
+    return _unclamped(first, root) if first.kind == "divided sum" and isinstance(root, torch.Tensor) else first
+
+
+def _unclamped(count: LossCount, loss: torch.Tensor) -> LossCount:
+    """Return the count of a sum that is divided: 0 if all targets are masked, where the user has clamped the divisor.
+
+    As in loss.sum() / mask.sum().clamp(min=1).
+    """
+    number = torch.where(loss.detach() == 0, 0.0, torch.as_tensor(count.count, device=loss.device))
+    return replace(count, count=number if loss.device.type != "cpu" else float(number.sum()))
 
 
 def attach_count(tensor: torch.Tensor, count: LossCount) -> None:
@@ -146,65 +149,47 @@ def attach_count(tensor: torch.Tensor, count: LossCount) -> None:
 
 
 def join_weights(
-    losses: Sequence[torch.Tensor], *, samples: Sequence[int], inputs: Any, adds_unknown: bool = False
+    losses: Sequence[torch.Tensor], *, samples: Sequence[int], inputs: Any
 ) -> tuple[list[float | torch.Tensor], LossCount]:
     """Return the weights by which losses of the parts of a batch add up to the loss of the batch, and its count.
 
-    Means are weighted by their counts, and sums are added. All other scalars are weighted by samples, or added, such as
-    means of other terms in each part, or multiplied by other numbers.
+    Means are weighted by their counts, and sums are added. All other scalars are weighted by samples, such as means of
+    other terms in each part, or multiplied by other numbers.
 
     Args:
         losses: one scalar per part, computed in the model's forward.
         samples: number of samples of each part.
         inputs: the inputs of the model; a sum divided by one of these numbers, such as the number of targets of several
             batches, stays a sum.
-        adds_unknown: whether scalars that are neither a known mean nor a known sum are added.
     """
     require_readable_losses()
     numbers = [each for each in leaves(inputs) if not isinstance(each, torch.Tensor) or each.dim() == 0]
     with torch.no_grad():
-        terms = [loss_counts([each], is_in_model=True) for each in losses]
-        counts = [_common_count(each, numbers) for each in terms]
+        counts = [_only_count(loss_counts([each], is_in_model=True), numbers) for each in losses]
     (kind, *others), first = {each.kind for each in counts}, counts[0]
-    if kind == "mean" and not others and all(_is_alike(each, terms[0]) for each in terms):
+    # Each is multiplied by the same numbers. (On an accelerator, this synchronizes.)
+    is_alike = len({tuple(map(float, each.scales)) for each in counts}) == 1
+    if kind == "mean" and not others and is_alike:
         device = losses[0].device
+        if first.loss == "Sum":
+            counts = [_unclamped(each, loss) for each, loss in zip(counts, losses, strict=True)]
         found = [each.to(device) if isinstance(each, torch.Tensor) else each for each in (one.count for one in counts)]
         total: Any = sum(each for each in found if each is not None)
         return [each / (total or 1.0) for each in found if each is not None], LossCount(first.loss, "mean", total)
     # A sum that is equal in all parts, such as a penalty on weights, does not depend on the batch.
     if kind in {"sum", "divided sum"} and not others and len({each.item() for each in losses}) > 1:
         return [1.0] * len(losses), first
-    is_added = adds_unknown and len({each.item() for each in losses}) > 1
-    return [1.0 if is_added else each / sum(samples) for each in samples], LossCount(first.loss, "unknown")
+    return [each / sum(samples) for each in samples], LossCount(first.loss, "unknown")
 
 
-def _common_count(counts: Sequence[LossCount], numbers: Sequence[Any]) -> LossCount:
-    """Return the count of a loss with one or several terms; "divided sum": it is a sum divided by one of `numbers`."""
-    kinds, first = {each.kind for each in counts}, counts[0] if counts else LossCount("", "unknown")
-    if len(counts) > 1 and len({float(each.count or 0.0) for each in counts}) > 1:
-        return LossCount(first.loss, "unknown")
-    if kinds == {"divided sum"} and any(_is_equal(first.count, each) for each in numbers):
-        return first
-    if kinds and kinds <= {"mean", "divided sum"}:
-        return LossCount(first.loss, "mean", first.count)
-    return first if len(kinds) == 1 else LossCount(first.loss, "unknown")
-
-
-def _is_alike(one: Sequence[LossCount], other: Sequence[LossCount]) -> bool:
-    """Return whether two sums have as many terms, of which means are multiplied by the same numbers."""
-    pairs = [(a, b) for a, b in zip(one, other, strict=False) if a.kind == b.kind == "mean"]
-    scales = [pair for a, b in pairs for pair in zip(a.scales, b.scales, strict=False)]
-    is_alike = len(one) == len(other) and all(len(a.scales) == len(b.scales) for a, b in pairs)
-    # Comparing tensors on an accelerator synchronizes; a buffer of the model is the same one.
-    return is_alike and all(_place(a) == _place(b) or float(a) == float(b) for a, b in scales)
-
-
-def _place(number: float | torch.Tensor) -> object:
-    return (number.device, number.data_ptr()) if isinstance(number, torch.Tensor) else number
-
-
-def _is_equal(count: Any, number: Any) -> bool:
-    return isinstance(number, (int, float, torch.Tensor)) and float(count) == float(number)
+def _only_count(counts: Sequence[LossCount], numbers: Sequence[Any]) -> LossCount:
+    """Return the count of a loss of one term; a sum divided by one of `numbers` stays a sum, others are means."""
+    if len(counts) != 1:
+        return LossCount("several", "unknown")
+    (only,) = counts
+    given = (each for each in numbers if isinstance(each, (int, float, torch.Tensor)))
+    is_mean = only.kind == "divided sum" and all(float(only.count or 0.0) != float(each) for each in given)
+    return replace(only, kind="mean", scales=()) if is_mean else only
 
 
 def _reductions(terms: list[_Term]) -> Iterator[tuple[_Term, LossCount]]:
@@ -295,12 +280,11 @@ def _reduction(term: _Term) -> LossCount:
     if name == "Sum" or reduction == 2:
         divisor = term.outer if term.divisor is None else term.divisor
         return LossCount(name, "sum") if divisor is None else LossCount(name, "divided sum", divisor)
-    passes = term.outer if term.divisor is None else term.divisor
     if name in {"NllLoss", "NllLoss2D"} and reduction == 1:
-        return LossCount(name, "mean", _number(term.node._saved_total_weight), passes)
+        return LossCount(name, "mean", _number(term.node._saved_total_weight))
     if name == "Mean" or reduction == 1:
         operand = next(_Term(*edge) for edge in term.node.next_functions if edge[0] is not None)
-        return LossCount(name, "mean", _numel(operand), passes)
+        return LossCount(name, "mean", _numel(operand))
     return LossCount(name, "unknown")
 
 

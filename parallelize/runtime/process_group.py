@@ -25,9 +25,9 @@ from parallelize.hang_detection.rank_state import Collective
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.group_abort import abort_and_destroy
 from parallelize.runtime.live_facts import LiveFacts, registered
-from parallelize.runtime.unsynced_training import ENTERED_PARALLEL_MODEL
 from parallelize.runtime.user_process_group import user_process_group
 from parallelize.torch_patches.private import replace_attribute
+from parallelize.torch_patches.save import atomic_saves
 from parallelize.torch_patches.step import StepCount, after_step
 
 __all__ = ["bound_device", "default_store", "process_group", "separate_group"]
@@ -36,40 +36,29 @@ _log = logging.getLogger("parallelize")
 
 
 @contextlib.contextmanager
-def process_group(world: World, layout: Layout, watchdog: Watchdog, *, flags: set[str]) -> Iterator[None]:
+def process_group(world: World, layout: Layout, watchdog: Watchdog) -> Iterator[None]:
     """Initialize the default process group of a run, or use the one that the user's code has initialized.
 
     Args:
         world: rank and world size.
         layout: provides the timeout, `init_connection` and the group's backend.
         watchdog: detects hangs if the group has several processes.
-        flags: `Runtime.flags` of the run.
     """
     config, since_ns = layout.config, time.time_ns()
     if dist.is_initialized():
-        with (
-            _with_watchdog(watchdog, config.timeout, since_ns=None),
-            user_process_group(world, os.environ, None),
-        ):
+        with _with_watchdog(watchdog, config.timeout, since_ns=None), user_process_group(world, is_users=True):
             yield
         return
-    group: _Group | None = None
+    store: dist.Store | None = None
     if config.init_connection is not None:
         config.init_connection(world)
     else:
-        group = _Group(_reachable(world), config.timeout)
-        group.initialize(backend=layout.process_group_backend, device_id=bound_device(world, layout))
-
-    def initialize_again(arguments: dict[str, Any]) -> None:
-        if group is not None and ENTERED_PARALLEL_MODEL not in flags:
-            group.initialize(**arguments)
-            watchdog.group_replaced()
-
+        store = _initialize(_reachable(world), layout)
     try:
         with (
             _timeout_of_new_groups(config.timeout),
             _with_watchdog(watchdog, config.timeout, since_ns=since_ns),
-            user_process_group(world, os.environ, initialize_again),
+            user_process_group(world, is_users=False),
         ):
             yield
     except BaseException:
@@ -77,8 +66,8 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog, *, flags: se
             abort_and_destroy()
         raise
     try:
-        if group is not None:
-            _wait_before_closing(group.store, world.world_size)
+        if store is not None:
+            _wait_before_closing(store, world.world_size)
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception:  # noqa: BLE001 - whatever a library raises: the block has its result, which must not be lost
@@ -98,33 +87,23 @@ def bound_device(world: World, layout: Layout) -> torch.device | None:
     return None if others or device.type == "cpu" or is_gloo else device
 
 
-class _Group:
-    """The default process group of a run, on the run's store.
-
-    Args:
-        world: rank and world size; rank 0's address needs no DNS.
-        timeout: timeout of the rendezvous, and default timeout of a collective.
-    """
-
-    def __init__(self, world: World, timeout: timedelta) -> None:
-        self._world, self._timeout = world, timeout
-        self.store: dist.Store
-
-    def initialize(self, **options: Any) -> None:
-        """Initialize the default group with options of init_process_group; replace the group of an earlier call."""
-        # Each group has its own prefix, so that it does not read the keys of an earlier group. All ranks make their
-        # groups in the same order, so their counters agree.
-        world, number = self._world, next(_group_ids)
-        self.store = dist.PrefixStore(f"parallelize/{number}", _store(world, self._timeout))
-        if dist.is_initialized():
-            # No rank is in a collective of the old group any more.
-            _wait_for_all(dist.PrefixStore("replace", self.store), world.world_size)
-            dist.destroy_process_group()
-        if options.get("timeout") is None:
-            options["timeout"] = self._timeout
-        with _gloo_interface(world), _kept_excepthook(world):
-            dist.init_process_group(store=self.store, rank=world.rank, world_size=world.world_size, **options)
-        _wait_for_all(self.store, world.world_size)
+def _initialize(world: World, layout: Layout) -> dist.Store:
+    """Initialize the default group of a run on the run's store, and return its part of the store."""
+    timeout = layout.config.timeout
+    # Each group has its own prefix, so that it does not read the keys of an earlier run's. All ranks make their
+    # groups in the same order, so their counters agree.
+    store = dist.PrefixStore(f"parallelize/{next(_group_ids)}", _store(world, timeout))
+    with _gloo_interface(world), _kept_excepthook(world):
+        dist.init_process_group(
+            layout.process_group_backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+            device_id=bound_device(world, layout),
+        )
+    _wait_for_all(store, world.world_size)
+    return store
 
 
 @contextlib.contextmanager
@@ -158,7 +137,7 @@ def _with_watchdog(watchdog: Watchdog, timeout: timedelta, *, since_ns: int | No
         return (max(longest, timeout) if since_ns is None else longest).total_seconds()
 
     watching = watchdog.watch(store, timeout_s=timeout_s, since_ns=since_ns)
-    with after_step(steps), registered(default_store()), watching:
+    with after_step(steps), registered(default_store()), atomic_saves(default_store(), dist.get_rank()), watching:
         yield
 
 
@@ -249,9 +228,9 @@ def _reachable(world: World) -> World:
 
 @contextlib.contextmanager
 def _gloo_interface(world: World) -> Iterator[None]:
-    """Set GLOO_SOCKET_IFNAME, which gloo reads when a group is made, to the interface that reaches the other nodes."""
+    """Set GLOO_SOCKET_IFNAME, which gloo reads when a group is made, to the interface that reaches the other ranks."""
     name = "GLOO_SOCKET_IFNAME"
-    interface = None if world.num_nodes == 1 or name in os.environ else gloo_interface(world.master_addr)
+    interface = None if name in os.environ else gloo_interface(world.master_addr)
     if interface is None:
         yield
         return

@@ -20,7 +20,7 @@ __all__ = ["random_numbers_per_rank"]
 
 @contextlib.contextmanager
 def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
-    """Make the global generators of torch, random and (if imported) numpy draw other numbers on each rank in a block.
+    """Make the global generators of torch, random and NumPy draw other numbers on each rank in a block.
 
     With a seed in the config they are seeded. Else, a generator whose state is that of a lower rank's is reseeded: rank
     0 draws the numbers of one process, and ranks that differ already are left alone. Both can be repeated. Without a

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 __all__ = ["GeneratorAccess", "RNGState", "default_generator", "global_generators"]
@@ -37,7 +37,7 @@ def global_generators(
 
     Args:
         devices: devices of torch's generators, besides the CPU; None: none of torch's.
-        has_python: whether to include `random` and, if it is imported, NumPy.
+        has_python: whether to include `random` and NumPy.
     """
     found = {}
     used = () if devices is None else dict.fromkeys([torch.device("cpu"), *devices])
@@ -45,14 +45,10 @@ def global_generators(
         each = default_generator(device)
         name = f"torch.{device.type}{f' {number}' if number > 1 else ''}" if number else "torch"
         found[name] = GeneratorAccess(each.get_state, each.set_state, each.manual_seed)
-    numpy: Any = sys.modules.get("numpy")
     if has_python:
         found["random"] = GeneratorAccess(random.getstate, random.setstate, random.seed)
-    if has_python and numpy is not None:
-        get = functools.partial(numpy.random.get_state, legacy=False)
-        found["numpy.random"] = GeneratorAccess(
-            get, numpy.random.set_state, lambda seed: numpy.random.seed(seed % 2**32)
-        )
+        get = functools.partial(np.random.get_state, legacy=False)
+        found["numpy.random"] = GeneratorAccess(get, np.random.set_state, lambda seed: np.random.seed(seed % 2**32))
     return found
 
 

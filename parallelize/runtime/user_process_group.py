@@ -1,7 +1,7 @@
 """init_process_group and destroy_process_group as called by the user's code inside a run.
 
-A script for torchrun initializes the default process group. In a run this group exists already: the script's call
-replaces it by one with the script's backend and options, on the run's store, and the run destroys it at its end.
+A script for torchrun initializes the default process group. In a run this group exists already, for tensors on the
+CPU and on the run's devices: the script's call sets its timeout, and the run destroys it at its end.
 """
 
 from __future__ import annotations
@@ -29,47 +29,34 @@ _init, _destroy = dist.init_process_group, dist.destroy_process_group
 
 @dataclass
 class _Run:
-    """The run of this process.
-
-    Args:
-        world: rank and world size.
-        environ: the process's environment variables.
-        initialize: initializes the default group again with the user's arguments; None: the group is the user's.
-        pid: the process; a forked child has no group.
-        is_destroyed: whether the user has destroyed the group, which is done when the run ends.
-    """
+    """The run of this process; a forked child has no group."""
 
     world: World
-    environ: Mapping[str, str]
-    initialize: Callable[[dict[str, Any]], None] | None
     pid: int
     is_destroyed: bool = False
+    """Whether the user has destroyed the group, which is done when the run ends."""
 
 
 _runs: list[_Run] = []  # at most one
 
 
 @contextlib.contextmanager
-def user_process_group(
-    world: World, environ: Mapping[str, str], initialize: Callable[[dict[str, Any]], None] | None
-) -> Iterator[None]:
+def user_process_group(world: World, *, is_users: bool) -> Iterator[None]:
     """Let the code in the block call init_process_group and destroy_process_group; a run in a run changes nothing.
 
     Args:
         world: rank and world size of the run.
-        environ: the process's environment variables.
-        initialize: initializes the default group again with arguments of init_process_group, without those that say how
-            the ranks connect; None: the user has initialized the default group before the run.
+        is_users: whether the user has initialized the default group before the run.
     """
     if _runs:
         yield
         return
-    _runs.append(_Run(world, environ, initialize, os.getpid()))
+    _runs.append(_Run(world, os.getpid()))
     try:
         with replace_group_functions():
             yield
     finally:
-        if _runs.pop().is_destroyed and initialize is None:
+        if _runs.pop().is_destroyed and is_users:
             _destroy()
 
 
@@ -98,19 +85,10 @@ def _init_in_run(*args: Any, **kwargs: Any) -> None:
         _init(*args, **kwargs)
         return
     arguments = inspect.signature(_init).bind(*args, **kwargs).arguments
-    if run.initialize is None:
-        if run.is_destroyed:
-            _destroy()
-        run.is_destroyed = False
-        _init(*args, **kwargs)
-        return
-    _require_same_world(arguments, run)
-    connection = ("init_method", "store", "rank", "world_size")
-    _runs.remove(run)  # so that the run's own calls are torch's
-    try:
-        run.initialize({name: value for name, value in arguments.items() if name not in connection})
-    finally:
-        _runs.append(run)
+    _require_same_world(arguments, run.world)
+    run.is_destroyed = False
+    if arguments.get("timeout") is not None:
+        dist.distributed_c10d._set_pg_timeout(arguments["timeout"])
 
 
 @functools.wraps(_destroy)
@@ -126,16 +104,12 @@ def _active() -> _Run | None:
     return _runs[-1] if _runs and _runs[-1].pid == os.getpid() else None
 
 
-def _require_same_world(arguments: Mapping[str, Any], run: _Run) -> None:
-    """Raise ConfigError if the arguments, their URL or the variables that it refers to name another rank or size."""
-    world, url = run.world, arguments.get("init_method") or "env://"
-    given: dict[str, Any] = dict(parse_qsl(urlsplit(url).query))
-    if url.startswith("env://") and arguments.get("store") is None:
-        given = {"rank": run.environ.get("RANK"), "world_size": run.environ.get("WORLD_SIZE"), **given}
+def _require_same_world(arguments: Mapping[str, Any], world: World) -> None:
+    """Raise ConfigError if the arguments, or their URL, name another rank or world size."""
+    given = dict(parse_qsl(urlsplit(arguments.get("init_method") or "").query))
     for name, own in (("rank", world.rank), ("world_size", world.world_size)):
-        value = arguments.get(name, -1)
-        value = int(given.get(name) or own) if value < 0 else value
-        if value != own:
+        value = int(given.get(name, arguments.get(name, -1)))
+        if value not in (-1, own):
             raise ConfigError(
                 f"init_process_group({name}={value}) on rank {world.rank} of a run of {world.world_size} processes",
                 why="the run has started its processes, and given each of them a rank",

@@ -19,32 +19,39 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import nn
 
-from parallelize.call import main_module
-from parallelize.call.log_settings import LogSettings
-from parallelize.call.module_sync import TrainingState
+from parallelize.call.pickling import pickle_main_by_value, populate_main
+from parallelize.call.returned import Changes
+from parallelize.call.settings import LogSettings, Settings, without_log_files
 from parallelize.call.task import Outcome, Task
-from parallelize.call.torch_settings import TorchSettings
-from parallelize.call.unreturned import UnreturnedChanges
-from parallelize.cluster.environment import detect
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
+from parallelize.config.placement import RUN_ID
 from parallelize.errors import LaunchError, add_note
 from parallelize.runtime.context import Runtime, activate, current
 from parallelize.runtime.user_process_group import replace_group_functions
-from parallelize.worker.shutdown import StopHandler, WorkerShutdown, flush, report_leftover_threads, unblock_sigint
+from parallelize.worker.shutdown import StopHandler, WorkerShutdown, flush, report_leftover_threads
 
-__all__ = ["WorkerSetup", "active_run", "call_function", "outcome_path", "refuse_during_task_load", "run", "task_path"]
+__all__ = [
+    "WorkerSetup",
+    "active_run",
+    "call_function",
+    "outcome_path",
+    "refuse_during_task_load",
+    "run",
+    "task_path",
+    "unbuffer_output",
+]
 
 _is_loading_task: ContextVar[bool] = ContextVar("parallelize_is_loading_task", default=False)
 
 _ONE_PROCESS = "run in one process, where it works: PARALLELIZE_PROCESSES=1 (or PARALLELIZE_GPUS=1) before the command"
-_AGENT_PREFIX = "TORCHELASTIC_"  # variables set by torch elastic's agent, which started this process
 
 
 @dataclass(frozen=True)
@@ -55,29 +62,17 @@ class WorkerSetup:
         folder: private folder of this run, with the task file; workers write their outcome files there.
         environ: the caller's environment variables, with the launcher's changes.
         devices: first device of each local rank, on which argument tensors from an accelerator are loaded.
-        launcher_pid: process id of the launcher; the worker ends when the launcher ends.
         start_method: default multiprocessing start method in the worker, such as for DataLoader workers.
-        logs: the caller's console logging settings.
-        settings: the caller's torch settings.
-
-    Attributes:
-        was_unpickled: whether this process is a worker, or about to be one.
+        logs: the caller's loggers.
+        settings: the caller's settings of torch, warnings and random numbers.
     """
 
     folder: str
     environ: Mapping[str, str]
     devices: tuple[torch.device, ...]
-    launcher_pid: int
     start_method: str
     logs: LogSettings
-    settings: TorchSettings
-
-    was_unpickled: ClassVar[bool] = False
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle the settings, which only a process that is going to be a worker does."""
-        self.__dict__.update(state)
-        WorkerSetup.was_unpickled = True
+    settings: Settings
 
 
 def task_path(folder: Path) -> Path:
@@ -90,27 +85,42 @@ def outcome_path(folder: Path, rank: int, attempt: int) -> Path:
     return folder / f"outcome.{rank}.{attempt}"
 
 
-def run(setup: WorkerSetup) -> None:
-    """Run the task in a new worker process, in which torch elastic's agent has set torchrun's variables.
+def run(setup: WorkerSetup, world: World, attempt: int, files: tuple[str, str] | None) -> None:
+    """Run the task in a new worker process.
 
     The Outcome is written before the process group is destroyed, because destroying it breaks other ranks' collectives.
+
+    Args:
+        setup: settings of the process.
+        world: its rank, and the address of the run's store.
+        attempt: number of restarts so far.
+        files: files for its stdout and stderr; None: they stay as they are.
     """
-    world = detect(os.environ)
-    assert world is not None
-    folder = Path(setup.folder)
-    path = outcome_path(folder, world.rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
-    os.setsid()  # a new process group, so that all processes started from here can be killed together
-    shutdown = WorkerShutdown(world, path, launcher_pid=setup.launcher_pid)
     try:
-        _set_up_process(setup, world)
-        shutdown.follow_launcher()
+        for number, path in enumerate(files or (), start=1):
+            with open(path, "wb") as file:  # noqa: PTH123 - a descriptor is needed
+                os.dup2(file.fileno(), number)
+    except FileNotFoundError:  # the caller has left, and its folder with it
+        os._exit(1)
+    folder = Path(setup.folder)
+    outcome = outcome_path(folder, world.rank, attempt)
+    if os.getpgid(0) != os.getpid():
+        os.setsid()  # a new process group, so that all processes started from here can be killed together
+    shutdown = WorkerShutdown(world, outcome)
+    try:
+        _set_up_process(setup, world, attempt)
         with replace_group_functions():  # before the task's modules import them by name
-            task = _load_task(task_path(folder), device=setup.devices[world.local_rank])
+            with without_log_files():
+                task = _load_task(task_path(folder), device=setup.devices[world.local_rank])
+            setup.logs.apply_in_worker(Path(files[1]).with_suffix(".log")) if files else setup.logs.apply()
+            if task.not_set and world.is_main:
+                text = f"not sent to the workers: {', '.join(task.not_set)}; set it in the function"
+                warnings.warn(text, RuntimeWarning, stacklevel=1)
             # A scheduler that was pickled has lost its mark on optimizer.step, and would warn about that.
             warnings.filterwarnings("ignore", "Seems like `optimizer.step\\(\\)` has been overridden")
-            main_module.populate(task.function)
-            main_module.pickle_main_by_value()
-            _perform(task, world, path, shutdown, settings=setup.settings)
+            populate_main(task.function)
+            pickle_main_by_value()
+            _perform(task, world, outcome, shutdown, settings=setup.settings)
         report_leftover_threads(world.rank)
     except BaseException as error:  # noqa: BLE001 - any exception that ends a rank is its outcome
         shutdown.fail(error)
@@ -141,35 +151,28 @@ def refuse_during_task_load(name: str) -> None:
         )
 
 
-def _perform(task: Task, world: World, path: Path, shutdown: WorkerShutdown, *, settings: TorchSettings) -> None:
-    changes = _Changes(task) if world.is_main and task.layout.config.update_modules else None
+def _perform(task: Task, world: World, path: Path, shutdown: WorkerShutdown, *, settings: Settings) -> None:
+    changes = Changes(task.stateful, task.data) if world.is_main and task.layout.config.update_modules else None
     with active_run(task.layout.renumbered(), world) as runtime:
         runtime.watchdog.on_hang = shutdown.terminate
         settings.apply_default_device()
+        if runtime.config.seed is None:
+            settings.apply_generators()
         try:
-            value = _call(task, StopHandler(world.master_port))
+            stop = StopHandler(world.master_port)
+            value = _call(task, stop)
+            shutdown.end_if_forked()
             for device in (each for each in runtime.devices if each.type != "cpu"):
                 torch.accelerator.synchronize(device)  # raises errors of asynchronous kernels
             returned = value if world.is_main or task.all_ranks else None
-            Outcome.returned(world, returned, **(changes.found(runtime) if changes else {})).write(path)
+            Outcome.returned(world, returned, **(changes.found() if changes else {})).write(path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if stop.exit is not None:  # the group may be interrupted
+                flush()
+                os._exit(0)
         except BaseException as error:  # noqa: BLE001 - before the process group is destroyed
             shutdown.fail(runtime.watchdog.explain(error))
     flush()
-
-
-class _Changes:
-    """What the call changes in objects that the caller has, too."""
-
-    def __init__(self, task: Task) -> None:
-        self._state = TrainingState(task.stateful)
-        self._others = UnreturnedChanges(task.roots(), returned=task.stateful)
-
-    def found(self, runtime: Runtime) -> dict[str, Any]:
-        models = [model for model in (reference() for reference in runtime.models) if model is not None]
-        names, unmatched = self._others.unreturned_models(models)
-        unreturned = list(dict.fromkeys([*self._others.names(), *names]))
-        return {"states": self._state.changed(models), "unreturned": unreturned, "unmatched": unmatched}
 
 
 def _call(task: Task, stop: StopHandler) -> Any:
@@ -208,57 +211,39 @@ def active_run(layout: Layout, world: World) -> Iterator[Runtime]:
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed the global generators: Python's random, torch on all devices, and NumPy's if it is imported."""
+    """Seed the global generators: Python's random, torch on all devices, and NumPy's."""
     random.seed(seed)
     torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    np.random.seed(seed)
 
 
-def _set_up_process(setup: WorkerSetup, world: World) -> None:
-    """Set up a process that the fork server has forked, as if the caller had started it."""
-    agent = {name: value for name, value in os.environ.items() if name.startswith(_AGENT_PREFIX)}
+def _set_up_process(setup: WorkerSetup, world: World, attempt: int) -> None:
+    """Set up a process that the fork server has forked, as if the caller had started it by torchrun."""
     os.environ.clear()
-    os.environ.update({**setup.environ, **agent, **world.env()})
+    os.environ.update({**setup.environ, **world.env()})
+    os.environ.update({"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_RUN_ID": f"{RUN_ID}{os.getpid()}"})
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": the first is the outer level
     if threads.isdigit() and int(threads) > 0:  # loaded libraries have read the fork server's value
         torch.set_num_threads(int(threads))
-    _set_up_signals()
+    stop_signals = (signal.SIGUSR1, signal.SIGUSR2)
+    for number in stop_signals if STOP_FILE_VARIABLE in os.environ else ():
+        signal.signal(number, signal.SIG_IGN)  # the cluster may send them to this process, too
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *stop_signals))  # blocked while this process started
     multiprocessing.set_start_method(setup.start_method, force=True)
-    _reseed()
     _set_up_output(world)
-    setup.logs.apply()
     setup.settings.apply()
 
 
-def _set_up_signals() -> None:
-    """Unblock the signals that were blocked while this process started.
-
-    SIGUSR1 and SIGUSR2 are ignored if a stop file is used instead: the cluster may send them to this process, too.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        return
-    stop_signals = {signal.SIGUSR1, signal.SIGUSR2}
-    if STOP_FILE_VARIABLE in os.environ:
-        for number in stop_signals:
-            signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals)
-    unblock_sigint()
-
-
-def _reseed() -> None:
-    """Reseed the generators from the operating system, because processes of a fork server start with equal states."""
-    torch.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-
-
-def _set_up_output(world: World) -> None:
-    # Unbuffered, so that no output is lost when a worker is killed. The caller decodes UTF-8.
+def unbuffer_output() -> None:
+    """Replace stdout and stderr, so that no output is lost when this process is killed; the caller decodes UTF-8."""
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(io.FileIO(number, "wb", closefd=False), "utf-8", "backslashreplace", write_through=True)
         for number in (1, 2)
     )
+
+
+def _set_up_output(world: World) -> None:
+    unbuffer_output()
     sys.stdin = io.TextIOWrapper(io.BufferedReader(_NoInput(os.devnull)))
     faulthandler.enable()
     sys.breakpointhook = _refuse_breakpoint

@@ -30,8 +30,7 @@ from parallelize.backends.fsdp import full_tensors
 from parallelize.backends.fsdp.optimizers import Steps
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, SyncError
-from parallelize.plugins.base import Engine, Inner, Reduction
-from parallelize.plugins.traffic import Traffic
+from parallelize.plugins.base import Engine, Inner, Reduction, Traffic
 from parallelize.runtime import differentiable
 from parallelize.runtime.autograd_graph import has_sparse_gradient
 from parallelize.runtime.containers import leaves, map_leaves
@@ -332,13 +331,15 @@ def _units(model: nn.Module, blocks: Any) -> list[nn.Module]:
 
 
 def _members(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of lists of modules, and those with parts of dictionaries, that are in no other member."""
+    """Yield the members of lists of modules, and those with parts of other containers, that are in no other member."""
     for child in module.children():
-        is_whole = isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and any(child.children()))
-        if is_whole and not isinstance(child, _CONTAINERS):
-            yield child
-        else:
-            yield from _members(child)
+        is_whole = isinstance(module, nn.ModuleList) or (_is_container(module) and any(child.children()))
+        yield from [child] if is_whole and not _is_container(child) else _members(child)
+
+
+def _is_container(module: nn.Module) -> bool:
+    has_blocks = type(module) is nn.Sequential and any(any(each.children()) for each in module)
+    return has_blocks or isinstance(module, _CONTAINERS)
 
 
 def _refuse_gradients(model: nn.Module, units: Sequence[nn.Module]) -> None:

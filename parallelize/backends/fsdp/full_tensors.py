@@ -22,6 +22,7 @@ import functools
 import gc
 import itertools
 import re
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -185,13 +186,14 @@ def restore(home: torch.device) -> None:
     """Turn the sharded tensors that are alive into plain ones, if the ranks have the same ones and no block is open."""
     if state.blocks:
         return
-    gc.collect()  # cycles, which each rank frees at another time
-    found = [_alive[key] for key in sorted(_alive.keys())]
-    shapes = [(tuple(each.shard.shape), each.dtype) for each in found if isinstance(each, _Sharded)]
-    if not any(differences([digest(repr(shapes))])):
-        for each in found:
-            if isinstance(each, _Sharded):
+    for _ in range(3):  # hang detection's thread may hold frames for the time of a look
+        gc.collect()  # cycles, which each rank frees at another time
+        found = [each for key in sorted(_alive.keys()) if isinstance(each := _alive.get(key), _Sharded)]
+        if not any(differences([digest(repr([(tuple(each.shard.shape), each.dtype) for each in found]))])):
+            for each in found:
                 make_plain(each, home)
+            return
+        time.sleep(0.1)
 
 
 class _Gathered:

@@ -17,7 +17,7 @@ from parallelize.plugins.base import LEVELS, Backend, Engine, Inner, LocalEngine
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["PLUGIN", "FSDPBackend"]
+__all__ = ["FSDPBackend"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class FSDPBackend(Backend):
 
     Args:
         blocks: submodules whose parameters are all-gathered together: a list of their classes, or their minimum
-            number of parameters; None: the members of the model's `nn.ModuleList`s and `nn.ModuleDict`s, as in most
-            transformers. The parameters outside of all blocks are one more group.
+            number of parameters; None: the members of the model's `nn.ModuleList`s, and those of its `nn.ModuleDict`s
+            and `nn.Sequential`s that have submodules. The parameters outside of all blocks are one more group.
         reshard_after_forward: whether a group's full parameters are freed after its forward, and gathered again for
             backward; a number: resharded over that many ranks only; None: True for all but the outermost group.
         shard_over: the ranks that shard one copy of the parameters: all of the "world", those of each "node", or a
@@ -102,6 +102,3 @@ class FSDPBackend(Backend):
         from parallelize.backends.fsdp.engine import FSDPEngine
 
         return FSDPEngine(self, inner, world=world, device=devices[0], restore=restore)
-
-
-PLUGIN = FSDPBackend

@@ -1,34 +1,124 @@
-"""A call submitted to Slurm: its state, output and return value."""
+"""A call submitted to Slurm: its state, output and return value.
+
+The folder of a submission is on a file system that the login node and the job's nodes share:
+
+    <folder>/train-k3x9/      only this user can access it, since its files are unpickled
+        job.sh, rank.sh       the scripts
+        call.0, call.1, ...   the calls: one, or one per element of a job array
+        12_0.log              output of job 12_0, of all attempts
+        12_0.1/               what its ranks write after the first requeue; stop asks them to stop
+        result.12_0           exit code, number of ranks, folder and last attempt, once the job will not be requeued
+    <folder>/12               link to the submission, by job ID
+"""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from parallelize.call.task import Outcome
-from parallelize.call.traceback_folding import folded_traceback
-from parallelize.errors import WorkerError, add_note
-from parallelize.launchers.slurm import commands
-from parallelize.launchers.slurm.job_folder import JobFolder
-from parallelize.launchers.slurm.job_state import JobState, query_state
+from parallelize.call.tracebacks import folded_traceback
+from parallelize.cluster.world import World
+from parallelize.errors import ConfigError, LaunchError, WorkerError, add_note
+from parallelize.launchers.failures import WorkerExit, caller_exception, is_secondary, was_stopped
+from parallelize.worker.main import outcome_path
 
-__all__ = ["Job"]
+__all__ = ["Job", "query_state", "submit_script", "without_job_variables"]
 
 R = TypeVar("R")
 
+_COMMAND_TIMEOUT_S = 60.0
 _POLL_EVERY_S = 0.2
 _QUERY_EVERY_S = 2.0  # each query puts load on the cluster's controller
 _RESULT_DELAY_S = 15.0  # a network file system may show a result later than Slurm shows the end of its job
 _TAIL_LINES = 20
 
+# Variables that Slurm sets in a job. `sbatch` and `srun` would read most of them as options of the new job.
+_JOB_VARIABLE = re.compile(r"(SLURM_(?!CONF$)|SLURMD_|SBATCH_|SRUN_)")
+# State that ends a job, before any rank can say why -> what to do.
 _FIX_BY_STATE = {
     "CANCELLED": "submit it again",
     "NODE_FAIL": "a node failed: submit it again without that node: sbatch={'exclude': '<node>'}",
     "OUT_OF_MEMORY": "request more with mem=, or use less",
     "TIMEOUT": "request more with time=, or return when should_stop() is true: the job is then requeued",
 }
+_END_STATES = {*_FIX_BY_STATE, "BOOT_FAIL", "COMPLETED", "DEADLINE", "FAILED", "PREEMPTED", "REVOKED", "UNKNOWN"}
+
+
+def query_state(job_id: str) -> str:
+    """Return the state of a job, "12" or "12_3", with Slurm's reason, as in "PENDING (Resources)".
+
+    "UNKNOWN": Slurm answers, and has no record of the job any more. "UNREACHABLE (...)": Slurm does not answer.
+
+    squeue is asked first: sacct lags behind, and may still report the attempt before a requeue. sacct shows an ended
+    job for longer, but needs accounting, which not every cluster has.
+
+    Source: https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
+    """
+    try:
+        found = _run("squeue", "--noheader", "--array", "--states=all", "--format=%T (%r)", f"--jobs={job_id}")
+        if found.returncode and "Invalid job id" not in found.stderr:
+            return f"UNREACHABLE ({found.stderr.strip()})"
+    except LaunchError as error:
+        return f"UNREACHABLE ({error.faults[0].what})"
+    if not found.stdout.strip():
+        with contextlib.suppress(LaunchError):
+            found = _run("sacct", "--allocations", "--noheader", "--parsable2", "--format=State", f"--jobs={job_id}")
+    return found.stdout.partition("\n")[0].strip().removesuffix(" (None)") or "UNKNOWN"
+
+
+def submit_script(script: Path, *options: str, environ: Mapping[str, str]) -> str:
+    """Submit a job script with sbatch; return the job ID.
+
+    Raises:
+        LaunchError: sbatch is not installed, or does not end in time.
+        ConfigError: Slurm refuses the job; the error contains its message.
+    """
+    done = _run("sbatch", "--parsable", *options, str(script), environ=without_job_variables(environ))
+    if done.returncode != 0:
+        message = done.stderr.strip().removeprefix("sbatch: error: ")
+        raise ConfigError(
+            f"Slurm refuses the job script {script}",
+            why=message or f"sbatch ended with exit code {done.returncode}",
+            fix="correct the options of SlurmLauncher; `sinfo` lists partitions, `sacctmgr show assoc` accounts",
+        )
+    return done.stdout.strip().partition(";")[0]  # "12;cluster" if there are several clusters
+
+
+def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those that describe this process, if it runs in a job, or is a rank."""
+    of_rank = World().env() if "RANK" in environ else {}
+    return {name: text for name, text in environ.items() if not _JOB_VARIABLE.match(name) and name not in of_rank}
+
+
+def _run(*command: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C must not interrupt a submission
+        )
+    except FileNotFoundError:
+        what = f"this machine has no {command[0]!r}"
+        fix = "run it on a login node of the cluster, or write the job with sbatch_script() and copy it there"
+        raise LaunchError(what, why="the Slurm launcher runs Slurm's own commands", fix=fix) from None
+    except subprocess.TimeoutExpired:
+        what = f"`{' '.join(command)}` did not end within {_COMMAND_TIMEOUT_S:g} s"
+        raise LaunchError(what, why="Slurm's controller is busy or down", fix="try it again later") from None
 
 
 class Job(Generic[R]):
@@ -36,14 +126,16 @@ class Job(Generic[R]):
 
     Args:
         job_id: Slurm's job ID, "12", or "12_3" for an element of an array.
-        folder: folder of the job's output and result.
+        folder: folder of the submission.
         all_ranks: whether `result` returns the list of all ranks' values instead of rank 0's value.
     """
 
-    def __init__(self, job_id: str, folder: JobFolder, *, all_ranks: bool = False) -> None:
+    def __init__(self, job_id: str, folder: Path, *, all_ranks: bool = False) -> None:
         self.id = job_id
         self._folder = folder
         self._all_ranks = all_ranks
+        self._shown_bytes = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
 
     @classmethod
     def attach(cls, job_id: str | int, folder: str | Path = "slurm_jobs") -> Job[Any]:
@@ -56,49 +148,57 @@ class Job(Generic[R]):
         Raises:
             LaunchError: the folder contains no such job.
         """
-        return cls(str(job_id), JobFolder.find(str(job_id), Path(folder).expanduser()))
+        parent = Path(folder).expanduser()
+        for path in (parent / str(job_id).partition("_")[0], parent):
+            if (path / "call.0").exists():
+                return cls(str(job_id), path.resolve())
+        raise LaunchError(
+            f"no job {job_id} in {parent}",
+            why="the launcher's folder contains a link for each submitted job, named by its ID",
+            fix="pass the folder= of the launcher that submitted it, or the folder beside the job script",
+        )
 
     def __repr__(self) -> str:
-        return f"Job({self.id!r}, {str(self._folder.path)!r})"
+        return f"Job({self.id!r}, {str(self._folder)!r})"
 
     @property
     def log(self) -> Path:
         """Path of the file with the job's output."""
-        return self._folder.log_file(self.id)
+        return self._folder / f"{self.id}.log"
 
     @property
     def state(self) -> str:
-        """Slurm's name of the job's state, such as "PENDING"; inferred from its result once Slurm has no record."""
-        known = query_state(self.id)
-        return self._state_from_result() if known is None else known.name
+        """Slurm's name of the job's state, such as "PENDING"; "UNREACHABLE" while Slurm's controller does not answer.
 
-    def _state_from_result(self) -> str:
-        outcomes = self._folder.outcomes(self.id)
-        if outcomes is None:
-            return "UNKNOWN"
-        return "FAILED" if outcomes[0].error is not None else "COMPLETED"
+        Once Slurm has no record of the job, the state is inferred from its result; "UNKNOWN" without one.
+        """
+        name, found = query_state(self.id).split()[0], self._read_result()
+        return name if name != "UNKNOWN" or found is None else "COMPLETED" if isinstance(found, list) else "FAILED"
 
     def done(self) -> bool:
         """Return whether the job has a result or has ended without one."""
-        if self._folder.outcomes(self.id) is not None:
-            return True
-        state = query_state(self.id)
-        return state is None or state.has_ended
+        return self._read_result() is not None or query_state(self.id).split()[0] in _END_STATES
 
     def logs(self) -> str:
         """Return the job's output so far, of all nodes and attempts."""
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
+        return _read(self.log)
 
     def cancel(self) -> None:
-        """Cancel the job, queued or running.
+        """Cancel the job, queued or running; do nothing if it has ended.
 
         Raises:
             LaunchError: scancel failed.
         """
-        commands.cancel(self.id)
+        done = _run("scancel", self.id)
+        if done.returncode != 0:
+            raise LaunchError(
+                f"`scancel {self.id}` failed",
+                why=done.stderr.strip() or f"exit code {done.returncode}",
+                fix="run it by hand; `squeue` shows the job",
+            )
 
     def result(self, timeout_s: float | None = None) -> R:
-        """Wait for the call to end and return its value.
+        """Wait for the call to end and return its value; an outage of Slurm's controller is waited out.
 
         Args:
             timeout_s: seconds to wait; None: no limit.
@@ -109,46 +209,113 @@ class Job(Generic[R]):
             WorkerError: the job ended without a result.
         """
         with folded_traceback:
-            outcomes = self.outcomes(timeout_s=timeout_s)
+            outcomes = self._wait(timeout_s)
         value: Any = [each.value for each in outcomes] if self._all_ranks else outcomes[0].value
         return value  # type: ignore[no-any-return]  # the value was pickled
 
-    def outcomes(
-        self, *, timeout_s: float | None = None, watch: Callable[[JobState | None], None] | None = None
-    ) -> list[Outcome]:
-        """Wait for the outcomes of all ranks, or of rank 0, and return them. Raises the same errors as `result`.
+    def follow(self) -> list[Outcome]:
+        """Wait for the job while showing its state on stderr and its output on stdout; return its outcomes.
 
-        Args:
-            timeout_s: seconds to wait; None: no limit.
-            watch: called several times a second with the last known state of the job.
+        The first Ctrl-C prints how to cancel the job and keeps waiting; the second cancels it.
+
+        Raises:
+            BaseException: as `result` does.
+            KeyboardInterrupt: at the second Ctrl-C; the job is cancelled.
         """
-        end = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
-        state, queried_at, ended_at = None, 0.0, None
-        while (outcomes := self._folder.outcomes(self.id)) is None:
-            now = time.monotonic()
+        try:
+            try:
+                return self._wait(shows=True)
+            except KeyboardInterrupt:  # from here on, a second Ctrl-C cancels the job
+                how = f"`scancel {self.id}` or Ctrl-C again cancels it"
+                self._tell(f"continues without this process; {how}")
+                return self._wait(shows=True)
+        except KeyboardInterrupt:
+            self.cancel()
+            self._tell("cancelled")
+            raise
+        finally:
+            self._forward()
+
+    def _wait(self, timeout_s: float | None = None, *, shows: bool = False) -> list[Outcome]:
+        """Wait for the outcomes of all ranks, or of rank 0, and return them. Raises the same errors as `result`."""
+        state, queried_at, alive_at = "submitted", 0.0, time.monotonic()
+        end = float("inf") if timeout_s is None else alive_at + timeout_s
+        while (found := self._read_result()) is None:
+            now, name = time.monotonic(), state.split(maxsplit=1)[0]
             if now > end:
                 raise TimeoutError(f"job {self.id} has no result after {timeout_s:g} s; it is {self.state}")
+            delay = _QUERY_EVERY_S if name in _FIX_BY_STATE else _RESULT_DELAY_S
+            if name in _END_STATES and now - alive_at > delay:
+                what = f"job {self.id} " + ("is unknown to Slurm" if name == "UNKNOWN" else f"ended as {state}")
+                why, fix = "none of its processes says why", _FIX_BY_STATE.get(name, "see its output")
+                found = WorkerError(f"{what} and left no result", why=why, fix=fix)
+                break
             if now - queried_at > _QUERY_EVERY_S:
-                state, queried_at = query_state(self.id), now
-                ended_at = None if state is not None and not state.has_ended else ended_at or now
-            if ended_at is not None and now - ended_at > (_RESULT_DELAY_S if state is None else _QUERY_EVERY_S):
-                raise self._no_result_error(state)
-            if watch is not None:
-                watch(state)
+                last, state, queried_at = state, query_state(self.id), now
+                if state.split()[0] not in _END_STATES:
+                    alive_at = now
+                if state != last and (shows or state.startswith("UNREACHABLE")):
+                    self._tell(state)
+            if shows:
+                self._forward()
             time.sleep(_POLL_EVERY_S)
-        if outcomes[0].error is not None:
-            raise self._with_note(outcomes[0].error)
-        return outcomes
-
-    def _no_result_error(self, state: JobState | None) -> BaseException:
-        how = "is unknown to Slurm" if state is None else f"ended as {state}"
-        fix = _FIX_BY_STATE.get("" if state is None else state.name, "see its output")
-        return self._with_note(
-            WorkerError(f"job {self.id} {how} and left no result", why="none of its processes finished", fix=fix)
-        )
-
-    def _with_note(self, error: BaseException) -> BaseException:
+        if isinstance(found, list):
+            return found
         tail = "\n".join(self.logs().splitlines()[-_TAIL_LINES:])
-        note = f"Slurm job {self.id}; its output is in {self.log}" + (f" and ends with:\n{tail}" if tail else "")
-        add_note(error, note)
-        return error
+        add_note(found, f"Slurm job {self.id}; its output is in {self.log}" + (tail and f" and ends with:\n{tail}"))
+        raise found
+
+    def _tell(self, text: str) -> None:
+        sys.stderr.write(f"slurm job {self.id}: {text}\n")
+        sys.stderr.flush()
+
+    def _forward(self) -> None:
+        """Copy the job's new output to stdout."""
+        if self.log.exists():
+            with self.log.open("rb") as log:
+                log.seek(self._shown_bytes)
+                new = log.read()
+            self._shown_bytes += len(new)
+            sys.stdout.write(self._decoder.decode(new))
+            sys.stdout.flush()
+
+    def _read_result(self) -> list[Outcome] | BaseException | None:
+        """Return the outcomes, or the exception of the first rank to fail; None: not known, or no rank says why."""
+        with contextlib.suppress(OSError):
+            list(self._folder.iterdir())  # refreshes the directory cache of a network file system
+        path = self._folder / f"result.{self.id}"
+        if not path.exists():
+            return None
+        code, size, run, attempt = json.loads(path.read_text())
+        if code:
+            return _failure(self._folder / run, size, attempt)
+        ranks = range(size if self._all_ranks else 1)
+        return [Outcome.read(outcome_path(self._folder / run, rank, attempt)) for rank in ranks]
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _failure(run: Path, size: int, attempt: int) -> BaseException | None:
+    """Return the exception of the first rank to fail in an attempt; None: the ranks were stopped, or lost each other.
+
+    Args:
+        run: folder in which the ranks have written.
+        size: number of ranks.
+        attempt: number of restarts before the attempt.
+    """
+    outcomes, exits = list[Outcome](), list[WorkerExit]()
+    for rank in range(size):
+        outcome, exited = outcome_path(run, rank, attempt), run / f"exit.{rank}.{attempt}"
+        if outcome.exists():
+            outcomes.append(Outcome.read(outcome))
+        elif exited.exists():
+            output = _read(run / f"rank{rank}.{attempt}.out"), _read(run / f"rank{rank}.{attempt}.err")
+            exits.append(WorkerExit(**json.loads(exited.read_text()), output=output))
+    exits = [each for each in exits if each.exitcode != -signal.SIGTERM]  # it was stopped before it could handle it
+    failed = [each for each in outcomes if each.error is not None and not was_stopped(each) and not is_secondary(each)]
+    if not failed and not exits:
+        return None
+    earlier = filter(None, (_failure(run, size, each) for each in range(attempt)))
+    return caller_exception(outcomes, exits, world_size=size, earlier=list(earlier))

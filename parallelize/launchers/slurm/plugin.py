@@ -1,9 +1,9 @@
 """The Slurm launcher: submits calls as jobs from a login node and returns their values.
 
     login node      train.submit(...)  ── sbatch job.sh ──>  queue
-                    Job.result()       <── result ──┐           │
-    shared folder   task, log, result, stop         │           v
-    node 0..n       srun, one task per node: step ──┴── elastic launcher: a process per GPU, on all nodes
+                    Job.result()       <── outcomes ──┐         │
+    shared folder   call, log, outcomes, stop         │         v
+    node 0..n       srun, one task per rank ──────────┴── train(...)
 
 `submit` and `sbatch_script` write the same script. submitit is not used: it finds a call by its job ID, but a script
 that is submitted later has no ID yet. It also saves checkpoints inside a signal handler, and on a cluster without
@@ -13,7 +13,9 @@ accounting it waits forever for a killed task.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,27 +24,30 @@ from typing import Any
 
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import Node
-from parallelize.config.layout import Layout
 from parallelize.config.options import duration
 from parallelize.errors import ConfigError, Fault
 from parallelize.launchers.batch_launcher import BatchLauncher
-from parallelize.launchers.slurm import commands
-from parallelize.launchers.slurm.follow import follow
-from parallelize.launchers.slurm.job import Job
-from parallelize.launchers.slurm.job_folder import JobFolder
-from parallelize.launchers.slurm.job_script import WRAPPER, JobScript, format_memory, format_time_limit
+from parallelize.launchers.slurm.job import Job, submit_script
+from parallelize.launchers.slurm.script import RANK_SCRIPT, job_script
+from parallelize.launchers.slurm.step import write_call
 
-__all__ = ["PLUGIN", "SlurmLauncher"]
+__all__ = ["SlurmLauncher"]
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED_OPTIONS = frozenset(
-    {"nodes", "ntasks", "ntasks-per-node", "array", "output", "signal", "open-mode", "parsable", "wrap"}
+    [
+        *("nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "gpus-per-task", "gpu-bind"),
+        *("array", "output", "signal", "open-mode", "parsable", "wrap"),
+    ]
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmLauncher(BatchLauncher):
     """Runs each call as a Slurm job on `num_nodes` nodes with `gpus` GPUs each; `submit` does not wait for it.
+
+    Each process is a task of srun. The job's log has the output of rank 0 (of all ranks with logs="all"); that of the
+    other ranks is in files beside it, or in the folder that `logs` names.
 
     | test-tube's SlurmCluster               | here                                                          |
     |----------------------------------------|---------------------------------------------------------------|
@@ -54,9 +59,9 @@ class SlurmLauncher(BatchLauncher):
     | minutes_to_checkpoint_before_walltime  | `stop_before=`, and `should_stop()` in the loop               |
     | add_command                            | `setup=`; an export: `env=`                                   |
     | load_modules                           | `modules=`                                                    |
-    | add_slurm_cmd                          | `sbatch=`; ntasks-per-node is not needed                      |
+    | add_slurm_cmd                          | `sbatch=`; ntasks-per-node is the number of GPUs              |
     | notify_job_status                      | `mail_user=`, `mail_type=`                                    |
-    | log_path, enable_log_out/err           | `folder=`; the output of all nodes is in `<id>.log` there     |
+    | log_path, enable_log_out/err           | `folder=`; the job's output is in `<id>.log` there            |
     | optimize_parallel_cluster_gpu          | `train.submit_many([...])`                                    |
     | enable_auto_resubmit                   | `max_requeues=`                                               |
     | python_cmd                             | `python=`                                                     |
@@ -69,7 +74,7 @@ class SlurmLauncher(BatchLauncher):
         constraint: required features of the nodes, such as "a100&ib".
         time: time limit: "4:00:00", "1-02:00:00", "4h", minutes, or a timedelta; None: the partition's limit.
         mem: memory of each node, "64G" or megabytes; None: the cluster's default.
-        cpus_per_task: cores of each process (each GPU); None: the cluster's default.
+        cpus_per_task: cores of each process (each GPU); None: its part of the cores that the cluster gives the job.
         gpu_type: type of the GPUs, such as "a100"; None: any.
         modules: environment modules to load, after a purge, such as "NCCL/2.4.7-1-cuda.10.0".
         env: environment variables of the job, in addition to the caller's.
@@ -108,22 +113,15 @@ class SlurmLauncher(BatchLauncher):
     python: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_before", duration(self.stop_before) or self.stop_before)
+        for name in ("time", "stop_before"):
+            object.__setattr__(self, name, duration(getattr(self, name)) or getattr(self, name))
         faults = list(self._faults())
         if faults:
             raise ConfigError.of(faults)
 
     def _faults(self) -> Iterator[Fault]:
-        values = {format_time_limit: self.time, format_memory: self.mem}
-        formatted = [convert(value) for convert, value in values.items() if value is not None]
-        yield from (each for each in formatted if isinstance(each, Fault))
-        for name, minimum in (("cpus_per_task", 1), ("max_requeues", 0)):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < minimum):
-                yield Fault(f"{name}={value!r}", f"it must be an integer >= {minimum}", f"use {name}={minimum} or more")
-        stop_before: object = self.stop_before
-        if not isinstance(stop_before, timedelta) or stop_before < timedelta(seconds=1):
-            yield Fault(f"stop_before={stop_before!r}", "it must be at least 1 s", "use '5min', or a timedelta")
+        if not isinstance(self.stop_before, timedelta) or self.stop_before < timedelta(seconds=1):
+            yield Fault(f"stop_before={self.stop_before!r}", "it must be at least 1 s", "use '5min', or a timedelta")
         for name in ("modules", "setup"):
             if isinstance(value := getattr(self, name), str):
                 yield Fault(f"{name}={value!r}", "it must be a list of strings", f"use {name}=[{value!r}]")
@@ -139,70 +137,75 @@ class SlurmLauncher(BatchLauncher):
         """Submit the call, show the state and output of its job until the job ends, and return the outcomes."""
         del node  # Slurm chooses the nodes
         (job,) = self.submit([task], at_most=None, environ=environ)
-        return follow(job)
+        return job.follow()
 
     def submit(self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]) -> list[Job[Any]]:
         """Submit the calls: one as a job, several as a job array."""
-        folder = JobFolder.make(self._jobs_folder(), tasks[0].name)
-        folder.write_calls(tasks, wrapper=WRAPPER)
-        folder.script.write_text(str(self._script(tasks[0], folder, is_array=len(tasks) > 1)))
-        limit = "" if at_most is None else f"%{at_most}"
-        array = [f"--array=0-{len(tasks) - 1}{limit}"] if len(tasks) > 1 else []
-        job_id = commands.submit_script(folder.script, options=array, environ=environ)
-        folder.link(job_id)
-        ids = [f"{job_id}_{index}" for index in range(len(tasks))] if array else [job_id]
-        return [Job(each, folder, all_ranks=task.all_ranks) for each, task in zip(ids, tasks, strict=True)]
+        parent = Path(self.folder).expanduser().resolve()
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{_safe(tasks[0].name)}-", dir=parent))  # only this user can access it
+        self._write(tasks, folder, folder / "job.sh")
+        last = len(tasks) - 1
+        array = [f"--array=0-{last}" + (f"%{at_most}" if at_most else "")] if last else []
+        job_id = submit_script(folder / "job.sh", *array, environ=environ)
+        link = folder / "link"
+        link.symlink_to(folder.name)
+        link.replace(parent / job_id)  # in place of the link of an older job with the same ID
+        numbered = enumerate(tasks)
+        return [Job(f"{job_id}_{n}" if last else job_id, folder, all_ranks=task.all_ranks) for n, task in numbered]
 
     def write_script(self, task: Task, path: Path) -> None:
         """Write the job script to `path`, and the job's files to the folder `path` + ".job"."""
-        folder = JobFolder(path.resolve().with_name(path.name + ".job"))
-        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.write_calls([task], wrapper=WRAPPER)
-        path.write_text(str(self._script(task, folder, is_array=False)))
+        folder = path.resolve().with_name(path.name + ".job")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._write([task], folder, path)
 
-    def _jobs_folder(self) -> Path:
-        return Path(self.folder).expanduser().resolve()
+    def _write(self, tasks: Sequence[Task], folder: Path, path: Path) -> None:
+        for index, task in enumerate(tasks):
+            write_call(task, folder / f"call.{index}")
+        (folder / "rank.sh").write_text(RANK_SCRIPT)
+        layout = tasks[0].layout
+        modules = [f"module load {shlex.quote(module)}" for module in self.modules]
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in self.env.items()]
+        rank = [*(self.python or [sys.executable]), "-m", "parallelize.launchers.slurm.step"]
+        lines = [
+            *(["module purge"] if modules else []),
+            *modules,
+            *exports,
+            *self.setup,
+            f"folder={shlex.quote(str(folder))} logs={shlex.quote(str(layout.config.logs))}",
+            f"tasks={layout.local_world_size} max_restarts={layout.config.max_restarts}",
+            f"max_requeues={self.max_requeues}",
+            f"command=({shlex.join(rank)})",
+        ]
+        output = folder / ("%A_%a.log" if len(tasks) > 1 else "%j.log")
+        path.write_text(job_script({**self._options(tasks[0]), "output": output, "open-mode": "append"}, lines))
 
-    def _script(self, task: Task, folder: JobFolder, *, is_array: bool) -> JobScript:
-        layout = task.layout
-        cores = None if self.cpus_per_task is None else self.cpus_per_task * layout.local_world_size
-        output = folder.log_file("%A_%a" if is_array else "%j")
-        python = self.python or [sys.executable]
-        return JobScript(
-            options={**self._sbatch_options(task.name, layout, cores), "output": str(output), "open-mode": "append"},
-            modules=self.modules,
-            env=self.env,
-            setup=self.setup,
-            # Since Slurm 22.05 srun does not inherit --cpus-per-task from the job.
-            srun=["--kill-on-bad-exit=1", *([] if cores is None else [f"--cpus-per-task={cores}"])],
-            step=[*python, "-u", "-m", "parallelize.launchers.slurm.step", "--max-requeues", str(self.max_requeues)],
-            folder=folder.path,
-        )
-
-    def _stop_before_s(self) -> int:
-        assert isinstance(self.stop_before, timedelta)  # since __post_init__
-        return int(self.stop_before.total_seconds())
-
-    def _sbatch_options(self, name: str, layout: Layout, cores: int | None) -> dict[str, str | int | bool]:
-        gpus = len(layout.indices)
-        options: dict[str, str | int | None] = {
-            "job-name": re.sub(r"[^\w.-]+", "-", name),
+    def _options(self, task: Task) -> dict[str, Any]:
+        layout, limit, stop_before = task.layout, self.time, self.stop_before
+        assert isinstance(stop_before, timedelta)  # since __post_init__
+        gpus = filter(None, ["gpu", self.gpu_type, str(len(layout.indices))])
+        options = {
+            "job-name": _safe(task.name),
             "partition": self.partition,
             "account": self.account,
             "qos": self.qos,
             "constraint": self.constraint,
             "nodes": layout.num_nodes,
-            "ntasks-per-node": 1,  # this task starts all processes of its node
-            "cpus-per-task": cores,
-            "gres": (f"gpu:{self.gpu_type}:{gpus}" if self.gpu_type else f"gpu:{gpus}") if gpus else None,
-            "mem": None if self.mem is None else str(format_memory(self.mem)),
-            "time": None if self.time is None else str(format_time_limit(self.time)),
-            "signal": f"B:USR2@{self._stop_before_s()}",
+            "ntasks-per-node": layout.local_world_size,
+            "cpus-per-task": self.cpus_per_task,
+            "gres": ":".join(gpus) if layout.indices else None,
+            "mem": self.mem,
+            # in minutes, which is Slurm's resolution
+            "time": -(-limit // timedelta(minutes=1)) if isinstance(limit, timedelta) else limit,
+            "signal": f"B:USR2@{int(stop_before.total_seconds())}",
             "mail-user": self.mail_user,
             "mail-type": self.mail_type if self.mail_user else None,
+            "requeue": True,
         }
-        extra = {name.lstrip("-").replace("_", "-"): value for name, value in self.sbatch.items()}
-        return {**{name: value for name, value in options.items() if value is not None}, "requeue": True, **extra}
+        return options | {name.lstrip("-").replace("_", "-"): value for name, value in self.sbatch.items()}
 
 
-PLUGIN = SlurmLauncher
+def _safe(name: str) -> str:
+    """Return a name for a file and a job."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.") or "job"

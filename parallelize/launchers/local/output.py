@@ -6,7 +6,6 @@ import codecs
 import contextlib
 import ctypes
 import os
-import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from torch.distributed.elastic.multiprocessing import LogsSpecs
-from torch.distributed.elastic.multiprocessing.api import LogsDest
+from parallelize.call.settings import handle_records
 
-__all__ = ["OutputTail", "RankFiles", "forwarded", "open_standard_streams"]
+__all__ = ["OutputTail", "RankFiles", "RecordTail", "forwarded", "open_standard_streams"]
 
 _POLL_EVERY_S = 0.03
 _END_BYTES = 64 << 10
@@ -38,8 +36,8 @@ def open_standard_streams() -> None:
             os.set_inheritable(lowest_free, True)  # noqa: FBT003 - set_inheritable takes no keyword
 
 
-class RankFiles(LogsSpecs):
-    """The files to which torch elastic redirects output: rank3.out, rank3.err; rank3.1.out after a restart.
+class RankFiles:
+    """The files to which workers redirect their output: rank3.out, rank3.err; rank3.1.out after a restart.
 
     Args:
         folder: folder of the files; created if missing.
@@ -47,15 +45,9 @@ class RankFiles(LogsSpecs):
     """
 
     def __init__(self, folder: Path, *, keeps_all: bool = True) -> None:
-        super().__init__(str(folder))
         self._keeps_all = keeps_all
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-
-    @property
-    def root_log_dir(self) -> str:
-        """The folder of the files."""
-        return str(self._folder)
 
     def path(self, rank: int, attempt: int, stream: str) -> Path:
         """Return the file of one rank's stream ("out" or "err") in one attempt."""
@@ -66,18 +58,6 @@ class RankFiles(LogsSpecs):
         """Return the ends of a rank's stdout and stderr of one attempt."""
         out, err = (self.path(rank, attempt, stream) for stream in ("out", "err"))
         return _read_end(out), _read_end(err)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the files of one attempt by local rank, for torch elastic; remove the files of an earlier run."""
-        outs, errs, errors = {}, {}, {}
-        for local_rank, env in envs.items():
-            rank, attempt = int(env["RANK"]), int(env["TORCHELASTIC_RESTART_COUNT"])
-            outs[local_rank] = str(self.path(rank, attempt, "out"))
-            errs[local_rank] = str(self.path(rank, attempt, "err"))
-            errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(self._folder / f".rank{rank}.error.json")
-            if not attempt:
-                self._remove_old_files(rank)
-        return LogsDest(stdouts=outs, stderrs=errs, error_files=errors)
 
     def trim(self, shown: Mapping[Path, int]) -> None:
         """Free the disk space of all but the last 1 MiB of each file; sizes do not change.
@@ -90,12 +70,6 @@ class RankFiles(LogsSpecs):
             if end > _KEPT_BYTES and path.stat().st_blocks * 512 > 2 * _KEPT_BYTES:
                 with path.open("r+b") as file:
                     _punch_hole(file.fileno(), end)
-
-    def _remove_old_files(self, rank: int) -> None:
-        """Remove the files of an earlier run: their text would be shown until a worker truncates them."""
-        for path in self._folder.iterdir():
-            if re.fullmatch(rf"rank{rank}(\.\d+)?\.(out|err)", path.name):
-                path.unlink()
 
 
 def _punch_hole(number: int, end: int) -> None:
@@ -122,11 +96,13 @@ class OutputTail:
         path: the file; may not exist yet.
         to: the stream; None: this process has no such stream.
         prefix: added to each line; "": text is copied unchanged, which keeps progress bars intact.
+        at_least: lowest level of records that are handled.
     """
 
     path: Path
     to: TextIO | None
     prefix: str = ""
+    at_least: int = 0
     offset: int = 0
     _pending: str = ""
     _decoder: codecs.IncrementalDecoder = field(
@@ -158,6 +134,13 @@ class OutputTail:
         with contextlib.suppress(Exception):  # the stream may be closed or lack methods; the file keeps the text
             self.to.write(text.encode(encoding, errors="replace").decode(encoding))
             self.to.flush()
+
+
+class RecordTail(OutputTail):
+    """Lets the caller's loggers handle the log records in a file; rank 0's without a prefix."""
+
+    def _write(self, text: str) -> None:
+        handle_records(text, prefix="" if self.prefix == "[rank 0] " else self.prefix, at_least=self.at_least)
 
 
 @contextlib.contextmanager

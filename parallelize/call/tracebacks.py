@@ -87,32 +87,23 @@ def _may_be_a_defect(error: BaseException) -> bool:
 def in_users_code(trace: TracebackType | None, *, keeps_last: bool = False) -> TracebackType | None:
     """Return a traceback without this package's frames; None if no frame of the user's program or packages is left.
 
-    Frames of torch and of the standard library are kept between two frames of the user, and at the end.
+    Frames of torch and of the standard library are kept at the end only.
 
     Args:
         trace: the traceback; not modified.
         keeps_last: whether the last frame is kept if it is this package's.
     """
     entries = list(_entries(trace))
-    kept: list[TracebackType] = []
-    pending: list[TracebackType] = []
-    follows_own = has_user = False
-    for each in entries:
-        file = each.tb_frame.f_code.co_filename
-        is_kept_last = keeps_last and each is entries[-1]
-        if _is_own(each.tb_frame) and not is_kept_last:
-            pending, follows_own = [], True
-        elif _is_underneath(file) and not is_kept_last:
-            pending.append(each)
-        else:
-            kept += [each] if follows_own else [*pending, each]
-            pending, follows_own, has_user = [], False, True
-    kept += pending
-    if len(kept) == len(entries):
+    own = [each for each in entries if _is_own(each.tb_frame) and not (keeps_last and each is entries[-1])]
+    users = [each for each in entries if not (each in own or _is_underneath(each.tb_frame.f_code.co_filename))]
+    if not own:
         return trace
-    inner = None
-    for each in reversed(kept if has_user else []):
-        inner = TracebackType(inner, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    inner, is_innermost = None, True
+    for each in reversed(entries if users else []):
+        is_innermost = is_innermost and each not in own
+        if each in users or is_innermost:
+            inner = TracebackType(inner, each.tb_frame, each.tb_lasti, each.tb_lineno)
+            is_innermost = is_innermost and each not in users
     return inner
 
 

@@ -11,7 +11,7 @@ from parallelize.call.task import Outcome, error_text, format_error
 from parallelize.errors import ParallelizeError, SyncError, WorkerError, add_note, list_ranks
 from parallelize.hang_detection.stack_frames import call_site_in
 
-__all__ = ["WorkerExit", "caller_exception", "has_root_cause", "is_secondary", "was_stopped"]
+__all__ = ["WorkerExit", "caller_exception", "is_secondary", "was_stopped"]
 
 # Errors of a rank whose peer is lost, raised directly or re-raised: torch's types, and gloo's plain RuntimeErrors.
 _PEER_LOST = re.compile(r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE)
@@ -96,14 +96,6 @@ def _first_cause(failed: Sequence[Outcome], silent: Sequence[WorkerExit]) -> Out
 
 def _failed_at(outcome: Outcome) -> float:
     return float("inf") if outcome.failed_at is None else outcome.failed_at
-
-
-def has_root_cause(outcomes: Sequence[Outcome], exits: Sequence[WorkerExit]) -> bool:
-    """Return whether a rank failed for a reason of its own, and not because another rank or a node was lost."""
-    failed = [each for each in outcomes if each.error is not None]
-    if any(not (was_stopped(each) or is_secondary(each) or isinstance(each.error, SyncError)) for each in failed):
-        return True
-    return not {each.rank for each in exits} <= {each.rank for each in outcomes}
 
 
 def was_stopped(outcome: Outcome) -> bool:

@@ -1,0 +1,111 @@
+"""The sbatch script of a job, and the script that srun starts for each rank."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
+from parallelize.errors import ConfigError
+
+__all__ = ["RANK_SCRIPT", "job_script"]
+
+_OPTION_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
+
+RANK_SCRIPT = """\
+#!/bin/bash
+# srun starts this script for each rank, with the folder, the number of the attempt, logs=, and the command of a rank.
+run="$1" attempt="$2" logs="$3"
+shift 3
+if [ "$logs" = all ]; then
+    exec > >(sed -u "s/^/[rank $SLURM_PROCID] /") 2>&1
+    trap 'sleep 0.2' EXIT  # sed may be ended with the step
+elif [ "$SLURM_PROCID" != 0 ]; then
+    if [ "$logs" = rank0 ]; then logs="$run"; else mkdir -p "$logs"; fi
+    exec > "$logs/rank$SLURM_PROCID.$attempt.out" 2> "$logs/rank$SLURM_PROCID.$attempt.err"
+fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}"
+# Slurm sends TERM some time before KILL. If the job is still RUNNING and no rank has failed, it is being preempted: ask
+# the function to stop. Otherwise the job was cancelled, or srun ends it because a rank has failed.
+on_term() {
+    state="$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID")"
+    if [ "$state" = RUNNING ] && ! compgen -G "$run/exit.*.$attempt" > /dev/null; then
+        touch "$run/stop"
+    else
+        kill "$rank" 2> /dev/null
+    fi
+}
+trap on_term TERM
+trap '' USR1 USR2  # some clusters send them to every process of a job
+"$@" "$run" "$attempt" &
+rank=$!
+while kill -0 "$rank" 2> /dev/null; do wait "$rank" 2> /dev/null; done  # a trapped signal interrupts wait
+wait "$rank" 2> /dev/null
+code=$?
+if [ "$code" -eq 0 ] && [ -e "$run/outcome.$SLURM_PROCID.$attempt" ]; then exit 0; fi
+if [ ! -e "$run/returned.$SLURM_PROCID.$attempt" ]; then
+    if [ "$code" -gt 128 ]; then code=$((128 - code)); fi  # of a signal, as Python shows it
+    printf '{"rank": %s, "host": "%s", "pid": %s, "exitcode": %s, "seen_at": %s}' \\
+        "$SLURM_PROCID" "$SLURMD_NODENAME" "$rank" "$code" "$(date +%s.%N)" > "$run/exit.$SLURM_PROCID.$attempt"
+    exit 1  # ends the other ranks, by --kill-on-bad-exit
+fi
+"""
+
+_RUN = f"""\
+job="${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"
+run="$folder/$job.${{SLURM_RESTART_COUNT:-0}}"
+mkdir -p "$run"
+ln -sf "$folder/call.${{SLURM_ARRAY_TASK_ID:-0}}/"* "$run/"
+# The cores of each rank: as requested, else its part of the job's cores on the node that has the fewest.
+cores="$(tr , '\\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sed 's/(.*//' | sort -n | head -n 1)"
+cores="${{SLURM_CPUS_PER_TASK:-$((cores / tasks))}}"
+
+# Slurm signals this script (B:) before the time limit and on preemption; should_stop() sees the file.
+export {STOP_FILE_VARIABLE}="$run/stop"
+trap 'touch "$run/stop"' USR2
+attempt=0
+while true; do
+    srun --kill-on-bad-exit=1 --cpus-per-task="$cores" \\
+        bash "$folder/rank.sh" "$run" "$attempt" "$logs" "${{command[@]}}" &
+    step=$!
+    while kill -0 "$step" 2> /dev/null; do wait "$step"; done  # a trapped signal interrupts wait
+    wait "$step"
+    code=$?
+    if [ "$code" -eq 0 ] || [ "$attempt" -ge "$max_restarts" ]; then break; fi
+    attempt=$((attempt + 1))
+    echo "restart $attempt of $max_restarts after exit code $code" >&2
+done
+
+if [ "$code" -eq 0 ] && [ -e "$run/stop.acknowledged" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt "$max_requeues" ]; then
+    scontrol requeue "$job" && sleep 60  # until Slurm kills this script: returning earlier would end the job
+fi
+echo "[$code, $SLURM_NTASKS, \\"$job.${{SLURM_RESTART_COUNT:-0}}\\", $attempt]" > "$run/result"
+mv "$run/result" "$folder/result.$job"
+exit "$code"
+"""
+
+
+def job_script(options: Mapping[str, object], lines: Sequence[str]) -> str:
+    """Return the text of a script for sbatch.
+
+    Args:
+        options: options of sbatch, by long name and in order; True: a flag without a value; False and None: omitted.
+        lines: shell lines, copied unchanged. They set what follows uses: folder of the submission, tasks of each node,
+            max_restarts of the ranks, max_requeues of the job, logs, and the array command, which runs a rank.
+
+    Raises:
+        ConfigError: an option contains a line break.
+    """
+    directives = []
+    for name, value in options.items():
+        if _OPTION_NAME.fullmatch(name) is None or set(str(value)) & {"\n", "\r"}:
+            raise ConfigError(
+                f"sbatch option {name}={value!r}",
+                why="it would end its line in the job script, and what follows would be a command",
+                fix="use the long name of an option, and a value without line breaks",
+            )
+        if value is not None and value is not False:  # 0 is a value
+            # sbatch parses quotes as a shell does.
+            directives.append(f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}"))
+    return "\n".join(["#!/bin/bash", *directives, "", *lines, "", _RUN])
