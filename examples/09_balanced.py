@@ -1,7 +1,7 @@
 """Pipeline one model over several devices: a plain loop, without nn.Sequential or tracing.
 
-With GPUs, `@distributed(backend="balanced")` uses all GPUs of the node. On a CPU two threads stand in for two devices,
-which shows how it works but is not faster than torch's own threads.
+With GPUs, `@distributed(backend="balanced")` uses all GPUs of the node. On a CPU, the two stages run one after the
+other, which shows how it works but is not faster.
 """
 
 import sys

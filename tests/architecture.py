@@ -10,6 +10,8 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from parallelize.plugins.registry import BUILTIN
+
 __all__ = [
     "CHANGES_TORCH",
     "ENVIRONMENT",
@@ -62,16 +64,15 @@ FLOORS: tuple[frozenset[str], ...] = (
 MAX_FLOORS = 11
 MAX_FILES_AT_TOP = 8
 
-# Files with a PLUGIN in these folders never import each other. A file without PLUGIN is shared by several plug-ins.
+# The plug-ins of these folders, each a file or a folder, never import each other. Other files are shared by several.
 PLUGIN_FOLDERS = frozenset({"backends", "launchers", "precision"})
 
 # The only modules that may use os.environ, each with its reason. All others take a mapping as an argument.
 ENVIRONMENT: Mapping[str, str] = {
-    "call.traceback_folding": "a variable of the process in which an exception is shown; exceptions pass no mapping on",
+    "call.tracebacks": "a variable of the process in which an exception is shown; exceptions pass no mapping on",
     "cli.main": "public entry point: passes the variables to its commands as a mapping",
     "decorator": "public entry point: passes the variables to config and world as a mapping",
-    "launchers.elastic.preload": "runs in the fork server only, and sets what libraries read when they are imported",
-    "launchers.ray.node": "its actors are processes on other machines: pass their variables on",
+    "launchers.ray": "its actors are processes on other machines: pass their variables on",
     "launchers.slurm.step": "a separate program that srun starts: passes its variables on",
     "model": "public entry point: passes the variables to config and world as a mapping",
     "runtime.context": "entry point of rank(), device(), ...: passes the variables on as a mapping",
@@ -88,31 +89,31 @@ MAX_NESTING = 3
 # Code tokens that each room may have, "" for the files beside the folders: what the latest rewrite of the room has
 # reached. Whoever needs more names the mechanism that leaves; a feature raises a row by what it was planned to cost.
 ROOMS: Mapping[str, int] = {
-    "": 6_761,
-    "backends": 10_309,
-    "backends/balanced": 36_864,
-    "block": 8_992,
-    "call": 15_229,
-    "checkpoint": 17_792,
-    "cli": 3_228,
-    "cluster": 4_015,
-    "comparison": 1_540,
-    "config": 7_679,
-    "data": 21_039,
-    "hang_detection": 4_483,
-    "launchers": 21_570,
-    "plugins": 1_856,
-    "precision": 6_996,
-    "runtime": 15_124,
-    "torch_patches": 2_536,
-    "worker": 3_469,
+    "": 6_801,
+    "backends": 10_271,
+    "backends/balanced": 17_932,
+    "block": 9_054,
+    "call": 11_552,
+    "checkpoint": 9_692,
+    "cli": 3_129,
+    "cluster": 3_850,
+    "comparison": 1_472,
+    "config": 6_817,
+    "data": 11_498,
+    "hang_detection": 4_376,
+    "launchers": 17_026,
+    "plugins": 1_780,
+    "precision": 6_986,
+    "runtime": 14_081,
+    "torch_patches": 2_928,
+    "worker": 3_192,
 }
 
 # Files beside torch_patches that change torch, each with the reason why it still does. None is added.
 CHANGES_TORCH: Mapping[str, str] = {
-    "parallelize/backends/balanced/device_transfer.py": "a function mode moves operands between the stages' devices",
-    "parallelize/backends/balanced/profiling.py": "a hook of all modules measures the units of a model",
-    "parallelize/backends/balanced/side_effects.py": "modes find what a forward writes and captures",
+    "parallelize/backends/balanced/batch.py": "torch.autograd.grad by outputs that are joined of micro-batches",
+    "parallelize/backends/balanced/state.py": "a dispatch mode finds what a forward writes",
+    "parallelize/backends/balanced/transfer.py": "a function mode moves operands between the stages' devices",
     "parallelize/precision/apex.py": "torch's clipping functions clip the master gradients of Apex",
     "parallelize/precision/native.py": "under fp16, tensor hooks are refused; a GradScaler of the user's own scales",
     "parallelize/comparison/compare.py": "both runs, in processes of their own, compute in full fp32",
@@ -195,7 +196,7 @@ def upward_imports(sources: Sources) -> list[str]:
 
 def plugin_imports(sources: Sources) -> list[str]:
     """Imports of a plug-in by another file of its folder; a plug-in may be a folder of files that do so."""
-    plugins = {name for name, tree in _modules(sources).items() if any(name == "PLUGIN" for name in _assigned(tree))}
+    plugins = {f"{kind}.{value.partition(':')[0]}" for kind, values in BUILTIN.items() for value in values.values()}
     return [
         f"{name} imports the plug-in {target}"
         for name, targets in _edges(sources).items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -21,8 +22,6 @@ from typing import Any, Literal
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-
-from parallelize import distributed  # noqa: F401 - its import sets CUDA_DEVICE_ORDER, before the first test
 
 # Processes and threads may take this long to end; only a failing test waits this long.
 GRACE_S = 30.0
@@ -69,10 +68,18 @@ class ProcessState:
 
 
 def _lasting_processes() -> set[int | None]:
-    """Return the processes that multiprocessing starts once: the fork server and the resource tracker."""
+    """Return the processes that are started once: multiprocessing's, and our fork servers with their trackers."""
     fork_server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # no public name
     tracker = multiprocessing.resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # no public name
-    return {fork_server, tracker}
+    lasting = {fork_server, tracker}
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "import serve; serve(" in " ".join(process.cmdline()):
+                lasting |= {
+                    process.pid,
+                    *(each.pid for each in process.children() if "resource_tracker" in str(each.cmdline())),
+                }
+    return lasting
 
 
 def _leaked_processes(before: ProcessState) -> list[str]:

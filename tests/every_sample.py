@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from parallelize import shard_loader
 
-__all__ = ["KINDS", "STREAMS", "Budget", "OwnRandom", "Reading", "expected", "read", "units_of"]
+__all__ = ["KINDS", "STREAMS", "Budget", "NoLength", "OwnRandom", "Reading", "expected", "read", "units_of"]
 
 LENGTH, BATCH = 23, 3
 
@@ -191,7 +191,7 @@ def read(
             sharded.load_state_dict(state)
         batches, steps, saved = [], 0, sharded.state_dict()
         for steps, batch in enumerate(sharded, 1):
-            if sharded._iterators.current.shard.weight(steps - 1):
+            if sharded._shard.weight(steps - 1):
                 batches.append(batch if isinstance(batch, list) else [batch])
             saved = sharded.state_dict()
             if steps == stop:

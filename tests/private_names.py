@@ -67,14 +67,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
     },
     "torch._C": {
-        "_functorch": ("run under transforms of torch.func on one thread", 'backend="balanced" fails'),
         "_current_graph_task_id": ("identify the running backward, if any", "every backend with gradients fails"),
     },
     "torch.overrides": {
         "_get_current_function_mode_stack": ("read and replace the function modes of a thread", "calls and amp fail"),
-    },
-    "torch._C._autograd": {
-        "_top_saved_tensors_default_hooks": ("copy saved-tensor hooks to a stage's thread", 'backend="balanced" fails'),
     },
     "torch.UntypedStorage": {
         "_cdata": ("find views of gathered parameters", 'writes to them under backend="fsdp" are lost'),
@@ -83,14 +79,8 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_foreach_utils": ("let clipping take sharded gradients in lists", "clipping is slower"),
         "_python_dispatch": ("find the parameters that forward writes", 'backend="balanced" fails'),
     },
-    "torch.utils._python_dispatch": {
-        "_get_current_dispatch_mode_stack": ("run under dispatch modes on one thread", 'backend="balanced" fails'),
-    },
     "torch._ops.OpOverload": {
         "_schema": ("find the arguments that an operation writes", 'backend="balanced" fails'),
-    },
-    "torch.autograd.forward_ad": {
-        "_current_level": ("run under forward-mode differentiation on one thread", 'backend="balanced" fails'),
     },
     "torch.utils._device": {
         "DeviceContext": ("read the default device", "calls fail"),
@@ -102,19 +92,12 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_state_dict_hooks": ("remove the hooks that Apex leaves", 'amp_engine="apex" fails'),
         "_parameters": ("replace a Parameter where it is registered", 'backend="fsdp" and amp="O2" fail'),
         "_buffers": ("replace a buffer where it is registered", 'backend="ddp" fails'),
-        "_forward_hooks": ("compare a batch again when a hook is new", 'a hook under backend="balanced" sees less'),
-        "_forward_pre_hooks": ("detect modules that checkpoint themselves", 'backend="balanced" fails'),
+        "_forward_hooks": ("refuse hooks that would see micro-batches", 'backend="balanced" fails'),
+        "_forward_pre_hooks": ("refuse hooks that would see micro-batches", 'backend="balanced" fails'),
         "_modules": ("reach a child without __getattr__", "calls of a model fail"),
         "_compiled_call_impl": ("detect Module.compile()", 'backend="balanced" splits compiled modules'),
-        "_load_from_state_dict": ("detect modules that customize state-dict loading", "load checks less"),
-        "_load_state_dict_pre_hooks": ("detect modules that customize state-dict loading", "load fails"),
-        "_load_state_dict_post_hooks": ("detect modules that customize state-dict loading", "load fails"),
         "_metadata": ("keep the version numbers in a state dict", "old state dicts load wrongly"),
         "_is_replica": ("distinguish DataParallel's replica from the model", 'backend="dp" fails'),
-    },
-    "torch.nn.modules.module": {
-        "_global_forward_hooks": ("compare a batch again when a hook is new", 'backend="balanced" fails'),
-        "_global_forward_pre_hooks": ("compare a batch again when a hook is new", 'backend="balanced" fails'),
     },
     "torch.nn.Transformer": {
         "_reset_parameters": ("initialize modules on the meta device that have it", "their tensors are NaN, told so"),
@@ -136,9 +119,22 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "trace_rules": ("exclude this package's frames from torch.compile", "compiled models fail"),
         "external_utils": ("compile a model whose class is torch's own", "models fail"),
     },
+    "torch.distributed.checkpoint": {
+        "_nested_dict": ("names of tensors in a folder of DCP", "sharded checkpoints fail"),
+    },
+    "torch.distributed.checkpoint.filesystem": {
+        "_StorageInfo": ("allow it in the index of a folder of DCP", "sharded checkpoints fail"),
+    },
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING": ("allow it in the index of a folder of DCP", "sharded checkpoints fail"),
+    },
     "torch.distributed.distributed_c10d": {
         "_abort_process_group": ("remove the groups of a failed call", "a failed call waits for other ranks"),
         "_get_default_store": ("get the default group's store", "calls fail"),
+        "_set_pg_timeout": (
+            "give the run's group the timeout of a script",
+            "such scripts fail",
+        ),
         "_world": ("list the ranks of every process group", "hang detection fails"),
     },
     "torch.distributed.ProcessGroup": {
@@ -148,6 +144,9 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "count the collectives of a group",
             "unsynchronized training is not detected",
         ),
+    },
+    "torch._C._distributed_c10d.Backend.Options": {
+        "_timeout": ("read the timeout of a group", "hang detection does not know when a wait is over"),
     },
     "torch._C._distributed_c10d": {
         "_dump_fr_trace": ("read gloo's flight recorder", "hang reports name no collectives of gloo"),
@@ -180,56 +179,17 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.utils._foreach_utils": {
         "_foreach_supported_types": ("let clipping take sharded gradients in lists", "clipping is slower"),
     },
-    "torch.distributed.elastic.agent.server.SimpleElasticAgent": {
-        "_exit_barrier": ("overridden: control_plane ends the nodes", "the elastic launcher fails"),
-        "_remaining_restarts": ("compute the number of the attempt", "the elastic launcher fails"),
-        "_shutdown": ("overridden: end process groups of workers", "the elastic launcher fails"),
-        "_store": ("close the store of the last attempt", "the elastic launcher fails"),
-    },
-    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": {
-        "_monitor_workers": ("overridden: detect workers that ended silently", "the elastic launcher fails"),
-        "_pcontext": ("get the workers' processes", "the elastic launcher fails"),
-        "_start_workers": ("overridden: start from the fork server", "the elastic launcher fails"),
-    },
-    "torch.distributed.elastic.multiprocessing.api.MultiprocessContext": {
-        "_pc": ("get the workers' processes", "the elastic launcher fails"),
-        "_ret_vals": ("close the queues of return values", "the elastic launcher fails"),
-        "_return_values": ("check whether a worker has returned", "the elastic launcher fails"),
-    },
-    "torch.distributed.elastic.multiprocessing.api": {
-        "_terminate_process_handler": ("replaced while workers start, for Ctrl-C", "the elastic launcher fails"),
-    },
     "torch.utils.data.DataLoader": {
         "_iterator": ("shut persistent workers down", "persistent workers outlive the block"),
     },
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter": {
         "_shutdown_workers": ("shut workers down immediately", "workers end when the iterator is garbage-collected"),
     },
-    "torch.utils.data._utils.fetch": {
-        "_IterableDatasetFetcher": ("name the sample that failed", "loaders fail"),
-        "_MapDatasetFetcher": ("name the sample that failed", "loaders fail"),
-    },
     "torch.utils.data._utils.worker": {
         "_worker_info": ("shard a dataset over the workers of all ranks", "iterable datasets fail"),
     },
-    "multiprocessing.process": {
-        "_children": (
-            "hide workers from starts of processes in other threads, which would read their exit codes",
-            "a call beside such a start may fail with exit code 255",
-        ),
-    },
-    "multiprocessing.queues.SimpleQueue": {
-        "_reader": ("wait until a worker returns", "the elastic launcher fails"),
-    },
-    "multiprocessing.forkserver": {
-        "_forkserver": ("discard the fork server that a forked process inherited", "calls in a forked process fail"),
-    },
-    "multiprocessing.forkserver.ForkServer": {
-        "_forkserver_alive_fd": (
-            "discard the fork server that a forked process inherited",
-            "calls in a forked process fail",
-        ),
-        "_forkserver_pid": ("find out whether a fork server runs", "changed variables have no effect in workers"),
+    "subprocess": {
+        "_args_from_interpreter_flags": ("start the fork server with the caller's -O, -W, -X", "calls fail"),
     },
     "importlib._bootstrap": {
         "_initializing": ("check whether a module is being imported", "a call at import time runs once per process"),
@@ -239,6 +199,10 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "find classes of __main__ in a worker",
             "classes of notebooks cannot be pickled in a worker",
         ),
+        "_extract_code_globals": ("find the variables that a function mentions", "calls fail"),
+    },
+    "logging.FileHandler": {
+        "_open": ("keep imports in a worker from truncating the caller's log files", "calls fail"),
     },
     "apex.amp": {
         "_amp_state": ("undo apex.amp after a block", "Apex stays active after the block"),

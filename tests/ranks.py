@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from parallelize.cluster.devices import Hardware
@@ -15,7 +17,7 @@ from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.runtime.context import Runtime, _active
 
-__all__ = ["as_rank", "keep_sigchld_handler", "values", "without_leak_report"]
+__all__ = ["as_rank", "keep_sigchld_handler", "outcomes_of", "values", "without_leak_report"]
 
 
 @contextlib.contextmanager
@@ -28,6 +30,17 @@ def as_rank(rank: int, world_size: int, **options: Any) -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
+
+
+def outcomes_of(checks: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Run checks one after the other on this rank; return what each returns, or its traceback as text."""
+    found = {}
+    for name, check in checks.items():
+        try:
+            found[name] = check()
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - the test reports it
+            found[name] = traceback.format_exc()
+    return found
 
 
 def values(batches: Iterable[torch.Tensor]) -> list[Any]:

@@ -78,7 +78,7 @@ valid_options: Mapping[str, st.SearchStrategy[Any]] = {
     "update_modules": st.booleans(),
 }
 
-no_integer: st.SearchStrategy[Any] = st.sampled_from([-1, 1.5, True, "4", [1], float("nan")])
+no_integer: st.SearchStrategy[Any] = st.sampled_from([-1, 1.5, True, "four", [1], float("nan")])
 
 invalid_options: Mapping[str, st.SearchStrategy[Any]] = {
     "backend": st.sampled_from([None, "DDP", "horovod", "", 3, object(), Amp]),
@@ -88,7 +88,7 @@ invalid_options: Mapping[str, st.SearchStrategy[Any]] = {
     "amp": st.sampled_from(["O4", "o1", 16, "int8", [], Amp(init_scale=-1.0), Amp(level="O9")]),  # type: ignore[arg-type]  # on purpose
     "amp_engine": st.sampled_from([None, "Native", "amp", 1]),
     "seed": no_integer | st.just(2**32),
-    "timeout": st.sampled_from([0, -1.0, True, None, float("nan"), float("inf"), 1e-9, timedelta(0), "30"]),
+    "timeout": st.sampled_from([0, -1.0, True, None, float("nan"), float("inf"), 1e-9, timedelta(0), "30 x"]),
     "max_restarts": no_integer,
     "launcher": st.sampled_from(["sge", 1, object()]),
     "logs": st.sampled_from(["", None, 3, True]),
@@ -96,7 +96,7 @@ invalid_options: Mapping[str, st.SearchStrategy[Any]] = {
     "init_connection": st.sampled_from([1, "connect"]),
     "wrap": st.sampled_from([1, "wrap"]),
     "verify_every": no_integer,
-    "update_modules": st.sampled_from([None, 1, "yes"]),
+    "update_modules": st.sampled_from([None, 1, "on"]),
 }
 
 

@@ -74,7 +74,7 @@ BROKEN: list[tuple[Callable[[Sources], list[str]], Sources, str]] = [
     (
         architecture.plugin_imports,
         {
-            "parallelize/backends/dp.py": "PLUGIN = 1",
+            "parallelize/backends/dp.py": "",
             "parallelize/backends/ddp2.py": "import parallelize.backends.dp",
         },
         "backends.ddp2 imports the plug-in backends.dp",
@@ -83,7 +83,7 @@ BROKEN: list[tuple[Callable[[Sources], list[str]], Sources, str]] = [
         architecture.plugin_imports,
         {
             "parallelize/backends/balanced/__init__.py": "",
-            "parallelize/backends/balanced/plan.py": "PLUGIN: type = 1",
+            "parallelize/backends/balanced/plan.py": "",
             "parallelize/backends/dp.py": "from parallelize.backends.balanced import plan",
         },
         "backends.dp imports the plug-in backends.balanced.plan",
@@ -156,14 +156,14 @@ ALLOWED: list[tuple[Callable[[Sources], list[str]], Sources]] = [
     (
         architecture.plugin_imports,
         {
-            "parallelize/precision/native.py": "import parallelize.precision.levels\nPLUGIN = 1",
+            "parallelize/precision/native.py": "import parallelize.precision.levels",
             "parallelize/precision/levels.py": "",
         },
     ),
     (
         architecture.plugin_imports,
         {
-            "parallelize/backends/balanced/engine.py": "import parallelize.backends.balanced.plan\nPLUGIN = 1",
+            "parallelize/backends/balanced/engine.py": "import parallelize.backends.balanced.plan",
             "parallelize/backends/balanced/plan.py": "",
         },
     ),

@@ -1,32 +1,38 @@
-"""Time of a step of pipelined models, compared with one device, torchgpipe and torch.distributed.pipelining."""
+"""Time of a step of a model split over devices: simulated on 2, 4 and 8 pretended devices, or measured on real ones."""
 
 from __future__ import annotations
 
 import argparse
-import copy
-import importlib.util
 import itertools
-import statistics
+import math
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from parallelize import distributed, parallel_model
-from parallelize.backends.balanced.hardware import DeviceSpec
-from parallelize.backends.balanced.partition import Chain, Memory, split
+from parallelize import parallel_model
+from parallelize.backends.balanced import planner
+from parallelize.backends.balanced.partition import split, sums
 from parallelize.backends.balanced.plan import Plan, PlannerOptions, ideal_speedup, plan
 from parallelize.backends.balanced.plugin import BalancedBackend
-from parallelize.backends.balanced.schedule import Line, Profile, UnitCall, best_plan, step_s
+from parallelize.backends.balanced.profiling import DeviceSpec, Profile, device_specs, seconds_of
 
-DEVICES = ("cpu", "cpu")
+FAKE_CUDA = Path(__file__).parents[2] / "tests" / "fake_cuda"
+MICROBATCHES = 8
+# Tensors here are small, since the CPU computes them; the devices are as many times slower than a large GPU, so that
+# the times have the proportions of large tensors.
+SMALLER = 1000
+# Layers here are thin: they compute less for each byte that is moved to the next stage. Links are as much faster.
+THINNER = 20
 
 
 class Block(nn.Module):
@@ -48,13 +54,13 @@ class Gpt(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(2000, 256), nn.Embedding(128, 256)
-        self.blocks = nn.ModuleList(Block(256) for _ in range(6))
-        self.norm, self.head = nn.LayerNorm(256), nn.Linear(256, 2000, bias=False)
+        self.tokens, self.positions = nn.Embedding(500, 64), nn.Embedding(64, 64)
+        self.blocks = nn.ModuleList(Block(64) for _ in range(8))
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 500, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:  # B T
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -98,259 +104,236 @@ class UNet(nn.Module):
 
 
 def gpt_blocks() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(*(Block(256) for _ in range(6))), torch.randn(16, 128, 256)
+    return nn.Sequential(*(Block(64) for _ in range(8))), torch.randn(64, 128, 64)
 
 
 def conv_chain() -> tuple[nn.Module, Tensor]:
     layers: list[nn.Module] = []
     for inputs in (3, 64, 64, 64):
         layers += [nn.Conv2d(inputs, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)), torch.randn(16, 3, 48, 48)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)), torch.randn(16, 3, 32, 32)
 
 
 def resnet() -> tuple[nn.Module, Tensor]:
     sizes = [(48, 48, 1), (48, 48, 1), (48, 96, 2), (96, 96, 1), (96, 192, 2), (192, 192, 1), (192, 384, 2)]
     body = [Residual(*each) for each in sizes]
     ends = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(384, 10)]
-    return nn.Sequential(nn.Conv2d(3, 48, 3, 1, 1), *body, *ends), torch.randn(16, 3, 48, 48)
-
-
-def llama() -> tuple[nn.Module, Tensor] | None:
-    if importlib.util.find_spec("transformers") is None:
-        return None
-    from transformers import LlamaConfig, LlamaModel
-
-    config = LlamaConfig(
-        hidden_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        intermediate_size=704,
-        vocab_size=2000,
-        use_cache=False,
-    )
-    return LlamaModel(config), torch.randint(2000, (16, 128))
+    return nn.Sequential(nn.Conv2d(3, 48, 3, 1, 1), *body, *ends), torch.randn(16, 3, 32, 32)
 
 
 def tiny() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))), torch.randn(32, 64)
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor] | None]] = {
+def uniform() -> tuple[nn.Module, Tensor]:
+    """Return 39 equal layers, and a smaller one for the loss."""
+    widths = [(128, 128)] * 39 + [(128, 8)]
+    return nn.Sequential(*(nn.Sequential(nn.Linear(*each), nn.GELU()) for each in widths)), torch.randn(16384, 128)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "equal layers": uniform,
     "GPT blocks": gpt_blocks,
-    "GPT, tied": lambda: (Gpt(), torch.randint(2000, (16, 128))),
+    "GPT, tied": lambda: (Gpt(), torch.randint(500, (64, 64))),
     "conv chain": conv_chain,
     "ResNet": resnet,
-    "U-Net": lambda: (UNet(), torch.randn(16, 3, 48, 48)),
-    "Llama": llama,
-    "tiny": tiny,
+    "U-Net": lambda: (UNet(), torch.randn(16, 3, 32, 32)),
 }
 
 
-def step(model: Callable[..., Any], x: Tensor) -> float:
-    began = time.perf_counter()
-    output = model(x)
-    output = output if isinstance(output, Tensor) else output[0]
-    output.float().pow(2).mean().backward()
-    return time.perf_counter() - began
+HOST: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "GPT of 12 blocks": lambda: (nn.Sequential(*(Block(64) for _ in range(12))), torch.randn(8, 16, 64)),
+    "ResNet": lambda: (resnet()[0], torch.randn(16, 3, 8, 8)),
+    "200 tiny layers": lambda: (nn.Sequential(*(nn.Linear(8, 8) for _ in range(200))), torch.randn(8, 8)),
+}
 
 
-def in_turns(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run every way once per round, so that other load on the machine affects all alike; discard the first round."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            took = way()
-            if number:
-                found[name].append(took)
-    return found
+SPECIAL = ("equal layers", "GPT blocks", "ResNet")  # also on unlike devices
 
 
-def by_parameters(made: Plan, model: nn.Module) -> Plan:
-    """Split the same calls as Accelerate's device map does: equal bytes of parameters."""
-    modules, seen, sizes = dict(model.named_modules()), set(), []
-    for name in made.events:
-        new = [each for each in modules[name].parameters() if id(each) not in seen]
-        seen |= {id(each) for each in new}
-        sizes.append(float(sum(each.numel() for each in new)))
-    return replace(made, bounds=by_cost(sizes, 2))
+@dataclass(frozen=True)
+class Machine:
+    """Pretended devices.
+
+    Args:
+        speeds: one for each device.
+        link_gb_per_s: rate of copies between two of them.
+        memory: usable bytes of the first device, as a fraction of what the model needs there unsplit; None: no limit.
+    """
+
+    speeds: tuple[float, ...]
+    link_gb_per_s: float = 400.0
+    memory: float | None = None
+
+    @property
+    def is_special(self) -> bool:
+        """Whether the devices are not like NVLink and all alike."""
+        return self != Machine((1.0,) * len(self.speeds))
 
 
-def by_cost(costs: list[float], count: int) -> tuple[int, ...]:
-    bounds = split(Chain(seconds=costs, memory=Memory(held=costs)), caps=[float("inf")] * count, speeds=[1.0] * count)
-    assert bounds is not None
-    return bounds
+MACHINES = {
+    "2": Machine((1.0,) * 2),
+    "4": Machine((1.0,) * 4),
+    "8": Machine((1.0,) * 8),
+    "4, links of 20 GB/s": Machine((1.0,) * 4, link_gb_per_s=20.0),
+    "4, two half as fast": Machine((1.0, 1.0, 0.5, 0.5)),
+    "4, little memory on one": Machine((1.0,) * 4, memory=0.15),
+}
 
 
-def planned(model: nn.Module, x: Tensor, **options: Any) -> Plan:
-    """Return the plan that the backend makes."""
-    with parallel_model(model, backend=BalancedBackend(devices=DEVICES, **options)):
-        model(x)
-    return plan(model)
+def step(model: Callable[..., Any], x: Tensor) -> None:
+    model(x).mean().backward()
 
 
-def pipelined(model: nn.Module, x: Tensor, made: Plan) -> float:
-    """Return the seconds of a step by a plan: the second step in its block; others are timed outside of the block."""
-    with parallel_model(model, backend=BalancedBackend(devices=DEVICES, plan=made)):
-        step(model, x)
-        return step(model, x)
+@contextmanager
+def recorded_profiles() -> Iterator[list[Profile]]:
+    """Collect the profiles from which plans are made."""
+    found: list[Profile] = []
+    measure = planner.measure_units
+
+    def record(*args: Any, **options: Any) -> Profile:
+        found.append(measure(*args, **options))
+        return found[-1]
+
+    planner.measure_units = record
+    try:
+        yield found
+    finally:
+        planner.measure_units = measure
 
 
-def torchgpipe_ways(model: nn.Module, x: Tensor, m: int, made: Plan) -> dict[str, Callable[[], float]]:
-    """Return steps of torchgpipe, for nn.Sequential only, with the stages of our plan rounded to layers."""
-    if importlib.util.find_spec("torchgpipe") is None or not isinstance(model, nn.Sequential):
-        return {}
-    from torchgpipe import GPipe
-
-    first = int(made.events[made.bounds[1]].split(".")[0])
-    ways = {}
-    for checkpoint in ("never", "except_last"):
-        piped = GPipe(
-            copy.deepcopy(model), [first, len(model) - first], devices=DEVICES, chunks=m, checkpoint=checkpoint
-        )
-        ways[f"torchgpipe {checkpoint}"] = lambda piped=piped: step(piped, x)
-    return ways
-
-
-def pipelining(model: nn.Module, x: Tensor, m: int, made: Plan, rounds: int) -> list[float]:
-    """Time torch.distributed.pipelining's GPipe in two processes, with `schedule.step` as the loop and our stages."""
-    first = int(made.events[made.bounds[1]].split(".")[0])
-
-    @distributed(processes=2)
-    def run() -> list[float]:
-        from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-
-        torch.set_num_threads(1)
-        rank = dist.get_rank()
-        part = model[:first] if rank == 0 else model[first:]
-        stage = PipelineStage(part, rank, 2, torch.device("cpu"))
-        schedule = ScheduleGPipe(stage, m, loss_fn=lambda output, _target: output.float().pow(2).mean())
-        found = []
-        for _ in range(rounds + 2):
-            dist.barrier()
-            began = time.perf_counter()
-            if rank == 0:
-                schedule.step(x)
-            else:
-                schedule.step(target=x, losses=[])
-            dist.barrier()
-            found.append(time.perf_counter() - began)
-        return found[2:]
-
-    return run()
+def best_step(profile: Profile, specs: Sequence[DeviceSpec]) -> float:
+    """Return the seconds of the best step found without a preference for any place, if moving tensors takes no time."""
+    needed = planner.Search(profile, specs, PlannerOptions(microbatches=MICROBATCHES)).needed
+    part, places = profile.samples / MICROBATCHES, [*profile.places, len(profile.units)]
+    phases = [sums(profile.costs[each].at(part), places) for each in ("forward", "backward")]
+    found = []
+    for order in set(itertools.permutations(specs)) if len(specs) < 5 else [specs]:
+        for power in range(-12, 13):
+            seconds = phases[0] + 1.3**power * phases[1]
+            bounds = split((seconds / each.speed).masked_fill(needed > each.cap_bytes, math.inf) for each in order)
+            if bounds is not None:
+                used = [(each, i, j) for each, (i, j) in zip(order, itertools.pairwise(bounds), strict=True) if i < j]
+                times = [[float(phase[i, j]) / each.speed for each, i, j in used] for phase in phases]
+                found.append(planner.step_s(*times, MICROBATCHES))
+    return min(found)
 
 
-def measure(name: str, m: int, rounds: int) -> list[str]:
-    made = MODELS[name]()
-    if made is None:
-        return []
-    model, x = made
-    rows = []
-    chosen, auto = planned(model, x, microbatches=m), planned(model, x)
-    what = f"{auto.microbatches} micro-batches" if auto.is_split else "not divided"
-    found = in_turns(
-        {
-            "undivided": lambda: step(model, x),
-            "undivided, in micro-batches": lambda: sum(step(model, part) for part in x.chunk(m)),
-            "balanced": lambda: pipelined(model, x, chosen),
-            f"balanced, auto: {what}": lambda: pipelined(model, x, auto),
-            "cut by parameters": lambda: pipelined(model, x, by_parameters(chosen, model)),
-            **torchgpipe_ways(model, x, m, chosen),
-        },
-        rounds,
-    )
-    if isinstance(model, nn.Sequential) and name != "tiny":
-        found["torch pipelining, 2 processes"] = pipelining(model, x, m, chosen, rounds)
-    whole, pieces = found["undivided"], found["undivided, in micro-batches"]
-    for way_name, times in found.items():
-        fast, median = min(whole) / min(times), statistics.median(whole) / statistics.median(times)
-        is_whole = way_name.startswith("undivided") or (" auto" in way_name and auto.microbatches != m)
-        share = "" if is_whole else f"{100 * min(pieces) / min(times) / ideal_speedup(2, m):.0f} %"
-        rows.append(f"| {name}, m={m} | {way_name} | {1000 * min(times):.0f} | {fast:.2f}x | {median:.2f}x | {share} |")
-        print(rows[-1], flush=True)
-    return rows
+@dataclass(frozen=True)
+class Result:
+    """Seconds of a step on one device and on several, and the plan."""
+
+    unsplit_s: float
+    split_s: float
+    plan: Plan
+    profile: Profile
+    specs: list[DeviceSpec]
 
 
-def quality() -> None:
-    """Print the predicted speedup of measured profiles on more devices than this machine has."""
-    print("\n| model | devices | ideal | balanced | cut by parameters |\n|---|---|---|---|---|")
-    for name, make in MODELS.items():
-        made = make()
-        if made is None or name == "tiny":
-            continue
-        model, x = made
-        with parallel_model(model, backend=BalancedBackend(devices=("cpu",) * 8, microbatches=16)):
-            model(x)
-        found = plan(model)
-        forward, backward, sizes = per_call(found, model, x)
-        for count in (2, 4, 8):
-            calls = [unit_call(name, f, b) for name, f, b in zip(found.events, forward, backward, strict=True)]
-            profile = Profile(calls=tuple(calls), samples=16)
-            devices = [DeviceSpec(device=f"{i}", cap_bytes=float("inf")) for i in range(count)]
-            chosen = best_plan(profile, devices, PlannerOptions(microbatches=16, recompute=False))
-            stages = [slice(*pair) for pair in itertools.pairwise(by_cost(sizes, count))]
-            other = step_s([sum(forward[s]) for s in stages], [sum(backward[s]) for s in stages], 16)
-            whole = 16 * (sum(forward) + sum(backward))
-            print(
-                f"| {name} | {count} | {ideal_speedup(count, 16):.2f}x "
-                f"| {whole / (chosen.predicted_s if chosen else whole):.2f}x | {whole / other:.2f}x |",
-                flush=True,
-            )
+def measure(name: str, devices: list[torch.device], memory: Any = None) -> Result:
+    """Time the second step of a model on the first device, and over all."""
+    torch.manual_seed(0)
+    model, x = MODELS[name]()
+    model, x = model.to(devices[0]), x.to(devices[0])
+    unsplit_s = [seconds_of(lambda: step(model, x), devices[:1]) for _ in range(2)][1]
+    model.zero_grad()
+    backend = BalancedBackend(devices=tuple(map(str, devices)), microbatches=MICROBATCHES, memory=memory)
+    with recorded_profiles() as profiles, parallel_model(model, backend=backend):
+        split_s = [seconds_of(lambda: step(model, x), devices) for _ in range(3)][2]
+    specs = device_specs(devices, memory=memory, model=model)
+    made = plan(model)
+    return Result(unsplit_s, split_s, made, replace(profiles[0], samples=made.samples), specs)
 
 
-def unit_call(name: str, forward: float, backward: float) -> UnitCall:
-    return UnitCall(
-        unit=name,
-        forward=Line(0.0, forward),
-        backward=Line(0.0, backward),
-        parameter_bytes=0,
-        saved=Line(0.0, 0.0),
-        input_bytes=0.0,
-    )
+def alone(name: str, found: Result) -> str:
+    """Return the line of one device, with which the others are compared."""
+    ms = f"{found.unsplit_s * 1e3:.1f}"
+    return f"| {name} | 1 | {ms} | {ms} | 1.00x | 1.00x | 100 % | 100 % | 100 % |"
 
 
-def per_call(found: Plan, model: nn.Module, x: Tensor) -> tuple[list[float], list[float], list[float]]:
-    """Return seconds per sample of each unit call of a plan, and its parameter bytes."""
-    from parallelize.backends.balanced.batch import Batch
-    from parallelize.backends.balanced.profiling import Profiler, profile_model
-    from parallelize.backends.balanced.side_effects import ModelState
-    from parallelize.backends.balanced.stage_threads import stages_on
-    from parallelize.plugins.base import Inner, Session
-
-    modules = dict(model.named_modules())
-    device, batch = torch.device("cpu"), Batch(((x,), {}), dim=0)
-    profiler = Profiler(
-        inner=Inner(model, original_methods={"forward": model.forward}, session=Session()),
-        stages=stages_on([device]),
-        routes={id(modules[name]): [0] for name in found.events},
-        output_device=device,
-        batch=batch,
-        sizes=(max(1, batch.size // 16), max(1, batch.size // 2)),
-        state=ModelState(model, [device]),
-    )
-    calls = profile_model(profiler).calls
+def row(name: str, what: str, found: Result) -> str:
+    """Return a line of the table."""
+    made, speeds = found.plan, [each.speed for each in found.specs]
+    ideal = ideal_speedup(len(speeds), MICROBATCHES) * sum(speeds) / len(speeds)
+    speedup = found.unsplit_s / found.split_s
+    gpipe = planner.step_s(made.forward_s, made.backward_s, MICROBATCHES)
+    best = best_step(found.profile, found.specs)
     return (
-        [call.forward.at(1) for call in calls],
-        [call.backward.at(1) for call in calls],
-        [float(call.parameter_bytes) for call in calls],
+        f"| {name} | {what} | {found.unsplit_s * 1e3:.1f} | {found.split_s * 1e3:.1f} | {speedup:.2f}x | {ideal:.2f}x "
+        f"| {100 * speedup / ideal:.0f} % | {100 * gpipe / found.split_s:.0f} % | {100 * best / found.split_s:.0f} % |"
     )
+
+
+def simulate(name: str) -> None:
+    """Print the simulated times of a model's step on the pretended machines."""
+    from fake_cuda.durations import Durations
+
+    whole = 0.0
+    for what, machine in MACHINES.items():
+        if machine.is_special and name not in SPECIAL:
+            continue
+        Durations(
+            tera_flops=50.0 / SMALLER,
+            memory_gb_per_s=1500.0 / SMALLER,
+            link_gb_per_s=machine.link_gb_per_s * THINNER / SMALLER,
+            speeds=machine.speeds,
+        ).use()
+        devices = [torch.device("cuda", index) for index in range(len(machine.speeds))]
+        memory = None if machine.memory is None else (int(machine.memory * whole), *(2**33,) * (len(devices) - 1))
+        found = measure(name, devices, memory)
+        if not whole:
+            whole = sum(found.plan.memory_bytes)
+            print(alone(name, found))
+        print(row(name, what, found), flush=True)
+
+
+def host_ms(model: nn.Module, x: Tensor, devices: list[torch.device]) -> tuple[float, float]:
+    """Return the milliseconds that the host needs for a forward of a micro-batch: alone, and in the pipeline."""
+    model, x = model.to(devices[0]), x.to(devices[0])
+
+    def least(inputs: Tensor, parts: int) -> float:
+        found = []
+        for _ in range(20):
+            seconds_of(lambda: None, devices)
+            began = time.perf_counter()
+            model(inputs)
+            found.append(time.perf_counter() - began)
+        return 1e3 * min(found) / parts
+
+    plain = least(x[: len(x) // MICROBATCHES], 1)
+    backend = BalancedBackend(devices=tuple(map(str, devices)), microbatches=MICROBATCHES)
+    with parallel_model(model, backend=backend):
+        model(x).sum().backward()
+        return plain, least(x, MICROBATCHES)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--microbatches", nargs="*", type=int, default=[4, 8])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-quality", action="store_true")
+    parser.add_argument("--devices", nargs="*", help="real devices, such as cuda:0 cuda:1; default: pretended ones")
+    parser.add_argument("--no-host", action="store_true", help="leave out the table of the host's time")
     options = parser.parse_args()
+    if missing := os.environ.get("FAKE_CUDA_UNAVAILABLE"):
+        sys.exit(f"there are no pretended devices here: {missing}")
+    if options.devices is None and "FAKE_CUDA" not in os.environ:
+        command = [sys.executable, FAKE_CUDA, "--devices=8", sys.executable, __file__, *sys.argv[1:]]
+        sys.exit(subprocess.run(command, check=False).returncode)
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {Path(__file__).name}")
-    print("ideal of 2 stages:", {m: f"{ideal_speedup(2, m):.2f}x" for m in options.microbatches})
-    print("\n| model | way | least ms | by least | by median | of ideal |\n|---|---|---|---|---|---|")
+    devices = [*map(torch.device, options.devices or ["cuda:0", "cuda:1"])]
+    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {MICROBATCHES} micro-batches\n")
+    print("| model | devices | one device, ms | split, ms | faster | ideal | of ideal | of schedule | of best split |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name in options.models:
-        for m in options.microbatches:
-            measure(name, m, options.rounds)
-    if not options.no_quality:
-        quality()
+        if options.devices:
+            found = measure(name, devices)
+            print(alone(name, found), row(name, f"{len(devices)}", found), sep="\n", flush=True)
+        else:
+            simulate(name)
+    if not options.no_host:
+        print("\n| model | host, alone, ms | in the pipeline, ms | to alone |\n|---|---|---|---|")
+        for name, make in HOST.items():
+            plain, piped = host_ms(*make(), devices[:2])
+            print(f"| {name} | {plain:.2f} | {piped:.2f} | {piped / plain:.2f}x |", flush=True)
 
 
 if __name__ == "__main__":

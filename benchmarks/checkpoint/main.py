@@ -110,7 +110,7 @@ def stalls(megabytes: int, rounds: int) -> dict[str, tuple[list[float], list[flo
     def ours(folder: Path) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
         objects = {"model": model, "optimizer": optimizer}
         with parallelize.checkpoints(folder, every=1, keep=1, **objects) as saved:
-            saved.step()  # starts the process and allocates the shared memory
+            saved.step()  # allocates the memory of the copy
             saved.wait()
             yield saved.step, saved.wait
 

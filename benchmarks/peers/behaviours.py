@@ -256,7 +256,7 @@ BEHAVIOURS = {
         expectation="the model keeps its class, attributes and `state_dict` keys",
         check=_keeps_the_model,
         needs=("model",),
-        test="tests/worlds/test_model_in_place.py::test_attributes_methods_and_references_hold",
+        test="tests/worlds/test_model_in_place.py::test_a_block_leaves_the_model_to_the_user",
     ),
     "bypass": Behaviour(
         expectation="`model.encoder(x)` trains alike on all ranks",
@@ -294,7 +294,7 @@ BEHAVIOURS = {
         expectation="an `IterableDataset` is divided, each sample once",
         check=_shards_a_stream,
         needs=("loader",),
-        test="tests/unit/data/test_iterable_style.py::test_every_sample_comes_once",
+        test="tests/unit/data/test_iterable_style.py::test_samples_of_iterable_datasets",
     ),
     "divided": Behaviour(
         expectation="a loader with a `DistributedSampler` is not divided twice",
@@ -312,6 +312,6 @@ BEHAVIOURS = {
         expectation="epochs are shuffled anew without `set_epoch`",
         check=_shuffles_each_epoch,
         needs=("loader",),
-        test="tests/unit/data/test_shard_loader.py::test_epochs_advance_unless_only_a_first_batch_was_taken",
+        test="tests/unit/data/test_shard_loader.py::test_each_iterator_is_the_next_epoch",
     ),
 }

@@ -1,7 +1,7 @@
-"""Cost of hang detection and of the control plane by the number of nodes, up to 128 nodes of 8 ranks on one machine.
+"""Cost of hang detection and of the nodes of a call by their number, up to 128 nodes of 8 ranks on one machine.
 
-Real: a TCPStore, a connection and a `Judge` per rank, a `StoreClient` and a `MultiNode` per node. Simulated: what the
-ranks do. The numbers of requests do not depend on the machine; the times are upper bounds, because all nodes share it.
+Real: a TCPStore, a connection and a `Judge` per rank, a `Nodes` per node. Simulated: what the ranks do. The numbers of
+requests do not depend on the machine; the times are upper bounds, because all nodes share it.
 """
 
 from __future__ import annotations
@@ -11,28 +11,31 @@ import json
 import logging
 import os
 import platform
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from parallelize import distributed
+from parallelize.call.task import Task
+from parallelize.cluster.devices import Hardware
 from parallelize.cluster.store import serve_store
+from parallelize.cluster.world import Node
+from parallelize.config.config import Config
+from parallelize.config.layout import compute_layout
 from parallelize.hang_detection import watchdog
 from parallelize.hang_detection.rank_state import Collective, RankState
 from parallelize.hang_detection.watchdog import Judge
-from parallelize.launchers.elastic.control_plane import MultiNode
-from parallelize.launchers.elastic.run_store import StoreClient
+from parallelize.launchers.local.nodes import Nodes, OneNode, Report
 
 RANKS_PER_NODE = 8
 HOST, TIMEOUT = "127.0.0.1", timedelta(seconds=60)
@@ -48,7 +51,6 @@ COLUMNS = (
     "waiting: per rank",
     "missing rank found",
     "deadlock: all ranks told",
-    "control plane: requests/s",
     "failure: all nodes ended",
 )
 
@@ -177,39 +179,36 @@ def requests_per_s(ranks: Sequence[Rank], seconds: float) -> float:
     return (sum(each.store.requests for each in ranks) - before) / (time.monotonic() - begin)
 
 
-def failure(num_nodes: int, seconds: float) -> dict[str, float]:
-    """Let a node fail; return the requests per second before, and the time until every node has all reports."""
-    server = serve_store(HOST, 0, TIMEOUT)
-    layout = SimpleNamespace(
-        num_nodes=num_nodes, local_world_size=RANKS_PER_NODE, world_size=num_nodes * RANKS_PER_NODE
-    )
-    task: Any = SimpleNamespace(layout=layout, all_ranks=False)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_nodes) as threads:
-        nodes = []
-        for rank in range(num_nodes):
-            client = StoreClient(dist.TCPStore(HOST, server.port, timeout=TIMEOUT), HOST, rank)
-            nodes.append(MultiNode(client, task, Path(folder), heartbeat_timeout=60.0))
-            nodes[-1].store = client.store = CountedStore(client.store)
-        list(threads.map(lambda node: node.wait_for_all_nodes("train", TIMEOUT), nodes))
-        before = sum(node.store.requests for node in nodes)
-        time.sleep(seconds)
-        running = (sum(node.store.requests for node in nodes) - before) / seconds
+def failure(num_nodes: int) -> dict[str, float]:
+    """Let a node fail; return the time until every node has all reports."""
+    config = Config.parse(processes=RANKS_PER_NODE, num_nodes=num_nodes, timeout=TIMEOUT)
+    task = Task(failure, (), {}, compute_layout(config, Hardware()))
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+
+    def join(rank: int) -> Nodes | OneNode:
+        if num_nodes == 1:
+            return OneNode(task)
+        return Nodes(Node(HOST, port, rank), task, patience_s=60.0, key="")
+
+    with ThreadPoolExecutor(num_nodes) as threads:
+        nodes = list(threads.map(join, range(num_nodes)))
+        list(threads.map(lambda node: node.start(0), nodes))
         ends = [threads.submit(run_node, node) for node in nodes[:-1]]
         failed_at = time.monotonic()
-        nodes[-1].fail(0)
-        ends.append(threads.submit(run_node, nodes[-1]))
-        ended_at = max(each.result() for each in ends)
-        for node in nodes:
-            node.close()
-    return {"control": running, "failure_s": ended_at - failed_at}
+        nodes[-1].stop()
+        ends.append(threads.submit(nodes[-1].exchange, Report(has_returned=False, outcomes={})))
+        for each in ends:
+            each.result()
+        ended_at = time.monotonic()
+        list(threads.map(lambda node: node.close(), nodes))
+    return {"failure_s": ended_at - failed_at}
 
 
-def run_node(node: MultiNode) -> float:
-    """Do what the agent of a node does: end when a node has failed; return the time when all failures are known."""
-    wait_until(lambda: node.has_failed(0))
-    node.report(0, [])
-    node.collect_failures(0)
-    return time.monotonic()
+def run_node(node: Nodes | OneNode) -> None:
+    """Do what the launcher of a node does: end when a node has failed, and wait for all reports."""
+    wait_until(node.is_stopped)
+    node.exchange(Report(has_returned=False, outcomes={}))
 
 
 def open_descriptors(pid: int) -> int:
@@ -236,7 +235,7 @@ def rows(counts: Sequence[int], seconds: float) -> Iterator[str]:
         yield (
             f"| {count} | {ranks} | {found['training']:.1f} | {found['asked'] / ranks:.1f} | {found['waiting']:.0f} "
             f"| {found['waiting'] / ranks / reference:.2f}x | {found['found_s']:.2f} s | {found['proof_s']:.2f} s "
-            f"| {found['control']:.0f} | {found['failure_s']:.2f} s |"
+            f"| {found['failure_s']:.2f} s |"
         )
 
 
@@ -248,7 +247,7 @@ def main() -> None:
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        measured = {**hang(options.one, options.seconds), **failure(options.one, options.seconds)}
+        measured = {**hang(options.one, options.seconds), **failure(options.one)}
         print(json.dumps(measured), flush=True)
         os._exit(0)  # without waiting for the clients' threads
     print(f"{platform.machine()}, {os.cpu_count()} cores, ", end="")

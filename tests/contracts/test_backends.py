@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import outcomes_of
 from torch import nn
 from zoo import ZOO, Mlp
 
@@ -82,61 +84,100 @@ def structure_of(model: nn.Module) -> Any:
     ]
 
 
-@pytest.mark.parametrize("model_name", [name for name in ZOO if ZOO[name].is_exact])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_training_equals_one_process_on_the_full_batch(name: str, model_name: str) -> None:
-    """Losses and weights after some steps equal those of one process, up to rounding of sums."""
+def test_training_equals_one_process_on_the_full_batch(name: str) -> None:
+    """Losses and weights of each model after some steps equal those of one process, up to rounding of sums."""
+    entries = {key: entry for key, entry in ZOO.items() if entry.is_exact}
 
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> list[torch.Tensor]:
+    def train(model: nn.Module, entry: Any, batches: list[Any], block: Any) -> tuple[torch.Tensor, Any]:
         losses = []
-        for batch in batches:
-            optimizer.zero_grad()
-            loss = ZOO[model_name].loss(model(*batch))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses
-
-    def train_in_parallel(backend: Backend) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        model = seeded(ZOO[model_name].make)
-        size = dist.get_world_size()
-        batches = [shards(ZOO[model_name], size=size, step=step)[rank()] for step in range(3)]
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        with parallel_model(model, backend=backend):
-            losses = train(model, optimizer, batches)
-        return losses, model.state_dict()
+        with block:
+            for batch in batches:
+                optimizer.zero_grad()
+                loss = entry.loss(model(*batch))
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+        return torch.stack(losses), dict(model.state_dict())
+
+    def train_in_parallel(backend: Backend) -> dict[str, Any]:
+        found = {}
+        for key, entry in entries.items():
+            model, size = seeded(entry.make), dist.get_world_size()
+            batches = [shards(entry, size=size, step=step)[rank()] for step in range(3)]
+            found[key] = train(model, entry, batches, parallel_model(model, backend=backend))
+        return found
 
     ranks = in_world(name)(train_in_parallel)
-    reference = seeded(ZOO[model_name].make)
-    joined = [
-        tuple(torch.cat(column) for column in zip(*shards(ZOO[model_name], size=len(ranks), step=step), strict=True))
-        for step in range(3)
-    ]
-    losses = train(reference, torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9), joined)
-    torch.testing.assert_close(sum(torch.stack(each) for each, _ in ranks) / len(ranks), torch.stack(losses))
-    for _, weights in ranks:
-        torch.testing.assert_close(weights, dict(reference.state_dict()), rtol=1e-5, atol=1e-6)
+    for key, entry in entries.items():
+        joined = [
+            tuple(map(torch.cat, zip(*shards(entry, size=len(ranks), step=step), strict=True))) for step in range(3)
+        ]
+        losses, weights = train(seeded(entry.make), entry, joined, contextlib.nullcontext())
+        torch.testing.assert_close(sum(each[key][0] for each in ranks) / len(ranks), losses)
+        for each in ranks:
+            torch.testing.assert_close(each[key][1], weights, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_the_block_restores_the_model(name: str) -> None:
+def the_block_restores_the_model(backend: Backend) -> None:
     """Classes, attributes, hooks and Parameter objects are the same after the block as before it."""
+    for kind, methods in (("transformer", ()), ("mlp", "loss")):
+        entry = ZOO[kind]
+        model: Any = entry.make()
+        before, made = structure_of(model), type(model)
+        with parallel_model(model, backend=backend, methods=methods) as same:
+            assert same is model
+            assert isinstance(model, made)
+            assert type(model).__name__ == made.__name__
+            entry.loss(model(*entry.batch(4))).backward()
+        assert structure_of(model) == before
+        assert all(parameter.numel() for parameter in model.parameters())
 
-    def enter_and_leave(backend: Backend) -> None:
-        for make in (ZOO["transformer"].make, Mlp):
-            model = make()
-            before = structure_of(model)
-            with parallel_model(model, backend=backend, methods="loss" if make is Mlp else ()) as same:
-                assert same is model
-                assert isinstance(model, make)
-                assert type(model).__name__ == make.__name__
-                ZOO["transformer" if make is not Mlp else "mlp"].loss(
-                    model(*ZOO["transformer" if make is not Mlp else "mlp"].batch(4))
-                ).backward()
-            assert structure_of(model) == before
-            assert all(parameter.numel() for parameter in model.parameters())
 
-    in_world(name)(enter_and_leave)
+def copies_are_plain_models(backend: Backend) -> None:
+    """deepcopy, copy and pickle give a plain model."""
+    model = Mlp()
+    with parallel_model(model, backend=backend):
+        for make_copy in (copy.deepcopy, copy.copy, lambda each: pickle.loads(pickle.dumps(each))):
+            other = make_copy(model)
+            assert vars(other).keys() == vars(Mlp()).keys()
+            # A shallow copy shares the parameters.
+            if rank() == 0 or "copies" in backend.limitations or make_copy is copy.copy:
+                other(torch.ones(2, 6)).sum().backward()
+
+
+def state_dicts_have_the_models_keys(backend: Backend) -> None:
+    """A state dict in the block has the plain model's keys and full tensors, and can be loaded back."""
+    model, reference = (seeded(ZOO["transformer"].make) for _ in range(2))
+    with parallel_model(model, backend=backend):
+        state = model.state_dict()
+        inside = {key: value.clone() for key, value in state.items()}
+        assert list(state) == list(reference.state_dict())
+        model.load_state_dict({key: value + 1 for key, value in inside.items()})
+    for key, value in reference.state_dict().items():
+        assert type(inside[key]) is torch.Tensor
+        assert torch.equal(inside[key], value)
+        assert torch.equal(model.state_dict()[key], value + 1), key
+
+
+CHECKS = [the_block_restores_the_model, copies_are_plain_models, state_dicts_have_the_models_keys]
+
+
+@functools.cache
+def outcomes(name: str) -> list[dict[str, Any]]:
+    """Run the checks in one launch; return their outcomes by rank."""
+    return in_world(name)(
+        lambda backend: outcomes_of({each.__name__: functools.partial(each, backend) for each in CHECKS})
+    )
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_model_remains_the_users(name: str, check: Callable[[Backend], None]) -> None:
+    """A check holds on all ranks."""
+    for each in outcomes(name):
+        assert each[check.__name__] is None, each[check.__name__]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -165,23 +206,6 @@ def test_an_exception_restores_the_model_without_collectives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_copies_are_plain_models(name: str) -> None:
-    """deepcopy, copy and pickle give a plain model."""
-
-    def copies(backend: Backend) -> None:
-        model = Mlp()
-        with parallel_model(model, backend=backend):
-            for make_copy in (copy.deepcopy, copy.copy, lambda each: pickle.loads(pickle.dumps(each))):
-                other = make_copy(model)
-                assert vars(other).keys() == vars(Mlp()).keys()
-                # A shallow copy shares the parameters.
-                if rank() == 0 or "copies" in backend.limitations or make_copy is copy.copy:
-                    other(torch.ones(2, 6)).sum().backward()
-
-    in_world(name)(copies)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
 def test_one_rank_evaluates_alone_or_is_named(name: str) -> None:
     """Forward under no_grad and inference_mode waits for no other rank, or the two lines that wait are named."""
 
@@ -201,94 +225,49 @@ def test_one_rank_evaluates_alone_or_is_named(name: str) -> None:
         in_world(name)(evaluate)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_state_dicts_have_the_models_keys(name: str) -> None:
-    """A state dict in the block has the plain model's keys and full tensors, and can be loaded back."""
+def accumulated(model: Any, batches: list[torch.Tensor]) -> None:
+    for step, x in enumerate(batches):
+        with no_sync(model) if step < 2 else contextlib.nullcontext():
+            (ZOO["mlp"].loss(model(x)) / 3).backward()
 
-    def save(backend: Backend) -> dict[str, torch.Tensor]:
-        model = seeded(ZOO["transformer"].make)
-        with parallel_model(model, backend=backend):
-            inside = {key: value.clone() for key, value in model.state_dict().items()}
-            model.load_state_dict({key: value + 1 for key, value in inside.items()})
-        for key, value in model.state_dict().items():
-            assert torch.equal(value, inside[key] + 1), key
-        return inside
 
-    reference = seeded(ZOO["transformer"].make).state_dict()
-    for saved in in_world(name)(save):
-        assert list(saved) == list(reference)
-        for key, value in saved.items():
-            assert type(value) is torch.Tensor
-            assert torch.equal(value, reference[key])
+def of_a_submodule(model: Any, batches: list[torch.Tensor]) -> None:
+    model.encoder(batches[0]).mean().backward()
+
+
+def of_a_routed_method(model: Any, batches: list[torch.Tensor]) -> None:
+    model.loss(batches[0]).backward()
+
+
+WAYS = [accumulated, of_a_submodule, of_a_routed_method]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_accumulated_gradients_are_those_of_the_full_batch(name: str) -> None:
-    """no_sync for all but the last micro-batch gives the gradients of the concatenated batch."""
+def test_gradients_that_arrive_in_other_ways_are_those_of_the_full_batch(name: str) -> None:
+    """Under no_sync for all but the last micro-batch, of a call of a submodule, and of a method in methods=."""
 
-    def accumulate(backend: Backend) -> dict[str, torch.Tensor]:
-        model = seeded(Mlp)
-        size = dist.get_world_size()
-        optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        with parallel_model(model, backend=backend):
-            for step in range(3):
-                (x,) = shards(ZOO["mlp"], size=size, step=step)[rank()]
-                with no_sync(model) if step < 2 else contextlib.nullcontext():
-                    (ZOO["mlp"].loss(model(x)) / 3).backward()
-            optimizer.step()
-        return model.state_dict()
+    def own_batches(size: int, number: int) -> list[torch.Tensor]:
+        return [shards(ZOO["mlp"], size=size, step=step)[number][0] for step in range(3)]
 
-    ranks = in_world(name)(accumulate)
-    reference = seeded(Mlp)
-    for step in range(3):
-        for (x,) in shards(ZOO["mlp"], size=len(ranks), step=step):
-            (ZOO["mlp"].loss(reference(x)) / 3 / len(ranks)).backward()
-    torch.optim.SGD(reference.parameters(), 1.0).step()
-    for weights in ranks:
-        torch.testing.assert_close(weights, dict(reference.state_dict()), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_call_of_a_submodule_trains_as_in_one_process(name: str) -> None:
-    """The gradients of model.encoder(x) are averaged as those of model(x)."""
-
-    def bypass(backend: Backend) -> Any:
-        model = seeded(Mlp)
-        with parallel_model(model, backend=backend):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            model.encoder(torch.full((2, 6), rank() + 1.0)).mean().backward()
-            optimizer.step()
-        return model.encoder.weight.detach()
-
-    ranks = in_world(name)(bypass)
-    reference = seeded(Mlp)
-    for number in range(len(ranks)):
-        (reference.encoder(torch.full((2, 6), number + 1.0)).mean() / len(ranks)).backward()
-    torch.optim.SGD(reference.parameters(), 0.1).step()
-    for weight in ranks:
-        torch.testing.assert_close(weight, reference.encoder.weight.detach())
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_routed_methods_train_as_forward_does(name: str) -> None:
-    """methods=["loss"] trains the same weights as a call of forward with the loss outside."""
-
-    def train(backend: Backend) -> dict[str, torch.Tensor]:
-        model = seeded(Mlp)
-        (x,) = shards(ZOO["mlp"], size=dist.get_world_size(), step=0)[rank()]
-        with parallel_model(model, backend=backend, methods=["loss"]):
-            optimizer = torch.optim.SGD(model.parameters(), 1.0)
-            model.loss(x).backward()
-            optimizer.step()
-        return model.state_dict()
+    def train(backend: Backend) -> list[Any]:
+        found = []
+        for way in WAYS:
+            model = seeded(Mlp)
+            with parallel_model(model, backend=backend, methods=["loss"]):
+                optimizer = torch.optim.SGD(model.parameters(), 1.0)
+                way(model, own_batches(dist.get_world_size(), rank()))
+                optimizer.step()
+            found.append(dict(model.state_dict()))
+        return found
 
     ranks = in_world(name)(train)
-    reference = seeded(Mlp)
-    for (x,) in shards(ZOO["mlp"], size=len(ranks), step=0):
-        (reference.loss(x) / len(ranks)).backward()
-    torch.optim.SGD(reference.parameters(), 1.0).step()
-    for weights in ranks:
-        torch.testing.assert_close(weights, dict(reference.state_dict()), rtol=1e-5, atol=1e-6)
+    for way, *found in zip(WAYS, *ranks, strict=True):
+        reference = seeded(Mlp)
+        for number in range(len(ranks)):
+            way(reference, own_batches(len(ranks), number))
+        torch.optim.SGD(reference.parameters(), 1.0 / len(ranks)).step()
+        for weights in found:
+            torch.testing.assert_close(weights, dict(reference.state_dict()), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -63,7 +63,11 @@ def install(library: ModuleType) -> None:
     torch._C._has_cuda = True
     torch.version.cuda = "13.0"
     cuda = torch.cuda
-    cuda._cudart = SimpleNamespace(cudaMemGetInfo=functools.partial(_free_memory, library))
+    cuda._cudart = SimpleNamespace(
+        cudaMemGetInfo=functools.partial(_free_memory, library),
+        cudaHostRegister=lambda *_: 0,  # pins memory
+        cudaHostUnregister=lambda *_: 0,
+    )
     cuda._exchange_device = torch._C._cuda_exchangeDevice
     cuda._maybe_exchange_device = torch._C._cuda_maybeExchangeDevice
     cuda._raw_device_count_nvml = lambda: PHYSICAL_DEVICES
@@ -105,22 +109,22 @@ def _devices(library: ModuleType) -> dict[str, Any]:
         "_cuda_getDevice": library.current_device,
         "_cuda_setDevice": library.set_current_device,
         "_cuda_exchangeDevice": exchange,
-        "_cuda_maybeExchangeDevice": exchange,
+        "_cuda_maybeExchangeDevice": library.maybe_exchange_device,
         "_cuda_synchronize": lambda: library.synchronize(-1),
         "_cuda_set_sync_debug_mode": library.set_sync_debug_mode,
         "_cuda_get_sync_debug_mode": library.sync_debug_mode,
         "_cuda_canDeviceAccessPeer": lambda first, second: first != second,
         "_cuda_getArchFlags": lambda: "sm_90",
         "_cuda_getCompiledVersion": lambda: 13000,
-        "_cuda_hasPrimaryContext": lambda device: True,
+        "_cuda_hasPrimaryContext": library.has_context,
         "_cuda_sleep": lambda cycles: library.sleep(cycles / 1e6),  # of a clock of 1 GHz
     }
 
 
 def _properties(library: ModuleType, device: int) -> SimpleNamespace:
-    physical = library.physical_device(device)
+    physical, speed = library.physical_device(device), library.speed(device)
     return SimpleNamespace(
-        name="Pretended CUDA",
+        name="Pretended CUDA" if speed == 1.0 else f"Pretended CUDA of speed {speed:g}",
         uuid=UUID.format(physical)[len("GPU-") :],
         major=9,
         minor=0,

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from parallelize import device, distributed, shard_loader
-from parallelize.data.device_prefetch import move_batches
+from parallelize.data.prefetch import move_batches
 
 pytestmark = pytest.mark.gpu
 
@@ -86,35 +86,6 @@ def test_a_broken_loop_leaves_its_memory_clean():
         other = torch.zeros(3 * 64 * MEGABYTE // 4, device=device())
         torch.cuda.synchronize()
         assert other.count_nonzero().item() == 0
-
-
-def test_copies_overlap_with_the_work():
-    """Copying overlaps with steps that take as long, measured with CUDA events."""
-    size = 256 * MEGABYTE
-    batches = [torch.ones(size // 4).pin_memory() for _ in range(2)] * 6
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def timed(work):
-        torch.cuda.synchronize()
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end)
-
-    def serial():
-        for batch in batches:
-            batch.to("cuda", non_blocking=True)
-            busy(copy_ms)
-
-    def overlapped():
-        for _ in move_batches(iter(batches), torch.device("cuda", 0), prefetch=2, are_fresh=True):
-            busy(copy_ms)
-
-    copy_ms = 0
-    serial()
-    copy_ms = timed(serial) / len(batches)
-    assert timed(overlapped) < 0.8 * timed(serial)
 
 
 def test_memory_stays_bounded():

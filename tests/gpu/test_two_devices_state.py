@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from parallelize import checkpoints, device, distributed, load, parallel_model, rank, save, shard_loader
-from parallelize.data.device_prefetch import move_batches
+from parallelize.data.prefetch import move_batches
 
 pytestmark = [
     pytest.mark.gpu2,

@@ -78,10 +78,10 @@ def test_submitted_job(results: dict[str, Any]) -> None:
 
 @needs_ray
 def test_killed_actor(results: dict[str, Any]) -> None:
-    """Without restarts the error names the node whose actor is gone; with one, the call runs again."""
-    assert results["killed_actor"].startswith("LaunchError: node 1 of job lose_actor-")
+    """Without restarts the error says that an actor is gone; with one, the call runs again."""
+    assert results["killed_actor"].startswith("LaunchError: a node of job lose_actor-")
     assert results["restarted"] == 0
-    assert "restart 1 of 1 after LaunchError: node 1 of job" in results["err"]
+    assert "restart 1 of 1 after LaunchError: a node of job" in results["err"]
 
 
 @needs_ray
@@ -106,8 +106,8 @@ def test_ctrl_c(results: dict[str, Any]) -> None:
 
 @needs_ray
 def test_lost_node(results: dict[str, Any]) -> None:
-    """If a machine is lost, the error says which node of the call it was, and the workers of the other one end."""
-    assert results["lost_node"]["error"].startswith("LaunchError: node ")
+    """If a machine is lost, the error says so, and the workers of the other one end."""
+    assert results["lost_node"]["error"].startswith("LaunchError: a node ")
     assert "is gone" in results["lost_node"]["error"]
     assert results["lost_node"]["ended"]
 

@@ -171,9 +171,9 @@ def wgan_gp():
 class Translator(nn.Module):
     def __init__(self):
         super().__init__()
-        self.model = nn.Sequential(
-            nn.Conv2d(1, 6, 3, padding=1), nn.InstanceNorm2d(6), nn.ReLU(), nn.Conv2d(6, 1, 3, padding=1), nn.Tanh()
-        )
+        # Without the bias, whose gradient is rounding alone, which Adam would make steps of: the norm removes it.
+        first = nn.Conv2d(1, 6, 3, padding=1, bias=False)
+        self.model = nn.Sequential(first, nn.InstanceNorm2d(6), nn.ReLU(), nn.Conv2d(6, 1, 3, padding=1), nn.Tanh())
 
     def forward(self, x):
         return self.model(x)

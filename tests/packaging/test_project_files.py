@@ -40,12 +40,13 @@ def test_extras_install_something(pyproject: dict[str, Any]) -> None:
 
 
 def test_ci_runs_every_test(pyproject: dict[str, Any]) -> None:
-    """.ci/run runs README's test command, and each kind of test that it leaves out."""
+    """.ci/run and .ci/nightly run README's test command, and each kind of test that it leaves out."""
     addopts = pyproject["tool"]["pytest"]["ini_options"]["addopts"]
     left_out = re.findall(r"not (\w+)", addopts[addopts.index("-m") + 1])
     assert {"slow", "soak"} <= set(left_out)
     commands = (ROOT / ".ci/run").read_text().splitlines()
     assert '"$tox" run' in commands
+    commands += (ROOT / ".ci/nightly").read_text().splitlines()
     for marker in left_out:
         assert [each for each in commands if re.match(rf'"\$tox" run -e tests -- -m "?{marker}\b', each)], marker
 

@@ -107,7 +107,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_wheel(built: Built, tmp_path: Path) -> None:
     """The wheel has no tests, is typed, equals the one from the sdist, and trains outside of the repository."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,8 +35,14 @@ def work(what: str = "return", factor: int = 1, started: str = "") -> dict[str, 
     if started:
         Path(started).touch()
     if what != "return":
-        if what == "raise" and rank() == dist.get_world_size() - 1:
-            raise BoomError(3, "boom")
+        if rank() == dist.get_world_size() - 1:
+            if what == "raise":
+                raise BoomError(3, "boom")
+            if what == "killed":
+                os.write(2, b"last words\n")
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "leave":
+                os._exit(0)
         time.sleep(300)
     return {
         "total": total.item() * factor,
@@ -45,7 +53,7 @@ def work(what: str = "return", factor: int = 1, started: str = "") -> dict[str, 
 
 
 def submittable(folder: Path, *, num_nodes: int = 1, processes: int = 1, **options: Any) -> Any:
-    launcher = SlurmLauncher(folder=folder / "jobs", time="10:00", **options)
+    launcher = SlurmLauncher(folder=folder / "jobs", **{"time": "10:00", **options})
     return distributed(launcher=launcher, num_nodes=num_nodes, processes=processes, timeout=60)(work)
 
 
@@ -69,7 +77,7 @@ class Trainer:
 
     def fit(self) -> torch.Tensor:
         with parallel_model(self.model):
-            self.model(torch.ones(1, 2)).sum().backward()
+            self.model(torch.full((1, 2), 1.0 + rank())).sum().backward()
             self.optimizer.step()
         return self.model.weight.detach().clone()
 
@@ -107,6 +115,77 @@ def test_an_exception_of_rank_3_is_raised_in_the_caller(
     shown = capsys.readouterr()
     assert "rank 0 is here" in shown.out
     assert "RUNNING" in shown.err
+
+
+def test_a_rank_that_is_killed_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """The others sleep; the error has its signal, its host and its last lines. The ranks are restarted once."""
+    call = submittable(tmp_path, num_nodes=2, processes=1)
+    with pytest.raises(WorkerError, match="rank 1 on n2 was ended by SIGKILL") as raised:
+        call.options(max_restarts=1).submit("killed").result(timeout_s=100)
+    assert (raised.value.rank, raised.value.signal_name) == (1, "SIGKILL")
+    notes = "\n".join(raised.value.__notes__)
+    assert "last words" in notes
+    assert "attempt 0 had failed with WorkerError: rank 1 on n2 was ended by SIGKILL" in notes
+    assert "restart 1 of 1 after exit code 1" in notes
+    with pytest.raises(WorkerError, match="rank 1 on n2 ended with exit code 0"):
+        call.submit("leave").result(timeout_s=100)
+
+
+def attempts(folder: str) -> list[str]:
+    """Fail in the first attempt, on one rank only."""
+    mark = Path(folder) / f"rank{rank()}"
+    with mark.open("a") as file:
+        file.write(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    print("is here")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    if rank() == 1 and mark.read_text() == "0":
+        raise BoomError(1, "first")
+    dist.all_reduce(total)
+    return [(Path(folder) / f"rank{n}").read_text() for n in range(2)]
+
+
+def test_a_restart_in_the_same_job(cluster: Cluster, tmp_path: Path) -> None:
+    """After a failure all ranks start again, without waiting in the queue; with logs="all", lines have their rank."""
+    launcher = SlurmLauncher(folder=tmp_path / "jobs", time="10:00")
+    call = distributed(launcher=launcher, processes=2, max_restarts=2, timeout=60, logs="all")(attempts)
+    job = call.submit(str(tmp_path))
+    assert job.result(timeout_s=100) == ["01", "01"]
+    assert "restart 1 of 2 after exit code 1" in job.logs()
+    assert "[rank 1] is here" in job.logs()
+
+
+def cores() -> list[Any]:
+    return [torch.get_num_threads(), os.environ["SLURM_CPUS_PER_TASK"], os.environ["SLURM_STEP_TASKS_PER_NODE"]]
+
+
+def test_ranks_share_the_cores_of_their_job(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a task of srun; of a whole node of 4 cores, each of two has 2; cpus_per_task= wins."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    for options, each in (({"sbatch": {"exclusive": True}}, 2), ({"cpus_per_task": 1}, 1)):
+        launcher = SlurmLauncher(folder=tmp_path / "jobs", time="10:00", **options)
+        found = distributed(launcher=launcher, processes=2, timeout=60)(cores).submit().result(timeout_s=100)
+        assert found == [each, str(each), "2"]
+
+
+def test_an_outage_of_the_controller_is_waited_out(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job of which nothing is known is not done, and its result is awaited; one line says why."""
+    job = submittable(tmp_path).submit()
+    configuration = (cluster.folder / "slurm.conf").read_text()
+    port = re.search(r"SlurmctldPort=(\d+)", configuration)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = closed.getsockname()[1]
+    assert port
+    (tmp_path / "slurm.conf").write_text(configuration.replace(port[0], f"SlurmctldPort={nobody}"))
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    result = job.log.parent / f"result.{job.id}"
+    hidden = Job.attach(job.id, tmp_path / "jobs")
+    assert hidden.state == "UNREACHABLE"
+    assert not hidden.done() or result.exists()
+    assert hidden.result(timeout_s=100)["job"] == job.id
+    assert capsys.readouterr().err.count("UNREACHABLE") <= 1
 
 
 @pytest.mark.soak
@@ -161,6 +240,9 @@ def test_a_job_that_waits_has_no_result_yet(cluster: Cluster, tmp_path: Path) ->
         ({"partition": "nowhere"}, "invalid partition"),
         ({"sbatch": {"no-such-flag": 1}}, "unrecognized option"),
         ({"constraint": "a100"}, "[Ii]nvalid feature"),
+        ({"time": "soon"}, "[Ii]nvalid --time"),
+        ({"mem": "64 gigs"}, "[Ii]nvalid --mem"),
+        ({"cpus_per_task": 0}, "cpus-per-task"),
     ],
 )
 def test_a_refusal_has_slurms_message(cluster: Cluster, tmp_path: Path, options: dict[str, Any], message: str) -> None:

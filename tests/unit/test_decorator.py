@@ -88,11 +88,31 @@ def test_wrong_options_are_refused_where_they_are_written() -> None:
     assert len(caught.value.faults) == 2
 
 
-def test_a_decorator_without_parentheses_is_refused() -> None:
-    """Positional arguments are refused, and the error shows the correct spelling."""
-    for given, named in ((train.__wrapped__, "train"), ("ddp", "'ddp'"), (2, "2")):
-        with pytest.raises(ConfigError, match=rf"distributed\({named}\)(.|\n)*write @distributed\(\)(.|\n)*gpus=2"):
-            distributed(given)  # type: ignore[arg-type]  # under test
+def test_without_parentheses() -> None:
+    """A function is decorated without options; anything else is refused by what it is."""
+
+    @distributed
+    def add(x: int, y: int = 1) -> int:
+        return x + y
+
+    assert isinstance(add, parallelize.decorator.DistributedFunction)
+    assert add.options(processes=1)(2) == 3
+    with pytest.raises(ConfigError, match="@distributed on a str: 'ddp'"):
+        distributed("ddp")
+
+
+def test_what_decorated_functions_have_is_listed() -> None:
+    """For completion, beside the function's own attributes."""
+    assert {"options", "all_ranks", "explain", "compare", "submit", "__name__"} <= set(dir(train))
+
+
+def test_a_call_of_several_processes_in_a_block_of_one_is_refused() -> None:
+    """It would run in the caller alone; a call of one process runs there."""
+    model = torch.nn.Linear(1, 1)
+    with parallelize.parallel_model(model, backend="ddp"):
+        assert train(1) == (1, 0.1)
+        with pytest.raises(ConfigError, match=r"train, for 2 processes, in a parallel_model block"):
+            train.options(processes=2)(1)
 
 
 def test_a_partial_is_explained() -> None:

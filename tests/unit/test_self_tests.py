@@ -9,20 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.utils.data import DataLoader, IterableDataset
 
-from parallelize import ConfigError
-from parallelize.cluster.world import World
-from parallelize.data import iterable_style, loader_copy
-from parallelize.launchers.elastic import agent
+from parallelize import ConfigError, shard_loader
+from parallelize.data import iterable_style
 from parallelize.runtime import loss_counts
 from parallelize.torch_patches import backward
 from parallelize.torch_patches.private import self_test
 
 SELF_TESTS: dict[str, Any] = {
     "backward": backward.require_patchable_backward,
-    "agent": agent._require_overridable_agent,
     "losses": loss_counts.require_readable_losses,
 }
 Patch = pytest.MonkeyPatch
@@ -89,10 +86,6 @@ def never_end_backward(monkeypatch: Patch) -> None:
     monkeypatch.setattr(backward, "at_end_of_backward", lambda callback: None)
 
 
-def monitor_otherwise(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(SimpleElasticAgent, "_invoke_run", lambda agent, role: None)
-
-
 def change_losses(monkeypatch: Patch) -> None:
     def cross_entropy(x: Tensor, _: Tensor, reduction: str = "mean") -> Tensor:
         return x.exp().sum()
@@ -106,7 +99,6 @@ def change_losses(monkeypatch: Patch) -> None:
         ("backward", bypass_backward),
         ("backward", hide_the_running_backward),
         ("backward", never_end_backward),
-        ("agent", monitor_otherwise),
         ("losses", change_losses),
     ],
 )
@@ -148,12 +140,15 @@ def test_a_renamed_node_of_ddp(monkeypatch: Patch) -> None:
     assert (count.kind, count.count) == ("unknown", None)
 
 
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
 def test_worker_info_that_is_not_replaced(monkeypatch: Patch) -> None:
     """An iterable dataset is refused if get_worker_info() does not return what counts the workers of all ranks."""
-    dataset = iterable_style.ShardedIterableDataset(
-        range(8), divides=None, tail="drop", world=World(rank=0, local_rank=0, world_size=2, local_world_size=2)
-    )
-    assert len(list(dataset)) == 4
-    monkeypatch.setattr(loader_copy, "get_worker_info", lambda: None)
+    loader = shard_loader(DataLoader(Stream(), batch_size=None))
+    assert len(list(loader)) == 8
+    monkeypatch.setattr(iterable_style, "get_worker_info", lambda: None)
     with pytest.raises(ConfigError, match="iterable dataset with torch"):
-        list(dataset)
+        list(loader)

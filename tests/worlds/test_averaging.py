@@ -93,6 +93,23 @@ class Centered(Net):
         return output.index_add(0, uses.nonzero().flatten(), self.other(features[uses])) if uses.any() else output
 
 
+class Recursive(Net):
+    """Calls itself inside its forward, also by the name of the method."""
+
+    def forward(self, x: Tensor, use_other: bool = False, depth: int = 2) -> Tensor:
+        if depth == 0:
+            return super().forward(x, use_other)
+        return self(x, depth=depth - 1) + self.forward(x, depth=0)
+
+
+class Normed(Net):
+    """A parametrized weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.head)
+
+
 class Quantized(Net):
     """Frozen weights in packed integers, as under QLoRA."""
 
@@ -173,6 +190,8 @@ def square(output: Tensor) -> Tensor:
 @steps(Complex, name="complex_parameters")
 @steps(Centered, name="collective_in_backward")
 @steps(Quantized, name="integer_parameters")
+@steps(Recursive, name="recursive_forward")
+@steps(Normed, name="parametrized_weight")
 def plain(model: Any, x: Tensor, _: int) -> None:
     square(model(x)).backward()
 
@@ -185,6 +204,11 @@ def opaque_output(model: Any, x: Tensor, _: int) -> None:
 @steps(lambda: TiedTransformer().double())
 def tied_weights(model: Any, _: Tensor, step: int) -> None:
     square(model(tokens(step))).backward()
+
+
+@steps()
+def forward_by_name(model: Any, x: Tensor, _: int) -> None:
+    square(model.forward(x)).backward()
 
 
 @steps()

@@ -29,6 +29,8 @@ def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     """`suite.py --quick` runs it in seconds, and saves its tables, machine and plot."""
     command = [sys.executable, str(BENCHMARKS / "suite.py"), "--quick", "--only", name, "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
+    if "there are no pretended devices here" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[0])
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / f"{name}.json").read_text())
     assert report["is_quick"] is True

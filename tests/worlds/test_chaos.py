@@ -26,7 +26,7 @@ import torch
 from worlds.two_hosts import Host, missing, two_hosts
 
 from parallelize import load
-from parallelize.launchers.elastic.agent import STOP_GRACE_S
+from parallelize.launchers.local.workers import STOP_GRACE_S
 
 # Two hosts start torch twice each, in some tests for two runs.
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(240)]
@@ -38,11 +38,11 @@ SCRIPT = f"""
 import json, os, pathlib, sys, time
 import torch, torch.distributed as dist
 from parallelize import checkpoints, distributed, rank
-from parallelize.launchers.elastic.plugin import ElasticLauncher
+from parallelize.launchers.local.plugin import LocalLauncher
 
 folder, options, last = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 
-launcher = ElasticLauncher(heartbeat_timeout={LOST_AFTER_S})
+launcher = LocalLauncher(heartbeat_timeout={LOST_AFTER_S})
 
 @distributed(**dict(processes=1, num_nodes=2, timeout=30, launcher=launcher) | options)
 def train():

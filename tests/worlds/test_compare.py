@@ -132,6 +132,7 @@ def test_a_script_compares_its_own_function(run_script: Callable[..., CompletedP
     script = """
         import pickle
         import torch
+        from torch.utils.data import DataLoader
         from parallelize import distributed, parallel_model, shard_loader
 
         def scaled(x):
@@ -143,11 +144,11 @@ def test_a_script_compares_its_own_function(run_script: Callable[..., CompletedP
             model = torch.nn.Linear(1, width)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             with parallel_model(model):
-                for x in shard_loader(data):
+                for x in shard_loader(DataLoader(data, batch_size=2)):
                     scaled(model(x)).pow(2).mean().backward()
                     optimizer.step()
 
-        print(train.compare(1, list(torch.arange(8.0).view(4, 2, 1)), width=3))
+        print(train.compare(1, torch.arange(8.0).view(8, 1), width=3))
     """
     lines = run_script(script).stdout.splitlines()
     assert lines[0].split() == ["step", "alone", "together", "largest", "differences"]

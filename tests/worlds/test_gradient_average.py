@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import warnings
 from functools import partial
@@ -26,6 +27,8 @@ from parallelize import (
     world_size,
 )
 from parallelize.precision.native import NativePrecision
+
+pytestmark = []  # shown by workers
 
 CLASSES, PADDING = 5, -100
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25, 1.5]).double()
@@ -138,7 +141,7 @@ def compare_all_losses():
                 optimizer.step()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_with_unequal_losses_have_the_gradients_of_the_full_batch(ranks):
     """All losses, in one pass and in accumulated ones, also under no_sync."""
     distributed(processes=ranks)(compare_all_losses)()
@@ -219,7 +222,7 @@ def compare_engines():
 
 def test_training_equals_that_of_one_process():
     """Engines, accumulation, no_sync, loss scaling, autocast and clipping; without average= the weights differ."""
-    found = distributed(processes=2)(compare_engines)()
+    found = found_by_two_ranks()["engines"]
     wrong = {"ranks 1", "ranks 3", "sum by ranks"}
     assert {name for name, difference in found.items() if difference > 1e-2} == wrong
     precise = {name: each for name, each in found.items() if name not in wrong and "bf16" not in name}
@@ -304,7 +307,7 @@ def refusals():
 
 def test_losses_without_a_count_are_refused():
     """By the operation that computes them; so are unknown engines."""
-    messages = distributed(processes=2)(refusals)()
+    messages = found_by_two_ranks()["refusals"]
     for message, pattern in zip(messages[: len(REFUSED)], REFUSED, strict=True):
         assert re.search(rf"average='tokens' with .*{pattern}", message), message
     assert "average='tokens' with a wrap= that returns a Sequential" in messages[-1]
@@ -312,27 +315,23 @@ def test_losses_without_a_count_are_refused():
 
 def test_two_models_that_take_turns_equal_one_process():
     """A generator's loss also accumulates in the discriminator."""
-    assert distributed(processes=2)(compare_adversarial)() < 1e-12
-
-
-@distributed(processes=2)
-def refused_backward(average):
-    model = nn.Linear(2, 1)
-    try:
-        with parallel_model(model, average=average):
-            y = model(torch.ones(3, 2))
-            imported_grad(y.sum(), [y], retain_graph=True)
-            imported_backward(y.sum())
-    except ConfigError as error:
-        return str(error)
-    return ""
+    assert found_by_two_ranks()["adversarial"] < 1e-12
 
 
 def test_a_backward_imported_before_the_block_is_refused_if_losses_have_weights():
     """A function that bypasses the weighting would give the gradients of another loss, in silence."""
-    for refusal in refused_backward.all_ranks("sum"):
-        assert "did not start at loss.backward()" in refusal
-    assert refused_backward.all_ranks("ranks") == ["", ""]
+
+    @distributed(processes=2)
+    def run():
+        for average in ("sum", "ranks"):
+            model = nn.Linear(2, 1)
+            refused = pytest.raises(ConfigError, match=r"did not start at loss.backward\(\)")
+            with parallel_model(model, average=average), refused if average == "sum" else contextlib.nullcontext():
+                y = model(torch.ones(3, 2))
+                imported_grad(y.sum(), [y], retain_graph=True)
+                imported_backward(y.sum())
+
+    run()
 
 
 def test_unknown_averages_are_refused():
@@ -350,7 +349,6 @@ def test_a_loss_through_two_blocks_is_refused():
             loss.backward()
 
 
-@distributed(processes=2)
 def compare_masked():
     """Return the gradients of both ranks, of which rank 1 has no targets, and those of rank 0's batch alone."""
     found = []
@@ -366,7 +364,7 @@ def compare_masked():
 
 def test_masked_targets_count_nothing_although_the_divisor_is_clamped():
     """A rank without targets computes 0 / 1, and has no part in the mean."""
-    torch.testing.assert_close(*compare_masked(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(*found_by_two_ranks()["masked"], rtol=0, atol=1e-12)
 
 
 def warned(*, passes, loss, equal):
@@ -397,7 +395,6 @@ def warned_tail():
     return [str(each.message) for each in caught if "different numbers of targets" in str(each.message)]
 
 
-@distributed(processes=2)
 def all_warnings():
     return {(1, "tail", True): warned_tail()} | {
         (passes, name, equal): warned(passes=passes, loss=LOSSES[name], equal=equal)
@@ -407,8 +404,25 @@ def all_warnings():
     }
 
 
+@functools.cache
+def found_by_two_ranks():
+    """Return what rank 0 finds in one launch."""
+
+    @distributed(processes=2)
+    def find():
+        return {
+            "warnings": all_warnings(),
+            "engines": compare_engines(),
+            "refusals": refusals(),
+            "adversarial": compare_adversarial(),
+            "masked": compare_masked(),
+        }
+
+    return find()
+
+
 def test_unequal_counts_are_warned_about_once():
     """Between ranks; not between the backward passes of a step, which add up as in one process."""
-    for (passes, _, equal), messages in all_warnings().items():
+    for (passes, _, equal), messages in found_by_two_ranks()["warnings"].items():
         assert len(messages) == (not equal), (passes, equal, messages)
         assert not messages or "average='tokens'" in messages[0]

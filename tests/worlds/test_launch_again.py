@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
-import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import sys
+import tempfile
 import threading
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -102,40 +99,6 @@ def test_no_file_stays_open() -> None:
         gc.enable()
 
 
-@pytest.mark.skipif(
-    hasattr(multiprocessing.resource_tracker._resource_tracker, "_reentrant_messages"),
-    reason="this Python's resource tracker can be called by a finalizer while it is in use",
-)
-def test_a_semaphore_in_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A semaphore that becomes garbage while workers start is finalized after it, when the tracker can be called."""
-    tracker: Any = multiprocessing.resource_tracker._resource_tracker
-    check_alive, thresholds = tracker._check_alive, gc.get_threshold()
-    total(1)  # starts the tracker
-    cycle: list[Any] = [multiprocessing.get_context("spawn").Lock()]
-    cycle.append(cycle)
-    pending = [cycle]
-    del cycle
-
-    def allocate() -> bool:
-        if pending:
-            pending.clear()
-            gc.set_threshold(10)
-            _ = [[] for _ in range(1000)]
-        return check_alive()
-
-    monkeypatch.setattr(tracker, "_check_alive", allocate)
-    gc.set_threshold(1_000_000)  # the garbage stays in the youngest generation
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert total(1) == (2, 2)
-    finally:
-        gc.set_threshold(*thresholds)
-    assert not pending
-    assert gc.isenabled()
-    assert [each for each in caught if "reentrantly" in str(each.message)] == []
-
-
 @pytest.mark.skipif(not TASKS.is_dir(), reason="threads of compiled code are seen on Linux only")
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_no_thread_of_compiled_code_stays(is_failing: bool) -> None:
@@ -174,27 +137,6 @@ def test_concurrent_calls_in_two_threads() -> None:
     assert values == {2: [(200, 2)] * 3, 3: [(3000, 3)] * 3}
 
 
-def test_other_threads_that_start_processes() -> None:
-    """Starting a process asks for the exit codes of all that multiprocessing knows; a worker's can be read once."""
-    done, interval = threading.Event(), sys.getswitchinterval()
-
-    def ask() -> None:
-        while not done.is_set():
-            multiprocessing.active_children()
-
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        assert [total(number) for number in range(8)] == [(2 * number, 2) for number in range(8)]
-    finally:
-        done.set()
-        sys.setswitchinterval(interval)
-        for thread in threads:
-            thread.join()
-
-
 @distributed(processes=2)
 def look(*names: str) -> tuple[dict[str, str | None], int]:
     return {name: os.environ.get(name) for name in names}, torch.get_num_threads()
@@ -204,13 +146,13 @@ def test_the_environment_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables set, changed and removed between calls reach the workers, although the fork server is older."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert look("NEW") == ({"NEW": None}, max(1, CORES // 2))
-    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    before = server()
     monkeypatch.setenv("NEW", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert look("NEW", "OMP_NUM_THREADS") == ({"NEW": "1", "OMP_NUM_THREADS": "3"}, 3)
     monkeypatch.delenv("NEW")
     assert look("NEW") == ({"NEW": None}, 3)
-    assert multiprocessing.forkserver._forkserver._forkserver_pid == server
+    assert server() == before
     assert "RANK" not in os.environ
 
 
@@ -241,13 +183,28 @@ def test_the_callers_process_group_stays() -> None:
         dist.destroy_process_group()
 
 
+def test_folders_of_dead_callers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next call of the same user; the folders of running calls are locked."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("dead", "running"):
+        folder = tmp_path / f"parallelize-call-{name}"
+        folder.mkdir()
+        os.utime(folder, (0, 0))
+    lock = os.open(tmp_path / "parallelize-call-running", os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert total(1) == (2, 2)
+    finally:
+        os.close(lock)
+    assert [each.name for each in tmp_path.iterdir()] == ["parallelize-call-running"]
+
+
 def test_a_dead_fork_server_is_replaced() -> None:
     """After the fork server was killed, the next call starts another one."""
-    total(1)
-    server = multiprocessing.forkserver._forkserver._forkserver_pid
-    os.kill(server, 9)
-    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
-    assert total(1) == (2, 2)
+    dead = server()
+    os.kill(dead, 9)
+    os.waitid(os.P_PID, dead, os.WEXITED | os.WNOWAIT)
+    assert server() != dead
 
 
 def test_a_decorated_function_is_decorated_in_a_worker() -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -339,10 +340,10 @@ def test_an_unpicklable_object_is_named_before_the_start(
     def uses() -> None:
         print(thing)
 
-    def start(self: object) -> None:
+    def start(*_: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
+    monkeypatch.setattr(socket, "send_fds", start)
     for call, name in [
         (uses, "the variable 'thing'"),
         (lambda: add(1, thing), "argument 1"),
@@ -453,14 +454,14 @@ def test_importing_the_package_does_not_import_tqdm() -> None:
 
 FORKED = """
 import multiprocessing, os
-from parallelize import LaunchError, distributed, rank
+from parallelize import distributed, rank
 
 @distributed(processes=2)
 def train():
     return rank()
 
 def call():
-    return train()
+    return train.all_ranks()
 
 assert train.all_ranks() == [0, 1]
 child = os.fork()
@@ -468,24 +469,20 @@ if child == 0:
     os._exit(7 if train.all_ranks() == train.all_ranks() == [0, 1] else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 with multiprocessing.get_context("fork").Pool(1) as pool:
-    try:
-        pool.apply(call)
-    except LaunchError as error:
-        assert "ProcessPoolExecutor" in str(error), error
-        print("refused")
+    assert pool.apply(call) == [0, 1]
 assert train.all_ranks() == [0, 1]
 """
 
 
-def test_a_forked_process_calls_and_a_daemonic_one_is_refused(run_script: Run) -> None:
-    """A forked process starts its own fork server; in a Pool worker the error names ProcessPoolExecutor."""
-    assert run_script(FORKED).stdout == "refused\n"
+def test_a_forked_process_and_a_pool_worker_call(run_script: Run) -> None:
+    """Each starts its own fork server, also a daemonic process, in which multiprocessing starts none."""
+    run_script(FORKED)
 
 
-def test_a_read_only_dev_shm_is_named(tmp_path: Path) -> None:
-    """The error names /dev/shm before a process is started; without it multiprocessing raises an OSError."""
+def test_a_read_only_dev_shm_is_no_hindrance(tmp_path: Path) -> None:
+    """Processes are started and watched without semaphores, which are files there."""
     script = tmp_path / "script.py"
-    script.write_text("from parallelize import distributed, rank\ndistributed(processes=2)(rank)()\n")
+    script.write_text("from parallelize import distributed, rank\nprint(distributed(processes=2)(rank)())\n")
     mount = 'mount -t tmpfs -o ro tmpfs /dev/shm && exec "$@"'
     inside = ["unshare", "--mount", "sh", "-c", mount, "sh"]
     if (
@@ -494,5 +491,4 @@ def test_a_read_only_dev_shm_is_named(tmp_path: Path) -> None:
     ):
         pytest.skip("may not mount here")
     ended = subprocess.run([*inside, sys.executable, str(script)], check=False, capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert "LaunchError: processes cannot be started: /dev/shm is not writable" in ended.stderr
+    assert ended.stdout == "0\n", ended.stderr

@@ -209,7 +209,7 @@ def train():
 if __name__ == "__main__":
     import tqdm
     assert train() == tqdm.__file__, train()
-    assert train.options(launcher=__import__("parallelize.launchers.elastic.plugin", fromlist=["*"]).ElasticLauncher(
+    assert train.options(launcher=__import__("parallelize.launchers.local.plugin", fromlist=["*"]).LocalLauncher(
         start_method="spawn"))() == tqdm.__file__
 """
 

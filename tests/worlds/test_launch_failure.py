@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,9 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelize import WorkerError, distributed, rank
+from parallelize import LaunchError, WorkerError, distributed, rank
 from parallelize.cluster.world import World
-from parallelize.launchers.elastic import agent
+from parallelize.launchers.local import workers
 
 pytestmark = pytest.mark.slow
 
@@ -293,23 +294,6 @@ def leave_early() -> int:
     return 7
 
 
-def test_a_worker_that_crashes_while_it_exits_is_named() -> None:
-    """After its function has returned, and when the call already waits for the end of the processes."""
-
-    def crash() -> None:
-        time.sleep(0.5)
-        os._exit(3)
-
-    @distributed(processes=2)
-    def call() -> None:
-        if rank() == 1:
-            multiprocessing.util.Finalize(None, crash, exitpriority=0)
-
-    with pytest.raises(WorkerError, match=r"rank 1 on .* ended with exit code 3") as info:
-        call()
-    assert info.value.__notes__[-1] == "the others: rank 0: had returned"
-
-
 def test_sys_exit_without_a_code_returns_none() -> None:
     """sys.exit() is a return of None."""
     assert leave_early.all_ranks() == [7, None]
@@ -404,10 +388,10 @@ def return_over_a_fragile_group() -> int:
     return 42
 
 
-def test_a_result_outlives_an_error_in_closing_the_group(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_result_outlives_an_error_in_closing_the_group(caplog: pytest.LogCaptureFixture) -> None:
     """The function has returned: the error is logged, and the caller gets the value."""
     assert return_over_a_fragile_group() == 42
-    assert "the process group was closed, after the function had returned" in capfd.readouterr().err
+    assert "the process group was closed, after the function had returned" in caplog.text
 
 
 PENDING = """
@@ -458,7 +442,7 @@ def test_a_worker_that_sigkill_does_not_end_is_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one in the driver of a GPU that hangs: neither the call waits for it, nor will Python at its exit."""
-    monkeypatch.setattr(agent, "_KILL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(workers, "_KILL_TIMEOUT_S", 0.5)
     begun = tmp_path / "begun"
     try:
         with pytest.raises(ZeroDivisionError) as info:
@@ -468,3 +452,103 @@ def test_a_worker_that_sigkill_does_not_end_is_abandoned(
         assert not multiprocessing.active_children()
     finally:
         os.kill(int(begun.read_text()), signal.SIGCONT)
+
+
+@distributed(processes=2, timeout=60)
+def die_later(after_s: float) -> int:
+    """Return, and let rank 1's process be killed a moment later."""
+    if rank() == 1:
+        threading.Timer(after_s, os.kill, [os.getpid(), signal.SIGKILL]).start()
+    return 1
+
+
+@pytest.mark.parametrize("after_ms", range(0, 120, 10))
+def test_a_rank_that_is_killed_as_it_returns(after_ms: int) -> None:
+    """Before its value is written, it is an error; after that, the call has its values; it never waits for ever."""
+    try:
+        result = str(die_later(after_ms / 1000))
+    except WorkerError as error:
+        result = str(error)
+    assert result == "1" or "was ended by SIGKILL" in result
+
+
+@distributed(processes=2)
+def leave_badly(way: str) -> int:
+    """Return a value; rank 1's process ends badly after it, or not at all."""
+    if rank() == 1 and way == "exit":
+        multiprocessing.util.Finalize(None, os._exit, args=(3,), exitpriority=1)
+    elif way == "thread":
+        threading.Thread(target=time.sleep, args=[LONG_S]).start()
+    return rank() + 1
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("exit", "the process of rank 1 ended with code 3 after the call had its values"),
+        ("thread", "the process of rank 0 is ended 5 s after the call had its values"),
+    ],
+)
+def test_what_happens_after_the_values_is_logged(way: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No value of a finished call is lost to how its processes end."""
+    assert leave_badly.all_ranks(way) == [1, 2]
+    assert text in caplog.text
+
+
+@distributed(processes=2)
+def kill_the_fork_server() -> None:
+    if rank() == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(LONG_S)
+
+
+def test_a_killed_fork_server_is_named() -> None:
+    """The caller hears exactly that, and the next call starts another one."""
+    with pytest.raises(LaunchError, match="the fork server, which starts the worker processes, has ended"):
+        kill_the_fork_server()
+    assert leave_badly("") == 1
+
+
+@distributed(processes=2)
+def fork_and_return(how: str) -> str:
+    child = os.fork()
+    if child == 0 and how == "raises":
+        raise ZeroDivisionError
+    if child == 0:
+        return "a child's value"
+    return f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}"
+
+
+@pytest.mark.parametrize(("how", "code"), [("returns", "0"), ("raises", "1")])
+def test_a_forked_child_is_no_rank(how: str, code: str) -> None:
+    """It ends where it leaves the function: its value is not the rank's, nor is its error."""
+    assert fork_and_return.all_ranks(how) == [code, code]
+
+
+@distributed(processes=2)
+def run_a_script(script: Path) -> str:
+    return subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout
+
+
+def test_a_script_that_a_rank_runs_is_no_rank(tmp_path: Path) -> None:
+    """It inherits the rank's variables, and its call has processes of its own."""
+    script = tmp_path / "script.py"
+    script.write_text("from parallelize import distributed, rank\nprint(distributed(processes=2)(rank).all_ranks())\n")
+    assert run_a_script.all_ranks(script) == ["[0, 1]\n"] * 2
+
+
+@distributed(processes=2)
+def catch_what_a_dead_rank_causes() -> str:
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        return "as if all were well"
+    return "not reached"
+
+
+def test_a_dead_rank_fails_a_call_that_caught_its_error() -> None:
+    """Whatever the others return."""
+    with pytest.raises(WorkerError, match=r"rank 1 .* was ended by SIGKILL"):
+        catch_what_a_dead_rank_causes()

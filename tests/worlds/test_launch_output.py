@@ -39,17 +39,18 @@ def test_all_ranks_are_shown_with_their_number(capsys: pytest.CaptureFixture[str
     assert sorted(err.splitlines()) == [f"[rank {number}] err of {number}" for number in range(2)]
 
 
-def test_a_directory_gets_a_file_per_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The files replace those of an earlier run, and rank 0 is shown as well."""
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank0.out").write_text("of an earlier run\n" * 100)
-    talk.options(logs=str(tmp_path / "logs"))()
-    contents = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir() if path.suffix != ".json"}
-    assert contents == {
-        **{f"rank{number}.out": f"out of {number}\né without end {number}" for number in range(2)},
-        **{f"rank{number}.err": f"err of {number}\n" for number in range(2)},
-    }
-    assert capsys.readouterr().out == "out of 0\né without end 0"
+def test_a_directory_gets_a_folder_per_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has a file per rank, replaces none of an earlier call, and rank 0 is shown as well."""
+    for _ in range(2):
+        talk.options(logs=str(tmp_path / "logs"))()
+        assert capsys.readouterr().out == "out of 0\né without end 0"
+    calls = sorted((tmp_path / "logs").iterdir())
+    assert len(calls) == 2
+    for folder in calls:
+        assert {path.name: path.read_text() for path in folder.iterdir()} == {
+            **{f"rank{number}.out": f"out of {number}\né without end {number}" for number in range(2)},
+            **{f"rank{number}.err": f"err of {number}\n" for number in range(2)},
+        }
 
 
 LIVE = """
@@ -206,4 +207,5 @@ def test_output_uses_little_disk(capfdbinary: pytest.CaptureFixture[bytes], tmp_
         assert written == size
     assert capfdbinary.readouterr().out == (b"x" * 1023 + b"\n") * (size // 1024)
     flood.options(logs=str(tmp_path))(size, size)
-    assert (tmp_path / "rank1.out").read_bytes() == (b"x" * 1023 + b"\n") * (size // 1024)
+    (written,) = tmp_path.glob("*/rank1.out")
+    assert written.read_bytes() == (b"x" * 1023 + b"\n") * (size // 1024)

@@ -1,4 +1,4 @@
-"""`seed=` seeds every rank equally; without it, ranks and calls draw independently. The caller's RNG states stay."""
+"""`seed=` seeds every rank equally; without it, ranks draw the caller's next numbers. The caller's RNG states stay."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import random
 
 import numpy as np
 import torch
+from torch import nn
 
-from parallelize import distributed
+from parallelize import distributed, parallel_model
 
 
 @distributed(processes=2)
@@ -27,11 +28,30 @@ def test_a_seed_gives_equal_numbers_on_every_rank_and_in_every_call() -> None:
     assert draw.options(seed=8)() != first[0]
 
 
-def test_without_a_seed_all_draws_differ() -> None:
-    """Workers are forks of one server, but no rank or call repeats the numbers of another."""
-    rows = [*draw.all_ranks(), *draw.all_ranks(), draw.options(processes=1)()]
-    for numbers in zip(*rows, strict=True):
-        assert len(set(numbers)) == len(rows), rows
+def test_without_a_seed_every_rank_draws_the_callers_next_numbers() -> None:
+    """Data is split alike on all ranks, as in one process, seeded by the caller or not; `seed=` wins."""
+    for seed in (torch.seed, lambda: torch.manual_seed(7)):
+        seed()
+        two, one = draw.all_ranks(), draw.options(processes=1).all_ranks()
+        assert draw.options(seed=7)() != two[0]
+        assert two == one * 2 == [draw.__wrapped__()] * 2
+
+
+@distributed(processes=2)
+def initialize() -> tuple[list[float], list[float]]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    with parallel_model(model):
+        return model[0].weight.flatten().tolist(), model[1](torch.ones(64)).tolist()
+
+
+def test_a_seed_of_the_caller_gives_the_model_of_one_process() -> None:
+    """Dropout differs between the ranks; rank 0's is that of one process."""
+    torch.manual_seed(0)
+    [alone] = initialize.options(processes=1).all_ranks()
+    first, second = initialize.all_ranks()
+    assert first == alone
+    assert second[0] == alone[0]
+    assert second[1] != alone[1]
 
 
 def test_generators_of_the_caller_are_unchanged() -> None:

@@ -335,6 +335,7 @@ def test_comm_hooks_average_gradients(hook: str) -> None:
     assert all(map(torch.equal, first, second))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_buffers_that_cannot_be_broadcast_are_refused(backend: str) -> None:
     """Sparse tensors, dtypes that gloo does not support, conjugate and expanded views are refused at the entry."""

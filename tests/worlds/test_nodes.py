@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,12 +26,12 @@ SCRIPT = """
 import json, os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
 from parallelize import distributed, rank
-from parallelize.launchers.elastic.plugin import ElasticLauncher
+from parallelize.launchers.local.plugin import LocalLauncher
 
 what, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-options = dict(processes=2, num_nodes=2, timeout=20) | json.loads(sys.argv[3])
+options = dict(processes=2, num_nodes=2, timeout=60) | json.loads(sys.argv[3])
 if "heartbeat_timeout" in options:
-    options["launcher"] = ElasticLauncher(heartbeat_timeout=options.pop("heartbeat_timeout"))
+    options["launcher"] = LocalLauncher(heartbeat_timeout=options.pop("heartbeat_timeout"))
 
 class Boom(Exception):
     pass
@@ -97,7 +98,7 @@ class Nodes:
         self.running.append(process)
         return process
 
-    def result(self, process: subprocess.Popen[str], timeout_s: float = 50.0) -> dict[str, Any]:
+    def result(self, process: subprocess.Popen[str], timeout_s: float = 90.0) -> dict[str, Any]:
         out, err = process.communicate(timeout=timeout_s)
         assert out.strip(), err
         result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
@@ -174,7 +175,7 @@ def test_one_mpi_process_per_node_starts_the_workers(nodes: Nodes, port: int) ->
 def test_large_values_reach_other_nodes(nodes: Nodes, port: int) -> None:
     """A value of 20 MB reaches the other node, although the store limits values to 8 MB."""
     started = [nodes.start("large", environ=on_loopback(number, port)) for number in (0, 1)]
-    assert [nodes.result(process)["value"] for process in started] == [20_000_000] * 2
+    assert [nodes.result(process) for process in started] == [{"value": 20_000_000}] * 2
 
 
 @pytest.mark.parametrize(("what", "error"), [("raise", "Boom"), ("kill", "WorkerError")])
@@ -252,12 +253,78 @@ def test_nodes_with_different_requests_refuse(nodes: Nodes, port: int) -> None:
 
 
 def test_two_nodes_with_one_node_rank_refuse(nodes: Nodes, port: int) -> None:
-    """A duplicate NODE_RANK is refused on the second node."""
-    started = [nodes.start("return", options={"timeout": 8}, environ=on_loopback(number, port)) for number in (0, 1, 1)]
-    errors = [nodes.result(process) for process in started]
-    refused = [result for result in errors if result.get("error") == "ConfigError"]
-    assert len(refused) == 1
-    assert "another node has the same NODE_RANK" in refused[0]["text"]
+    """A duplicate NODE_RANK is refused, and the others go on."""
+    started = [nodes.start("wait", environ=on_loopback(number, port)) for number in (0, 1)]
+    nodes.worker_pids(4)
+    refused = nodes.result(nodes.start("wait", environ=on_loopback(1, port)))
+    assert refused["error"] == "ConfigError"
+    assert "another node has the same NODE_RANK" in refused["text"]
+    (nodes.folder / "go").touch()
+    assert [nodes.result(process)["value"] for process in started] == [[12.0, 0, 0, 0, 0]] * 2
+
+
+def test_nodes_with_different_arguments_refuse(nodes: Nodes, port: int) -> None:
+    """Values that each node has drawn for itself are named; each trained with its own, in silence."""
+    (nodes.folder / "script.py").write_text(SCRIPT.replace("train(factor=2)", "train(factor=os.getpid())"))
+    started = [nodes.start("return", environ=on_loopback(number, port)) for number in (0, 1)]
+    for number, process in enumerate(started):
+        result = nodes.result(process)
+        assert result["error"] == "ConfigError"
+        assert "argument 'factor' differs between the nodes" in result["text"]
+        assert f"node {number} ({socket.gethostname()}): {process.pid}" in result["text"]
+
+
+def test_a_node_may_call_again_after_it_has_failed_alone(nodes: Nodes, port: int) -> None:
+    """Its next call joins the call in which the other node waits for it."""
+    fails = """
+    if os.environ["NODE_RANK"] == "1":
+        import threading
+        try:
+            train(factor=threading.Lock())
+        except Exception as error:
+            assert "cannot be pickled" in str(error), error
+    if what == "large":"""
+    (nodes.folder / "script.py").write_text(
+        SCRIPT.replace(
+            """
+    if what == "large":""",
+            fails,
+        )
+    )
+    started = [nodes.start("return", environ=on_loopback(number, port)) for number in (0, 1)]
+    for process in started:
+        assert nodes.result(process) == {"value": [12.0, 0, 0, 0, 0], "all": ALL_RANKS}
+
+
+def send(port: int, what: bytes) -> None:
+    """Connect to node 0 as soon as it listens; send some bytes, and wait until it ends the connection."""
+
+    def is_sent() -> bool:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(what)
+            stranger.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+            return True
+        return False
+
+    wait_for(is_sent, timeout_s=60)
+
+
+def test_strangers_change_nothing(nodes: Nodes, port: int) -> None:
+    """Neither random bytes nor a node without PARALLELIZE_KEY is heard; the nodes that have it make their call."""
+    key = {"PARALLELIZE_KEY": "secret"}
+    first = nodes.start("return", environ={**on_loopback(0, port), **key})
+    rng = random.Random(0)
+    for size in (0, 7, 40, 1000):
+        send(port, rng.randbytes(size))
+    send(port, (100).to_bytes(8, "big") + rng.randbytes(132))  # the form of a message
+    stranger = nodes.start("return", options={"timeout": 3}, environ=on_loopback(1, port))
+    result = nodes.result(stranger)
+    assert (result["error"], "another PARALLELIZE_KEY is not heard" in result["text"]) == ("LaunchError", True)
+    second = nodes.start("return", environ={**on_loopback(1, port), **key})
+    for process in (first, second):
+        assert nodes.result(process) == {"value": [12.0, 0, 0, 0, 0], "all": ALL_RANKS}
 
 
 def test_num_nodes_without_master_addr_is_refused(nodes: Nodes) -> None:

@@ -97,6 +97,7 @@ def test_a_seed_of_the_run_seeds_every_rank() -> None:
     assert drawn.all_ranks(split_rng=False) == values
 
 
+@pytest.mark.filterwarnings("default")
 def test_equal_generators_that_are_not_split_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 0 warns once, at the block's line, of those that are equal."""
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.timeout(150)
 def test_requests_per_rank_are_bounded() -> None:
-    """A rank asks twice a second, and a few times more until the missing rank is found; a node asks 20 times."""
+    """A rank asks twice a second, and a few times more until the missing rank is found."""
     arguments = ["--counts", "4", "--seconds", "1", "--processes", "2"]
     command = [sys.executable, str(BENCHMARKS / "scale/main.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=True)
@@ -26,9 +26,8 @@ def test_requests_per_rank_are_bounded() -> None:
     assert [row[:2] for row in table.rows] == [["4", "32"]]
     assert 0 < int(descriptors.rows[0][1]) <= 40
     for row in table.rows:
-        nodes, ranks = int(row[0]), int(row[1])
+        ranks = int(row[1])
         counts = {name: float(cell) for name, cell in zip(table.columns, row, strict=True) if "requests" in name}
         assert 0 < counts["training: requests/s"] <= 2.5 * ranks
         assert 0 < counts["until found: requests per rank"] <= 25
         assert 0 < counts["waiting: requests/s"] <= 8 * ranks  # also the judge's, which do not depend on the ranks
-        assert 0 < counts["control plane: requests/s"] <= 25 * nodes

@@ -145,7 +145,7 @@ def test_the_newest_run_of_a_store_is_asked_first() -> None:
         each.add("asked", 1)
     answer = RankState(0, "running", answers=2, facts={"world_size": 1})
     prefixes[-1].set("state/0", json.dumps(answer))
-    assert ask(f"127.0.0.1:{store.port}") == {0: answer._replace(collectives=[], groups=[], needs=[])}
+    assert ask(f"127.0.0.1:{store.port}") == {0: answer._replace(collectives=[], groups=[])}
     assert [each.add("asked", 0) for each in prefixes] == [1, 1, 2]
 
 

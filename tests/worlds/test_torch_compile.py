@@ -82,6 +82,7 @@ def train(name: str, when: str, backend: str, amp: str | None) -> tuple[int, lis
     return graphs.frame_count, [each.detach() for each in model.parameters()]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by torch.compile
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_compiled_model_is_one_graph(name: str, backend: str) -> None:

@@ -73,6 +73,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     auto device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(the_device));
     if (bytes == 0) return {nullptr, nullptr, &release, device};
+    make_context(the_device);
     check_memory(the_device, bytes);
     auto block = fake_cuda::allocate(the_device, current_stream(the_device), bytes);
     return {block, block, &release, device};
@@ -110,7 +111,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
   c10::Device getDevice() const override { return {c10::kCUDA, static_cast<c10::DeviceIndex>(the_device)}; }
   void setDevice(c10::Device device) const override { set_current_device(index_of(device)); }
-  void uncheckedSetDevice(c10::Device device) const noexcept override { the_device = index_of(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { maybe_exchange_device(index_of(device)); }
   c10::Device exchangeDevice(c10::Device device) const override {
     auto before = getDevice();
     setDevice(device);
@@ -192,7 +193,7 @@ struct Hooks : at::CUDAHooksInterface {
   bool hasCUDA() const override { return fake_cuda::device_count() > 0; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return hasCUDA(); }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return has_context(device); }
   int getNumGPUs() const override { return fake_cuda::device_count(); }
   c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(fake_cuda::device_count()); }
   c10::DeviceIndex current_device() const override { return static_cast<c10::DeviceIndex>(the_device); }
@@ -203,7 +204,9 @@ struct Hooks : at::CUDAHooksInterface {
     if (device >= 0) set_current_device(device);
     return before;
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return static_cast<c10::DeviceIndex>(maybe_exchange_device(device));
+  }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &the_pinned_allocator; }
   at::Allocator* getCUDADeviceAllocator() const override { return &the_device_allocator; }
@@ -250,9 +253,19 @@ void check_memory(int device, size_t bytes) {
       " MiB is free.");
 }
 
+// As c10::cuda::SetDevice and MaybeExchangeDevice: a device that is current already, or is only returned to, gets no
+// context.
 void set_current_device(int device) {
   TORCH_CHECK(device < device_count(), "CUDA error: invalid device ordinal");
+  if (device < 0 || device == the_device) return;
+  make_context(device);
+  the_device = device;
+}
+
+int maybe_exchange_device(int device) {
+  auto before = the_device;
   if (device >= 0) the_device = device;
+  return before;
 }
 
 StreamKey current_stream(int device) {

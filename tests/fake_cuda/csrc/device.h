@@ -15,6 +15,7 @@ int physical_device(int device);
 // Of the calling thread.
 int current_device();
 void set_current_device(int device);
+int maybe_exchange_device(int device);
 StreamKey current_stream(int device);
 
 constexpr size_t kMemory = size_t{8} << 30;

@@ -6,10 +6,12 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "durations.h"
 #include "tensors.h"
 
 namespace fake_cuda {
@@ -44,11 +46,14 @@ class Call {
     const c10::DeviceGuard guard(device_);
     const KernelGuard kernels;
     if (kSynchronizes.count(name()) > 0) check_sync(name().c_str());
-    work_ = launch(current_stream(device_.index()), name().c_str());
+    auto is_kernel = !returns_view();
+    auto operations = is_kernel ? fake_cuda::operations(name(), given()) : Operations{};
+    work_ = launch(current_stream(device_.index()), name().c_str(), is_kernel ? launch_ms() : 0);
     for (size_t i = 0; i < arguments_.size(); ++i) argument(i) = to_host(argument(i), arguments_[i].alias_info());
     compute();
-    if (kSynchronizes.count(name()) > 0) host_waits(record(work_.stream));
     auto& returns = op_.schema().returns();
+    if (is_kernel) prolong(work_, kernel_ms(device_.index(), operations, elements(returns.size()), bytes(returns.size())));
+    if (kSynchronizes.count(name()) > 0) host_waits(record(work_.stream));
     for (auto each = stack_.end() - returns.size(); each != stack_.end(); ++each) *each = to_device(std::move(*each));
   }
 
@@ -57,6 +62,35 @@ class Call {
     Tensor original, host;
     bool is_fresh_output; // empty, so that the kernel may resize it
   };
+
+  // A view of an argument: no kernel runs.
+  bool returns_view() const {
+    auto& returns = op_.schema().returns();
+    auto* alias = returns.empty() ? nullptr : returns[0].alias_info();
+    return alias != nullptr && !alias->isWrite();
+  }
+
+  c10::ArrayRef<IValue> given() const { return c10::ArrayRef<IValue>(stack_.data() + begin_, arguments_.size()); }
+
+  double elements(size_t returns) const {
+    auto first = stack_.end() - returns;
+    return returns > 0 && first->isTensor() && first->toTensor().defined() ? first->toTensor().numel() : 0;
+  }
+
+  // What the kernel reads and writes. An output that was passed is counted there, but what changes in place twice.
+  double bytes(size_t returns) const {
+    auto size = [](const Tensor& each) { return each.defined() ? static_cast<double>(each.numel() * each.itemsize()) : 0; };
+    double total = 0;
+    for (auto& each : passed_) total += size(each.host);
+    for (auto each = stack_.end() - returns; each != stack_.end(); ++each) {
+      if (each->isTensor() && (name().back() == '_' || !was_passed(each->toTensor()))) total += size(each->toTensor());
+    }
+    return total;
+  }
+
+  bool was_passed(const Tensor& result) const {
+    return std::any_of(passed_.begin(), passed_.end(), [&](auto& each) { return each.host.is_same(result); });
+  }
 
   const std::string& name() const { return op_.schema().name(); }
   IValue& argument(size_t i) { return stack_[begin_ + i]; }

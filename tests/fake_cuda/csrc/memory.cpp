@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "durations.h"
 #include "tensors.h"
 
 namespace fake_cuda {
@@ -35,13 +36,28 @@ void resize_storage(const Tensor& tensor, size_t bytes) {
   auto memory = device_allocator()->allocate(bytes);
   auto kept = std::min(bytes, storage.nbytes());
   if (kept > 0) {
-    auto work = launch(stream_of(tensor), "resize_");
+    auto work = launch(stream_of(tensor), "resize_", launch_ms());
     touch(storage.data(), work, false);
     touch(memory.get(), work, true);
     std::memcpy(memory.get(), storage.data(), kept);
   }
   storage.set_data_ptr_noswap(std::move(memory));
   storage.set_nbytes(bytes);
+}
+
+Tensor sent(const Tensor& tensor) {
+  Lock lock(state_mutex());
+  auto work = launch(stream_of(tensor), "a collective", launch_ms());
+  touch_tensor(tensor, work, false);
+  return host_alias(tensor).clone();
+}
+
+void received(const Tensor& tensor, const Tensor& values) {
+  const KernelGuard kernels;
+  Lock lock(state_mutex());
+  auto work = launch(stream_of(tensor), "a collective", launch_ms());
+  touch_tensor(tensor, work, true);
+  host_alias(tensor).copy_(values);
 }
 
 const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef symbolic, std::optional<at::MemoryFormat> format) {
@@ -84,22 +100,22 @@ void record_stream(Tensor& self, c10::Stream stream) {
 at::Scalar item(const Tensor& self) {
   check_sync("item");
   Lock lock(state_mutex());
-  auto work = launch(stream_of(self), "item");
+  auto work = launch(stream_of(self), "item", launch_ms());
   touch_tensor(self, work, false);
   host_waits(record(work.stream));
   return host_alias(self).item();
 }
 
-double transfer_ms(const Tensor& tensor) {
-  constexpr double kBytesPerMs = 25e6; // PCIe
-  return tensor.numel() * tensor.itemsize() / kBytesPerMs;
+double transfer_ms(const Tensor& to, const Tensor& from) {
+  auto device = [](const Tensor& each) { return each.is_cuda() ? each.device().index() : kHost; };
+  return fake_cuda::transfer_ms(device(from), device(to), static_cast<double>(to.numel() * to.itemsize()));
 }
 
 // Both devices' current streams are ordered with the copy, as in CUDA.
 void copy_between_devices(const Tensor& to, const Tensor& from) {
   auto source = stream_of(from), target = stream_of(to);
   stream_waits(source, record(target));
-  auto work = launch(source, "copy_ between devices", transfer_ms(to));
+  auto work = launch(source, "copy_ between devices", transfer_ms(to, from));
   touch_tensor(from, work, false);
   touch_tensor(to, work, true);
   host_alias(to).copy_(host_alias(from));
@@ -107,7 +123,7 @@ void copy_between_devices(const Tensor& to, const Tensor& from) {
 }
 
 void copy_to_device(const Tensor& to, const Tensor& from, bool is_deferred) {
-  auto work = launch(stream_of(to), "copy_ to the device", transfer_ms(to));
+  auto work = launch(stream_of(to), "copy_ to the device", transfer_ms(to, from));
   touch_tensor(to, work, true);
   if (!is_deferred) {
     host_alias(to).copy_(from);
@@ -122,7 +138,7 @@ void copy_to_device(const Tensor& to, const Tensor& from, bool is_deferred) {
 }
 
 void copy_to_host(const Tensor& to, const Tensor& from, bool is_deferred) {
-  auto work = launch(stream_of(from), "copy_ to the host", transfer_ms(to));
+  auto work = launch(stream_of(from), "copy_ to the host", transfer_ms(to, from));
   touch_tensor(from, work, false);
   if (!is_deferred) {
     host_alias(to).copy_(host_alias(from));
@@ -147,7 +163,9 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
       copy_between_devices(self, from);
       return self;
     }
-    auto work = launch(stream_of(self), "copy_");
+    auto device = self.device().index();
+    auto ms = launch_ms() + kernel_ms(device, {}, 0, 2.0 * self.numel() * self.itemsize());
+    auto work = launch(stream_of(self), "copy_", ms);
     touch_tensor(from, work, false);
     touch_tensor(self, work, true);
     host_alias(self).copy_(host_alias(from));

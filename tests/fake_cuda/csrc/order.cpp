@@ -1,5 +1,7 @@
 #include "order.h"
 
+#include "durations.h"
+
 #include <unistd.h>
 
 #include <algorithm>
@@ -53,6 +55,7 @@ struct State {
   std::deque<Deferred> deferred;
   std::map<int, Statistics> statistics;
   std::set<std::string> reported;
+  std::set<int> contexts; // devices
 };
 
 // Never destroyed: threads may free memory while the process exits.
@@ -94,14 +97,17 @@ std::string describe(const Work& work, bool is_write) {
 }
 
 // Appends to the file that tests read: one channel for this process and the workers that it starts.
-void report(const Work& later, bool later_writes, const Work& earlier, bool earlier_wrote) {
-  auto text = describe(later, later_writes) + " is not ordered after " + describe(earlier, earlier_wrote);
+void report(const std::string& text) {
   if (!state().reported.insert(text).second) return;
   auto path = std::getenv("FAKE_CUDA_REPORT");
   if (auto file = path ? std::fopen(path, "a") : nullptr) {
     std::fprintf(file, "process %d: %s\n", getpid(), text.c_str());
     std::fclose(file);
   }
+}
+
+void report(const Work& later, bool later_writes, const Work& earlier, bool earlier_wrote) {
+  report(describe(later, later_writes) + " is not ordered after " + describe(earlier, earlier_wrote));
 }
 
 // Runs a deferred copy, and before it those of its stream that were issued earlier.
@@ -148,9 +154,15 @@ std::recursive_mutex& state_mutex() {
 Work launch(StreamKey stream, const char* name, double ms) {
   Lock lock(state_mutex());
   auto& clock = state().streams[stream];
+  if (ms > 0) state().host.ms += host_ms();
   join(clock, state().host);
   clock.ms += ms;
   return {stream, ++clock.finished[stream], name};
+}
+
+void prolong(const Work& work, double ms) {
+  Lock lock(state_mutex());
+  state().streams[work.stream].ms += ms;
 }
 
 Clock record(StreamKey stream) {
@@ -266,6 +278,18 @@ int device_of(const void* address) {
   Lock lock(state_mutex());
   auto block = base_of(state().blocks, address);
   return block == nullptr ? -1 : state().blocks[block].device;
+}
+
+void make_context(int device) {
+  Lock lock(state_mutex());
+  auto& contexts = state().contexts;
+  if (!contexts.insert(device).second || contexts.size() == 1) return;
+  if (std::getenv("FAKE_CUDA_ONE_CONTEXT")) report("a second context, on cuda:" + std::to_string(device));
+}
+
+bool has_context(int device) {
+  Lock lock(state_mutex());
+  return state().contexts.count(device) > 0;
 }
 
 Statistics statistics(int device) {

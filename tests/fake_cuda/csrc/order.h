@@ -13,7 +13,7 @@ using StreamKey = int64_t;
 // A point in the work of a stream, or of the host.
 struct Clock {
   std::map<StreamKey, uint64_t> finished; // for each stream, how much of its work has finished for certain
-  double ms = 0; // simulated time of the device; the host's own work takes none
+  double ms = 0; // simulated time of the device, or of the host
 };
 
 inline StreamKey stream_key(int device, int64_t stream_id) {
@@ -31,8 +31,11 @@ struct Work {
   const char* name; // outlives the process's tests: a literal or the name of an operator
 };
 
-// Starts work on a stream: ordered after the stream's earlier work and after all that the host has waited for.
-Work launch(StreamKey stream, const char* name, double ms = 0.001);
+// Starts work on a stream: ordered after the stream's earlier work and after all that the host has waited for. The host
+// needs time to issue what takes time.
+Work launch(StreamKey stream, const char* name, double ms);
+// Lengthens the last work of a stream.
+void prolong(const Work& work, double ms);
 // What has finished once the stream has reached this point.
 Clock record(StreamKey stream);
 void stream_waits(StreamKey stream, const Clock& clock);
@@ -50,6 +53,11 @@ void record_use(const void* address, StreamKey stream);
 // Notes that work reads or writes the block of an address, and reports an access that nothing orders after another's.
 void touch(const void* address, const Work& work, bool is_write);
 int device_of(const void* address); // -1: no device memory
+
+// A process has a context, of hundreds of megabytes, on each device that it makes current or allocates memory of. With
+// FAKE_CUDA_ONE_CONTEXT in its environment, a second one is reported.
+void make_context(int device);
+bool has_context(int device);
 
 struct Statistics {
   size_t current, peak, total_allocations;

@@ -52,6 +52,9 @@ inline StreamKey stream_of(const Tensor& tensor) {
 
 // UntypedStorage.resize_, of the storage of a tensor: new memory starts as NaN, and none is left for 0 bytes.
 void resize_storage(const Tensor& tensor, size_t bytes);
+// What a collective reads and writes on the current stream, for which the host does not wait.
+Tensor sent(const Tensor& tensor);
+void received(const Tensor& tensor, const Tensor& values);
 // Tensor.resize_: never shrinks the memory.
 const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef symbolic, std::optional<at::MemoryFormat> format);
 

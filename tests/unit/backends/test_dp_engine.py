@@ -90,6 +90,19 @@ LOGITS = torch.arange(12.0, dtype=torch.float64).view(4, 3).cos()
 TARGETS = torch.tensor([0, -100, 2, 1])
 
 
+@pytest.mark.parametrize("numbers", [(2.0, 3.0), (2.0, 2.0)])
+def test_means_times_different_numbers_are_averaged_by_samples(numbers: tuple[float, float]) -> None:
+    """Of 1 and 2 targets in 2 samples each: the numbers may depend on the batch, unless they are equal."""
+    parts = slice(None, 2), slice(2, None)
+    losses = [
+        each * F.cross_entropy(LOGITS[part].requires_grad_(), TARGETS[part])
+        for each, part in zip(numbers, parts, strict=True)
+    ]
+    weights = (1, 2) if numbers[0] == numbers[1] else (2, 2)
+    expected = sum(each * weight for each, weight in zip(losses, weights, strict=True)) / sum(weights)
+    torch.testing.assert_close(gather(*losses, samples=[2, 2]), expected)
+
+
 @pytest.mark.parametrize(
     ("loss_of", "kind", "count"),
     [

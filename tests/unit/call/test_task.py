@@ -1,23 +1,14 @@
-"""Functions are pickled by name or by value; calls and their outcomes are written to files and read back."""
+"""Calls and their outcomes are written to files and read back."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import math
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from parallelize import distributed
-from parallelize.call.function_ref import FunctionRef
-from parallelize.call.module_sync import module_state
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
@@ -29,77 +20,6 @@ CPU = torch.device("cpu")
 
 def plain() -> int:
     return 1
-
-
-@distributed()
-def decorated() -> int:
-    return 2
-
-
-@distributed()
-@functools.lru_cache
-def twice_wrapped() -> int:
-    return 3
-
-
-class Home:
-    @distributed()
-    def method(self) -> int:
-        return 4
-
-
-@pytest.mark.parametrize(
-    ("function", "depth"),
-    [
-        (plain, 0),
-        (decorated.__wrapped__, 1),
-        (twice_wrapped.__wrapped__, 1),
-        (twice_wrapped.__wrapped__.__wrapped__, 2),
-        (Home.method.__wrapped__, 1),
-        (math.sqrt, 0),
-        (torch.nn.functional.relu, 0),
-    ],
-)
-def test_a_named_function_is_pickled_by_name(function: Callable[..., Any], depth: int) -> None:
-    """The name resolves to the same function, below its decorators."""
-    reference = FunctionRef.of(function)
-    assert (reference.value, reference.depth) == (None, depth)
-    assert reference.resolve() is function
-
-
-def shadowed() -> int:
-    return 1
-
-
-first_shadowed = shadowed
-
-
-def shadowed() -> int:
-    return 2
-
-
-@pytest.mark.parametrize(
-    "function",
-    [lambda: 5, functools.partial(plain), first_shadowed, math.sqrt.__call__],
-    ids=["lambda", "partial", "shadowed", "bound"],
-)
-def test_a_function_without_a_name_is_pickled_by_value(function: Callable[..., Any]) -> None:
-    """It has no name, or its name refers to another object."""
-    reference = FunctionRef.of(function)
-    assert reference.value is function
-    assert reference.resolve() is function
-
-
-def test_a_module_loaded_by_path_is_pickled_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So are its functions, even if another module of that name can be imported."""
-    (tmp_path / "colorsys.py").write_text("def function(): return 1\n")
-    spec = importlib.util.spec_from_file_location("colorsys", tmp_path / "colorsys.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setitem(sys.modules, "colorsys", module)
-    assert FunctionRef.of(module.function).value is module.function
-    monkeypatch.syspath_prepend(tmp_path)
-    assert FunctionRef.of(module.function).value is None
 
 
 def layout() -> Layout:
@@ -138,41 +58,12 @@ def test_an_option_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
 WORLD = World(rank=1, local_rank=1, world_size=2, local_world_size=2)
 
 
-def test_the_outcome_of_a_return_has_value_and_trained_state(tmp_path: Path) -> None:
+def test_the_outcome_of_a_return_has_value_and_state(tmp_path: Path) -> None:
     """The caller copies the state, and names what does not come back."""
-    states = {0: module_state(nn.BatchNorm1d(2))}
-    Outcome.returned(WORLD, {"loss": 0.5}, states=states, unreturned=["history"]).write(tmp_path / "outcome")
+    Outcome.returned(WORLD, {"loss": 0.5}, states={0: [1]}, unreturned=["history"]).write(tmp_path / "outcome")
     outcome = Outcome.read(tmp_path / "outcome")
     assert (outcome.rank, outcome.value, outcome.error, outcome.unreturned) == (1, {"loss": 0.5}, None, ["history"])
-    assert outcome.states[0].tensors.keys() == nn.BatchNorm1d(2).state_dict().keys()
-
-
-class KeepsALock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
-
-
-kept = KeepsALock()
-
-
-def uses_a_model_with_a_lock() -> object:
-    return kept
-
-
-def test_a_global_model_that_cannot_be_pickled_is_left_to_the_import(tmp_path: Path) -> None:
-    """As all globals of imported modules are; it is named if it was trained."""
-    task = Task(uses_a_model_with_a_lock, (), {}, layout())
-    task.write(tmp_path / "task")
-    assert task.stateful == []
-    assert task.unsent == {"kept": "KeepsALock []"}
-
-
-def test_the_roots_of_a_call_are_named_as_its_user_does() -> None:
-    """Arguments by their parameters, self by its class, then the function."""
-    home = Home()
-    task = Task(Home.method.__wrapped__, (home, 1), {"key": 2}, layout())
-    assert list(task.roots()) == ["Home", "argument 1", "key", "Home.method"]
+    assert outcome.states == {0: [1]}
 
 
 def failing() -> None:

@@ -6,7 +6,6 @@ import enum
 import functools
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -17,14 +16,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from checksum import checksum_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from parallelize import ConfigError, ParallelizeError, load, save
-from parallelize.checkpoint.atomic_write import remove_stale_temp_files, replace_file
-from parallelize.checkpoint.checksum import checksum_of
-from parallelize.checkpoint.file_format import read_file
 
 VALUES = {
     "none": None,
@@ -109,12 +106,6 @@ def test_keys_and_elements_become_built_in_types(tmp_path, numpy):
         assert repr(load(tmp_path / "a.pt")) == repr(expected)
 
 
-def test_names_become_str(tmp_path):
-    """A name of a subclass of str, which ** accepts, is a str in the file."""
-    save(tmp_path / "a.pt", **{Phase.WARM: 1})
-    assert repr(load(tmp_path / "a.pt")) == "{'warm': 1}"
-
-
 class Quantized(torch.Tensor):
     """A tensor subclass, as those of quantized optimizer state are."""
 
@@ -128,7 +119,7 @@ class Quantized(torch.Tensor):
         (torch.eye(2).as_subclass(Quantized), "obj is of type .*Quantized"),
         (torch.eye(2).to_sparse(), "obj is not a dense tensor"),
         (torch.empty(1, device="meta"), "obj is not a dense tensor"),
-        (torch.utils.data.DataLoader([1]), "the position of a DataLoader"),
+        (torch.utils.data.DataLoader([1]), "obj is of type .*DataLoader"),
     ],
 )
 def test_unsafe_types_are_rejected_when_saved(tmp_path, value, named):
@@ -143,7 +134,7 @@ def test_nothing_to_save_and_folders_are_rejected(tmp_path):
     """save() without objects, and to an existing folder, raises."""
     with pytest.raises(ConfigError, match="nothing to save"):
         save(tmp_path / "a.pt")
-    with pytest.raises(ConfigError, match="it is a folder"):
+    with pytest.raises(ConfigError, match="the path is that of a folder"):
         save(tmp_path, a=1)
 
 
@@ -172,7 +163,7 @@ def test_a_hostile_file_is_not_run(tmp_path, how):
         stored = torch.load(path, weights_only=True)
         stored["a"] = hostile
         torch.save(stored, path)
-    with pytest.raises(ConfigError, match=r"posix.system|not a checkpoint") as caught:
+    with pytest.raises(ParallelizeError, match=r"posix.system|not a checkpoint") as caught:
         load(path)
     assert caught.value.faults[0].fix
     assert not (tmp_path / "run").exists()
@@ -188,16 +179,16 @@ def test_the_hostile_file_would_have_run(tmp_path):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "it is empty"),
-        (b"hello", "begins with"),
-        (None, "no such file"),
+        (b"", "not a checkpoint"),
+        (b"hello", "not a checkpoint"),
+        (None, "No such file"),
     ],
 )
 def test_other_files_are_rejected(tmp_path, content, why):
     """The error says why a file is not a checkpoint."""
     if content is not None:
         (tmp_path / "a.pt").write_bytes(content)
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(ParallelizeError, match=why):
         load(tmp_path / "a.pt")
 
 
@@ -212,11 +203,14 @@ def test_a_file_is_one_of_torch_save(tmp_path):
     plain.load_state_dict(found["model"])
     torch.optim.SGD(plain.parameters(), lr=1).load_state_dict(found["optimizer"])
     assert found["epoch"] == 3
-    assert {"format", "versions", "world_size", "rng", "digest"} <= found["_parallelize"].keys()
+    assert {"format", "torch", "world_size", "rng", "objects"} <= found["_parallelize"].keys()
     assert equal(list(plain.parameters()), list(model.parameters()))
     other = compiled(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     load(tmp_path / "a.pt", model=other)
     assert equal(list(other.parameters()), list(plain.parameters()))
+
+
+KINDS = {"model": "model", "optimizer": "optimizer", "epoch": "value"}
 
 
 def hand_written(model, optimizer):
@@ -234,6 +228,18 @@ def hand_written(model, optimizer):
         "DDP": {"model": {f"module.{name}": each for name, each in state.items()}, "optimizer": moments, "epoch": 3},
         "compiled": {"model": {f"_orig_mod.{name}": each for name, each in state.items()}, "optimizer": moments},
         "bare": state,
+        "former version": {
+            "model": state,
+            "optimizer": moments,
+            "epoch": 3,
+            "_parallelize": {
+                "format": 2,
+                "digest": "0123",
+                "world_size": 1,
+                "rng": [{"torch": torch.get_rng_state(), "data": {}}],
+                "objects": {name: {"kind": kind} for name, kind in KINDS.items()},
+            },
+        },
     }
 
 
@@ -257,7 +263,7 @@ def test_files_of_others_are_loaded(tmp_path, form, legacy):
     assert load(tmp_path / "theirs.pt", **second) == ({"epoch": 3} if "epoch" in content else {})
     for name, each in second.items():
         assert checksum_of(each.state_dict()) == checksum_of(first[name].state_dict())
-    assert load(tmp_path / "theirs.pt").keys() == content.keys()
+    assert load(tmp_path / "theirs.pt").keys() == content.keys() - {"_parallelize"}
 
 
 @pytest.mark.parametrize(
@@ -270,9 +276,16 @@ def test_names_that_only_resemble_lightnings_are_refused(tmp_path, names, states
     before = model.weight.clone()
     content = dict(zip(names, (torch.ones(2, 2), torch.ones(2)), strict=True))
     torch.save({"state_dict": content, "optimizer_states": [optimizer.state_dict()] * states}, tmp_path / "a.pt")
-    with pytest.raises(ConfigError, match=r"optimizer= is not in|in the checkpoint"):
+    with pytest.raises(ConfigError, match=r"optimizer= is not in|Missing key"):
         load(tmp_path / "a.pt", model=model, optimizer=optimizer)
     assert torch.equal(model.weight, before)
+
+
+def test_a_prefix_in_a_file_of_save_is_not_ignored(tmp_path):
+    """A checkpoint of a model around this one is of another model."""
+    save(tmp_path / "a.pt", model=nn.ModuleDict({"net": nn.Linear(2, 2)}))
+    with pytest.raises(ConfigError, match="Missing key"):
+        load(tmp_path / "a.pt", model=nn.Linear(2, 2))
 
 
 def test_values_are_converted(tmp_path):
@@ -317,21 +330,6 @@ def test_equal_states_give_equal_files(tmp_path):
         # Not in the records of tensors: random generators' states contain any two letters now and then.
         written = [archive.read(name) for name in archive.namelist() if "/data/" not in name]
     assert not any(os.uname().nodename.encode() in each for each in written)
-
-
-def test_another_format_is_rejected(tmp_path):
-    """The error for a file of the first format is the command that converts it."""
-    model, path = nn.Linear(2, 2), tmp_path / "old.pt"
-    state = {"tensors": model.state_dict(), "versions": {}, "precision": {}}
-    entries = {"model": ["model", "Linear", state], "epoch": ["value", "int", 3]}
-    torch.save({"parallelize checkpoint": 1, "content": {"entries": entries}}, path)
-    with pytest.raises(ConfigError, match="has format 1, this version reads 2") as caught:
-        load(path)
-    command = re.search(r'python (-c) "(.*)" old.pt new.pt', caught.value.faults[0].fix)
-    subprocess.run([sys.executable, *command.groups(), path, tmp_path / "new.pt"], check=True)
-    other = nn.Linear(2, 2)
-    assert load(tmp_path / "new.pt", model=other) == {"epoch": 3}
-    assert equal(list(other.parameters()), list(model.parameters()))
 
 
 def test_zip_archives_are_rejected(tmp_path):
@@ -379,41 +377,7 @@ def test_damage_is_detected_or_harmless(tmp_path_factory, intact, data):
     else:  # padding between records and time stamps in the zip directory are not content
         assert found == {"text": "a" * 50, "number": 1 / 3}
         path.with_name("intact.pt").write_bytes(intact)
-        assert read_file(path).digest() == read_file(path.with_name("intact.pt")).digest()
-
-
-@given(st.integers(0, 3 * 2**15), st.integers(0, 7))
-@settings(max_examples=50)
-def test_every_bit_changes_the_checksum(index, bit):
-    """One flipped bit in a tensor changes the checksum; so do its dtype, its shape and the order of values."""
-    tensor = torch.zeros(3 * 2**15 + 1, dtype=torch.uint8)
-    before = checksum_of({"x": tensor})
-    tensor[index] = 1 << bit
-    assert checksum_of({"x": tensor}) != before
-    assert checksum_of([tensor.view(torch.int8)]) != checksum_of([tensor])
-    assert checksum_of([tensor[:4].view(2, 2)]) != checksum_of([tensor[:4]])
-    assert checksum_of([1, 2.0]) != checksum_of([2.0, 1])
-
-
-def test_memory_layout_does_not_change_the_checksum():
-    """A view has the same checksum as a contiguous copy of it."""
-    tensor = torch.arange(100_000, dtype=torch.int16)
-    for view in (tensor[1:], tensor[3:50_001], tensor.view(1000, 100).T):
-        assert checksum_of(view) == checksum_of(view.clone(memory_format=torch.contiguous_format))
-
-
-def test_a_failing_writer_leaves_the_old_file(tmp_path):
-    """If writing fails, the old file is still there, and no other file."""
-    (tmp_path / "a").write_text("old")
-
-    def write(path):
-        path.write_text("half")
-        raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space"):
-        replace_file(tmp_path / "a", write)
-    assert (tmp_path / "a").read_text() == "old"
-    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+        assert checksum_of(load(path, rng=False)) == checksum_of(load(path.with_name("intact.pt"), rng=False))
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -436,21 +400,6 @@ def test_an_unwritable_path_raises(tmp_path):
     with pytest.raises(ParallelizeError, match="cannot write") as caught:
         save(tmp_path / "file" / "a.pt", a=1)
     assert "still there" in caught.value.faults[0].fix
-
-
-def test_temporary_files_of_killed_writers_are_removed(tmp_path):
-    """The next writer removes temporary files of killed processes, and of other hosts after an hour, but no other."""
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    host = os.uname().nodename
-    names = [f".a.{host}.{dead.pid}.tmp", ".a.other.1.tmp", f".a.{host}.{os.getppid()}.tmp", ".a.third.1.tmp"]
-    for name in (*names, f".b.{host}.{dead.pid}.tmp", "a"):
-        (tmp_path / name).write_text("")
-    os.utime(tmp_path / names[1], (0, 0))
-    replace_file(tmp_path / "a", lambda path: path.write_text("new"))
-    assert sorted(each.name for each in tmp_path.iterdir()) == sorted([*names[2:], f".b.{host}.{dead.pid}.tmp", "a"])
-    remove_stale_temp_files(tmp_path, re.compile("b"), now_s=0)
-    assert not (tmp_path / f".b.{host}.{dead.pid}.tmp").exists()
 
 
 SAVING = """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checksum import checksum_of
 from torch import nn
 
 from parallelize import ConfigError, ParallelizeError, load, save
-from parallelize.checkpoint.checksum import checksum_of
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -48,12 +48,12 @@ def test_files_of_others_are_loaded(tmp_path):
 
 @pytest.mark.parametrize("which", ["*.safetensors", "*.pt"])
 def test_damage_is_detected(tmp_path, which):
-    """A damaged or missing part of the pair raises, and nothing is loaded."""
+    """A cut weights file, or a changed checkpoint beside it, raises, and nothing is loaded."""
     path, model = tmp_path / "last.safetensors", net()
     save(path, format="safetensors", model=model)
     (part,) = tmp_path.glob(which)
     content = bytearray(part.read_bytes())
-    content[-9 if part == path else len(content) // 2 :] = b"123456789"
+    content[-9 if part == path else len(content) // 2 :] = b"12345678"
     part.write_bytes(content)
     before = checksum_of(list(model.parameters()))
     with pytest.raises(ParallelizeError, match="is damaged"):
@@ -64,7 +64,7 @@ def test_damage_is_detected(tmp_path, which):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("a.pt", {"format": "safetensors", "model": nn.Linear(1, 1)}, "holds the weights of one model"),
+        ("a.pt", {"format": "safetensors", "model": nn.Linear(1, 1)}, "for the weights of one model"),
         ("a.safetensors", {"format": "safetensors", "epoch": 1}, "with 0 models"),
         ("a.safetensors", {"format": "onnx", "model": nn.Linear(1, 1)}, "format='onnx'"),
     ],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallelize.cluster.devices import Hardware, compose_visible_devices, probe, set_device_order
+from parallelize.cluster.devices import Hardware, compose_visible_devices, probe
+from parallelize.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -26,35 +27,16 @@ def test_composes_with_the_users_mask(mask, indices, composed):
     assert compose_visible_devices(mask, indices) == composed
 
 
-@pytest.mark.parametrize(("is_initialized", "order"), [(False, "PCI_BUS_ID"), (True, "FASTEST_FIRST")])
-def test_the_order_of_devices_is_set_once(monkeypatch, is_initialized, order):
-    """It is that of nvidia-smi, or the one by which CUDA has numbered the GPUs already; the user's own is kept."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
-    environ, own = {}, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
-    set_device_order(environ)
-    set_device_order(own)
-    assert environ == {"CUDA_DEVICE_ORDER": order}
-    assert own == {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+def test_a_mask_with_too_few_entries_is_refused():
+    """As of a device that torch sees as several."""
+    with pytest.raises(ConfigError, match="names fewer devices than torch sees"):
+        compose_visible_devices("MIG-GPU-8932f937/1/0", (0, 1))
 
 
-def test_an_index_means_the_same_gpu_in_the_caller_and_in_workers(run_script, monkeypatch):
-    """Importing the package sets the order before CUDA is initialized; workers inherit it."""
+def test_importing_the_package_leaves_the_order_of_devices_alone(run_script, monkeypatch):
+    """cuda:0 stays the user's, and workers number the GPUs in the same order: by the variable, which they inherit."""
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    found = run_script(
-        """
-        import os
-
-        from parallelize.cluster.devices import Hardware
-        from parallelize.config.config import Config
-        from parallelize.config.layout import compute_layout
-        from parallelize.launchers.elastic.worker_environment import worker_environ
-
-        layout = compute_layout(Config.parse(gpus=2), Hardware("cuda", 2))
-        workers = worker_environ(os.environ, layout, cores=2)
-        print(os.environ["CUDA_DEVICE_ORDER"], workers["CUDA_DEVICE_ORDER"])
-        """,
-    )
-    assert found.stdout.split() == ["PCI_BUS_ID"] * 2
+    assert "CUDA_DEVICE_ORDER" not in run_script("import os, parallelize; print(*os.environ)").stdout.split()
 
 
 def test_probe_agrees_with_torch():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from parallelize.cluster.network import resolvable_address
+from parallelize.cluster.network import gloo_interface, interface_of, resolvable_address
 from parallelize.errors import LaunchError
 
 UNKNOWN_HOST = "no-such-host.invalid"
@@ -47,3 +51,54 @@ def test_an_unknown_host_is_an_error(scontrol: Path, text: str | None) -> None:
         write_scontrol(scontrol, text)
     with pytest.raises(LaunchError, match="export MASTER_ADDR"):
         resolvable_address(UNKNOWN_HOST)
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="needs IPv6")
+def test_interfaces_are_found_by_addresses_of_both_kinds() -> None:
+    """The loopback has one of each; gloo needs no interface for it, unless the machine has no IPv4."""
+    assert [interface_of(address) for address in ("127.0.0.1", "::1", "192.0.2.1", "2001:db8::1")] == [
+        "lo",
+        "lo",
+        None,
+        None,
+    ]
+    assert gloo_interface("127.0.0.1") is None
+
+
+RANK = """
+import torch
+import torch.distributed as dist
+from parallelize import distributed
+
+@distributed(timeout=60)
+def add():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+print(f"{add()}\\n", end="")  # in one write: both ranks share the pipe
+"""
+WITHOUT_IPV4 = """
+ip link set lo up && ip addr del 127.0.0.1/8 dev lo
+for rank in 0 1; do
+    OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_LOCAL_RANK=$rank "$@" &
+done
+wait
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"),
+    reason="needs root on Linux to make a network namespace",
+)
+@pytest.mark.parametrize("address", ["", "[::1]"])
+def test_ranks_on_a_machine_without_ipv4(tmp_path: Path, address: str) -> None:
+    """Two ranks of mpirun meet at ::1, with and without a MASTER_ADDR in brackets."""
+    (tmp_path / "script.py").write_text(RANK)
+    sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": address}
+    command = ["unshare", "--net", "bash", "-c", WITHOUT_IPV4, "bash", sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(
+        command, env={**os.environ, **sizes}, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.stdout.split() == ["2.0", "2.0"], done.stderr

@@ -191,6 +191,7 @@ SECOND_POD = (1, 0, 1, 2, 1, 2)
         pytest.param(OPEN_MPI, LAST_OF_2X2, id="Open MPI"),
         pytest.param({**SRUN, **OPEN_MPI}, LAST_OF_2X2, id="Open MPI in Slurm"),
         pytest.param(MPICH, LAST_OF_2X2, id="MPICH"),
+        pytest.param({**SRUN, **MPICH}, LAST_OF_2X2, id="MPICH in Slurm"),
         pytest.param(INTEL_MPI, LAST_OF_2X2, id="Intel MPI"),
         pytest.param(PALS, LAST_OF_2X2, id="PALS"),
         pytest.param(PALS_PMIX, LAST_OF_2X2, id="PALS with PMIx"),

@@ -37,7 +37,7 @@ def test_every_decision_is_a_row() -> None:
     found = rows(explained)
     assert found["processes"] == "1 node(s) x 2 = 2"
     assert found["devices"] == "cpu, for each of 2 local ranks"
-    assert found["starts"] == "2 processes on this node, by elastic"
+    assert found["starts"] == "2 processes on this node, by local"
     assert (found["collectives"], found["precision"], found["seed"]) == ("gloo", "fp32", "3")
     assert (found["timeout"], found["restarts"], found["logs"]) == ("90 s", "1", "all")
     assert found["inside"].startswith("rank 0 logs batches, traffic and memory")
@@ -58,6 +58,14 @@ def test_each_process_has_its_gpus_on_a_line() -> None:
     by_node = explain_call(compute_layout(Config.parse(gpus=2, backend="ddp2"), hardware), None, name="train")
     assert "  devices      local rank 0: cuda:0, cuda:1\n" in by_node
     assert "inside" not in by_node
+
+
+def test_another_machine() -> None:
+    """A call for GPUs that this machine lacks is explained for a machine that has them."""
+    explained = train.options(gpus=8, num_nodes=2).explain(gpus=8)
+    assert rows(explained)["processes"] == "2 node(s) x 8 = 16"
+    with pytest.raises(ConfigError, match="gpus=8"):
+        train.options(gpus=8).explain(gpus=4)
 
 
 def test_one_process_starts_nothing() -> None:

@@ -17,8 +17,8 @@ from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
-from parallelize.config.gpus import Gpus
 from parallelize.config.layout import Layout, compute_layout
+from parallelize.config.options import Gpus
 from parallelize.errors import ConfigError
 from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Backend
@@ -131,7 +131,7 @@ def test_devices(options, machine, world, expected):
             FOUR,
             None,
             "gpus=[0, 7, 9]",
-            "this process sees 4 GPU(s), numbered from 0; missing: 7, 9",
+            "this process sees 4 GPU(s), numbered from 0; the first that is missing: 7",
             "use gpus=4, or check CUDA_VISIBLE_DEVICES",
         ),
         (
@@ -139,7 +139,7 @@ def test_devices(options, machine, world, expected):
             Hardware("cuda", 1),
             launched(1),
             "gpus=[3]",
-            "this process sees 1 GPU(s), numbered from 0; missing: 3",
+            "this process sees 1 GPU(s), numbered from 0; the first that is missing: 3",
             "use gpus=1, or check CUDA_VISIBLE_DEVICES",
         ),
         (
@@ -147,7 +147,7 @@ def test_devices(options, machine, world, expected):
             FOUR,
             None,
             "gpus=8",
-            "this process sees 4 GPU(s), numbered from 0; missing: 4 to 7",
+            "this process sees 4 GPU(s), numbered from 0; the first that is missing: 4",
             "use gpus=4, or check CUDA_VISIBLE_DEVICES",
         ),
         (
@@ -373,6 +373,17 @@ def test_devices_that_the_backend_names():
     chosen = compute_layout(Config.parse(backend=backend, gpus=[2, 3]), FOUR)
     assert chosen.devices == ((torch.device("cuda:2"), torch.device("cuda:3")),)
     assert compute_layout(Config.parse(backend=BalancedBackend(devices=("cpu",))), FOUR).indices == (0, 1, 2, 3)
+
+
+def test_devices_of_each_process():
+    """devices_per_process= makes as many processes as fit; devices that are left over are refused."""
+    backend = BalancedBackend(devices_per_process=2)
+    layout = compute_layout(Config.parse(backend=backend), FOUR)
+    assert layout.devices == tuple(tuple(torch.device("cuda", each) for each in pair) for pair in ((0, 1), (2, 3)))
+    assert layout.local_world_size == 2
+    (fault,) = faults_of({"backend": backend, "gpus": 3}, FOUR)
+    assert fault.what == "devices_per_process=2 with 3 devices"
+    assert compute_layout(Config.parse(backend=backend, processes=3), FOUR).local_world_size == 3
 
 
 def test_shared_gpus():

@@ -45,7 +45,7 @@ class World:
         done = [Collective("0/gloo", seq, "all_reduce of float32[6553600]", True) for seq in range(1, 16)]
         calls = [*done, Collective("0/gloo", 16, "barrier", False)] if status == "waiting" else done
         is_blocked = status == "waiting"
-        return RankState(rank, status, "a.py:1", "", calls, ["0"], (), is_blocked, judge.since, judge.answered)
+        return RankState(rank, status, "a.py:1", "", calls, ["0"], is_blocked, judge.since, judge.answered)
 
     def check(self, rounds: int) -> set[str | None]:
         """Return what ended the ranks, None for those that were not."""

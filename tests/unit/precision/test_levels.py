@@ -4,48 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from parallelize import distributed
 from parallelize.cluster.world import World
 from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Amp
 from parallelize.precision import levels
-from parallelize.precision.levels import TABLE
 from parallelize.precision.native import NativePrecision
 
 CPU = torch.device("cpu")
-
-
-def test_every_level_has_a_row() -> None:
-    """The table has the levels that amp= accepts."""
-    assert tuple(TABLE) == LEVELS
-    assert all(row.level == level for level, row in TABLE.items())
-
-
-def test_rows_are_apex_definitions() -> None:
-    """Weights, batch norm, master weights and loss scaling are as in Apex's opt_levels."""
-    found = {
-        level: (row.half_weights, row.half_batch_norm, row.master_weights, row.scales_loss)
-        for level, row in TABLE.items()
-    }
-    assert found == {
-        "O0": (False, False, True, False),
-        "O1": (False, False, True, True),
-        "O2": (True, False, True, True),
-        "O3": (True, True, False, False),
-    }
-
-
-@given(level=st.sampled_from([None, *LEVELS]), dtype=st.sampled_from([None, torch.bfloat16]))
-def test_resolving_sets_level_and_dtype(level: str | None, dtype: torch.dtype | None) -> None:
-    """Level and dtype are set, the values of the request are kept, and resolving again changes nothing."""
-    request = Amp(level=level, dtype=dtype)
-    found = NativePrecision().resolve(request, device=CPU, world=World())
-    assert found.level == (level or "O1")
-    assert found.dtype is torch.bfloat16
-    assert NativePrecision().resolve(found, device=CPU, world=World()) == found
 
 
 @pytest.mark.parametrize(("device_type", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])
@@ -94,26 +61,28 @@ def test_ranks_with_gpus_choose_a_dtype_together(
     assert found.dtype is expected
 
 
+@pytest.mark.parametrize(
+    ("amp", "title", "cells"),
+    [
+        (True, "O1 in bf16", {"weights in forward: fp32", "weights updated: fp32"}),
+        ("O0", "O0", {"weights in forward: fp32"}),
+        ("O1", "O1 in bf16", {"weights in forward: fp32", "weights updated: fp32"}),
+        ("O2", "O2 in bf16", {"weights in forward: bf16", "batch norm's weights: fp32", "weights updated: fp32"}),
+        ("O3", "O3 in bf16", {"weights in forward: bf16", "batch norm's weights: bf16", "weights updated: bf16"}),
+    ],
+)
+def test_explain_shows_the_level(amp: object, title: str, cells: set[str]) -> None:
+    """A line for each of its properties, which are those of Apex's opt_levels; without fp16 no loss is scaled."""
+    lines = [line.strip() for line in distributed(processes=2, amp=amp)(print).explain().splitlines()]
+    assert f"precision    {title} (native)" in lines
+    assert cells | {"loss scaling: none"} <= set(lines)
+
+
 @pytest.mark.parametrize("engine", registry.names("precision"))
-def test_an_engine_default_has_a_row(engine: str) -> None:
-    """amp=True selects a level of the table under every engine."""
-    precision = registry.find("precision", engine)
-    assert precision().row_of(Amp()).level == precision.default_level
-
-
-def test_a_description_is_the_row() -> None:
-    """One line, with level, dtype, engine and the cells of the row."""
-    text = NativePrecision().describe(Amp(level="O2", dtype=torch.float16), device_type="cuda")
-    assert text.startswith("O2 in fp16 (native): ")
-    assert "loss scaling: dynamic" in text
-    assert "\n" not in text
-    assert "loss scaling: none" in NativePrecision().describe(Amp(), device_type="cpu")
-    assert NativePrecision().describe(Amp(level="O0"), device_type="cpu").startswith("O0 (native): ")
-
-
-def test_explain_shows_the_row() -> None:
-    """A decorated function's explain() has the row, a line for each cell."""
-    text = distributed(processes=2, amp="O2")(print).explain()
-    lines = [line.strip() for line in text.splitlines()]
-    assert "precision    O2 in bf16 (native)" in lines
-    assert {"weights in forward: bf16", "weights updated: fp32", "loss scaling: none"} <= set(lines)
+def test_engines_describe_a_request_for_fp16(engine: str) -> None:
+    """In one line; on GPUs, where O1 and O2 scale the loss."""
+    for level in LEVELS:
+        text = registry.find("precision", engine)().describe(Amp(level, dtype=torch.float16), device_type="cuda")
+        assert text.startswith(f"{level} ({engine}): " if level == "O0" else f"{level} in fp16 ({engine}): ")
+        assert ("loss scaling: dynamic" in text) == (level in ("O1", "O2"))
+        assert "\n" not in text

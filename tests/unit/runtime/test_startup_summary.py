@@ -12,8 +12,7 @@ from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
-from parallelize.plugins.base import LocalEngine
-from parallelize.plugins.traffic import Traffic
+from parallelize.plugins.base import LocalEngine, Traffic
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.startup_summary import ActiveLoader, StartupSummary, size_text
 

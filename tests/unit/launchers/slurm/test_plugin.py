@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from datetime import timedelta
@@ -10,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from parallelize import ConfigError, LaunchError, SlurmLauncher, distributed
+from parallelize import ConfigError, Job, LaunchError, SlurmLauncher, distributed
+from parallelize.call.task import Outcome
+from parallelize.cluster.world import World
 from parallelize.config.config import Config
-from parallelize.launchers.slurm.commands import without_job_variables
-from parallelize.launchers.slurm.job_folder import JobFolder
-from parallelize.launchers.slurm.job_script import format_memory, format_time_limit
-from parallelize.launchers.slurm.job_state import JobState, query_state
+from parallelize.launchers.slurm.job import query_state, without_job_variables
 
 # A job on 12 nodes of 8 GPUs, with a module and variables for NCCL, and a mail at the end.
 FULL_SCRIPT = """\
@@ -23,8 +23,8 @@ FULL_SCRIPT = """\
 #SBATCH --job-name=train
 #SBATCH --partition=gpu
 #SBATCH --nodes=12
-#SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task=32
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=4
 #SBATCH --gres=gpu:v100:8
 #SBATCH --mem=200G
 #SBATCH --time=1-02:00:00
@@ -39,30 +39,14 @@ FULL_SCRIPT = """\
 
 module purge
 module load NCCL/2.4.7-1-cuda.10.0
-
 export NCCL_SOCKET_IFNAME='^docker0,lo'
 export NCCL_DEBUG=INFO
 export MASTER_PORT=12910
-
 source env.sh
-
-folder='{folder}'
-job="${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"
-attempt="${{SLURM_RESTART_COUNT:-0}}"
-
-# Slurm signals this script (B:) before the time limit and on preemption; should_stop() sees the file.
-export stop="$folder/stop.$job.$attempt"
-trap 'touch "$stop"' USR2
-
-srun --kill-on-bad-exit=1 --cpus-per-task=32 bash "$folder/wrapper.sh" \\
-    python3 -X 'a b' -u -m parallelize.launchers.slurm.step --max-requeues 3 \\
-    "$folder" --job "$job" --attempt "$attempt" --index "${{SLURM_ARRAY_TASK_ID:-0}}" &
-step=$!
-# A trapped signal interrupts wait: wait again until the step has ended.
-while true; do
-    wait "$step"; code=$?
-    kill -0 "$step" 2>/dev/null || exit "$code"
-done
+folder='{folder}' logs=rank0
+tasks=8 max_restarts=0
+max_requeues=3
+command=(python3 -X 'a b' -m parallelize.launchers.slurm.step)
 """
 
 
@@ -89,8 +73,8 @@ def test_a_script_with_all_options(tmp_path: Path) -> None:
         python=["python3", "-X", "a b"],
     )
     distributed(launcher=launcher, gpus=8, num_nodes=12)(train).sbatch_script(path)
-    assert path.read_text() == FULL_SCRIPT.format(folder=path.resolve().with_name("train.sh.job"))
-    for script in (path, path.with_name("train.sh.job") / "wrapper.sh"):
+    assert path.read_text().startswith(FULL_SCRIPT.format(folder=path.resolve().with_name("train.sh.job")))
+    for script in (path, path.with_name("train.sh.job") / "rank.sh"):
         assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
 
 
@@ -107,45 +91,30 @@ def test_a_script_without_options(tmp_path: Path) -> None:
     [
         ("4:00:00", "4:00:00"),
         ("15:00", "15:00"),
-        (" 1-02 ", "1-02"),
-        ("1-02:00:00", "1-02:00:00"),
+        ("1-02", "1-02"),
         (90, "90"),
-        (1, "1"),
-        (timedelta(hours=23, minutes=59, seconds=59), "0-23:59:59"),
-        (timedelta(hours=23, minutes=59, seconds=60), "1-00:00:00"),
-        (timedelta(days=1, hours=2, minutes=3, seconds=4), "1-02:03:04"),
-        (timedelta(seconds=0.5), "0-00:00:01"),
+        ("4h", "240"),
+        (timedelta(days=1, minutes=3, seconds=4), "1444"),
+        (timedelta(seconds=0.5), "1"),
     ],
 )
-def test_times_are_formatted_for_slurm(value: Any, text: str) -> None:
-    """A time limit is Slurm's text, minutes, or a timedelta rounded up."""
-    assert format_time_limit(value) == text
-
-
-def test_sizes_are_formatted_for_slurm() -> None:
-    """A memory size is Slurm's text or megabytes; 0 is all memory of a node."""
-    assert [format_memory(value) for value in (0, 1, " 64G ")] == ["0", "1", "64G"]
+def test_times_are_formatted_for_slurm(value: Any, text: str, tmp_path: Path) -> None:
+    """A time limit is Slurm's text, minutes, a text such as "4h", or a timedelta rounded up to minutes."""
+    distributed(launcher=SlurmLauncher(time=value), processes=2)(train).sbatch_script(tmp_path / "job.sh")
+    assert f"#SBATCH --time={text}\n" in (tmp_path / "job.sh").read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"time": "4 hours"}, "time='4 hours'"),
-        ({"time": True}, "time=True"),
-        ({"time": 0}, "time=0"),
-        ({"time": timedelta(0)}, "time=datetime.timedelta(0)"),
-        ({"mem": "64 gigs"}, "mem='64 gigs'"),
-        ({"mem": -1}, "mem=-1"),
-        ({"cpus_per_task": 0}, "cpus_per_task=0"),
-        ({"max_requeues": -1}, "max_requeues=-1"),
         ({"stop_before": 300}, "stop_before=300"),
         ({"stop_before": "soon"}, "stop_before='soon'"),
-        ({"time": "999999999d"}, "time='999999999d'"),
         ({"modules": "cuda"}, r"modules='cuda'"),
         ({"setup": "source env.sh"}, "setup='source env.sh'"),
         ({"env": {"A B": "1"}}, "'A B'"),
         ({"sbatch": {"nodes": 2}}, "'nodes'"),
         ({"sbatch": {"ntasks_per_node": 8}}, "'ntasks_per_node'"),
+        ({"sbatch": {"gpus-per-task": 1}}, "'gpus-per-task'"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], named: str) -> None:
@@ -156,9 +125,9 @@ def test_invalid_options_are_refused(options: dict[str, Any], named: str) -> Non
 
 
 def test_all_faults_come_at_once() -> None:
-    """A wrong time and a wrong size are two faults in one error."""
+    """Two wrong options are two faults in one error."""
     with pytest.raises(ConfigError, match="2 faults"):
-        SlurmLauncher(time="soon", mem="much")
+        SlurmLauncher(stop_before="soon", modules="cuda")
 
 
 @pytest.mark.parametrize(
@@ -213,65 +182,76 @@ def test_a_job_does_not_inherit_the_job_around_it() -> None:
     """Variables of the outer job are removed, except Slurm's configuration."""
     environ = {"SLURM_CONF": "c", "SLURM_NTASKS": "4", "SBATCH_PARTITION": "p", "SRUN_CPUS": "1", "HOME": "/h"}
     assert without_job_variables(environ) == {"SLURM_CONF": "c", "HOME": "/h"}
+    rendezvous = {"MASTER_ADDR": "n1", "MASTER_PORT": "29400"}
+    assert without_job_variables(rendezvous) == rendezvous
+    assert without_job_variables({"RANK": "0", "LOCAL_RANK": "0", **rendezvous}) == {}
 
 
-@pytest.fixture
-def stub_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Creates a command that prints a text, or fails; PATH contains no other command."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    def make(command: str, text: str | None) -> None:
-        path = tmp_path / command
-        path.write_text("#!/bin/sh\n" + ("exit 1\n" if text is None else f"echo '{text}'\n"))
-        path.chmod(0o755)
-
-    return make
-
-
+# command -> its output; None: it fails, and says that it cannot reach the controller
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
-        ({"squeue": "PENDING|Resources"}, JobState("PENDING", "Resources")),
-        ({"squeue": "RUNNING|None", "sacct": "CANCELLED by 0"}, JobState("RUNNING")),
-        ({"squeue": None, "sacct": "CANCELLED by 1000"}, JobState("CANCELLED", "by 1000")),
-        ({"squeue": "", "sacct": "TIMEOUT"}, JobState("TIMEOUT")),
-        ({"squeue": None, "sacct": None, "scontrol": "JobId=1 JobState=FAILED Reason=NonZeroExitCode x=y"},
-         JobState("FAILED", "NonZeroExitCode")),
-        ({"squeue": None, "sacct": None, "scontrol": None}, None),
-        ({}, None),
+        ({"squeue": "PENDING (Resources)"}, "PENDING (Resources)"),
+        ({"squeue": "RUNNING (None)", "sacct": "CANCELLED by 0"}, "RUNNING"),
+        ({"squeue": "", "sacct": "CANCELLED by 1000"}, "CANCELLED by 1000"),
+        ({"squeue": "", "sacct": None}, "UNKNOWN"),
+        ({"squeue": ""}, "UNKNOWN"),
+        ({"squeue": None, "sacct": "RUNNING"}, "UNREACHABLE (no controller)"),
+        ({}, "UNREACHABLE (this machine has no 'squeue')"),
     ],
-)  # fmt: skip
-def test_the_state_comes_from_the_first_command_that_answers(
-    stub_command: Any, answers: dict[str, str | None], expected: JobState | None
+)
+def test_an_unknown_job_is_not_an_unreachable_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: dict[str, str | None], expected: str
 ) -> None:
-    """squeue, scontrol and sacct are asked in this order; the state is None if none answers."""
+    """squeue and sacct are asked in this order; only if squeue has answered, the job may be unknown."""
+    monkeypatch.setenv("PATH", str(tmp_path))
     for command, text in answers.items():
-        stub_command(command, text)
+        path = tmp_path / command
+        path.write_text("#!/bin/sh\n" + ("echo no controller >&2; exit 1\n" if text is None else f"echo '{text}'\n"))
+        path.chmod(0o755)
     assert query_state("1") == expected
 
 
-def test_a_folder_is_found_by_job_id_and_by_path(tmp_path: Path) -> None:
-    """The link of a submission is found by job ID, also for an array element."""
-    folder = JobFolder.make(tmp_path, "<lambda> x/y")
-    assert folder.path.name.startswith("lambda-x-y-")
-    assert folder.path.stat().st_mode & 0o077 == 0
-    (folder.path / "call.json").write_text("{}")
-    folder.link("12")
-    for number, parent in (("12", tmp_path), ("12_3", tmp_path), ("99", folder.path)):
-        assert JobFolder.find(number, parent).path == folder.path
+def test_a_job_is_found_by_its_number_and_by_its_folder(tmp_path: Path) -> None:
+    """An element of an array, too."""
+    (tmp_path / "train-1" / "call.0").mkdir(parents=True)
+    (tmp_path / "12").symlink_to("train-1")
+    for number, parent in (("12", tmp_path), (12, tmp_path), ("12_3", tmp_path), ("99", tmp_path / "train-1")):
+        assert Job.attach(number, parent).log == tmp_path / "train-1" / f"{number}.log"
 
 
-def test_a_job_id_leads_to_its_latest_job(tmp_path: Path) -> None:
-    """A new cluster counts from 1 again, and two clusters may share a home folder."""
-    first, second = JobFolder.make(tmp_path, "first"), JobFolder.make(tmp_path, "second")
-    for folder in (first, second):
-        (folder.path / "call.json").write_text("{}")
-        folder.link("12")
-    assert JobFolder.find("12", tmp_path).path == second.path
+def test_a_job_id_leads_to_its_latest_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new cluster counts from 1 again. Only the user can access a job's files, since they are unpickled."""
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\necho 12\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
+    function = distributed(launcher=SlurmLauncher(folder=tmp_path), processes=1)(lambda: 1)
+    jobs = [function.submit() for _ in range(2)]
+    folders = [job.log.parent for job in jobs]
+    assert all(folder.stat().st_mode & 0o077 == 0 for folder in folders)
+    assert Job.attach(12, tmp_path).log == jobs[1].log != jobs[0].log
 
 
-def test_durations_may_be_written() -> None:
-    """Texts such as "5min" are the same as a timedelta."""
-    written = SlurmLauncher(time="4h", stop_before="5min")
-    assert written == SlurmLauncher(time="4h", stop_before=timedelta(minutes=5))
-    assert format_time_limit("4h") == format_time_limit(timedelta(hours=4)) == "0-04:00:00"
+def test_an_outage_is_waited_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However long Slurm does not answer, a job without a result is not done; the outage is one line."""
+    monkeypatch.setattr("parallelize.launchers.slurm.job._RESULT_DELAY_S", 0.0)
+    monkeypatch.setattr("parallelize.launchers.slurm.job._QUERY_EVERY_S", 0.1)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "call.0").mkdir()
+    job = Job.attach("12", tmp_path)
+
+    def end() -> None:
+        (tmp_path / "12.0").mkdir()
+        Outcome.returned(World(), 42).write(tmp_path / "12.0" / "outcome.0.0")
+        (tmp_path / "partial").write_text('[0, 1, "12.0", 0]')
+        (tmp_path / "partial").replace(tmp_path / "result.12")
+
+    assert (job.state, job.done()) == ("UNREACHABLE", False)
+    threading.Timer(1.5, end).start()
+    assert job.result() == 42
+    assert capsys.readouterr().err == "slurm job 12: UNREACHABLE (this machine has no 'squeue')\n"
+    assert job.done()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallelize.launchers.elastic.worker_output import OutputTail, RankFiles, forwarded
+from parallelize.launchers.local.output import OutputTail, RankFiles, forwarded
 
 
 def forwarded_in_pieces(pieces: list[bytes], folder: Path, prefix: str = "") -> list[str]:
@@ -104,21 +104,8 @@ def test_a_missing_or_incomplete_console_is_no_failure(console: Any, tmp_path: P
 def test_files_have_names_for_ranks_and_attempts(tmp_path: Path) -> None:
     """A restart gets its own files."""
     files = RankFiles(tmp_path / "logs")
-    given = files.reify({0: {"RANK": "3", "TORCHELASTIC_RESTART_COUNT": "1"}})
-    assert Path(given.stdouts[0]) == files.path(3, 1, "out") == tmp_path / "logs" / "rank3.1.out"
+    assert files.path(3, 1, "out") == tmp_path / "logs" / "rank3.1.out"
     assert files.path(3, 0, "err").name == "rank3.err"
-
-
-def test_a_run_removes_the_files_of_an_earlier_run(tmp_path: Path) -> None:
-    """The files of its ranks are removed; those of its own earlier attempts and of the user stay."""
-    for name in ("rank1.out", "rank1.2.err", "rank11.out", "rank1.csv"):
-        (tmp_path / name).touch()
-    files = RankFiles(tmp_path)
-    files.reify({0: {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "0"}})
-    assert {path.name for path in tmp_path.iterdir()} == {"rank11.out", "rank1.csv"}
-    files.path(1, 0, "out").touch()
-    files.reify({0: {"RANK": "1", "TORCHELASTIC_RESTART_COUNT": "1"}})
-    assert files.path(1, 0, "out").exists()
 
 
 def test_a_worker_that_ended_before_it_wrote_has_no_output(tmp_path: Path) -> None:

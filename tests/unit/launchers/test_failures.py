@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from parallelize.call.task import Outcome
 from parallelize.errors import SyncError, WorkerError
-from parallelize.launchers.elastic.agent import WorkerExit
-from parallelize.launchers.elastic.failures import caller_exception, has_root_cause, was_stopped
-from parallelize.launchers.elastic.worker_output import RankFiles
+from parallelize.launchers.failures import WorkerExit, caller_exception, was_stopped
+from parallelize.launchers.local.output import RankFiles
 
 GLOO = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 NCCL = "torch.distributed.DistBackendError: NCCL error in: remote process exited"
@@ -219,24 +218,6 @@ def test_the_fix_names_the_usual_reason_of_a_signal(number: signal.Signals, name
     assert isinstance(error, WorkerError)
     assert error.signal_name == number.name
     assert named in error.faults[0].fix
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "exits", "expected"),
-    [
-        ([raised(0, 1.0)], [], True),
-        ([stopped(0, 1.0)], [], False),
-        ([lost_connection(0, 1.0)], [], False),
-        ([secondary(0, 1.0)], [], False),
-        ([raised(0, 1.0, SyncError("a", why="b", fix="c"))], [], False),
-        ([stopped(0, 1.0), raised(1, 2.0)], [], True),
-        ([stopped(0, 1.0)], [exited(0, 1.0)], False),
-        ([stopped(0, 1.0)], [exited(1, 1.0)], True),
-    ],
-)
-def test_a_failure_with_a_reason_of_its_own(outcomes: list[Outcome], exits: list[WorkerExit], expected: bool) -> None:
-    """A rank that was stopped, or has lost another one, had none; one that exited without an outcome had."""
-    assert has_root_cause(outcomes, exits) is expected
 
 
 def test_of_another_ranks_error_the_first_line_is_shown_to_120_characters() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from parallelize import ConfigError, distributed, parallel_model, shard_loader
-from parallelize.call.traceback_folding import in_users_code, print_with_notes
-from parallelize.config.gpus import Gpus
+from parallelize.call.tracebacks import in_users_code, print_with_notes
+from parallelize.config.options import Gpus
 from parallelize.errors import add_note
 from parallelize.worker.main import call_function
 
@@ -146,9 +146,7 @@ def test_a_traceback_without_frames_to_fold_is_the_same_object() -> None:
 
 def test_an_exception_without_a_frame_of_the_user_has_none() -> None:
     """The frames of an error in this package's own code, as of a full disk, are all folded."""
-    assert (
-        in_users_code(raised_by(functools.partial(Gpus.missing_on, Gpus(count=2), "8")).__traceback__.tb_next) is None
-    )
+    assert in_users_code(raised_by(functools.partial(Gpus.indices_on, Gpus(), "8")).__traceback__.tb_next) is None
 
 
 @needs_reraise
@@ -157,9 +155,9 @@ def test_a_defect_of_this_package_is_shown() -> None:
 
     @distributed(processes=1)
     def defect() -> None:
-        Gpus(count=2).missing_on("8")  # type: ignore[arg-type]  # the defect
+        Gpus().indices_on("8")  # type: ignore[arg-type]  # the defect
 
-    assert functions(raised_by(defect).__traceback__) == ["raised_by", "defect", "missing_on"]
+    assert functions(raised_by(defect).__traceback__) == ["raised_by", "defect", "indices_on"]
 
 
 @needs_reraise
@@ -169,10 +167,10 @@ def test_a_defect_that_causes_another_exception_is_shown() -> None:
     @distributed(processes=1)
     def wrapped() -> None:
         try:
-            Gpus(count=2).missing_on("8")  # type: ignore[arg-type]  # the defect
+            Gpus().indices_on("8")  # type: ignore[arg-type]  # the defect
         except TypeError as error:
             raise LookupError("outer") from error
 
     cause = raised_by(wrapped).__cause__
     assert cause is not None
-    assert functions(cause.__traceback__) == ["wrapped", "missing_on"]
+    assert functions(cause.__traceback__) == ["wrapped", "indices_on"]

@@ -7,7 +7,7 @@ import pytest
 from parallelize.cluster.devices import Hardware
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
-from parallelize.launchers.elastic.worker_environment import worker_environ
+from parallelize.launchers.local.plugin import worker_environ
 
 
 def on_gpus(gpus: object) -> Layout:
@@ -51,11 +51,10 @@ def test_threads_are_a_share_of_the_cores(set_to: str | None, cores: int, thread
 def test_variables_of_the_user_stay() -> None:
     """GLOO_SOCKET_IFNAME and COLUMNS in the environment are not overwritten."""
     before = {"GLOO_SOCKET_IFNAME": "ib0", "COLUMNS": "50", "HOME": "/home/me"}
-    environ = worker_environ(before, on_cpu(2), cores=2, columns=120, interface="eth0")
+    environ = worker_environ(before, on_cpu(2), cores=2, interface="eth0")
     assert {name: environ[name] for name in before} == before
 
 
-def test_interface_and_width_are_passed_on() -> None:
-    """GLOO_SOCKET_IFNAME and COLUMNS are set for gloo and for progress bars."""
-    environ = worker_environ({}, on_cpu(2), cores=2, columns=120, interface="eth0")
-    assert (environ["GLOO_SOCKET_IFNAME"], environ["COLUMNS"]) == ("eth0", "120")
+def test_the_interface_is_passed_on() -> None:
+    """GLOO_SOCKET_IFNAME is set for gloo."""
+    assert worker_environ({}, on_cpu(2), cores=2, interface="eth0")["GLOO_SOCKET_IFNAME"] == "eth0"

@@ -1,11 +1,14 @@
-"""Objects survive dump and load, tensors are private to each reader, and what cannot be pickled is named."""
+"""Objects survive dump and load, functions by name or value; tensors are private; what cannot be pickled is named."""
 
 from __future__ import annotations
 
+import functools
 import io
+import math
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallelize.call.serialization import dump, load
+from parallelize import distributed
+from parallelize.call.pickling import dump, load
 from parallelize.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -121,6 +125,80 @@ def test_an_exception_that_holds_itself(tmp_path: Path) -> None:
     error.hint = error
     loaded = round_trip(error, tmp_path)
     assert loaded.hint is loaded
+
+
+def plain() -> int:
+    return 1
+
+
+@distributed()
+def decorated() -> int:
+    return 2
+
+
+@distributed()
+@functools.lru_cache
+def twice_wrapped() -> int:
+    return 3
+
+
+class Home:
+    @distributed()
+    def method(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        plain,
+        decorated.__wrapped__,
+        twice_wrapped.__wrapped__,
+        twice_wrapped.__wrapped__.__wrapped__,
+        Home.method.__wrapped__,
+        math.sqrt,
+        torch.nn.functional.relu,
+    ],
+)
+def test_a_named_function_is_pickled_by_name(function: Callable[..., Any], tmp_path: Path) -> None:
+    """The name leads to the same function, below its decorators."""
+    assert round_trip(function, tmp_path) is function
+
+
+def shadowed() -> int:
+    return 1
+
+
+first_shadowed = shadowed
+
+
+def shadowed() -> int:
+    return 2
+
+
+@pytest.mark.parametrize("function", [lambda: 1, functools.partial(plain), first_shadowed])
+def test_a_function_without_a_name_is_pickled_by_value(function: Callable[..., Any], tmp_path: Path) -> None:
+    """It has no name, or its name refers to another object."""
+    loaded: Any = round_trip(function, tmp_path)
+    assert loaded is not function
+    assert loaded() == 1
+
+
+class Delegating:
+    """Reads attributes from a dictionary, as configurations do: without it, __getattr__ calls itself."""
+
+    def __init__(self) -> None:
+        self.values = {"lr": 1, "self": self}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.values[name]
+
+
+def test_an_object_whose_getattr_needs_its_attributes(tmp_path: Path) -> None:
+    """Its attributes are set without asking it."""
+    loaded: Any = round_trip(Delegating(), tmp_path)
+    assert loaded.lr == 1
+    assert loaded.values["self"] is loaded
 
 
 def test_functions_keep_their_file_and_lines(tmp_path: Path) -> None:

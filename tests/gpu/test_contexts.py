@@ -1,0 +1,78 @@
+"""Each rank has a CUDA context on its own device alone: another takes half a gigabyte of another rank's device."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fake_cuda.plugin import take_reports
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from parallelize import (
+    DDPBackend,
+    FSDPBackend,
+    all_reduce,
+    barrier,
+    checkpoints,
+    distributed,
+    load,
+    parallel_model,
+    rank,
+    save,
+    shard_loader,
+)
+
+pytestmark = [
+    pytest.mark.gpu2,
+    pytest.mark.skipif("FAKE_CUDA" not in os.environ, reason="needs the pretended CUDA of tests/fake_cuda"),
+]
+
+
+@distributed(gpus=2, seed=0)
+def train(backend: object, amp: object, folder: Path) -> float:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    data = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4, shuffle=True, num_workers=1)
+    with parallel_model(model, backend=backend, amp=amp):
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = shard_loader(data)
+        with checkpoints(folder / "run", every=2, model=model, optimizer=optimizer, loader=loader) as saved:
+            for (x,) in loader:
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                saved.step()
+        save(folder / "last", model=model, optimizer=optimizer)
+        load(folder / "last", model=model, optimizer=optimizer)
+        barrier()
+        time.sleep(1.5 * rank())  # a wait that hang detection looks at
+        return all_reduce(loss.item())
+
+
+@pytest.mark.parametrize("amp", [None, "fp16", "O2"])
+@pytest.mark.parametrize("backend", [DDPBackend(), FSDPBackend()], ids=["ddp", "fsdp"])
+def test_a_rank_has_one_context(backend: object, amp: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the start of the process to its end."""
+    monkeypatch.setenv("FAKE_CUDA_ONE_CONTEXT", "1")
+    train(backend, amp, tmp_path)
+    assert take_reports() == []
+
+
+def touch_another_device() -> None:
+    for each in (rank(), 1 - rank()):
+        torch.ones(1, device=f"cuda:{each}")
+
+
+def test_a_second_context_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that touches another's device is seen."""
+    monkeypatch.setenv("FAKE_CUDA_ONE_CONTEXT", "1")
+    distributed(gpus=2)(touch_another_device).all_ranks()
+    assert sorted(each.partition(": ")[2] for each in take_reports()) == [
+        "a second context, on cuda:0",
+        "a second context, on cuda:1",
+    ]

@@ -1,0 +1,85 @@
+"""The simulated time of the pretended CUDA, and how near a pipeline's step is to its schedule."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize import parallel_model
+from parallelize.backends.balanced.plan import ideal_speedup, plan
+from parallelize.backends.balanced.planner import step_s
+from parallelize.backends.balanced.plugin import BalancedBackend
+from parallelize.backends.balanced.profiling import seconds_of
+
+pytestmark = [
+    pytest.mark.gpu2,
+    pytest.mark.skipif("FAKE_CUDA" not in os.environ, reason="needs the pretended CUDA of tests/fake_cuda"),
+]
+
+
+@pytest.fixture
+def durations() -> object:
+    """Return the class of durations; at the end, kernels take a microsecond again."""
+    from fake_cuda.durations import Durations
+
+    yield Durations
+    Durations(launch_us=1.0, tera_flops=0.0, memory_gb_per_s=0.0).use()
+
+
+def milliseconds(call: Callable[[], object], *devices: int) -> float:
+    return 1000 * seconds_of(call, [torch.device("cuda", device) for device in devices])
+
+
+def test_kernels_take_time_by_their_kind_and_size(durations) -> None:
+    """Products and convolutions by their operations, others by their bytes, views none; by the device's speed."""
+    durations(launch_us=0.0, tera_flops=1e-3, memory_gb_per_s=1.0, speeds=(1.0, 0.5)).use()
+    for device, factor in ((0, 1), (1, 2)):
+        with torch.cuda.device(device):
+            x, small = torch.ones(100, 100, device="cuda"), torch.ones(1, 4, 8, 8, device="cuda")
+            weight = torch.ones(4, 4, 3, 3, device="cuda")
+            assert milliseconds(lambda x=x: x @ x, device) == pytest.approx(2.0 * factor)
+            assert milliseconds(lambda x=x: x + x, device) == pytest.approx(0.12 * factor)
+            assert milliseconds(lambda x=x: x.t()[3:], device) == 0.0
+            convolved = milliseconds(lambda a=small, w=weight: nn.functional.conv2d(a, w, padding=1), device)
+            assert convolved == pytest.approx(2 * 256 * 36 / 1e6 * factor, rel=1e-3)
+    assert torch.cuda.get_device_name(0) != torch.cuda.get_device_name(1)
+
+
+def test_copies_take_time_by_the_link(durations) -> None:
+    """One direction may be slower than the other."""
+    durations(launch_us=0.0, link_gb_per_s=1.0, links={(1, 0): 0.5}).use()
+    x = torch.ones(250_000, device="cuda:0")
+    y = x.to("cuda:1")
+    assert milliseconds(lambda: x.to("cuda:1"), 0, 1) == pytest.approx(1.0)
+    assert milliseconds(lambda: y.to("cuda:0"), 0, 1) == pytest.approx(2.0)
+
+
+def test_the_host_may_be_late(durations) -> None:
+    """Small kernels take as long as the host needs to issue them."""
+    durations(launch_us=1.0, host_us=10.0).use()
+    x = torch.ones(10, device="cuda:0")
+    assert milliseconds(lambda: [x.add_(1) for _ in range(100)], 0) == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)])
+def test_a_step_takes_the_time_of_its_schedule(speeds: tuple[float, float], durations) -> None:
+    """At 8 micro-batches, a step of equal layers takes at most 5 % more than GPipe's schedule, and than is ideal."""
+    durations(launch_us=0.1, tera_flops=0.05, memory_gb_per_s=15.0, link_gb_per_s=10.0, speeds=speeds).use()
+    devices = [torch.device("cuda", index) for index in range(2)]
+    layers = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(24))
+    model, x = nn.Sequential(*layers).cuda(), torch.randn(2048, 64, device="cuda:0")
+
+    def step() -> None:
+        model(x)[:, 0].mean().backward()
+
+    unsplit_s = [seconds_of(step, devices[:1]) for _ in range(2)][1]
+    model.zero_grad()
+    with parallel_model(model, backend=BalancedBackend(devices=("cuda:0", "cuda:1"), microbatches=8)):
+        split_s = [seconds_of(step, devices) for _ in range(3)][2]
+        made = plan(model)
+    assert split_s < 1.05 * step_s(made.forward_s, made.backward_s, 8)
+    assert unsplit_s / split_s > 0.95 * ideal_speedup(2, 8) * sum(speeds) / 2

@@ -1,0 +1,252 @@
+"""What has changed in a worker is written into the caller's own objects, or named."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from parallelize.call.returned import Changes, data_of, restore, unreturned_warning
+
+
+class Masked(nn.Module):
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("mask", mask)
+
+
+def expanded() -> torch.Tensor:
+    return torch.tensor(1.0).expand(2, 2)
+
+
+def made_in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(2, 2)
+
+
+def changed(*objects: Any, change: Callable[..., object]) -> dict[int, Any]:
+    """Return the states of the objects that a function changes."""
+    changes = Changes(objects, dict)
+    change(*objects)
+    states: dict[int, Any] = changes.found()["states"]
+    return states
+
+
+def fill(module: nn.Module) -> None:
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = torch.full(tensor.shape, 3.0)
+
+
+@pytest.mark.parametrize("make", [expanded, made_in_inference_mode])
+def test_a_buffer_that_refuses_an_in_place_copy_is_updated(make: Any) -> None:
+    """Without a warning, together with all other tensors."""
+    module, trained = Masked(make()), Masked(torch.ones(2, 2))
+    assert restore([module], changed(trained, change=fill)) == []
+    assert torch.equal(module.mask, trained.mask)
+    assert torch.equal(module.linear.weight, trained.linear.weight)
+
+
+def test_an_unchanged_expanded_buffer_stays_expanded() -> None:
+    """A large mask takes no more memory than before."""
+    module = Masked(expanded())
+    assert restore([module], changed(Masked(torch.ones(2, 2)), change=lambda it: fill(it.linear))) == []
+    assert module.mask.stride() == (0, 0)
+
+
+def test_tensors_that_cannot_be_written_are_named() -> None:
+    """Tensors on the meta device have no values to write; all others are updated."""
+    with torch.device("meta"):
+        module = Masked(torch.ones(2, 2))
+    module.mask = torch.zeros(2, 2)
+    [problem] = restore([module], changed(Masked(torch.ones(2, 2)), change=fill))
+    assert problem.startswith("Masked: linear.bias, linear.weight ")
+    assert "not copied back; return the module" in problem
+    assert torch.equal(module.mask, torch.full((2, 2), 3.0))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+
+
+def write_data(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.data = each.data + 1  # neither the identity nor the version of the parameter changes
+
+
+@pytest.mark.parametrize("change", [write_data, nn.Module.eval, nn.Module.double])
+def test_only_what_changed_is_returned(change: Any) -> None:
+    """A module outside a block, too: written to through .data, as moving averages are, or in another mode or dtype."""
+    models = nn.Linear(1, 1), nn.Linear(1, 1)
+    assert changed(*models, change=lambda *_: None) == {}
+    assert changed(*models, change=lambda _, model: change(model)).keys() == {1}
+
+
+def test_an_optimizer_goes_on_where_the_call_ended() -> None:
+    """Its state, settings and parameters that no module has are written into the caller's optimizer."""
+    model, theirs = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    their_optimizer = torch.optim.Adam(theirs.parameters(), lr=7.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    their_scheduler = torch.optim.lr_scheduler.StepLR(their_optimizer, 1)
+
+    def train(*_: Any) -> None:
+        step(theirs, their_optimizer)
+        their_scheduler.step()
+
+    assert restore([optimizer, scheduler], changed(their_optimizer, their_scheduler, change=train)) == []
+    assert torch.equal(model.weight, theirs.weight)
+    assert optimizer.state_dict()["param_groups"] == their_optimizer.state_dict()["param_groups"]
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], their_optimizer.state[theirs.weight]["exp_avg"])
+    assert scheduler.last_epoch == 1
+
+
+def test_a_wrapper_keeps_the_groups_of_its_optimizer() -> None:
+    """Sharpness-aware minimization holds another optimizer's list of groups: one learning rate for both."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.9)
+    groups, group, state = optimizer.param_groups, optimizer.param_groups[0], optimizer.state
+    states = changed(optimizer, change=lambda _: group.update(lr=7.0))
+    group["lr"] = 1.0
+    assert restore([optimizer], states) == []
+    assert optimizer.param_groups is groups
+    assert optimizer.param_groups[0] is group
+    assert optimizer.state is state
+    assert group["lr"] == 7.0
+
+
+def test_an_optimizer_with_other_groups_is_named() -> None:
+    """A group that the function added does not fit into the caller's optimizer."""
+    ours, theirs = (torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0) for _ in range(2))
+    group = {"params": [torch.zeros(1, requires_grad=True)]}
+    [problem] = restore([ours], changed(theirs, change=lambda it: it.add_param_group(group)))
+    assert problem.startswith("the state of SGD after the call does not fit the caller's (")
+
+
+def test_modes_and_frozen_parameters_come_back() -> None:
+    """As they would be after the function has run in this process."""
+    ours, theirs = nn.Sequential(nn.Linear(1, 1), nn.Dropout()), nn.Sequential(nn.Linear(1, 1), nn.Dropout())
+
+    def change(_: nn.Module) -> None:
+        theirs[0].requires_grad_(False)
+        theirs[1].eval()
+
+    assert restore([ours], changed(theirs, change=change)) == []
+    assert (ours.training, ours[1].training) == (True, False)
+    assert not any(each.requires_grad for each in ours.parameters())
+
+
+class Meter:
+    """Not of torch: it has a state, and says so."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.total = state["total"]
+
+
+class Unready(Meter):
+    def state_dict(self) -> dict[str, int]:
+        raise RuntimeError("fit me first")
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (torch.Generator, lambda it: torch.rand(1, generator=it).item()),
+        (lambda: random.Random(0), lambda it: it.random()),
+        (lambda: np.random.default_rng(0), lambda it: it.random()),
+        (lambda: np.random.RandomState(0), lambda it: it.rand()),
+        (Meter, lambda it: setattr(it, "total", it.total + 1) or it.total),
+    ],
+    ids=["torch", "random", "numpy", "old numpy", "state_dict"],
+)
+def test_generators_and_what_has_a_state_dict_go_on(make: Any, draw: Callable[[Any], float]) -> None:
+    """The next number is that after the numbers of the call."""
+    ours, theirs, alone = make(), make(), make()
+    assert changed(theirs, change=lambda _: None) == {}
+    assert restore([ours], changed(theirs, change=draw)) == []
+    assert [draw(alone), draw(alone)][1] == draw(ours)
+    assert changed(Unready(), change=lambda it: it.__init__()) == {}
+
+
+class Cached(Dataset[int]):
+    def __init__(self) -> None:
+        self.cache: dict[int, int] = {}
+
+
+class Counting(torch.optim.SGD):
+    count = 0
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.history: list[float] = [0.5]
+        self.best = {"loss": float("nan"), "nested": [1]}
+        self.epoch, self.rate, self.nan = 300, 0.5, float("nan")
+        self.tensor = torch.zeros(2)
+        self.array = np.zeros(2)
+        self.model = nn.Linear(1, 1)
+        self.optimizer = Counting(self.model.parameters(), lr=1.0)
+        self.data = Cached()
+        self.lock = threading.Lock()
+        self._best = SimpleNamespace(loss=1)
+
+
+def add_attribute(trainer: Trainer) -> None:
+    vars(trainer).update(new=1)
+
+
+def mask(value: Any) -> None:
+    with torch.no_grad():
+        value.mul_(2)
+
+
+CHANGES: dict[str, tuple[Callable[[Trainer], object], list[str]]] = {
+    "append": (lambda it: it.history.append(0.1), ["it.history"]),
+    "item": (lambda it: it.history.__setitem__(0, 0.1), ["it.history"]),
+    "nested": (lambda it: it.best["nested"].append(1), ["it.best"]),
+    "number": (lambda it: setattr(it, "epoch", it.epoch + 1), ["it.epoch"]),
+    "new attribute": (add_attribute, ["it.new"]),
+    "tensor in place": (lambda it: it.tensor.add_(1), ["it.tensor"]),
+    "array in place": (lambda it: it.array.__iadd__(1), ["it.array"]),
+    "new model": (lambda it: setattr(it, "model", nn.Linear(1, 1)), ["it.model"]),
+    "optimizer's own": (lambda it: setattr(it.optimizer, "count", 1), ["optimizer.count"]),
+    "private, of a library's class": (lambda it: setattr(it._best, "loss", 0), ["it._best"]),
+    "equal number": (lambda it: setattr(it, "rate", float("0.5")), []),
+    "equal nan": (lambda it: setattr(it, "nan", float("nan")), []),
+    "dataset": (lambda it: it.data.cache.update({1: 1}), []),
+    "weights come back": (lambda it: mask(it.model.weight), []),
+    "mode comes back": (lambda it: it.model.eval(), []),
+    "optimizer comes back": (lambda it: it.optimizer.param_groups[0].update(lr=2.0), []),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_are_named(name: str) -> None:
+    """By the attribute of an argument; not what comes back, nor what datasets cache."""
+    change, names = CHANGES[name]
+    it = Trainer()
+    changes = Changes([it.model, it.optimizer], lambda: {**data_of("it", it), **data_of("optimizer", it.optimizer)})
+    assert changes.found() == {"states": {}, "unreturned": []}
+    change(it)
+    assert changes.found()["unreturned"] == names
+
+
+def test_the_warning_names_five() -> None:
+    """One warning for all."""
+    assert unreturned_warning([]) == []
+    [text] = unreturned_warning([f"x{index}" for index in range(7)])
+    assert text.startswith("x0, x1, x2, x3, x4 and 2 more changed in the workers and do not come back: ")

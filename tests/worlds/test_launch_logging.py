@@ -1,0 +1,171 @@
+"""Log records of the workers are handled by the caller's loggers; what a script sets by calls is in force."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import subprocess
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from parallelize import distributed, rank
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+NAMED = """
+    import logging, sys
+
+    log = logging.getLogger("named")
+    log.setLevel(logging.DEBUG)
+    log.propagate = False
+    log.addHandler(logging.FileHandler("named.log", mode="w"))
+    log.info("imported")
+"""
+SCRIPT = """
+    import logging, sys
+    from named import log
+    from parallelize import distributed, rank
+
+    class Shouting(logging.Formatter):
+        def format(self, record):
+            return super().format(record).upper()
+
+    console = logging.StreamHandler(sys.stdout)
+    console.setFormatter(Shouting("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[console, logging.FileHandler("root.log")])
+    logging.getLogger("quiet").setLevel(logging.ERROR)
+
+    @distributed(processes=2)
+    def train():
+        log.debug("step %d", rank(), extra={"loss": 0.5})
+        logging.info("epoch %d", rank())
+        logging.getLogger("quiet").warning("no")
+        try:
+            1 / 0
+        except ZeroDivisionError:
+            logging.getLogger("other").warning("of rank %d", rank(), exc_info=rank() == 0)
+
+    train()
+    train.options(logs="logs")()
+    logging.info("end")
+"""
+
+
+def test_records_reach_the_callers_handlers(run_script: Run, tmp_path: Path) -> None:
+    """Rank 0's, and warnings of the others: files, formatters, levels; no worker opens a file of an imported module."""
+    (tmp_path / "named.py").write_text(textwrap.dedent(NAMED))
+    lines = run_script(SCRIPT).stdout.splitlines()
+    assert (tmp_path / "named.log").read_text() == "imported\nstep 0\nstep 0\n"
+    assert [line for line in lines if line.startswith("INFO")] == ["INFO EPOCH 0"] * 2 + ["INFO END"]
+    assert lines.count("WARNING OF RANK 0") == lines.count("WARNING [RANK 1] OF RANK 1") == 2
+    assert lines.count("ZERODIVISIONERROR: DIVISION BY ZERO") == 2
+    assert not any(line.endswith("NO") for line in lines)
+    assert (tmp_path / "root.log").read_text().count("epoch 0\n") == 2
+    (records,) = (tmp_path / "logs").glob("*/rank1.log")
+    assert "epoch 1" in records.read_text()
+
+
+OWN = """
+    import logging
+    from parallelize import distributed
+
+    @distributed(processes=2)
+    def train():
+        logging.basicConfig(level=logging.INFO, format="own %(message)s")
+        logging.info("shown")
+        logging.warning("once")
+
+    train()
+"""
+
+
+def test_a_function_sets_up_logging_itself(run_script: Run) -> None:
+    """Where the caller has no handlers, those of the function are the workers' own."""
+    assert run_script(OWN).stderr == "own shown\nown once\n"
+
+
+@distributed(processes=2)
+def log_much(count: int) -> None:
+    for number in range(count):
+        logging.getLogger("much").info("%d", number)
+    if count == 3:
+        raise LookupError("after the last record")
+
+
+@pytest.mark.parametrize("count", [3, 3000])
+def test_no_record_is_lost(count: int, caplog: pytest.LogCaptureFixture) -> None:
+    """In order; those before an exception, too."""
+    with caplog.at_level(logging.INFO, logger="much"):
+        try:
+            log_much(count)
+        except LookupError:
+            assert count == 3
+    found = [each for each in caplog.records if each.name == "much"]
+    assert [each.getMessage() for each in found] == list(map(str, range(count)))
+    assert {(each.funcName, Path(each.pathname).name) for each in found} == {("log_much", Path(__file__).name)}
+
+
+@distributed(processes=2)
+def warn_all() -> None:
+    logging.getLogger("much").info("of rank %d", rank())
+
+
+def test_all_ranks_are_logged_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
+    """logs="all" shows the records of all ranks."""
+    with caplog.at_level(logging.INFO, logger="much"):
+        warn_all.options(logs="all")()
+    assert sorted(each.message for each in caplog.records if each.name == "much") == ["[rank 1] of rank 1", "of rank 0"]
+
+
+IN_FORCE = """
+    import warnings
+    import numpy as np
+    from parallelize import distributed
+
+    np.seterr(divide="raise")
+    warnings.filterwarnings("ignore", "hidden")
+    warnings.filterwarnings("error", category=FutureWarning)
+
+    @distributed(processes=2)
+    def train():
+        found = []
+        warnings.warn("hidden", stacklevel=1)
+        for act in (lambda: warnings.warn("x", FutureWarning, stacklevel=1), lambda: np.float64(1) / np.float64(0)):
+            try:
+                act()
+            except (FutureWarning, FloatingPointError) as error:
+                found.append(type(error).__name__)
+        return found
+
+    print([train.options(processes=number)() for number in (1, 2)])
+"""
+
+
+def test_filters_of_warnings_and_numpys_errors(run_script: Run) -> None:
+    """As in one process."""
+    done = run_script(IN_FORCE)
+    assert ast.literal_eval(done.stdout) == [["FutureWarning", "FloatingPointError"]] * 2
+    assert "hidden" not in done.stderr
+
+
+EDITED = """
+    from pathlib import Path
+    import edited
+    from parallelize import distributed
+
+    train = distributed(processes=2)(edited.train)
+    print(train())
+    Path("edited.py").write_text("def train():\\n    return 'the new code'\\n")
+    print(train())
+"""
+
+
+def test_a_module_that_was_edited_is_named(run_script: Run, tmp_path: Path) -> None:
+    """Workers import the new code; this process has the old."""
+    (tmp_path / "edited.py").write_text("def train():\n    return 'the old code'\n")
+    done = run_script(EDITED)
+    assert done.stdout == "the old code\nthe new code\n"
+    assert done.stderr.count("edited.py was edited after this program imported it") == 1
