@@ -50,9 +50,9 @@ def test_types_of_inherited_fields_are_resolved() -> None:
     class Options(parallelize.DDPBackend):
         """A docstring."""
 
-    assert isinstance(inspect.signature(Options).parameters["comm_hook"].annotation, str)
+    assert "collections.abc.Callable" not in str(inspect.signature(Options))
     reference.resolve_fields(Options)
-    assert not isinstance(inspect.signature(Options).parameters["comm_hook"].annotation, str)
+    assert "collections.abc.Callable" in str(inspect.signature(Options))
 
 
 def test_links_of_guides_are_those_of_pages() -> None:

@@ -97,16 +97,21 @@ def test_a_seed_of_the_run_seeds_every_rank() -> None:
     assert drawn.all_ranks(split_rng=False) == values
 
 
-def test_equal_generators_may_stay_equal() -> None:
-    """With split_rng=False, those that the script has seeded alike."""
+@pytest.mark.filterwarnings("default")
+def test_equal_generators_that_are_not_split_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 warns once, at the block's line, of those that are equal."""
 
     @distributed(processes=2)
     def drawn() -> tuple[float, ...]:
         seed_all(3)
         random.seed(rank())
-        with parallel_model(Mlp(), split_rng=False):
-            return draw()
+        for _ in range(2):
+            with parallel_model(Mlp(), split_rng=False):
+                values = draw()
+        return values
 
     first, second = drawn.all_ranks()
     assert (first[0], first[2]) == (second[0], second[2])
-    assert first[1] != second[1]
+    err = capsys.readouterr().err
+    assert err.count("torch and numpy.random draw the same numbers on 2 ranks") == 1
+    assert "test_rank_rng.py" in err.partition("UserWarning")[0]

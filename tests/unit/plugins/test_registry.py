@@ -21,9 +21,10 @@ def test_every_listed_name_is_found(kind):
     names = registry.names(kind)
     assert list(names) == sorted(names)
     for name in names:
-        plugin = registry.find(kind, name)
+        plugin = registry.get(kind, name)
         assert issubclass(plugin, BASE_CLASSES[kind])
         assert plugin.name == name
+        assert registry.find(kind, name) is plugin
 
 
 def test_defaults_exist():
@@ -34,8 +35,15 @@ def test_defaults_exist():
 
 @pytest.mark.parametrize("name", ["", "dpp", "__init__", "ddp.DDPBackend", "..errors", "os", "é"])
 def test_unknown_names(name):
-    """`find` returns None for a name without a plug-in."""
+    """`find` returns None for a name without a plug-in, and the error of `get` lists the known names."""
     assert registry.find("backends", name) is None
+    with pytest.raises(ConfigError) as caught:
+        registry.get("backends", name)
+    (fault,) = caught.value.faults
+    assert fault.what == f"plug-in {name!r} in backends"
+    assert fault.why == "no plug-in has this name"
+    for known in registry.names("backends"):
+        assert repr(known) in fault.fix
 
 
 def test_a_plug_in_is_imported_alone(run_script):
@@ -46,7 +54,7 @@ def test_a_plug_in_is_imported_alone(run_script):
         from parallelize.plugins import registry
 
         before = set(sys.modules)
-        registry.find("backends", "ddp")
+        registry.get("backends", "ddp")
         print(sorted(name for name in set(sys.modules) - before if name.startswith("parallelize.")))
     """)
     loaded = set(eval(done.stdout))
@@ -85,14 +93,14 @@ def distribution(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("distribution")
 def test_other_distributions():
     """A backend from another distribution's entry point is found by its name, and listed."""
-    assert registry.find("backends", "other").name == "other"
+    assert registry.get("backends", "other").name == "other"
     assert "other" in registry.names("backends")
 
 
 @pytest.mark.usefixtures("distribution")
 def test_built_in_plug_ins_win():
     """An entry point cannot replace a built-in plug-in."""
-    assert registry.find("backends", "ddp") is DDPBackend
+    assert registry.get("backends", "ddp") is DDPBackend
 
 
 @pytest.mark.usefixtures("distribution")
@@ -119,7 +127,7 @@ def test_built_in_plug_ins_win():
 def test_broken_distributions(name, what, why):
     """A plug-in that cannot be loaded is reported with its entry point instead of a bare ImportError."""
     with pytest.raises(ConfigError) as caught:
-        registry.find("backends", name)
+        registry.get("backends", name)
     (fault,) = caught.value.faults
     assert fault.what.startswith(what)
     assert fault.why == why
