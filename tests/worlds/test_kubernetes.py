@@ -37,7 +37,7 @@ def accuracies(pods: list[Mapping[str, str]], script: Path) -> list[str]:
         subprocess.Popen([sys.executable, script], env={**os.environ, **pod}, stdout=subprocess.PIPE, text=True)
         for pod in pods
     ]
-    return [process.communicate(timeout=100)[0].strip().splitlines()[-1] for process in started]
+    return [process.communicate(timeout=250)[0].strip().splitlines()[-1] for process in started]
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def program(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[su
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py", request.param]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 200
         while not (found := addresses_of(process.pid)) and time.monotonic() < end:
             time.sleep(0.05)
         (address,) = found

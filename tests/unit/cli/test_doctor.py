@@ -80,7 +80,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def wait_for_children(process: psutil.Process) -> list[psutil.Process]:
     """Return all descendants of a process, once a worker has started: a fork server has its tracker and a worker."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while time.monotonic() < end:
         children = process.children(recursive=True)
         if len(children) >= 4:
