@@ -100,7 +100,7 @@ ROOMS: Mapping[str, int] = {
     "comparison": 1_472,
     "config": 6_817,
     "data": 11_498,
-    "hang_detection": 4_376,
+    "hang_detection": 4_424,
     "launchers": 17_026,
     "plugins": 1_780,
     "precision": 6_986,

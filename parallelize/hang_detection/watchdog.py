@@ -170,6 +170,7 @@ class Watchdog:
     on_look: Any = None
 
     _judge: Judge | None = None
+    _stack: Stack | None = None
     _facts: Any = None
     _position: object = None
 
@@ -191,7 +192,7 @@ class Watchdog:
         own_store.set_timeout(timedelta(seconds=10))  # so that a call fails if the store is lost
         judge = Judge(own_store, dist.get_rank(), dist.get_world_size(), timeout_s, self._state)
         self._judge, self._main, self._since_ns = judge, threading.get_ident(), time.time_ns()
-        self._is_over = threading.Event()
+        self._is_over, self._stack = threading.Event(), None
         self._thread = threading.Thread(target=self._run, args=[judge], name="parallelize-watch", daemon=True)
         self._thread.start()
         try:
@@ -235,33 +236,44 @@ class Watchdog:
                 self._look()
                 verdict = judge.check(is_waiting=self._status == "waiting")
                 if verdict and not self._is_over.is_set():
-                    self.on_hang(SyncError(**verdict).with_traceback(traceback_of(self._stack)))
-                self._stack = ()  # it keeps the user's tensors
+                    self.on_hang(SyncError(**verdict).with_traceback(traceback_of(self._frames())))
 
     def _look(self) -> None:
         """Find out whether the main thread waits: for 3 s in one collective, or elsewhere with a pending one."""
-        self._stack = list(traceback.walk_stack(sys._current_frames()[self._main]))
-        self._is_held = is_in_collective(self._stack)
-        innermost, _ = self._stack[0]
-        if self._is_held and not isinstance(innermost.f_trace, _Seen):
-            innermost.f_trace = _Seen()
+        self._look_at(self._frames())
         position = self._here()
         if position != self._position:
             self._position, self._since_s = position, time.monotonic()
-        self._facts = self.on_look and self.on_look(self._stack)
         can_wait = self._is_held or any(begun != completed for begun, completed in progress())
         is_waiting = can_wait and time.monotonic() - self._since_s >= _WAITS_AFTER_S
         self._status = "waiting" if is_waiting else "running"
 
+    def _look_at(self, stack: Stack) -> None:
+        self._is_held = is_in_collective(stack)
+        innermost, _ = stack[0]
+        if self._is_held and not isinstance(innermost.f_trace, _Seen):
+            innermost.f_trace = _Seen()
+        self._facts = self.on_look and self.on_look(stack)
+
+    def _frames(self) -> Stack:
+        """Return the stack of the error that is explained, or the main thread's.
+
+        It keeps the user's tensors, so that nobody has it while the main thread runs, such as during `progress()`.
+        """
+        if self._stack is not None:
+            return self._stack
+        return list(traceback.walk_stack(sys._current_frames()[self._main]))
+
     def _here(self) -> object:
         """Return the main thread's position: while it is the same, that thread has not moved."""
+        done = progress()
         frame = sys._current_frames()[self._main]
-        return (id(frame), frame.f_trace, frame.f_lasti, progress())
+        return (id(frame), frame.f_trace, frame.f_lasti, done)
 
     def _state(self) -> RankState:
         """Return the state of this rank."""
         assert self._judge
-        calls, stack = latest_collectives(self._since_ns), self._stack
+        calls, stack = latest_collectives(self._since_ns), self._frames()
         has_failed, is_waiting = self._status == "failed", self._status == "waiting"
         pending = [each for each in calls if not each.is_completed] or calls[len(calls) - has_failed :]
         if len(pending) == 1 and self._status != "running":

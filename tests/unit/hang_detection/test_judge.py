@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+import weakref
 from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from parallelize.hang_detection import watchdog
 from parallelize.hang_detection.rank_state import Collective, RankState
-from parallelize.hang_detection.watchdog import Judge
+from parallelize.hang_detection.watchdog import Judge, Watchdog
 
 LINE = "ranks 0-2 wait at a.py:1 in barrier for rank 3, which is at a.py:1"
 
@@ -124,3 +127,29 @@ def test_a_judgement_is_fast(size: int, limit_s: float) -> None:
         return judged_s
 
     assert min(judgement_s() for _ in range(2)) < limit_s  # the machine may be busy
+
+
+def test_a_look_keeps_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the store is asked, which takes long on a busy machine, what a function has had is freed with it."""
+    asked, answered = threading.Event(), threading.Event()
+
+    def check(*_: object, is_waiting: bool) -> None:
+        assert not is_waiting
+        asked.set()
+        answered.wait(20)
+
+    def step() -> weakref.ref[torch.Tensor]:
+        tensor = torch.ones(1)
+        assert asked.wait(20)
+        return weakref.ref(tensor)
+
+    monkeypatch.setattr(Judge, "check", check)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with Watchdog().watch(store, timeout_s=lambda *_: 60.0, since_ns=None):
+            tensor = step()
+            assert tensor() is None
+            answered.set()
+    finally:
+        dist.destroy_process_group()
