@@ -21,13 +21,11 @@ from parallelize.version import __version__
 if TYPE_CHECKING:
     from parallelize.backends.balanced.plan import Plan, plan
     from parallelize.backends.balanced.plugin import BalancedBackend
-    from parallelize.backends.ddp import DDPBackend
-    from parallelize.backends.ddp2 import DDP2Backend
+    from parallelize.backends.ddp import DDP2Backend, DDPBackend
     from parallelize.backends.dp import DPBackend
     from parallelize.backends.fsdp.plugin import FSDPBackend
     from parallelize.checkpoint.checkpoints import checkpoints
-    from parallelize.checkpoint.load import load
-    from parallelize.checkpoint.save import save
+    from parallelize.checkpoint.save_load import load, save
     from parallelize.collectives import all_gather, all_reduce, barrier, broadcast, main_first
     from parallelize.data.loader import ShardedLoader
     from parallelize.data.shard_loader import shard_loader
@@ -92,13 +90,11 @@ __all__ = [
 _NAMES_BY_MODULE = {
     "backends.balanced.plan": "Plan plan",
     "backends.balanced.plugin": "BalancedBackend",
-    "backends.ddp": "DDPBackend",
-    "backends.ddp2": "DDP2Backend",
+    "backends.ddp": "DDP2Backend DDPBackend",
     "backends.dp": "DPBackend",
     "backends.fsdp.plugin": "FSDPBackend",
     "checkpoint.checkpoints": "checkpoints",
-    "checkpoint.load": "load",
-    "checkpoint.save": "save",
+    "checkpoint.save_load": "load save",
     "collectives": "all_gather all_reduce barrier broadcast main_first",
     "data.loader": "ShardedLoader",
     "data.shard_loader": "shard_loader",

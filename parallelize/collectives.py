@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from parallelize.errors import ConfigError, SyncError, did_you_mean
 from parallelize.hang_detection.stack_frames import call_site
 from parallelize.runtime import context, differentiable
 from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.runtime.fingerprint import digest
 
 __all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "main_first", "num_processes"]
 
@@ -167,7 +167,18 @@ def num_processes() -> int:
 def _refuse_unsupported(x: Any, call: str, *, op: str | None = None) -> None:
     for leaf in leaves(x):
         if isinstance(leaf, Tensor):
-            _refuse_tensor(leaf, call, op=op)
+            if leaf.is_meta or leaf.is_nested or leaf.is_quantized or leaf.layout is not torch.strided:
+                raise ConfigError(
+                    f"{call} of a tensor of {leaf.dtype}, {leaf.layout}, on {leaf.device}",
+                    why="only dense tensors with values can be sent",
+                    fix="use x.dequantize() or x.to_dense(), or a padded tensor of a nested one",
+                )
+            if op is not None and not _keeps_dtype(op, leaf.dtype):
+                raise ConfigError(
+                    f"{call} of a tensor of {leaf.dtype}",
+                    why="the result does not fit this dtype, or process groups do not support it",
+                    fix="use x.float() for a mean, x.long() for a sum, x.abs() for the largest complex number",
+                )
         elif not isinstance(leaf, (bool, int, float)):
             raise ConfigError(
                 f"{call} of {type(leaf).__name__} {leaf!r:.80}",
@@ -182,37 +193,21 @@ def _refuse_unsupported(x: Any, call: str, *, op: str | None = None) -> None:
             )
 
 
-def _refuse_tensor(x: Tensor, call: str, *, op: str | None) -> None:
-    if x.is_meta or x.is_nested or x.is_quantized or x.layout is not torch.strided:
-        fix = "use x.dequantize() or x.to_dense(), or a padded tensor of a nested one"
-        what = f"{call} of a tensor of {x.dtype}, {x.layout}, on {x.device}"
-        raise ConfigError(what, why="only dense tensors with values can be sent", fix=fix)
-    if op is not None and not _keeps_dtype(op, x.dtype):
-        raise ConfigError(
-            f"{call} of a tensor of {x.dtype}",
-            why="the result does not fit this dtype, or process groups do not support it",
-            fix="use x.float() for a mean, x.long() for a sum, x.abs() for the largest complex number",
-        )
-
-
 def _keeps_dtype(op: str, dtype: torch.dtype) -> bool:
     """Return whether process groups can reduce a dtype by `op`, and the result fits the same dtype."""
-    return (
-        dtype in differentiable.REDUCE_DTYPES
-        and {
-            "mean": dtype.is_floating_point or dtype.is_complex,
-            "sum": dtype is not torch.bool,
-            "max": not dtype.is_complex,
-            "min": not dtype.is_complex,
-        }[op]
-    )
+    fits = {
+        "mean": dtype.is_floating_point or dtype.is_complex,
+        "sum": dtype is not torch.bool,
+        "max": not dtype.is_complex,
+        "min": not dtype.is_complex,
+    }
+    return dtype in differentiable.REDUCE_DTYPES and fits[op]
 
 
 def _check_same_call(call: str, x: Any) -> None:
     """Raise SyncError if the processes make different calls, which would hang or silently mix up values."""
     text = f"{call} of {_signature(x)}" if x is not None else call
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    if len(set(differentiable.all_gather(torch.tensor([digest])).flatten().tolist())) == 1:
+    if len(set(differentiable.all_gather(digest(text)).tolist())) == 1:
         return
     texts = [""] * dist.get_world_size()
     dist.all_gather_object(texts, f"{text} ({call_site()})")

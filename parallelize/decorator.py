@@ -27,13 +27,13 @@ from parallelize.cluster.environment import detect
 from parallelize.cluster.world import Node
 from parallelize.comparison.compare import Comparison, compare_runs
 from parallelize.config.config import Config
-from parallelize.config.explain import explain_call
-from parallelize.config.layout import Epochs
+from parallelize.config.explain import explain
+from parallelize.config.layout import Epochs, Layout, place
 from parallelize.config.options import Options
-from parallelize.config.placement import Placement, place
 from parallelize.errors import ConfigError
 from parallelize.launchers.batch_launcher import BatchLauncher
 from parallelize.launchers.slurm.job import Job
+from parallelize.plugins import registry
 from parallelize.plugins.base import Launcher
 from parallelize.runtime.context import active
 from parallelize.runtime.unsynced_training import IN_PARALLEL_MODEL
@@ -42,8 +42,6 @@ from parallelize.worker.main import refuse_during_task_load
 from parallelize.worker.preemption import handle_stop_signals
 
 __all__ = ["DistributedFunction", "distributed"]
-
-_DEFAULT_LAUNCHER = "local"
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -69,7 +67,7 @@ def distributed(function: Callable[P, R] | None = None, /, **options: Unpack[Opt
         **options: each is optional:
 
             - backend (str | Backend, "ddp"): how a model runs in parallel: "ddp", "fsdp", "dp", "ddp2", "balanced", or
-              an object with options, such as `DDPBackend(static_graph=True)`.
+              an object with options, such as `DDPBackend(bucket_cap_mb=50)`.
             - gpus (int | str | list, None): the GPUs of each node: a number, indices, "0,2", "auto" for all; None: all
               of them, or the CPU on a node without GPUs.
             - processes (int, None): number of processes per node, on the CPU; with gpus="auto" only where there are no
@@ -161,7 +159,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             LaunchError: the queue cannot be reached from this machine.
         """
         with folded_traceback:
-            return self._submit_calls([(args, kwargs)])[0]
+            return self._submit([(args, kwargs)])[0]
 
     def submit_many(self, calls: Iterable[Mapping[str, Any]], *, at_most: int | None = None) -> list[Job[R]]:
         """Submit several calls as one job array; raise the same errors as `submit`.
@@ -171,12 +169,12 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             at_most: how many jobs may run at the same time; None: no limit.
         """
         with folded_traceback:
-            return self._submit_calls([((), dict(kwargs)) for kwargs in calls], at_most=at_most)
+            return self._submit([((), dict(kwargs)) for kwargs in calls], at_most=at_most)
 
     def sbatch_script(self, path: str | os.PathLike[str], /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Write the job script that `submit(*args, **kwargs)` would submit; raise the same errors as `submit`."""
-        launcher, config = self._batch_launcher()
-        launcher.write_script(self._make_task(launcher, config, args, kwargs), Path(path))
+        launcher, (task,) = self._jobs([(args, kwargs)])
+        launcher.write_script(task, Path(path))
 
     def explain(self, *, gpus: int | None = None) -> str:
         """Return a text with the processes, devices and options of a call made now; start no process.
@@ -187,12 +185,8 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         Raises:
             ConfigError: the call would be refused.
         """
-        name, config = name_of(self.__wrapped__), self._self_config.merged(os.environ)
-        launcher = config.launcher
-        if isinstance(launcher, BatchLauncher) and detect(os.environ) is None:
-            return explain_call(launcher.plan(config), None, name=name, queue=launcher.name)
-        placement = self._placement(None if gpus is None else Hardware("cuda", gpus))
-        return explain_call(placement.layout, placement.world, name=name)
+        layout, queue = self._plan(None if gpus is None else Hardware("cuda", gpus))
+        return explain(layout, name=name_of(self.__wrapped__), queue=queue.name if queue else None)
 
     def compare(self, steps: int, /, *args: P.args, **kwargs: P.kwargs) -> Comparison:
         """Run the first optimizer steps with one process and with the call's own, and compare losses and weights.
@@ -205,10 +199,9 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
             WorkerError: the function made no optimizer step.
         """
         refuse_during_task_load(name_of(self.__wrapped__))
-        placement = self._placement()
-        task = Task(*_unbind(self.__wrapped__, args), kwargs, placement.layout)
-        launch = functools.partial(_worker_launcher(task.layout.config).launch, node=None, environ=os.environ)
-        return compare_runs(task, placement, steps=steps, launch=launch)
+        layout = place(self._self_config.merged(os.environ), probe(), os.environ)
+        launch = functools.partial(_worker_launcher(layout).launch, node=None, environ=os.environ)
+        return compare_runs(Task(*_unbind(self.__wrapped__, args), kwargs, layout), steps=steps, launch=launch)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> DistributedFunction[P, R]: ...
@@ -232,10 +225,19 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         is_distributed = isinstance(found, DistributedFunction)
         return is_distributed and (found.__wrapped__, found._self_config) == (self.__wrapped__, self._self_config)
 
-    def _placement(self, hardware: Hardware | None = None) -> Placement:
-        return place(self._self_config.merged(os.environ), hardware or probe(), os.environ)
+    def __dir__(self) -> list[str]:
+        """List the attributes of the function, and what decorated functions have."""
+        return sorted({*dir(self.__wrapped__), *vars(DistributedFunction)})
 
-    def _batch_launcher(self) -> tuple[BatchLauncher, Config]:
+    def _plan(self, hardware: Hardware | None = None) -> tuple[Layout, BatchLauncher | None]:
+        """Return the layout of a call made now, and the launcher that queues it as a job, if one does."""
+        config = self._self_config.merged(os.environ)
+        if isinstance(config.launcher, BatchLauncher) and detect(os.environ) is None:
+            return config.launcher.plan(config), config.launcher
+        return place(config, hardware or probe(), os.environ), None
+
+    def _jobs(self, calls: Sequence[tuple[Any, Any]]) -> tuple[BatchLauncher, list[Task]]:
+        """Return the launcher with a queue, and the tasks of the jobs for these arguments."""
         config = self._self_config.merged(os.environ)
         if not isinstance(config.launcher, BatchLauncher):
             raise ConfigError(
@@ -243,58 +245,44 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
                 why="only a batch launcher can submit a call as a job",
                 fix="use @distributed(launcher=SlurmLauncher(partition=...)), or call it without submit",
             )
-        return config.launcher, config
-
-    def _make_task(self, by: BatchLauncher, config: Config, args: Any, kwargs: Any, *, all_ranks: bool = False) -> Task:
-        layout = by.plan(config)
+        layout = config.launcher.plan(config)
         for warning in layout.warnings:
             warnings.warn(warning, stacklevel=4)
-        return Task(*_unbind(self.__wrapped__, args), kwargs, layout, all_ranks)
+        return config.launcher, [Task(*_unbind(self.__wrapped__, args), kwargs, layout) for args, kwargs in calls]
 
-    def _submit_calls(self, calls: Sequence[tuple[Any, Any]], *, at_most: int | None = None) -> list[Job[R]]:
+    def _submit(self, calls: Sequence[tuple[Any, Any]], *, at_most: int | None = None) -> list[Job[R]]:
         refuse_during_task_load(name_of(self.__wrapped__))
-        launcher, config = self._batch_launcher()
-        tasks = [self._make_task(launcher, config, args, kwargs) for args, kwargs in calls]
+        launcher, tasks = self._jobs(calls)
         return launcher.submit(tasks, at_most=at_most, environ=os.environ) if tasks else []
-
-    def __dir__(self) -> list[str]:
-        """List the attributes of the function, and what decorated functions have."""
-        return sorted({*dir(self.__wrapped__), *vars(DistributedFunction)})
-
-    def _refuse_in_block(self) -> None:
-        size = self._placement().layout.world_size
-        if size > 1:
-            raise ConfigError(
-                f"{name_of(self.__wrapped__)}, for {size} processes, in a parallel_model block of one process",
-                why="inside of a block a call runs where the block is",
-                fix="call it outside of the block, and write `with parallel_model(model):` inside of the function",
-            )
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, all_ranks: bool) -> Any:
         function: Any = self.__wrapped__
         run = active()
         if run is not None:
-            if IN_PARALLEL_MODEL in run.flags and run.world.world_size == 1:
-                self._refuse_in_block()
+            is_alone = IN_PARALLEL_MODEL in run.flags and run.world.world_size == 1
+            if is_alone and (size := self._plan()[0].world_size) > 1:
+                raise ConfigError(
+                    f"{name_of(function)}, for {size} processes, in a parallel_model block of one process",
+                    why="inside of a block a call runs where the block is",
+                    fix="call it outside of the block, and write `with parallel_model(model):` inside of the function",
+                )
             with run.ending_blocks():
                 value = function(*args, **kwargs)
             return gather_values(value) if all_ranks else value
         refuse_during_task_load(name_of(function))
-        config = self._self_config.merged(os.environ)
-        if isinstance(config.launcher, BatchLauncher) and detect(os.environ) is None:
-            task = self._make_task(config.launcher, config, args, kwargs, all_ranks=all_ranks)
-            return _launch(task, by=config.launcher)
-        placement = self._placement()
-        layout, world = dataclasses.replace(placement.layout, epochs=self._self_epochs), placement.world
+        layout, queue = self._plan()
         for warning in layout.warnings:
             warnings.warn(warning, stacklevel=3)
+        layout = dataclasses.replace(layout, epochs=self._self_epochs)
         task = Task(*_unbind(function, args), kwargs, layout, all_ranks)
+        if queue is not None:
+            return _launch(task, by=queue)
         with handle_stop_signals():
-            if world is not None:
-                return run_as_rank(task, world)
+            if layout.world is not None:
+                return run_as_rank(task, layout.world)
             if layout.world_size == 1:
                 return run_in_this_process(task)
-            return _launch(task, by=_worker_launcher(layout.config), node=placement.node)
+            return _launch(task, by=_worker_launcher(layout), node=layout.node)
 
 
 def _boundary() -> contextlib.AbstractContextManager[None]:
@@ -316,13 +304,11 @@ def _unbind(function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], t
     return (function.__func__, (function.__self__, *args)) if is_method else (function, args)
 
 
-def _worker_launcher(config: Config) -> Launcher:
+def _worker_launcher(layout: Layout) -> Launcher:
     """Return the launcher that starts workers on this node: the default one instead of a batch launcher."""
-    launcher = config.launcher
-    if launcher is None or launcher.queues:
-        launcher = Config.parse(launcher=_DEFAULT_LAUNCHER).launcher
-        assert launcher is not None
-    return launcher
+    launcher = layout.config.launcher
+    local: Launcher = registry.find("launchers", "local")()
+    return local if launcher is None or launcher.queues else launcher
 
 
 def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:

@@ -60,14 +60,11 @@ class ParallelizeError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # BaseException.__reduce__ would call the class with `args` only, without the keyword-only arguments.
-        return _rebuild, (type(self), self.args, self.__dict__)
+        return _rebuild, (type(self), *self.args), vars(self)
 
 
-def _rebuild(kind: type[ParallelizeError], args: tuple[Any, ...], state: dict[str, Any]) -> ParallelizeError:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+def _rebuild(kind: type[ParallelizeError], *args: str) -> ParallelizeError:
+    return kind.__new__(kind, *args)
 
 
 class ConfigError(ParallelizeError, ValueError):
@@ -121,15 +118,14 @@ def add_note(error: BaseException, text: str) -> None:
         error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]  # not in 3.10's stub
 
 
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the most similar known name, if any, and the list of known names.
 
     Args:
         name: the unknown name; its case is ignored.
         known: the valid names.
-        prefix: text to show before each valid name; not part of the comparison.
     """
-    names = {each.casefold(): repr(prefix + each) for each in sorted(known)}
+    names = {each.casefold(): repr(each) for each in sorted(known)}
     # Of several similar names one of the same length: "dpp" is a typo of "ddp", although "dp" is more similar.
     near = sorted(difflib.get_close_matches(name.casefold(), names), key=lambda each: abs(len(each) - len(name)))
     hint = f"did you mean {names[near[0]]}? " if near else ""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeGuard, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -24,14 +23,13 @@ from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.errors import ConfigError, did_you_mean
-from parallelize.plugins import registry
-from parallelize.plugins.base import Engine, Inner, LocalEngine, Reduction, Session, Traffic
+from parallelize.plugins.base import Engine, Inner, LocalEngine, Reduction, Session
 from parallelize.runtime import context
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.rank_comparison import require_same_model
-from parallelize.runtime.rank_rng import random_numbers_per_rank
+from parallelize.runtime.fingerprint import require_same_model
+from parallelize.runtime.rng import random_numbers_per_rank
 from parallelize.runtime.torch_compile import exclude_package
-from parallelize.runtime.unsynced_training import ENTERED_PARALLEL_MODEL, IN_PARALLEL_MODEL
+from parallelize.runtime.unsynced_training import IN_PARALLEL_MODEL
 from parallelize.torch_patches.forward import route_of
 
 __all__ = ["no_sync", "parallel_model"]
@@ -119,7 +117,7 @@ def parallel_model(
             torch.nn.SyncBatchNorm.convert_sync_batchnorm makes it exact.) None: rank 0's, with a warning if others
             differ at the end of the block.
         split_rng: whether global generators with equal states are split over the ranks, unless `seed=` seeds them.
-            False: they stay equal, with a warning.
+            False: they stay equal, so that dropout masks and augmentation are those of rank 0 on all ranks.
         **options: options of `distributed`, for this block only: `backend`, `amp`, `amp_engine`, `wrap`,
             `verify_every`; outside of a decorated function also all others, such as `gpus` and `seed`.
 
@@ -132,7 +130,10 @@ def parallel_model(
     """
     given_optimizers = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     names = (methods,) if isinstance(methods, str) else tuple(methods)
-    modules: list[Any] = [LeafTensor(each) if _is_trained_leaf(each) else each for each in models]
+    modules: list[Any] = [
+        LeafTensor(each) if isinstance(each, torch.Tensor) and each.is_leaf and each.requires_grad else each
+        for each in models
+    ]
     _require_choice("average", average, ("ranks", "sum", "tokens"))
     _require_choice("buffers", buffers or "rank0", ("rank0", "mean"))
     with contextlib.ExitStack() as stack:
@@ -142,8 +143,7 @@ def parallel_model(
         outer = context.active() or run
         if IN_PARALLEL_MODEL not in outer.flags:  # an outer block removes its own mark
             stack.callback(outer.flags.discard, IN_PARALLEL_MODEL)
-        outer.flags.update((ENTERED_PARALLEL_MODEL, IN_PARALLEL_MODEL))
-        outer.models.extend(map(weakref.ref, modules))
+        outer.flags.add(IN_PARALLEL_MODEL)
         _refuse_apex(run, average)
         _refuse_shared(run, modules)
         if buffers == "mean" and run.config.wrap is not None:
@@ -170,10 +170,6 @@ def parallel_model(
         session.bind(modules)
         stack.enter_context(random_numbers_per_rank(run, split=split_rng))
         yield models[0] if len(models) == 1 else models
-
-
-def _is_trained_leaf(value: Any) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -236,7 +232,7 @@ def _run_of_block(outer: Runtime, options: dict[str, Any]) -> Runtime:
 
 
 def _refuse_apex(run: Runtime, average: Average) -> None:
-    if average != "ranks" and run.config.amp is not None and run.config.amp_engine == "apex":
+    if average != "ranks" and run.config.amp is not None and run.config.amp_engine.name == "apex":
         raise ConfigError(
             f"average={average!r} with amp_engine='apex'",
             why="Apex has copied the averaged gradients to its master parameters before they could be weighted",
@@ -250,7 +246,7 @@ def _refuse_shared(run: Runtime, models: Sequence[nn.Module]) -> None:
     reasons = {
         f"backend={backend.name!r}": backend.shards_gradients and run.world.world_size > 1,
         f"amp level {amp and amp.level}": amp is not None and amp.level in {"O2", "O3"},
-        f"amp_engine={run.config.amp_engine!r}": amp is not None and run.config.amp_engine != "native",
+        f"amp_engine={run.config.amp_engine.name!r}": amp is not None and run.config.amp_engine.name != "native",
     }
     option = next((name for name, is_refused in reasons.items() if is_refused), None)
     seen: dict[int, tuple[nn.Module, str]] = {}
@@ -270,7 +266,7 @@ def _open_precision(
 ) -> contextlib.AbstractContextManager[Session]:
     if run.config.amp is None:
         return contextlib.nullcontext(Session())
-    return registry.get("precision", run.config.amp_engine)().open(
+    return run.config.amp_engine().open(
         amp=run.config.amp,
         models=models,
         optimizers=optimizers,
@@ -330,11 +326,6 @@ class _WrapEngine(LocalEngine):
     @override
     def is_replica(self) -> bool:
         return self._is_verified or isinstance(self.module, DistributedDataParallel)
-
-    @override
-    def traffic(self) -> Traffic | None:
-        is_known = isinstance(self.module, DistributedDataParallel)
-        return Traffic(sum(each.nbytes for each in self.local.parameters() if each.requires_grad)) if is_known else None
 
     @override
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

@@ -73,13 +73,15 @@ def _lasting_processes() -> set[int | None]:
     tracker = multiprocessing.resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # no public name
     lasting = {fork_server, tracker}
     for process in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if "import serve; serve(" in " ".join(process.cmdline()):
-                lasting |= {
-                    process.pid,
-                    *(each.pid for each in process.children() if "resource_tracker" in str(each.cmdline())),
-                }
+        if _has(process, "import serve; serve("):
+            lasting |= {process.pid, *(each.pid for each in process.children() if _has(each, "resource_tracker"))}
     return lasting
+
+
+def _has(process: psutil.Process, text: str) -> bool:
+    with contextlib.suppress(psutil.Error):  # it has just ended
+        return text in " ".join(process.cmdline())
+    return False
 
 
 def _leaked_processes(before: ProcessState) -> list[str]:

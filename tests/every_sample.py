@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from ranks import as_rank
+from ranks import as_rank, own_generators
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    Dataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -44,6 +45,15 @@ class OwnRandom(Sampler[int]):
         order = list(range(LENGTH))
         self.own.shuffle(order)
         return iter(order)
+
+
+class Globals(OwnRandom):
+    """Draws from the three global generators."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.permutation(LENGTH).tolist()
+        random.shuffle(order)
+        return iter([order[each] for each in torch.randperm(LENGTH).tolist()])
 
 
 class Budget(Sampler[list[int]]):
@@ -89,11 +99,34 @@ class Curriculum(Budget):
         return iter(range(len(self)))
 
 
+class Growing(Dataset[int]):
+    """A dataset with more samples in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return LENGTH - 4 + 2 * self.epoch
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 class Rows(list[int]):
     """A dataset that is indexed by a list."""
 
     def __getitem__(self, indices: Any) -> Any:
         return list(indices)
+
+
+class Fetched(list[int]):
+    """A dataset that is asked for all samples of a batch."""
+
+    def __getitems__(self, indices: Any) -> Any:
+        assert type(indices) is list
+        return [self[each] for each in indices]
 
 
 def _loader(workers: int, *, batch_size: int | None = BATCH, data: Any = None, **options: Any) -> DataLoader[Any]:
@@ -119,6 +152,8 @@ KINDS: dict[str, Callable[[int], DataLoader[Any]]] = {
     "own random.Random": lambda workers: _loader(workers, sampler=OwnRandom()),
     "own NumPy generator": lambda workers: _loader(workers, sampler=OwnRandom(np.random.default_rng(3))),
     "own RandomState": lambda workers: _loader(workers, sampler=OwnRandom(np.random.RandomState(3))),
+    "global generators": lambda workers: _loader(workers, sampler=Globals()),
+    "fetched at once": lambda workers: _loader(workers, data=Fetched(range(LENGTH))),
     "no length": lambda workers: _loader(workers, sampler=NoLength()),
     "single items": lambda workers: _loader(workers, batch_size=None, sampler=OwnRandom()),
     "concatenated": lambda workers: _loader(workers, data=ConcatDataset([range(9), range(30, 44)]), shuffle=True),
@@ -130,6 +165,7 @@ KINDS: dict[str, Callable[[int], DataLoader[Any]]] = {
         workers, data=random_split(range(40), [LENGTH, 17], torch.Generator().manual_seed(1))[0], shuffle=True
     ),
     "list of indices": lambda workers: _loader(workers, sampler=[*range(LENGTH - 1, 0, -2), 1]),
+    "dataset of the epoch": lambda workers: _loader(workers, data=Growing(), shuffle=True),
     "length of the epoch": lambda workers: _loader(workers, data=range(99), sampler=Curriculum()),
     "sampler of batches": lambda workers: _loader(
         workers, batch_size=None, data=Rows(range(LENGTH)), sampler=BatchSampler(OwnRandom(), BATCH, False)
@@ -174,7 +210,7 @@ def read(
     state: dict[str, Any] | None = None,
     stop: int | None = None,
 ) -> Reading:
-    """Read an epoch as one rank of a simulated world.
+    """Read the second epoch as one rank of a simulated world, with generators of its own, which are not changed.
 
     Args:
         kind: a key of KINDS.
@@ -185,10 +221,12 @@ def read(
         state: a state from which to resume.
         stop: number of batches after which to stop.
     """
-    with as_rank(rank, world_size):
-        sharded = shard_loader(KINDS[kind](workers), tail=tail)
+    with as_rank(rank, world_size), own_generators(rank) as states:
+        sharded, before = shard_loader(KINDS[kind](workers), tail=tail), states()
+        sharded.set_epoch(1)
         if state is not None:
             sharded.load_state_dict(state)
+        length = None if kind in STREAMS else len(sharded)
         batches, steps, saved = [], 0, sharded.state_dict()
         for steps, batch in enumerate(sharded, 1):
             if sharded._shard.weight(steps - 1):
@@ -196,6 +234,8 @@ def read(
             saved = sharded.state_dict()
             if steps == stop:
                 break
+        assert states() == before
+        assert stop or length in (None, steps)
         return Reading(batches, steps, saved)
 
 

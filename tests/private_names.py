@@ -23,7 +23,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_base": ("tell a view's base from a new tensor", 'backend="balanced" does not split some batches'),
         "_nnz": ("whether any rank has values in a sparse gradient", "sparse gradients fail"),
         "_values": ("values of an uncoalesced sparse gradient", "sparse gradients fail under amp"),
-        "_version": ("detect in-place writes to gradients and buffers", "local gradients are not detected"),
+        "_version": ("detect in-place writes to inputs and buffers", 'backend="balanced" and "fsdp" fail'),
         "_backward_hooks": ("refuse hooks under fp16; call them under fsdp", "hooks get scaled gradients"),
         "_post_accumulate_grad_hooks": ("refuse hooks under fp16; call them under fsdp", "hooks are not called"),
     },
@@ -67,6 +67,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
     },
     "torch._C": {
+        "_will_engine_execute_node": ("refuse a backward after the block", "such a backward fails"),
         "_current_graph_task_id": ("identify the running backward, if any", "every backend with gradients fails"),
     },
     "torch.overrides": {
@@ -152,9 +153,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_dump_fr_trace": ("read gloo's flight recorder", "hang reports name no collectives of gloo"),
         "_dump_nccl_trace": ("read NCCL's flight recorder", "hang reports name no collectives of NCCL"),
     },
-    "torch.nn.parallel.distributed": {
-        "_DDPSink": ("follow a loss through the outputs of DDP", 'average="tokens" refuses losses in forward'),
-    },
+    "torch.nn.parallel.distributed": {},
     "torch.nn.parallel.DistributedDataParallel": {
         "_active_ddp_module": ("split compiled models at the buckets", "compiled models send their gradients late"),
     },

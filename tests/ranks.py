@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
 from parallelize.runtime.context import Runtime, _active
 
-__all__ = ["as_rank", "keep_sigchld_handler", "outcomes_of", "values", "without_leak_report"]
+__all__ = ["as_rank", "keep_sigchld_handler", "outcomes_of", "own_generators", "values", "without_leak_report"]
 
 
 @contextlib.contextmanager
@@ -30,6 +32,17 @@ def as_rank(rank: int, world_size: int, **options: Any) -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
+
+
+@contextlib.contextmanager
+def own_generators(seed: int) -> Iterator[Callable[[], Any]]:
+    """Seed the global generators in the block, as those of a rank; yields a function that tells their states."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+    try:
+        yield lambda: (random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes())
+    finally:
+        random.setstate(before[0]), np.random.set_state(before[1]), torch.set_rng_state(before[2])
 
 
 def outcomes_of(checks: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:

@@ -50,9 +50,9 @@ def test_types_of_inherited_fields_are_resolved() -> None:
     class Options(parallelize.DDPBackend):
         """A docstring."""
 
-    assert "collections.abc.Callable" not in str(inspect.signature(Options))
+    assert isinstance(inspect.signature(Options).parameters["comm_hook"].annotation, str)
     reference.resolve_fields(Options)
-    assert "collections.abc.Callable" in str(inspect.signature(Options))
+    assert not isinstance(inspect.signature(Options).parameters["comm_hook"].annotation, str)
 
 
 def test_links_of_guides_are_those_of_pages() -> None:

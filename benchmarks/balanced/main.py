@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from parallelize import parallel_model
 from parallelize.backends.balanced import planner
 from parallelize.backends.balanced.partition import split, sums
-from parallelize.backends.balanced.plan import Plan, PlannerOptions, ideal_speedup, plan
+from parallelize.backends.balanced.plan import Plan, ideal_speedup, plan
 from parallelize.backends.balanced.plugin import BalancedBackend
 from parallelize.backends.balanced.profiling import DeviceSpec, Profile, device_specs, seconds_of
 
@@ -204,7 +204,7 @@ def recorded_profiles() -> Iterator[list[Profile]]:
 
 def best_step(profile: Profile, specs: Sequence[DeviceSpec]) -> float:
     """Return the seconds of the best step found without a preference for any place, if moving tensors takes no time."""
-    needed = planner.Search(profile, specs, PlannerOptions(microbatches=MICROBATCHES)).needed
+    needed = planner.Search(profile, specs, BalancedBackend(microbatches=MICROBATCHES)).needed
     part, places = profile.samples / MICROBATCHES, [*profile.places, len(profile.units)]
     phases = [sums(profile.costs[each].at(part), places) for each in ("forward", "backward")]
     found = []

@@ -9,6 +9,7 @@ import platform
 import statistics
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ def torch_load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     optimizer.load_state_dict(content["optimizer"])
 
 
+def torch_load_and_check(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    assert zipfile.ZipFile(path).testzip() is None
+    torch_load(path, model, optimizer)
+
+
 def our_save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     parallelize.save(path, model=model, optimizer=optimizer)
 
@@ -71,6 +77,7 @@ SAVES: dict[str, Callable[..., None]] = {
 }
 LOADS: dict[str, tuple[Callable[..., None], str]] = {
     "torch.load": (torch_load, "torch.save"),
+    "zipfile.testzip, then torch.load": (torch_load_and_check, "torch.save"),
     "parallelize.load": (our_load, "parallelize.save"),
 }
 

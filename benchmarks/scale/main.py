@@ -35,7 +35,7 @@ from parallelize.config.layout import compute_layout
 from parallelize.hang_detection import watchdog
 from parallelize.hang_detection.rank_state import Collective, RankState
 from parallelize.hang_detection.watchdog import Judge
-from parallelize.launchers.local.nodes import Nodes, OneNode, Report
+from parallelize.launchers.local.nodes import Nodes, Report
 
 RANKS_PER_NODE = 8
 HOST, TIMEOUT = "127.0.0.1", timedelta(seconds=60)
@@ -186,10 +186,8 @@ def failure(num_nodes: int) -> dict[str, float]:
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
 
-    def join(rank: int) -> Nodes | OneNode:
-        if num_nodes == 1:
-            return OneNode(task)
-        return Nodes(Node(HOST, port, rank), task, patience_s=60.0, key="")
+    def join(rank: int) -> Nodes:
+        return Nodes(Node(HOST, port, rank) if num_nodes > 1 else None, task, patience_s=60.0, key="")
 
     with ThreadPoolExecutor(num_nodes) as threads:
         nodes = list(threads.map(join, range(num_nodes)))
@@ -205,7 +203,7 @@ def failure(num_nodes: int) -> dict[str, float]:
     return {"failure_s": ended_at - failed_at}
 
 
-def run_node(node: Nodes | OneNode) -> None:
+def run_node(node: Nodes) -> None:
     """Do what the launcher of a node does: end when a node has failed, and wait for all reports."""
     wait_until(node.is_stopped)
     node.exchange(Report(has_returned=False, outcomes={}))

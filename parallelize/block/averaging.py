@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize.errors import ConfigError
-from parallelize.runtime.autograd_graph import mark_outputs, reaches_any
+from parallelize.runtime.autograd_graph import MODELS_KEY, mark_outputs, node_of, nodes_behind
 from parallelize.runtime.batch_weights import Weight, batch_weight, weighted
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.loss_counts import MODELS_KEY, loss_counts, models_reached, required_count
+from parallelize.runtime.loss_counts import loss_counts, required_count
 from parallelize.runtime.user_line import user_stacklevel
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
 
@@ -66,20 +65,6 @@ class Averaging:
         """Store in the graph of a forward's output that it is one of this block; return the output's nodes."""
         return mark_outputs(output, inputs=inputs, key=MODELS_KEY, owner=self)
 
-    def require_patched(self) -> None:
-        """Refuse a backward pass that this object has not seen, if it would have weighted the loss.
-
-        Raises:
-            ConfigError: it would.
-        """
-        if (self._average != "ranks" and self._size > 1) or batch_weight() != 1.0:
-            raise ConfigError(
-                "a backward pass that did not start at loss.backward() or torch.autograd.backward()",
-                why="its function was imported before the block, which weights losses, so the gradients are those of "
-                "an unweighted loss",
-                fix="call loss.backward(), or torch.autograd.backward(...) by this name",
-            )
-
     def loss_weight(self) -> Weight:
         """Return the weight of this rank's latest loss in the mean over the ranks."""
         return batch_weight() if self._weight is None else self._weight
@@ -98,11 +83,12 @@ class Averaging:
             run(weighted(each, self._weight))
 
     def _is_of_block(self, roots: Roots) -> bool:
-        if models_reached(roots, among=[self]):
-            return True
-        # E.g. of a submodule, or a method that is not routed: the search goes through the whole graph.
-        parameters = (parameter for model in self._models for parameter in model.parameters())
-        return self._average != "ranks" and reaches_any(roots, parameters)
+        parameters = {id(each) for model in self._models for each in model.parameters()}
+        return any(
+            # By a parameter, e.g. of a submodule: the search goes through the whole graph.
+            self in node.metadata.get(MODELS_KEY, ()) or id(getattr(node, "variable", None)) in parameters
+            for node in nodes_behind(map(node_of, roots), key=MODELS_KEY, owner=self)
+        )
 
     def _weight_of(self, roots: Roots) -> Weight:
         if self._average == "sum":

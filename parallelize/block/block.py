@@ -19,14 +19,14 @@ from parallelize.block.same_data import SameData
 from parallelize.block.verification import Verification
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
-from parallelize.runtime.autograd_graph import grad_fns_of, gradient_version
+from parallelize.runtime.autograd_graph import grad_fns_of, node_of
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.rank_comparison import require_same_model, warn_if_trained_apart
+from parallelize.runtime.fingerprint import require_same_model, warn_if_trained_apart
 from parallelize.runtime.rank_consistency import pending_checks, run_checks
 from parallelize.runtime.startup_summary import StartupSummary
 from parallelize.runtime.torch_compile import traceable
-from parallelize.torch_patches.backward import Order, at_end_of_backward, subscribed
+from parallelize.torch_patches.backward import Order, subscribed
 from parallelize.torch_patches.forward import (
     Route,
     packed_lengths_on_cpu,
@@ -69,7 +69,7 @@ class Block:
         self.averaging = Averaging(average, run=run, models=models)
         self.summary = StartupSummary(run)
         # Models of an inner block may be called with equal inputs, such as features of all ranks.
-        self.same_data = SameData(run, models, is_over=run.world.world_size == 1 or bool(routed_models()))
+        self.same_data = SameData(models, is_over=run.world.world_size == 1 or bool(routed_models()))
         self.reducer: Reducer | None = None
         self.verification: Verification | None = None
         self.is_over = False
@@ -103,7 +103,7 @@ class Block:
 
     def _verify(self, stack: contextlib.ExitStack) -> None:
         """Average and verify, until the stack is closed, what each rank holds a copy of."""
-        self.reducer = Reducer(self._reduced(), before_unpatched=self.averaging.require_patched)
+        self.reducer = Reducer(self._reduced())
         stack.callback(self.reducer.close)
         if self.reducer.models:
             stack.enter_context(subscribed(Order.REDUCE, self.reducer.around_backward))
@@ -230,30 +230,19 @@ class _RoutedModel:
         averaging = self._block.averaging
         nodes = averaging.mark(output, inputs) if averaging.marks else grad_fns_of(output)
         for node in nodes if self.engine.reduction is not None else ():
-            node.register_prehook(self._require_in_block)
+            node.register_prehook(self._refuse_after_block)
 
-    def _require_in_block(self, _gradients: Any) -> None:
-        block = self._block
-        if not block.is_over:
-            if block.reducer is not None and not block.reducer.is_seen:
-                at_end_of_backward(block.reducer.finish_unpatched)
+    def _refuse_after_block(self, _gradients: Any) -> None:
+        if not self._block.is_over:
             return
-        before = self._gradients()
-
-        def refuse_if_changed() -> None:
-            if self._gradients() != before:
-                raise SyncError(
-                    "backward after the parallel_model block, of a forward of "
-                    f"{type(self.inner.model).__name__} inside it",
-                    why="gradients are averaged over the ranks in the block only",
-                    fix="put the whole loop inside the block: with parallel_model(model): for x, y in loader: ...",
-                )
-
-        at_end_of_backward(refuse_if_changed)
-
-    def _gradients(self) -> list[Any]:
-        parameters = self.inner.model.parameters()
-        return [each.grad if each.grad is None else gradient_version(each.grad) for each in parameters]
+        model = self.inner.model
+        trained = [node_of(each) for each in model.parameters() if each.requires_grad]
+        if any(map(torch._C._will_engine_execute_node, trained)):
+            raise SyncError(
+                f"backward after the parallel_model block, of a forward of {type(model).__name__} inside it",
+                why="gradients are averaged over the ranks in the block only",
+                fix="put the whole loop inside the block: with parallel_model(model): for x, y in loader: ...",
+            )
 
     @property
     def verification(self) -> Verification | None:

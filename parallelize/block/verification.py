@@ -25,8 +25,8 @@ from parallelize.errors import SyncError
 from parallelize.runtime.batch_weights import Weight
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.context import Runtime, is_capturing
+from parallelize.runtime.fingerprint import differences, digest, fingerprint, largest_difference
 from parallelize.runtime.group_abort import is_interrupted
-from parallelize.runtime.rank_comparison import differences, digest, flat_fingerprint, largest_difference
 from parallelize.runtime.user_line import user_stacklevel
 from parallelize.torch_patches.backward import is_in_backward
 from parallelize.torch_patches.forward import routed_models
@@ -63,14 +63,14 @@ class Verification:
         self._run, self._models, self._reducer = run, models, reducer
         self._warns_of_buffers, self._loss_weight = warns_of_buffers, loss_weight
         self._before_first_step: Callable[[], None] | None = before_first_step
-        self._verify_every = run.config.verify_every
+        self._verify_every, self._steps = run.config.verify_every, 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Check the optimizer steps in the context, and the models at its end, unless it raises."""
         with before_step(self._before_step):
             yield
-        self._reducer.finish_unpatched()
+        self._reducer.require_seen()
         self.compare("at the end of the block")
 
     def compare(self, when: str) -> None:
@@ -105,10 +105,9 @@ class Verification:
             self._before_first_step()
             self._before_first_step = None
         if is_of_block:
-            steps = self._reducer.steps
-            if self._verify_every and steps and steps % self._verify_every == 0:
-                self.compare_parameters(f"after {steps} optimizer steps")
-            self._reducer.steps += 1
+            if self._verify_every and self._steps and self._steps % self._verify_every == 0:
+                self.compare_parameters(f"after {self._steps} optimizer steps")
+            self._steps += 1
         if len(args) > 1 or kwargs:
             changed = change_closure(functools.partial(self._checked, optimizer), args, kwargs)
             if changed is not None:
@@ -173,7 +172,7 @@ class Verification:
         name = type(optimizer).__name__
         suspects = [(f"a tensor of shape {tuple(each.shape)} in {name}", each) for each in unknown]
         if slots:
-            self._reducer.finish_unpatched()
+            self._reducer.require_seen()
             wrong = {slot for slot in slots if slot.parameter.grad is not slot.averaged()}
             # In the reducer's order: an optimizer that was given a set has another order on each rank.
             ordered = self._reducer.slots.values() if wrong else ()
@@ -232,7 +231,7 @@ def _named(models: Iterable[nn.Module], parts: Callable[[nn.Module], Iterable[_N
 def _different(named: Sequence[_Named]) -> list[_Named]:
     """Return the tensors that differ across the ranks."""
     tensors = [each for _, each in named]
-    if not tensors or not any(differences([flat_fingerprint(tensors)])):
+    if not tensors or not any(differences([fingerprint(tensors)])):
         return []
     return [named[index] for index, _ in differences(tensors)]
 

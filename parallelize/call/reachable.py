@@ -1,4 +1,4 @@
-"""What a function refers to, and what kinds of objects there are: stateful ones, those of the user's own code."""
+"""Kinds of objects: stateful ones, those of the user's own code; and which variables a function reaches."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from parallelize.config.layout import Epochs
 __all__ = [
     "CODE",
     "CONTAINERS",
+    "GENERATORS",
     "PROXY",
     "free_variables",
     "global_variables",
@@ -34,17 +35,22 @@ __all__ = [
 CODE: tuple[Any, ...] = (types.FunctionType, types.BuiltinFunctionType, type)
 PROXY: Any = wrapt.CallableObjectProxy.__base__  # of decorated functions
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_STATEFUL = (nn.Module, Epochs, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+# NumPy's new generators draw from a bit generator, which has their state.
+GENERATORS = (torch.Generator, random.Random, np.random.BitGenerator, np.random.RandomState)
+_STATEFUL = (nn.Module, Epochs, *GENERATORS)
 T = TypeVar("T")
 
 
 def is_a(item: object, kinds: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
-    """Whether an object's type is one of `kinds`; isinstance would ask its `__class__`, which a proxy may not have."""
+    """Whether an object's type is one of `kinds`.
+
+    isinstance would ask the object's `__class__`, which a proxy may not have.
+    """
     return issubclass(type(item), kinds)
 
 
 def is_stateful(item: object) -> bool:
-    """Whether an object has a state to read and write: state_dict and load_state_dict, or that of a generator.
+    """Whether an object has a state to read and write: state_dict, or that of a generator.
 
     What is iterated is left out: the position in a dataset is not the result of a call.
     """
@@ -55,7 +61,7 @@ def is_stateful(item: object) -> bool:
 
 @functools.cache
 def is_user_code(module: object) -> bool:
-    """Whether the module with this name is the user's own: not Python's, not installed, not this package."""
+    """Whether the module with this name is the user's own: not Python's, installed or this package."""
     if not isinstance(module, str):  # built-in functions have none
         return False
     top = module.partition(".")[0]
@@ -76,38 +82,36 @@ def namespace(module: object) -> Mapping[str, Any]:
     return found
 
 
-def free_variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield (name, value) of the variables of a function's closure."""
+def free_variables(function: types.FunctionType) -> dict[str, object]:
+    """Return the variables of a function's closure."""
+    found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # it is empty
-            yield name, cell.cell_contents
+            found[name] = cell.cell_contents
+    return found
 
 
-def global_variables(function: types.FunctionType) -> Iterator[tuple[str, object, str]]:
-    """Yield (name, value, module) of the global variables that a function mentions.
+def global_variables(function: types.FunctionType) -> Iterator[tuple[Any, str, object]]:
+    """Yield (module, name, value) of the global variables that a function mentions.
 
-    `state.model` of a user module `state` is one of them, with the module "state".
+    `config.lr` of a user module `config` is one of them.
     """
-    names = _names(function.__code__)
-    found = cloudpickle.cloudpickle._extract_code_globals(function.__code__)  # without names of attributes
-    for name in sorted(found.keys() & function.__globals__.keys()):
-        value = function.__globals__[name]
-        yield name, value, function.__globals__.get("__name__", "")
-        yield from _module_variables(name, value, names, seen=())
-
-
-def _module_variables(
-    name: str, module: object, names: set[str], *, seen: tuple[object, ...]
-) -> Iterator[tuple[str, object, str]]:
-    """Yield the variables of a user module with one of the names, and of its submodules."""
-    if not isinstance(module, types.ModuleType) or module in seen or not is_user_code(module.__name__):
-        return
-    for attribute in sorted(names & vars(module).keys()):
-        value = vars(module)[attribute]
-        yield f"{name}.{attribute}", value, module.__name__
-        yield from _module_variables(f"{name}.{attribute}", value, names, seen=(*seen, module))
+    attributes = _names(function.__code__)
+    names = cloudpickle.cloudpickle._extract_code_globals(function.__code__).keys()
+    pending, seen = [function.__globals__], set[int]()
+    while pending:
+        variables = pending.pop(0)
+        seen.add(id(variables))
+        for name in sorted(names & variables.keys()):
+            value = variables[name]
+            yield sys.modules.get(variables.get("__name__", "")), name, value
+            is_own = is_a(value, types.ModuleType) and is_user_code(value.__name__)
+            if is_own and id(vars(value)) not in seen:
+                pending.append(vars(value))
+        names = attributes  # of the modules among them
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Return the names of global variables and attributes that code mentions, also in functions inside it."""
-    return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, types.CodeType)))
+    """Return the names of variables and attributes that code mentions, also in functions inside."""
+    inner = (_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return set(code.co_names).union(*inner)

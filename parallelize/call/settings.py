@@ -1,4 +1,4 @@
-"""Settings that a program makes by calls, copied to workers: of torch, NumPy, warnings, random numbers, logging."""
+"""Settings that a program makes by calls, copied to workers: of torch, NumPy, warnings, logging."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from logging.handlers import QueueHandler
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,26 @@ from torch.utils._device import DeviceContext
 
 __all__ = ["LogSettings", "Settings", "handle_records", "without_log_files"]
 
-_CUDA = torch.backends.cuda
-
-
-def _attribute(name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    owner, _, own_name = name.rpartition(".")
-    return lambda: attrgetter(name)(torch), lambda value: setattr(attrgetter(owner)(torch), own_name, value)
-
-
-# Attributes of `torch`. float32 precision has an old API (allow_tf32, set_float32_matmul_precision) and a new one
-# (fp32_precision). Setting an old name changes new names, and torch may reject the old API once the new one was used:
-# the old names are applied first, then the new names whose values still differ.
+# Paths below `torch`: function that returns a setting -> function that sets it. None of them
+# initializes a GPU.
+_FUNCTIONS = {
+    "get_default_dtype": "set_default_dtype",
+    "is_grad_enabled": "set_grad_enabled",
+    "get_deterministic_debug_mode": "set_deterministic_debug_mode",
+    "is_warn_always_enabled": "set_warn_always",
+    "multiprocessing.get_sharing_strategy": "multiprocessing.set_sharing_strategy",
+    "backends.cuda.flash_sdp_enabled": "backends.cuda.enable_flash_sdp",
+    "backends.cuda.mem_efficient_sdp_enabled": "backends.cuda.enable_mem_efficient_sdp",
+    "backends.cuda.math_sdp_enabled": "backends.cuda.enable_math_sdp",
+    "backends.cuda.cudnn_sdp_enabled": "backends.cuda.enable_cudnn_sdp",
+    "backends.cuda.fp16_bf16_reduction_math_sdp_allowed": ("backends.cuda.allow_fp16_bf16_reduction_math_sdp"),
+    "backends.cuda.preferred_blas_library": "backends.cuda.preferred_blas_library",
+    "backends.cuda.preferred_linalg_library": "backends.cuda.preferred_linalg_library",
+    "get_float32_matmul_precision": "set_float32_matmul_precision",
+}
+# Attributes. float32 precision has an old API (allow_tf32, set_float32_matmul_precision) and a new
+# one (fp32_precision). Setting an old name changes new names, and torch may reject the old API once
+# the new one was used: the old names are applied first, then the new names that still differ.
 _ATTRIBUTES = (
     "backends.cudnn.allow_tf32",
     "backends.fp32_precision",
@@ -57,78 +67,106 @@ _ATTRIBUTES = (
     "backends.opt_einsum.strategy",
     "utils.deterministic.fill_uninitialized_memory",
 )
-# name -> (getter, setter); none of these functions initializes a GPU.
-_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "grad": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+
+
+def _get(path: str) -> Any:
+    """Return the value of a setting; None: this torch lacks the setting or refuses to read it."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        found = attrgetter(path)(torch)
+        return found() if path in _FUNCTIONS else found
+    return None
+
+
+def _set(path: str, value: Any) -> None:
+    if path in _FUNCTIONS:
+        attrgetter(_FUNCTIONS[path])(torch)(value)
+    else:
+        owner, _, name = path.rpartition(".")
+        setattr(attrgetter(owner)(torch), name, value)
+
+
+@contextlib.contextmanager
+def _ignoring_warnings() -> Iterator[None]:
+    """Suppress warnings: torch warns about deprecated settings that the user's code does not use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _filters() -> list[tuple[Any, ...]]:
+    """Return the filters of warnings, with regular expressions and categories as text."""
+    filters: Any = warnings.filters
+    return [
+        (action, _text(message), kind.__module__, kind.__qualname__, _text(module), line)
+        for action, message, kind, module, line in filters
+    ]
+
+
+def _text(pattern: Any) -> str:
+    return getattr(pattern, "pattern", pattern) or ""
+
+
+def _set_filters(filters: list[tuple[Any, ...]]) -> None:
+    warnings.resetwarnings()
+    for action, message, home, name, module, line in filters:
+        kind = getattr(sys.modules.get(home), name, None)  # one not imported warns of nothing
+        if kind is not None:
+            warnings.filterwarnings(action, message, kind, module, line, append=True)
+
+
+def _seed_torch(state: tuple[int, Any]) -> None:
+    torch.manual_seed(state[0])  # accelerators' generators, too
+    torch.set_rng_state(torch.from_numpy(state[1]))
+
+
+_Table = Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]]
+_GENERATORS: _Table = {
+    "random": (random.getstate, random.setstate),
+    "numpy": (np.random.get_state, np.random.set_state),
+    "torch": (lambda: (torch.initial_seed(), torch.get_rng_state().numpy()), _seed_torch),
+}
+_OTHERS: _Table = {
     "anomalies": (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda modes: torch.autograd.set_detect_anomaly(*modes),
     ),
-    "warn_always": (torch.is_warn_always_enabled, torch.set_warn_always),
-    "sharing": (torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy),
-    "flash_sdp": (_CUDA.flash_sdp_enabled, _CUDA.enable_flash_sdp),
-    "mem_efficient_sdp": (_CUDA.mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
-    "math_sdp": (_CUDA.math_sdp_enabled, _CUDA.enable_math_sdp),
-    "cudnn_sdp": (_CUDA.cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
-    "math_sdp_reduction": (_CUDA.fp16_bf16_reduction_math_sdp_allowed, _CUDA.allow_fp16_bf16_reduction_math_sdp),
-    "blas": (_CUDA.preferred_blas_library, _CUDA.preferred_blas_library),
-    "linalg": (_CUDA.preferred_linalg_library, _CUDA.preferred_linalg_library),
-    "matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    **{name: _attribute(name) for name in _ATTRIBUTES},
+    "numpy_errors": (np.geterr, lambda errors: np.seterr(**errors)),
+    "filters": (_filters, _set_filters),
+    **_GENERATORS,
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that a script makes at its top level; workers need a copy because they do not run the script.
+    """Settings that a script makes at its top level; workers need a copy, since they run no script.
 
     Args:
-        values: torch setting -> value; settings that torch refuses to read are left out.
-        device: type of the default device, such as "cuda", without the index, which differs by rank; None: not set.
-        filters: filters of warnings: action, message, module and name of the category, module, line.
-        numpy_errors: what NumPy does on floating-point errors.
-        generators: states of the global generators of random, NumPy and torch, and torch's seed.
+        values: setting -> value; settings that torch refuses to read are left out.
+        device: type of the default device, such as "cuda", without the index, which differs by rank;
+            None: not set.
     """
 
     values: Mapping[str, Any]
     device: str | None
-    filters: tuple[tuple[Any, ...], ...]
-    numpy_errors: Mapping[str, Any]
-    generators: tuple[Any, ...]
 
     @classmethod
     def capture(cls) -> Settings:
-        """Return the settings of this process, and of this thread for settings that torch keeps per thread."""
+        """Return the settings of this process, and of this thread for those that torch keeps so."""
         stack: Any = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch has no type for it
-        device = next((mode.device.type for mode in stack if isinstance(mode, DeviceContext)), None)  # at most one
-        given: Any = warnings.filters
-        filters = tuple(
-            (action, _text(message), kind.__module__, kind.__qualname__, _text(module), line)
-            for action, message, kind, module, line in given
-        )
+        device = next((mode.device.type for mode in stack if isinstance(mode, DeviceContext)), None)
+        values = {name: read() for name, (read, _) in _OTHERS.items()}
         with _ignoring_warnings():
-            values = {name: value for name in _SETTINGS if (value := _get(name)) is not None}
-        state = torch.get_rng_state().tolist()  # a tensor would be sent in shared memory
-        numpy: Any = np.random.get_state()
-        kind, keys, *rest = numpy
-        generators = random.getstate(), (kind, keys.tolist(), *rest), torch.initial_seed(), state
-        return cls(values, device, filters, np.geterr(), generators)
+            values |= {path: _get(path) for path in (*_FUNCTIONS, *_ATTRIBUTES)}
+        return cls({name: value for name, value in values.items() if value is not None}, device)
 
     def apply(self) -> None:
         """Apply all settings except the default device to this new process."""
         with _ignoring_warnings():
-            for name, value in self.values.items():
-                if _get(name) != value:
-                    _SETTINGS[name][1](value)
-        np.seterr(**self.numpy_errors)
-        self.apply_generators()
-        warnings.resetwarnings()
-        for action, message, home, name, module, line in self.filters:
-            kind = getattr(sys.modules.get(home), name, None)  # one that nobody has imported warns of nothing
-            if kind is not None:
-                warnings.filterwarnings(action, message, kind, module, line, append=True)
+            for path in (*_FUNCTIONS, *_ATTRIBUTES):
+                if self.values.get(path) not in (None, _get(path)):
+                    _set(path, self.values[path])
+        for name, (_, write) in _OTHERS.items():
+            write(self.values[name])
 
     def apply_default_device(self) -> None:
         """Set the default device; to be called when this rank's GPU is the current device."""
@@ -136,32 +174,9 @@ class Settings:
             torch.set_default_device(self.device)
 
     def apply_generators(self) -> None:
-        """Let all ranks draw the random numbers that one process would draw, until a block makes ranks differ."""
-        python, numpy, seed, state = self.generators
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.manual_seed(seed)  # accelerators' generators, too
-        torch.set_rng_state(torch.tensor(state, dtype=torch.uint8, device="cpu"))
-
-
-def _text(pattern: Any) -> str:
-    """Return the regular expression of a filter's message or module."""
-    return getattr(pattern, "pattern", pattern) or ""
-
-
-def _get(name: str) -> Any:
-    """Return the value of a setting; None: this build of torch lacks the setting or refuses to read it."""
-    with contextlib.suppress(AttributeError, RuntimeError):
-        return _SETTINGS[name][0]()
-    return None
-
-
-@contextlib.contextmanager
-def _ignoring_warnings() -> Iterator[None]:
-    """Suppress warnings: torch also warns about deprecated settings that the user's code does not use."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+        """Let all ranks draw the numbers of one process, until a block makes ranks differ."""
+        for name, (_, write) in _GENERATORS.items():
+            write(self.values[name])
 
 
 # Logging
@@ -172,7 +187,8 @@ class LogSettings:
     """The loggers of a process.
 
     Args:
-        loggers: name -> level, whether it propagates, whether it is disabled, whether it has handlers; "": the root.
+        loggers: name -> level, whether it propagates, whether it is disabled, whether it has
+            handlers; "": the root.
         formatter: of the root's first handler.
     """
 
@@ -182,71 +198,57 @@ class LogSettings:
     @classmethod
     def capture(cls) -> LogSettings:
         """Return the logging settings of this process."""
-        loggers = {
-            name: (
-                each.level,
-                each.propagate,
-                each.disabled,
-                not all(type(h) is logging.NullHandler for h in each.handlers),
-            )
-            for name, each in _loggers().items()
-        }
+        loggers = {}
+        for name, each in _loggers().items():
+            has_handlers = any(type(h) is not logging.NullHandler for h in each.handlers)
+            loggers[name] = each.level, each.propagate, each.disabled, has_handlers
         formatters = (each.formatter for each in logging.root.handlers)
         # A formatter of another class may not be picklable.
-        return cls(loggers, next((each for each in formatters if type(each) is logging.Formatter), None))
+        plain = (each for each in formatters if type(each) is logging.Formatter)
+        return cls(loggers, next(plain, None))
 
-    def apply(self) -> None:
-        """Let this process of a cluster's job show on stderr what the caller's handlers would get."""
-        self._apply_levels()
-        handler = logging.StreamHandler()
-        handler.setFormatter(self.formatter)
-        if self.loggers[""][3]:
-            logging.root.addHandler(handler)
-
-    def apply_in_worker(self, path: Path) -> None:
+    def apply(self, path: Path | None = None) -> None:
         """Send the records that the caller's handlers would get to the caller, by a file.
 
-        Handlers of modules that this process has imported are removed: the caller has them, too. Those that the
-        function adds are this process's own.
-        """
-        for each in _loggers().values():
-            each.handlers.clear()
-        self._apply_levels()
-        forwarder = _Forwarder(path)
-        for name, (*_, has_handlers) in self.loggers.items():
-            if has_handlers:
-                logging.getLogger(name).addHandler(forwarder)
+        Handlers of modules that this process has imported are removed: the caller has them, too.
+        Those that the function adds are this process's own.
 
-    def _apply_levels(self) -> None:
-        for name, (level, propagates, is_disabled, _) in self.loggers.items():
+        Args:
+            path: the file; None: this process of a cluster's job shows the records on stderr.
+        """
+        for each in _loggers().values() if path else ():
+            each.handlers.clear()
+        handler = _Forwarder(path) if path else logging.StreamHandler()  # type: ignore[arg-type]  # its queue is a file
+        handler.setFormatter(None if path else self.formatter)
+        for name, (level, propagates, is_disabled, has_handlers) in self.loggers.items():
             logger = logging.getLogger(name)
             logger.setLevel(level)
             logger.propagate, logger.disabled = propagates, is_disabled
+            if has_handlers and (path or logger is logging.root):
+                logger.addHandler(handler)
 
 
 def _loggers() -> dict[str, logging.Logger]:
     """Return all loggers but torch's, which it sets up itself in every process."""
-    named = {name: each for name, each in logging.root.manager.loggerDict.items() if isinstance(each, logging.Logger)}
-    return {"": logging.root} | {name: each for name, each in named.items() if name.partition(".")[0] != "torch"}
+    names = ["", *logging.root.manager.loggerDict]
+    return {name: logging.getLogger(name) for name in names if name.partition(".")[0] != "torch"}
 
 
-class _Forwarder(logging.Handler):
-    """Appends records to a file, one JSON object per line, with those attributes that are text or numbers."""
+class _Forwarder(QueueHandler):
+    """Appends records to a file, an object of JSON per line, with attributes of text or numbers."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-        self._last: logging.LogRecord | None = None
+    queue: Any  # the path
+    last: logging.LogRecord | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record is self._last:  # it came from another logger, too
-            return
-        self._last = record
-        if record.exc_info and not record.exc_text:
-            record.exc_text = logging.Formatter().formatException(record.exc_info)
-        plain = {name: value for name, value in vars(record).items() if type(value) in (str, int, float)}
-        with contextlib.suppress(OSError), self._path.open("a") as file:  # a full disk loses records, not the training
-            file.write(json.dumps({**plain, "msg": record.getMessage()}) + "\n")
+        if record is not self.last:  # it may come from another logger, too
+            self.last = record
+            super().emit(record)
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        plain = {key: value for key, value in vars(record).items() if type(value) in (str, int, float)}
+        with contextlib.suppress(OSError), self.queue.open("a") as file:  # a full disk loses records
+            file.write(json.dumps(plain) + "\n")
 
 
 def handle_records(text: str, *, prefix: str, at_least: int) -> None:
@@ -267,7 +269,7 @@ def handle_records(text: str, *, prefix: str, at_least: int) -> None:
 
 @contextlib.contextmanager
 def without_log_files() -> Iterator[None]:
-    """Let file handlers open nothing: those of modules that a worker imports are open in the caller, too."""
+    """Let file handlers open nothing: those of imported modules are open in the caller, too."""
     handler: Any = logging.FileHandler
     before = handler._open
     handler._open = lambda _: open(os.devnull, "w")  # noqa: PTH123, SIM115 - the handler closes it

@@ -9,25 +9,26 @@ import inspect
 import io
 import os
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallelize.call.module_values import ModuleValues
-from parallelize.call.pickling import dump, dump_for_rank, load, pickling_module_by_value
-from parallelize.call.reachable import is_stateful
-from parallelize.call.returned import data_of, variables_of
+from parallelize.call.pickling import dump, load, pickling_module_by_value
+from parallelize.call.reachable import CODE, PROXY, free_variables, is_a, is_stateful, namespace
+from parallelize.call.returned import data_of
 from parallelize.call.tracebacks import shorten_chain
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
-from parallelize.errors import ConfigError, WorkerError
+from parallelize.errors import ParallelizeError, WorkerError
 
 __all__ = ["Outcome", "Task", "error_text", "format_error", "name_of"]
 
@@ -65,18 +66,24 @@ class Task:
         return name_of(self.function)
 
     def data(self) -> dict[str, object]:
-        """Return what the function may change, besides stateful objects, by name as shown to the user.
+        """Return what the function may change, besides states, by name as shown to the user.
 
-        Arguments; `self` and stateful objects, by the names of their classes; variables from the caller's modules.
+        Attributes of arguments, of variables, and of `self` and stateful objects by their class.
         """
-        code = getattr(inspect.unwrap(self.function), "__code__", None)
-        names = [] if code is None else code.co_varnames[: code.co_argcount]
-        unnamed = [f"argument {index}" for index in range(len(names), len(self.args))]
-        named = {**dict(zip((*names, *unnamed), self.args, strict=False)), **self.kwargs}
-        own = [(type(each).__name__, each) for each in (named.pop("self", None), *self.stateful)]
-        found = {**self.values.current(), **variables_of(self.function)}
-        for name, item in (*own, *named.items()):
-            found.update(data_of(name, item))
+        named = {type(each).__name__: each for each in self.stateful}
+        named |= self.values.current()
+        inner = inspect.unwrap(self.function)
+        if isinstance(inner, FunctionType):
+            is_imported = inner.__globals__ is namespace(sys.modules.get(inner.__module__))
+            named |= {**({} if is_imported else inner.__globals__), **free_variables(inner)}
+        with contextlib.suppress(TypeError, ValueError):  # a built-in function; they do not fit
+            named |= inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
+        if "self" in named:
+            owner = named.pop("self")
+            named[type(owner).__name__] = owner
+        found = dict[str, object]()
+        for name, item in named.items():
+            found |= data_of(name, item)
         return found
 
     def write(self, path: Path) -> None:
@@ -89,26 +96,26 @@ class Task:
             f"the function {self.name!r}": self.function,
             **{f"argument {number}": value for number, value in enumerate(self.args)},
             **{f"argument {name!r}": value for name, value in self.kwargs.items()},
-            **{f"option {name!r}": value for name, value in self.layout.config.options().items()},
+            **{f"option {name!r}": value for name, value in vars(self.layout.config).items()},
         }
         call = (self.function, self.args, self.kwargs, self.layout, self.all_ranks)
         self.stateful.clear()
-        known = set[int]()
+        values, known = ModuleValues(), set[int]()
 
-        def add(item: object) -> None:
+        def see(item: object) -> None:
             if is_stateful(item) and id(item) not in known:
                 known.update(map(id, item.modules() if isinstance(item, nn.Module) else [item]))
                 self.stateful.append(item)
+            values.code.extend([item] if is_a(item, (*CODE, PROXY)) else ())
 
         with pickling_module_by_value(self.function):
-            values = ModuleValues.find(call)
-            # The last part is pickled when it is complete.
-            dump((values, call, self.stateful), path, parts=parts, on_object=add)
+            # The last two parts are pickled when they are complete.
+            dump((call, values, self.stateful), path, parts=parts, on_object=see)
 
     @classmethod
     def read(cls, path: Path, *, device: torch.device) -> Task:
-        """Read the call from a file in a worker; tensors that were on an accelerator are moved to `device`."""
-        values, (function, args, kwargs, layout, all_ranks), stateful = load(path, device=device)
+        """Read the call in a worker; tensors that were on an accelerator are moved to `device`."""
+        (function, args, kwargs, layout, all_ranks), values, stateful = load(path, device=device)
         return cls(function, args, kwargs, layout, all_ranks, stateful, values.install(), values)
 
 
@@ -140,56 +147,54 @@ class Outcome:
 
     @classmethod
     def returned(cls, world: World, value: object, **changes: Any) -> Outcome:
-        """Build the outcome of a function that returned `value`; `changes` are the last two attributes."""
+        """Build the outcome of a function that returned; `changes` are the last two attributes."""
         return cls(world.rank, socket.gethostname(), os.getpid(), value=value, **changes)
 
     @classmethod
     def raised(cls, world: World, error: BaseException) -> Outcome:
         """Build the outcome of a function that has just raised `error`."""
-        trace = error.__traceback__
+        trace, now = error.__traceback__, time.time()
         shorten_chain(error)
         text = format_error(error, error.__traceback__ or trace)
-        host, pid = socket.gethostname(), os.getpid()
-        return cls(world.rank, host, pid, error=error, traceback=text, failed_at=time.time())
+        outcome = cls.returned(world, None)
+        return dataclasses.replace(outcome, error=error, traceback=text, failed_at=now)
 
-    def write(self, path: Path) -> None:
-        """Write the outcome to a file for the caller; a WorkerError replaces an exception that cannot be pickled.
+    def write(self, file: Path | io.BytesIO, *, for_rank: bool = False) -> None:
+        """Write the outcome; a WorkerError replaces an exception that cannot be pickled.
 
         Raises:
             WorkerError: the return value cannot be pickled.
         """
-        if self.error is None:
-            with _value_not_pickled():
-                dump(self, path, parts={"the returned value": self.value, "the state of an optimizer": self.states})
-            return
+        parts = {"the returned value": self.value, "the state of an optimizer": self.states}
         try:
-            dump(self, path, parts={})
-            load(path, device=_CPU)
-        except Exception as exc:  # noqa: BLE001 - a failure must reach the caller whatever its exception is
-            dump(dataclasses.replace(self, error=_picklable_error(self.error, exc)), path, parts={})
+            dump(self, file, parts=parts, for_rank=for_rank, raises=WorkerError, fix=_FIX_VALUE)
+            if self.error is not None and isinstance(file, Path):
+                load(file, device=_CPU)
+        except Exception as exc:
+            if self.error is None:
+                raise
+            # A failure must reach the caller whatever its exception is.
+            dump(dataclasses.replace(self, error=_picklable(self.error, exc)), file, parts={})
 
     def dumps(self) -> bytes:
-        """Serialize the outcome of a function that returned for another rank of this program.
-
-        Raises:
-            WorkerError: the return value cannot be pickled.
-        """
-        with _value_not_pickled():
-            return dump_for_rank(self, parts={"the returned value": self.value})
+        """Pickle the outcome for another rank of this program; raise the same errors as `write`."""
+        buffer = io.BytesIO()
+        self.write(buffer, for_rank=True)
+        return buffer.getvalue()
 
     @classmethod
     def read(cls, source: Path | bytes, *, device: torch.device = _CPU) -> Outcome:
-        """Read an outcome from a file, or from the bytes of `dumps`.
+        """Read an outcome.
 
         Args:
-            source: path of the file, or the bytes.
+            source: file that `write` has written, or the bytes of `dumps`.
             device: device for tensors that were not on the CPU.
 
         Raises:
             WorkerError: the outcome cannot be unpickled in this process.
         """
         try:
-            outcome: Outcome = load(io.BytesIO(source) if isinstance(source, bytes) else source, device=device)
+            outcome: Outcome = load(source, device=device)
         except Exception as exc:
             raise WorkerError(
                 "the return value of a worker cannot be unpickled in the calling process",
@@ -199,21 +204,14 @@ class Outcome:
         return outcome
 
 
-@contextlib.contextmanager
-def _value_not_pickled() -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as exc:
-        raise WorkerError(exc.faults[0].what, why=exc.faults[0].why, fix=_FIX_VALUE) from exc
-
-
 def format_error(error: BaseException, trace: TracebackType | None) -> str:
-    """Return what Python prints for an exception with this traceback, causes and notes included."""
+    """Return what Python prints for an exception with this traceback, with causes and notes."""
     try:
         return "".join(traceback.format_exception(type(error), error, trace))
-    except Exception:  # noqa: BLE001 - formatting a SyntaxError fails if its attributes have wrong types
+    except Exception:  # noqa: BLE001 - a SyntaxError whose attributes have wrong types
         frames = "".join(traceback.format_tb(trace))
-        return f"Traceback (most recent call last):\n{frames}{type(error).__name__}: {error_text(error)}\n"
+        last = f"{type(error).__name__}: {error_text(error)}"
+        return f"Traceback (most recent call last):\n{frames}{last}\n"
 
 
 def error_text(error: BaseException) -> str:
@@ -224,8 +222,11 @@ def error_text(error: BaseException) -> str:
         return f"(no text: its __str__ raised {type(exc).__name__})"
 
 
-def _picklable_error(error: BaseException, reason: Exception) -> WorkerError:
-    why = reason.faults[0].why if isinstance(reason, ConfigError) else f"{type(reason).__name__}: {error_text(reason)}"
+def _picklable(error: BaseException, reason: Exception) -> WorkerError:
+    """Return what replaces an exception in the caller."""
+    why = f"{type(reason).__name__}: {error_text(reason)}"
+    if isinstance(reason, ParallelizeError):
+        why = reason.faults[0].why
     return WorkerError(
         f"{type(error).__name__}: {error_text(error)}",
         why=f"a worker raised this exception, which cannot be pickled: {why}",

@@ -15,7 +15,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import cloudpickle
 import torch
@@ -87,35 +87,36 @@ def _may_be_a_defect(error: BaseException) -> bool:
 def in_users_code(trace: TracebackType | None, *, keeps_last: bool = False) -> TracebackType | None:
     """Return a traceback without this package's frames; None if no frame of the user's program or packages is left.
 
-    Frames of torch and of the standard library are kept at the end only.
+    Frames of torch and of the standard library that lead to this package are left out, too.
 
     Args:
         trace: the traceback; not modified.
         keeps_last: whether the last frame is kept if it is this package's.
     """
-    entries = list(_entries(trace))
-    own = [each for each in entries if _is_own(each.tb_frame) and not (keeps_last and each is entries[-1])]
-    users = [each for each in entries if not (each in own or _is_underneath(each.tb_frame.f_code.co_filename))]
+    entries = list(enumerate(_entries(trace), start=1))
+    is_last_kept = len(entries) if keeps_last else 0
+    own = [number for number, each in entries if _is_own(each) and number != is_last_kept]
     if not own:
         return trace
-    inner, is_innermost = None, True
-    for each in reversed(entries if users else []):
-        is_innermost = is_innermost and each not in own
-        if each in users or is_innermost:
-            inner = TracebackType(inner, each.tb_frame, each.tb_lasti, each.tb_lineno)
-            is_innermost = is_innermost and each not in users
+    kept = [each for number, each in entries if number not in own and (number > own[-1] or not _is_underneath(each))]
+    inner = None
+    for each in reversed(kept):
+        inner = TracebackType(inner, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return inner
 
 
-def _is_own(frame: FrameType) -> bool:
-    """Return whether code is this package's: in one of its files, or generated there, as __init__ of a dataclass."""
-    file = frame.f_code.co_filename
-    return file.startswith(_OWN) or (file == "<string>" and frame.f_globals.get("__name__", "").startswith(_PACKAGE))
+def _is_own(entry: TracebackType) -> bool:
+    """Whether code is this package's: in one of its files, or made there, as a dataclass's __init__."""
+    file, variables = entry.tb_frame.f_code.co_filename, entry.tb_frame.f_globals
+    is_made = file == "<string>" and variables.get("__name__", "").startswith(_PACKAGE)
+    return file.startswith(_OWN) or is_made
 
 
-def _is_underneath(file: str) -> bool:
-    """Return whether a file is torch's, cloudpickle's or of the standard library."""
-    return file.startswith(_UNDERNEATH) or (file.startswith(_STDLIB) and "-packages" + os.sep not in file)
+def _is_underneath(entry: TracebackType) -> bool:
+    """Whether a file is torch's, cloudpickle's or of the standard library."""
+    file = entry.tb_frame.f_code.co_filename
+    is_installed = "-packages" + os.sep in file
+    return file.startswith(_UNDERNEATH) or (file.startswith(_STDLIB) and not is_installed)
 
 
 def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:

@@ -23,9 +23,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from parallelize.checkpoint.files import remove, write_error
-from parallelize.checkpoint.load import load_into
-from parallelize.checkpoint.save import agree, gather, prepare_save, rank
+from parallelize.checkpoint.files import reading, remove
+from parallelize.checkpoint.save_load import gather, load_into, prepare_save, rank, together
 from parallelize.checkpoint.states import (
     VALUE,
     Named,
@@ -53,7 +52,7 @@ class _Schedule:
     def __init__(self, every: Any) -> None:
         period = every if isinstance(every, timedelta) else duration(every)
         self._steps = every if type(every) is int else 0
-        self._period_s = 0.0 if period is None else period.total_seconds()
+        self._period_s = period.total_seconds() if period else 0.0
         if self._steps <= 0 and self._period_s <= 0:
             raise ConfigError(
                 f"every={every!r}",
@@ -123,19 +122,16 @@ class Checkpoints:
         """
         path = self._folder / f"step-{self.steps:09d}{'' if self._sharded else '.pt'}"
         objects = {**self._objects, _PROGRESS: {"steps": self.steps, "values": self.values}}
-        agree(self._call, self.wait)  # if the previous save has failed on a rank, all ranks raise
+        with together(self._call):  # if the previous save has failed on a rank, all ranks raise
+            self.wait()
         stage = self._stager.stage if self._in_background else None
-        found: list[Any] = []
-        agree(
-            self._call,
-            lambda: found.append(prepare_save(self._call, path, objects, sharded=self._sharded, stage=stage)),
-        )
-        if not self._in_background:
-            agree(self._call, lambda: self._complete(path, *found))
-            return
+        write = prepare_save(self._call, path, objects, sharded=self._sharded, stage=stage)
         wait(Checkpoints._jobs)
-        self._job = self._thread.submit(self._complete, path, *found)
+        self._job = self._thread.submit(self._complete, path, write)
         Checkpoints._jobs = [self._job]
+        if not self._in_background:
+            with together(self._call):
+                self.wait()
 
     def wait(self) -> None:
         """Wait until the background save is on disk, or raise its ParallelizeError."""
@@ -172,7 +168,13 @@ class Checkpoints:
 
     def _resume(self) -> None:
         """Remove what killed runs have left, and load the newest checkpoint that is not damaged."""
-        for name in agree(self._call, self._clean)[0]:
+        with together(self._call) as found, reading(self._folder):
+            for each in [*self._folder.glob(".step-*.tmp"), *self._files()] if rank() == 0 else ():
+                is_incomplete = each.is_dir() and {part.name[:6] for part in each.iterdir()} <= {"parts-", ".check"}
+                if is_incomplete or each.suffix == ".tmp":
+                    remove(each)
+            found += ["resume", [each.name for each in self._files()]]
+        for name in found[0][1]:
             path = self._folder / name
             try:
                 progress = load_into(path, self._objects, call=self._call).get(_PROGRESS)
@@ -187,17 +189,6 @@ class Checkpoints:
             self.steps, self.values = progress["steps"], dict(progress["values"])
             _log.info("resuming from %s, after %d steps", path, self.steps)
             return
-
-    def _clean(self) -> list[str]:
-        """Remove temporary files and incomplete checkpoints; return the names of the others, the newest first."""
-        try:
-            for each in [*self._folder.glob(".step-*.tmp"), *self._files()] if rank() == 0 else ():
-                is_incomplete = each.is_dir() and {part.name[:6] for part in each.iterdir()} <= {"parts-", ".check"}
-                if is_incomplete or each.suffix == ".tmp":
-                    remove(each)
-            return [each.name for each in self._files()]
-        except OSError as exc:
-            raise write_error(self._folder, exc) from exc
 
 
 @contextlib.contextmanager

@@ -5,9 +5,6 @@
     .last.pt.0.tmp           written by rank 0 and fsynced; the next save of this path overwrites what a kill leaves
     last.pt                  the same file after a rename: a run killed at any moment leaves the old file or the new one
 
-    last.safetensors         the weights, as Hugging Face reads them, with a mark that there is the other file
-    last.safetensors.pt      a whole checkpoint, written first, which load() reads
-
 The zip format of torch.save has a CRC-32 of each entry. torch.load does not look at it: `crcs` does.
 """
 
@@ -21,7 +18,7 @@ import shutil
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,34 +26,30 @@ from typing import Any
 import torch
 
 from parallelize.errors import ConfigError, MissingDependencyError, ParallelizeError
-from parallelize.version import __version__
 
 __all__ = [
+    "FORMAT",
     "MAIN_FILE",
     "RECORD",
+    "SAFETENSORS",
     "SHARD_PREFIX",
     "Checkpoint",
     "cause_of",
-    "crc",
     "crcs",
     "fsync",
-    "new_record",
     "new_shard_folder",
     "read",
-    "read_file",
     "reading",
     "remove",
-    "require_safetensors",
     "write",
     "write_error",
-    "write_safetensors",
 ]
 
 MAIN_FILE = "checkpoint.pt"  # in the folder of a sharded checkpoint: the record, and which folder has the shards
 SHARD_PREFIX = "parts-"  # begin of that folder's name, another one for each save
 RECORD = "_parallelize"
-_FORMAT = 2
-_BESIDE = "checkpoint"  # key of the metadata of a file of safetensors with a checkpoint beside it
+FORMAT = 2
+SAFETENSORS = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -68,42 +61,47 @@ class Checkpoint:
     record: dict[str, Any]
     """What `save` recorded; {} in a file of another program."""
     digest: str = ""
-    """Equal for equal files only."""
-    shards: Any = None
-    """Its `Shards`, if it is a folder."""
-
-
-def new_record(**details: Any) -> dict[str, Any]:
-    """Return the record to store beside the states."""
-    return {"format": _FORMAT, "parallelize": __version__, "torch": str(torch.__version__), **details}
+    """Equal for equal files."""
+    fill: Callable[[Any, Mapping[int, Any]], Any] = lambda part, _targets: part
+    """Returns a part of the states with tensors in place of meta tensors; of some, by their ids, there are DTensors."""
 
 
 def write(path: Path, content: dict[str, Any], rank: int = 0) -> None:
-    """Write a dictionary to `path` atomically."""
-
-    def dump(temporary: Path) -> None:
-        with temporary.open("wb") as file:  # given a path, torch.save stores the file name in the file
-            torch.save(content, file)
-
-    _replace(path, dump, rank)
-
-
-def _replace(path: Path, write_to: Callable[[Path], object], rank: int = 0) -> None:
-    """Replace a file, or what a link points to, by the one that `write_to` writes beside it."""
+    """Replace a file, or what a link points to, by one of a dictionary that is written beside it."""
     target = path.resolve()
     temporary = target.with_name(f".{target.name}.{rank}.tmp")
     if target.exists() and not target.is_file():  # such as /dev/null
         raise write_error(path, "it is not a file, and must not be replaced")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_to(temporary)
+        if path.suffix == SAFETENSORS:
+            tensors = _only_tensors(path, content)
+            _safetensors().torch.save_file(tensors, temporary, {"format": "pt"})  # which Hugging Face requires
+        else:
+            with temporary.open("wb") as file:  # given a path, torch.save stores the file name in the file
+                torch.save(content, file)
         fsync(temporary)
         temporary.replace(target)
         fsync(target.parent)
-    except (OSError, RuntimeError) as exc:
+    except ParallelizeError:
+        raise
+    except Exception as exc:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise write_error(path, cause_of(exc)) from exc
+
+
+def _only_tensors(path: Path, content: dict[str, Any]) -> dict[str, torch.Tensor]:
+    states = [each for name, each in content.items() if name != RECORD]
+    values: Any = states[0] if len(states) == 1 and isinstance(states[0], dict) else {"": None}
+    if not all(isinstance(each, torch.Tensor) for each in values.values()):
+        raise ConfigError(
+            f"save({str(path)!r}) of {', '.join(content)}",
+            why="a file of safetensors holds the tensors of one state dict",
+            fix="save(path, model=model) alone; all that a run needs to go on fits into a file such as last.pt",
+        )
+    # Clones, because such a file holds no storage twice.
+    return {key: each.cpu().clone(memory_format=torch.contiguous_format) for key, each in values.items()}
 
 
 def fsync(path: Path) -> None:
@@ -153,30 +151,20 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read and verify a file, without running code; tensors are memory-mapped."""
+    """Read and verify a file of torch.save or safetensors, without running code; tensors are memory-mapped."""
     with reading(path):
-        if path.suffix != ".safetensors" or not path.is_file():
-            return read_file(path)
-        with _safetensors().safe_open(path, framework="pt") as file:
-            beside = path.with_name(f"{path.name}.pt")
-            if _BESIDE in (file.metadata() or {}) and beside.exists():  # else a copy of the weights alone
-                return read_file(beside)
-            return Checkpoint({key: file.get_tensor(key) for key in file.keys()}, {})  # noqa: SIM118 - no mapping
-
-
-def read_file(path: Path) -> Checkpoint:
-    """Read and verify a file of torch.save."""
-    with reading(path):
+        if path.suffix == SAFETENSORS:
+            return Checkpoint(_safetensors().torch.load_file(path), {})
         with path.open("rb") as file:
             is_zip = file.read(2) == b"PK"  # otherwise a file of torch 1.5 or older, or something else
-        digest = crcs(path) if is_zip else crc(path.read_bytes())
+        digest = crcs(path) if is_zip else ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about older formats
             stored = dict(torch.load(os.fspath(path), map_location="cpu", mmap=is_zip, weights_only=True))
         record = dict(stored.pop(RECORD, {}))
-    if record.get("format", _FORMAT) != _FORMAT:
+    if record.get("format", FORMAT) != FORMAT:
         raise ConfigError(
-            f"{path} has format {record['format']!r}, this version reads {_FORMAT}",
+            f"{path} has format {record['format']!r}, this version reads {FORMAT}",
             why="another version of parallelize has written it",
             fix=f"update parallelize, or remove the key {RECORD!r} from it: the rest is a dictionary of states",
         )
@@ -184,16 +172,12 @@ def read_file(path: Path) -> Checkpoint:
 
 
 def crcs(file: Any) -> str:
-    """Return the checksums of all entries of a zip file, after verifying that the entries have them."""
+    """Return a checksum of the checksums of all entries of a zip file, after verifying that the entries have them."""
     with zipfile.ZipFile(file) as archive:
         if wrong := archive.testzip():
             raise zipfile.BadZipFile(f"its entry {wrong} does not match its checksum")
-        return crc([(each.filename, each.CRC) for each in archive.infolist()])
-
-
-def crc(value: object) -> str:
-    """Return a checksum of a value."""
-    return f"{zlib.crc32(str(value).encode()):08x}"
+        found = str([(each.filename, each.CRC) for each in archive.infolist()])
+    return f"{zlib.crc32(found.encode()):08x}"
 
 
 def new_shard_folder(path: Path, *, sharded: bool | None, has_shards: bool) -> str:
@@ -201,18 +185,16 @@ def new_shard_folder(path: Path, *, sharded: bool | None, has_shards: bool) -> s
     found = [each.name for each in path.iterdir()] if path.is_dir() else []
     # Without `sharded`, a checkpoint keeps its form.
     is_folder = bool(found) or (has_shards and not path.is_file()) if sharded is None else sharded
-    foreign = [f"that contains {each}" for each in found if not _is_ours(each)]
+    ours = (MAIN_FILE, SHARD_PREFIX, f".{MAIN_FILE}.")
+    foreign = [f" that contains {each}" for each in found if not each.startswith(ours)]
     if foreign or (path.exists() and is_folder != path.is_dir()):
+        kind = "folder" if path.is_dir() else "file"
         raise ConfigError(
-            f"save({str(path)!r}{'' if sharded is None else f', sharded={sharded}'})",
-            why=" ".join(["the path is that of a", "folder" if path.is_dir() else "file", *foreign[:1]]),
+            f"save({str(path)!r})",
+            why=f"the path is that of a {kind}{''.join(foreign[:1])}",
             fix="pass the path of a file, such as runs/last.pt; for shards, that of a new folder, such as runs/last",
         )
     return SHARD_PREFIX + secrets.token_hex(4) if is_folder else ""
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith((MAIN_FILE, SHARD_PREFIX, f".{MAIN_FILE}."))
 
 
 def remove(path: Path) -> None:
@@ -222,17 +204,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def require_safetensors(path: Path, form: str, num_models: int) -> None:
-    """Raise unless `num_models` models can be saved to `path` in this form."""
-    if form != "safetensors" or path.suffix != ".safetensors" or num_models != 1:
-        raise ConfigError(
-            f"save({str(path)!r}, format={form!r}) with {num_models} models",
-            why='format is "torch", or "safetensors" for the weights of one model',
-            fix="save('last.safetensors', format='safetensors', model=model, ...): one model per file",
-        )
-    _safetensors()
 
 
 def _safetensors() -> Any:
@@ -245,15 +216,3 @@ def _safetensors() -> Any:
             fix="pip install 'parallelize[safetensors]'",
         ) from exc
     return safetensors
-
-
-def write_safetensors(path: Path, content: dict[str, Any]) -> None:
-    """Write the weights of the one model to `path`, and a whole checkpoint beside it, which it names."""
-    (state,) = (content[name] for name, each in content[RECORD]["objects"].items() if each["kind"] == "model")
-    # Clones, because a file of safetensors holds no storage twice.
-    tensors = {key: each for key, each in state.items() if isinstance(each, torch.Tensor)}
-    weights = {key: each.cpu().clone(memory_format=torch.contiguous_format) for key, each in tensors.items()}
-    beside = path.with_name(f"{path.name}.pt")
-    write(beside, content)
-    metadata = {"format": "pt", _BESIDE: beside.name}  # Hugging Face requires the first
-    _replace(path, lambda temporary: _safetensors().torch.save_file(weights, temporary, metadata))

@@ -12,12 +12,13 @@ torch.save, whose checksums are verified; so are those of the main file, with it
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import operator
 import pickle
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -33,7 +34,7 @@ from parallelize.checkpoint import files
 from parallelize.checkpoint.states import Named
 from parallelize.runtime.containers import map_leaves
 
-__all__ = ["read_folder", "read_shards", "write_folder"]
+__all__ = ["read_folder", "write_folder"]
 
 _INDEX = ".metadata"
 _LIGHTNING = "meta.pt"  # what Lightning saves beside the shards
@@ -118,28 +119,29 @@ def _keys(states: Named) -> dict[int, str]:
     return {id(value): key for key, value in flat.items() if isinstance(value, torch.Tensor)}
 
 
-def read_shards(checkpoint: files.Checkpoint, parts: Sequence[Any], dtensors: Mapping[int, Any]) -> list[Any]:
-    """Return nested parts of the states with stored tensors in place of the meta tensors.
+def _filled(folder: Path, index: Any, keys: Mapping[int, str], part: Any, targets: Mapping[int, Any]) -> Any:
+    """Return a part of the states with stored tensors in place of the meta tensors.
 
     No collective is used: each rank reads the stored shards that overlap its own.
 
     Args:
-        checkpoint: what `read_folder` has returned.
-        parts: of its states.
-        dtensors: by the id of a meta tensor, the DTensor whose shard of this rank takes its place.
+        folder: with the shards.
+        index: of the folder.
+        keys: of the meta tensors in the states, by id.
+        part: of the states.
+        targets: by the id of a meta tensor, the DTensor whose shard of this rank takes its place.
     """
-    keys, (folder, index) = _keys(checkpoint.states), checkpoint.shards
     filled: dict[str, Any] = {}
 
     def fill(leaf: Any) -> Any:
         if id(leaf) not in keys:
             return leaf
-        dtensor = dtensors.get(id(leaf))
-        like = leaf if dtensor is None else dtensor.shard.detach()
+        target = targets.get(id(leaf))
+        like = leaf if target is None else target.shard.detach()
         # On the CPU: a device may have no memory for a second copy of its shards.
         return filled.setdefault(keys[id(leaf)], torch.empty_like(like, dtype=leaf.dtype, device="cpu"))
 
-    parts = [map_leaves(fill, each) for each in parts]
+    part = map_leaves(fill, part)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(filled, index)
     for item in planner.create_local_plan().items:
@@ -147,7 +149,7 @@ def read_shards(checkpoint: files.Checkpoint, parts: Sequence[Any], dtensors: Ma
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             values = values.narrow(dim, start, length)
         planner.resolve_tensor(item).detach().copy_(values)
-    return parts
+    return part
 
 
 def _item(folder: Path, info: Any) -> Any:
@@ -163,26 +165,31 @@ def _item(folder: Path, info: Any) -> Any:
 
 def read_folder(path: Path) -> files.Checkpoint:
     """Read and verify the main file of a folder, or the index in a folder of another program."""
-    main = path / files.MAIN_FILE
-    with files.reading(main):
-        if main.exists():
-            checkpoint = files.read_file(main)
+    main, folder = path / files.MAIN_FILE, path
+    if main.exists():
+        checkpoint = files.read(main)
+        with files.reading(main):
             shards = checkpoint.record["shards"]
-            folder = path / _plain(shards["folder"])
-            return dataclasses.replace(checkpoint, shards=(folder, _index(shards["index"])))
-    with files.reading(path / _INDEX):
-        content = (path / _INDEX).read_bytes()
-        index, found = _index(content), {}
-        for key, each in index.state_dict_metadata.items():
-            if hasattr(each, "chunks"):
-                value = _placeholder(each.size, each.properties.dtype)
-            else:
-                value = _item(path, next(info for at, info in index.storage_data.items() if at.fqn == key))
-            found[key] = value
-        states = unflatten_state_dict(found, index.planner_data or {key: (key,) for key in found})
+            folder, index = path / _plain(shards["folder"]), _index(shards["index"])
+    else:
+        with files.reading(path / _INDEX):
+            index = _index((path / _INDEX).read_bytes())
+            checkpoint = files.Checkpoint(_foreign_states(path, index), {})
+    fill = functools.partial(_filled, folder, index, _keys(checkpoint.states))
+    return dataclasses.replace(checkpoint, fill=fill)
+
+
+def _foreign_states(path: Path, index: Any) -> dict[str, Any]:
+    found = {}
+    for key, each in index.state_dict_metadata.items():
+        if hasattr(each, "chunks"):
+            found[key] = _placeholder(each.size, each.properties.dtype)
+        else:
+            found[key] = _item(path, next(info for at, info in index.storage_data.items() if at.fqn == key))
+    states = unflatten_state_dict(found, index.planner_data or {key: (key,) for key in found})
     if (path / _LIGHTNING).is_file():
-        states.update(files.read_file(path / _LIGHTNING).states)
-    return files.Checkpoint(states, {}, files.crc(content), (path, index))
+        states.update(files.read(path / _LIGHTNING).states)
+    return states
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -5,7 +5,6 @@ A model's weights have the names that they have without torch.compile, DDP and D
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import enum
 import logging
@@ -13,7 +12,7 @@ import os
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -34,7 +33,6 @@ __all__ = [
     "handler_for",
     "is_dtensor",
     "is_sharded",
-    "refusing_deep_nesting",
     "states_of",
     "to_safe_types",
 ]
@@ -47,9 +45,8 @@ Named = Mapping[str, Any]
 _log = logging.getLogger("parallelize")
 _NO_NAMES: Mapping[int, str] = {}
 _WRAPPERS = re.compile(r"(?<![^.])_orig_mod\.")  # torch.compile(model), also of a submodule
-_BUILT_IN: dict[type[Any], Callable[[Any], Any]] = {
-    type(None): lambda value: value,
-    torch.dtype: lambda value: value,
+_BUILT_IN: dict[Any, Callable[[Any], Any]] = {
+    (type(None), torch.dtype): lambda value: value,
     torch.Size: torch.Size,
     torch.device: torch.device,
     bool: bool,
@@ -68,33 +65,23 @@ def is_dtensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
-@contextlib.contextmanager
-def refusing_deep_nesting(call: str) -> Iterator[None]:
-    """Raise a ConfigError if values contain themselves, or are nested too deeply."""
-    try:
-        yield
-    except RecursionError as exc:
-        raise ConfigError(
-            f"{call}() of containers that are nested too deeply",
-            why="one contains itself, or hundreds contain each other",
-            fix="save the tensors and numbers of such a structure in a flat dictionary",
-        ) from exc
-
-
 def to_safe_types(value: Any, where: str, gather: Callable[[Any], Any] | None = None) -> Any:
     """Convert nested containers, numbers, strings, arrays, paths, enums and tensors to safe types.
 
     A tensor is copied only if it is a view of a larger storage, which torch.save would write as a
     whole. DTensors are kept, or replaced by what `gather` returns; `where` names the value in errors.
     """
-    if isinstance(value, torch.Tensor):
-        if not is_dtensor(value):
-            return _dense(value, where)
+    if type(value) in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return _dense(value, where)
+    if is_dtensor(value):
         value = getattr(value, "shard", value)  # for which a tensor of an fsdp block stands
         return value if gather is None else gather(value)
+    for kind, convert in _BUILT_IN.items():
+        if isinstance(value, kind):
+            return convert(value)
     if isinstance(value, dict):
-        kind: Any = next((each for each in (OrderedDict, Counter) if isinstance(value, each)), dict)
-        inner = kind(
+        mapping: Any = next(each for each in (OrderedDict, Counter, dict) if isinstance(value, each))
+        inner = mapping(
             {
                 to_safe_types(key, f"a key of {where}"): to_safe_types(each, f"{where}[{key!r}]", gather)
                 for key, each in value.items()
@@ -103,38 +90,29 @@ def to_safe_types(value: Any, where: str, gather: Callable[[Any], Any] | None = 
         if hasattr(value, "_metadata"):  # of a state dict: the version numbers of modules
             inner._metadata = to_safe_types(value._metadata, where)
         return inner
-    if isinstance(value, (list, tuple, set, frozenset)) and not isinstance(value, torch.Size):
-        kind = next((each for each in (list, tuple) if isinstance(value, each)), set)
-        return kind(to_safe_types(each, f"{where}[{number}]", gather) for number, each in enumerate(value))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        sequence = next((each for each in (list, tuple) if isinstance(value, each)), set)
+        return sequence(to_safe_types(each, f"{where}[{number}]", gather) for number, each in enumerate(value))
     if type(value).__module__ == "numpy" and value.dtype.kind in "biufc":
         return torch.from_numpy(value.copy()) if value.ndim else value.item()
-    for kind, convert in _BUILT_IN.items():
-        if isinstance(value, kind):
-            return convert(value)
     if isinstance(value, enum.Enum):
         return to_safe_types(value.value, where)
-    raise _unsafe(where, value)
+    raise _refused(f"{where} is of type {type(value).__module__}.{type(value).__qualname__}")
 
 
 def _dense(value: torch.Tensor, where: str) -> torch.Tensor:
-    if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer):
-        raise _unsafe(where, value)
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
-        raise ConfigError(
-            f"{where} is not a dense tensor with values: {value.layout}, on {value.device}, {value.dtype}",
-            why="a checkpoint holds dense tensors only",
-            fix="save x.to_dense() or x.dequantize(); initialize a model on the meta device before saving it",
-        )
+        raise _refused(f"{where} is not a dense tensor with values: {value.layout}, on {value.device}, {value.dtype}")
     value = value.detach()
     return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
-def _unsafe(where: str, value: Any) -> ConfigError:
+def _refused(what: str) -> ConfigError:
     return ConfigError(
-        f"{where} is of type {type(value).__module__}.{type(value).__qualname__}",
-        why="a checkpoint holds tensors, numbers, strings and containers of these: loading a class "
-        "would run code from the file",
-        fix="save its content as numbers or tensors, or give its class state_dict() and load_state_dict()",
+        what,
+        why="a checkpoint holds dense tensors, numbers, strings and containers of these: loading a class would run "
+        "code from the file",
+        fix="save its content as numbers or dense tensors, or give its class state_dict() and load_state_dict()",
     )
 
 
@@ -177,27 +155,26 @@ class StateHandler:
             fix = f"read it from the result of load(): load(path)[{name!r}]"
             return [Fault(f"{name}={self.obj!r:.80}", why="load() restores objects, not values", fix=fix)]
         kind = details.get("kind", self.kind if isinstance(state, Mapping) else VALUE)
-        if kind != self.kind:
-            what = f"{name}={own}(...), where the checkpoint holds a {kind}"
-            fix = "pass the same objects to load() as to save(), under the same names"
-            return [Fault(what, why="their states are incompatible", fix=fix)]
-        saved = details.get("class", own)
-        why = f"the checkpoint was saved from another {saved}, or from one constructed differently"
-        fix = f"construct the {own} as it was when it was saved, or omit {name}=; strict=False loads the "
-        fix += "parameters of a model that it has in common with the checkpoint"
-        return [Fault(f"{name}: {each}", why=why, fix=fix) for each in self.differences()]
+        is_other = f"its kind is {self.kind!r}, where the checkpoint holds a {kind}"
+        found = [is_other] if kind != self.kind else self.differences()
+        why = f"the checkpoint was saved from something else than this {own}, or from one constructed differently"
+        fix = (
+            f"construct the {own} as it was when it was saved, under the same name, or omit {name}=; strict=False "
+            "loads the parameters of a model that it has in common with the checkpoint"
+        )
+        return [Fault(f"{name}={own}(...): {each}", why=why, fix=fix) for each in found]
 
     def differences(self) -> list[str]:
         """Return what differs between the state and that of the object."""
         return []
 
-    def shard_targets(self) -> Iterator[tuple[Any, Any]]:
-        """Yield each value of the state that is loaded into a DTensor, with that DTensor."""
-        yield from ()
+    def shard_targets(self) -> dict[int, Any]:
+        """Return the DTensors into which values of the state are loaded, by the ids of the values."""
+        return {}
 
     def set(self) -> None:
         """Set the state of the object, copying all tensors."""
-        dtensors = {id(value): dtensor for value, dtensor in self.shard_targets()}
+        dtensors = self.shard_targets()
         self.obj.load_state_dict(map_leaves(lambda each: _own(each, dtensors.get(id(each))), self.state))
 
 
@@ -225,15 +202,13 @@ class _ModelHandler(_ObjectHandler):
     def _adapted(self, own: Named) -> Any:
         """Return the state under the names of the object; either of them may be compiled, the state wrapped."""
         names = {_plain(each): each for each in (*_versions(own), *own)}
-        first = _plain(str(next(iter(self.state), ""))).partition(".")[0]
-        is_outer = (
-            not self.details
-            and first not in names
-            and all(_plain(str(each)).startswith(f"{first}.") for each in self.state)
-        )
+        theirs = [_plain(str(each)) for each in self.state]
+        first = next(iter(theirs), "").partition(".")[0]
+        is_outer = first not in names and all(each.startswith(f"{first}.") for each in theirs)
+        prefix = f"{first}." if is_outer and not self.details else ""
 
         def renamed(state: Named) -> Any:
-            plain = ((_plain(str(name)).removeprefix(f"{first}." * is_outer), each) for name, each in state.items())
+            plain = ((_plain(str(name)).removeprefix(prefix), each) for name, each in state.items())
             return OrderedDict((names.get(name, name), each) for name, each in plain)
 
         saved = renamed(self.state)
@@ -256,10 +231,9 @@ class _ModelHandler(_ObjectHandler):
                 return [str(exc)]
         return []
 
-    def shard_targets(self) -> Iterator[tuple[Any, Any]]:
-        for name, parameter in self.obj.named_parameters(remove_duplicate=False):
-            if is_dtensor(parameter) and name in self.state:
-                yield self.state[name], parameter
+    def shard_targets(self) -> dict[int, Any]:
+        named = self.obj.named_parameters(remove_duplicate=False)
+        return {id(self.state.get(name)): parameter for name, parameter in named if is_dtensor(parameter)}
 
     def set(self) -> None:
         found = self.obj.load_state_dict(self.state, strict=self.strict)
@@ -285,27 +259,28 @@ class _OptimizerHandler(_ObjectHandler):
         return dict(zip(indices, parameters_of(self.obj), strict=True))
 
     def describe(self) -> dict[str, Any]:
-        shapes = [[list(each.shape) for each in group["params"]] for group in self.obj.param_groups]
-        return {**super().describe(), "shapes": shapes}
+        shapes = [list(each.shape) for each in parameters_of(self.obj)]
+        return {**super().describe(), **{f"shape of parameter {number}": each for number, each in enumerate(shapes)}}
 
     def differences(self) -> list[str]:
         if not {"state", "param_groups"} <= self.state.keys():
             return ["it is not the state of an optimizer"]
-        own, lengths = self.describe(), [len(each["params"]) for each in self.state["param_groups"]]
-        was = {**own, **self.details}
-        facts = [("class", was["class"], own["class"]), ("group sizes", lengths, [*map(len, own["shapes"])])]
-        shapes = zip(chain(*was["shapes"]), chain(*own["shapes"]), strict=False)
-        facts += [(f"shape of parameter {number}", *each) for number, each in enumerate(shapes)]
-        return [f"{what}: {was} in the checkpoint, {own} in the optimizer" for what, was, own in facts if was != own]
+        own = {"group sizes": [len(each["params"]) for each in self.obj.param_groups], **self.describe()}
+        sizes = [len(each["params"]) for each in self.state["param_groups"]]
+        was = {**own, **self.details, "group sizes": sizes}
+        return [
+            f"{what}: {was[what]} in the checkpoint, {fact} in the optimizer"
+            for what, fact in own.items()
+            if was[what] != fact
+        ]
 
-    def shard_targets(self) -> Iterator[tuple[Any, Any]]:
-        parameters = self._parameters(self.state)
-        for index, entries in self.state["state"].items():
-            parameter: Any = parameters.get(index)
-            if is_dtensor(parameter) and isinstance(entries, dict):
-                shape = parameter.shape
-                values = [each for each in entries.values() if shape and getattr(each, "shape", None) == shape]
-                yield from ((each, parameter) for each in values)
+    def shard_targets(self) -> dict[int, Any]:
+        return {
+            id(value): parameter
+            for index, parameter in self._parameters(self.state).items()
+            for value in leaves(self.state["state"].get(index))
+            if is_dtensor(parameter) and parameter.shape and getattr(value, "shape", None) == parameter.shape
+        }
 
     def set(self) -> None:
         super().set()
@@ -327,8 +302,10 @@ def handler_for(obj: Any, name: str = "", names: Mapping[int, str] = _NO_NAMES) 
 def is_sharded(obj: Any) -> bool:
     """Return whether an object has shards, so that all ranks must take part in saving it."""
     if isinstance(obj, nn.Module):
-        return any(map(is_dtensor, (*obj.parameters(), *obj.buffers())))
-    return any(map(is_dtensor, parameters_of(obj) if isinstance(obj, torch.optim.Optimizer) else leaves(obj)))
+        found = [*obj.parameters(), *obj.buffers()]
+    else:
+        found = parameters_of(obj) if isinstance(obj, torch.optim.Optimizer) else leaves(obj)
+    return any(map(is_dtensor, found))
 
 
 def states_of(objects: Named, gather: Callable[[Any], Any] | None = None) -> dict[str, Any]:

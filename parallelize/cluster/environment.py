@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
-from parallelize.cluster.hostlist import first_host, tasks_on
 from parallelize.cluster.network import loopback
 from parallelize.cluster.world import Node, World, bad_port
 from parallelize.errors import ConfigError
 
-__all__ = ["detect", "detect_node", "number_of_pods"]
+__all__ = ["detect", "detect_node", "first_host", "number_of_pods", "tasks_per_node"]
 
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-_LOCAL_SIZE, _NUM_NODES = "=LOCAL_SIZE", "=NUM_NODES"  # computed from other variables, whose names have no =
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of Slurm's compressed list: rack1-node3 of "rack[1-2]-node[3-4],b".
+
+    Source: https://slurm.schedmd.com/scontrol.html (show hostnames)
+    """
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodelist).partition(",")[0]
+
+
+def tasks_per_node(counts: str) -> list[int]:
+    """Return the number of tasks on each node of Slurm's compressed list: 2, 2, 2, 1 of "2(x3),1"."""
+    parts = re.findall(r"(\d{1,9})(?:\(x(\d{1,6})\))?", counts)
+    return [int(tasks) for tasks, nodes in parts for _ in range(int(nodes or 1))]
 
 
 def _of_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    counts = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    tasks, num_nodes = tasks_on(_integer(environ, "SLURM_NODEID"), counts)
-    address = {"MASTER_ADDR": first_host(environ.get("SLURM_STEP_NODELIST", ""))} if num_nodes > 1 else {}
-    return {_LOCAL_SIZE: str(tasks), _NUM_NODES: str(num_nodes), **address}
-
-
-def _of_flux(environ: Mapping[str, str]) -> dict[str, str]:
-    world_size, num_nodes = _integer(environ, "FLUX_JOB_SIZE"), _integer(environ, "FLUX_JOB_NNODES")
-    if num_nodes < 1 or world_size % num_nodes:
-        raise ConfigError(
-            f"FLUX_JOB_SIZE={world_size} with FLUX_JOB_NNODES={num_nodes}",
-            why="Flux does not set the number of tasks of a node, and they cannot be equal",
-            fix="start the same number of tasks on every node: flux run --nodes=2 --tasks-per-node=4 ...",
-        )
-    return {_LOCAL_SIZE: str(world_size // num_nodes)}
+    tasks, node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "")), _integer(environ, "SLURM_NODEID")
+    address = {"MASTER_ADDR": first_host(environ.get("SLURM_STEP_NODELIST", ""))} if len(tasks) > 1 else {}
+    own = tasks[node] if 0 <= node < len(tasks) else 0
+    return {"=LOCAL_SIZE": str(own), "=NUM_NODES": str(len(tasks)), **address}  # computed: no variable has such a name
 
 
 class _Launcher(NamedTuple):
@@ -46,11 +45,10 @@ class _Launcher(NamedTuple):
         rank: rank of this process.
         local_rank: its rank on its node.
         world_size: number of processes.
-        local_world_size: number of processes on its node.
+        local_world_size: number of processes on its node; not set: that of nodes of equal size.
         node_rank: rank of its node; not set: computed from the ranks.
         num_nodes: number of nodes; not set: computed from the sizes.
         run_id: together they differ between runs, and are equal in all processes of a run; "": it sets MASTER_PORT.
-        mark: the launcher has started this process if it is set; "": the variable of the rank.
         least: fewer processes are an interactive shell or a plain program, and no ranks of a run.
         more: what is computed from other variables.
     """
@@ -58,11 +56,10 @@ class _Launcher(NamedTuple):
     rank: str
     local_rank: str
     world_size: str
-    local_world_size: str
+    local_world_size: str = ""
     node_rank: str = ""
     num_nodes: str = ""
     run_id: str = ""
-    mark: str = ""
     least: int = 1
     more: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda _: {}
 
@@ -70,24 +67,44 @@ class _Launcher(NamedTuple):
 _TORCHRUN = _Launcher(
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK NODE_RANK", "GROUP_WORLD_SIZE"
 )
-_OPEN_MPI = (
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
-_HYDRA = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")  # MPICH, Intel MPI
-_FLUX = ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE", _LOCAL_SIZE)
-_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", _LOCAL_SIZE, "SLURM_NODEID", _NUM_NODES)
-# Older releases set some as PMI_* only; a script may export WORLD_SIZE where PMI_SIZE is missing.
-_PALS = ("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_SIZE PMI_SIZE WORLD_SIZE", "PALS_LOCAL_SIZE PMI_LOCAL_SIZE")
 _LAUNCHERS = (
-    _Launcher(*_OPEN_MPI, run_id="PMIX_NAMESPACE OMPI_MCA_ess_base_jobid"),
-    _Launcher(*_HYDRA, run_id="I_MPI_HYDRA_UUID"),
-    _Launcher(*_FLUX, run_id="FLUX_JOB_ID", least=2, more=_of_flux),
-    # Only a step has an ID: a batch script and salloc's shell see the counts of the job, too.
-    _Launcher(*_SLURM, run_id="SLURM_JOB_ID SLURM_STEP_ID", mark="SLURM_STEP_ID", least=2, more=_of_slurm),
-    _Launcher(*_PALS, run_id="PALS_APID"),
+    _Launcher(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        run_id="PMIX_NAMESPACE OMPI_MCA_ess_base_jobid",
+    ),
+    # MPICH, Intel MPI; MPICH's variables do not identify a run
+    _Launcher("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS", run_id="I_MPI_HYDRA_UUID"),
+    _Launcher(
+        "FLUX_TASK_RANK",
+        "FLUX_TASK_LOCAL_ID",
+        "FLUX_JOB_SIZE",
+        num_nodes="FLUX_JOB_NNODES",
+        run_id="FLUX_JOB_ID",
+        least=2,
+    ),
+    # Only a step has its number of tasks: a batch script and salloc's shell see the counts of the job.
+    _Launcher(
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_STEP_NUM_TASKS",
+        "=LOCAL_SIZE",
+        "SLURM_NODEID",
+        "=NUM_NODES",
+        run_id="SLURM_JOB_ID SLURM_STEP_ID",
+        least=2,
+        more=_of_slurm,
+    ),
+    # Older releases set some as PMI_* only; a script may export WORLD_SIZE where PMI_SIZE is missing.
+    _Launcher(
+        "PALS_RANKID",
+        "PALS_LOCAL_RANKID",
+        "PALS_SIZE PMI_SIZE WORLD_SIZE",
+        "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
+        run_id="PALS_APID",
+    ),
 )
 
 
@@ -144,8 +161,7 @@ def detect_node(environ: Mapping[str, str]) -> Node | None:
     which set torchrun's options, count like the variables of the same name without PET_.
 
     Raises:
-        ConfigError: an address without a port, a port that is no integer from 1 to 65535, a rank that is no integer
-            from 0.
+        ConfigError: an address without a port, a port that is no integer from 1 to 65535, a rank that is no integer.
     """
     present = _present(environ)
     if "MASTER_ADDR" not in present:
@@ -154,10 +170,6 @@ def detect_node(environ: Mapping[str, str]) -> Node | None:
     if not 0 < port < 65536:
         raise ConfigError.of([bad_port("MASTER_PORT", port)])
     node_rank = _integer(present, "NODE_RANK") if "NODE_RANK" in present else None
-    if node_rank is not None and node_rank < 0:
-        raise ConfigError(
-            f"NODE_RANK={node_rank}", why="nodes count from 0", fix="export NODE_RANK=0 on the node of MASTER_ADDR"
-        )
     return Node(present["MASTER_ADDR"].strip("[]"), port, node_rank)
 
 
@@ -192,20 +204,25 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> World | None:
         known = names.split() or [""]
         return _integer(environ, next((name for name in known if name in environ), known[0]), default)
 
-    if (launcher.mark or launcher.rank) not in environ:
-        return None
-    if number(launcher.world_size, launcher.least - 1 or None) < launcher.least:
+    least = launcher.least
+    if launcher.rank not in environ or number(launcher.world_size, least - 1 or None) < least:
         return None
     environ = {**launcher.more(environ), **environ}
     world_size, rank = number(launcher.world_size), number(launcher.rank)
     is_single = world_size == 1
-    local_rank = number(launcher.local_rank, 0 if is_single else None)
+    local_rank, num_nodes = number(launcher.local_rank, 0 if is_single else None), number(launcher.num_nodes, 0)
     # Without the number of processes of this node all are on it, unless rank and local rank differ.
-    local_world_size = number(launcher.local_world_size, world_size if rank == local_rank else None)
+    own_size, rest = divmod(world_size, num_nodes or 1)
+    if rest and not launcher.local_world_size:
+        raise ConfigError(
+            f"{launcher.world_size}={world_size} with {launcher.num_nodes}={num_nodes}",
+            why="this launcher does not set the number of processes of a node, and they cannot be equal",
+            fix="start the same number of processes on every node",
+        )
+    local_world_size = number(launcher.local_world_size, own_size if num_nodes or rank == local_rank else None)
     has_one_node, port = local_world_size == world_size, 0 if is_single else None
     if launcher.run_id:
-        found = [environ[name] for name in launcher.run_id.split() if name in environ]
-        run_id = ".".join(found) or (has_one_node and _pid_of_hydra()) or "mpirun"
+        run_id = ".".join(environ[name] for name in launcher.run_id.split() if name in environ) or "mpirun"
         # All processes of a run derive the same one, above well-known services, below Linux's ephemeral ports (32768).
         port = 20000 + zlib.crc32(run_id.encode(errors="replace")) % 12000
     address = environ.get("MASTER_ADDR", loopback() if has_one_node else "").strip("[]")
@@ -227,20 +244,8 @@ def _read(launcher: _Launcher, environ: Mapping[str, str]) -> World | None:
         master_addr=address,
         master_port=_integer(environ, "MASTER_PORT", port),
         has_store=launcher is _TORCHRUN and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        num_nodes=number(launcher.num_nodes, 0),
+        num_nodes=num_nodes,
     )
-
-
-def _pid_of_hydra() -> str | None:
-    """Return the process ID of MPICH's proxy, which starts all processes of its node; no variable identifies a run."""
-    pid = str(os.getppid())
-    with contextlib.suppress(OSError, ValueError):  # a system without /proc
-        while pid != "0":
-            name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
-            if name.startswith("hydra_pmi"):
-                return pid
-            pid = rest.split()[1]
-    return None
 
 
 def _users_group(environ: Mapping[str, str]) -> World | None:
@@ -259,9 +264,8 @@ def _present(environ: Mapping[str, str]) -> dict[str, str]:
     PMI_RANK is left out unless MPICH's hydra has set it: Flux, PALS and `srun --mpi=pmi2` set it, too.
     """
     present = {name: value for name, value in environ.items() if value.strip()}
-    if {"PMI_SIZE"} - present.keys() or (
-        "MPI_LOCALRANKID" not in present and {"SLURM_STEP_ID", "FLUX_TASK_RANK", "PALS_RANKID"} & present.keys()
-    ):
+    others = present.keys() & {"SLURM_STEP_ID", "FLUX_TASK_RANK", "PALS_RANKID"}
+    if "PMI_SIZE" not in present or (others and "MPI_LOCALRANKID" not in present):
         present.pop("PMI_RANK", None)
     options = {name: present[f"PET_{name}"] for name in _RENDEZVOUS if f"PET_{name}" in present}
     host, _, port = present.get("PET_RDZV_ENDPOINT", "").rpartition(":")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import shutil
 import socket
 import struct
 import subprocess
@@ -17,7 +16,6 @@ from parallelize.errors import LaunchError
 __all__ = [
     "gloo_interface",
     "interface_of",
-    "is_hostname_reachable",
     "is_local_address",
     "loopback",
     "resolvable_address",
@@ -72,22 +70,18 @@ def _ipv4_address(interface: str) -> str | None:
     return None
 
 
-def is_hostname_reachable() -> bool:
-    """Return whether this machine's hostname resolves to one of its addresses other than loopback."""
-    try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
-    except socket.gaierror:
-        return False
-    return any(not address.startswith("127.") and address != "::1" and is_local_address(address) for address in found)
-
-
 def gloo_interface(address: str) -> str | None:
     """Return the interface to set as GLOO_SOCKET_IFNAME for connections to `address`; None: gloo finds it itself.
 
     Gloo resolves this machine's hostname. Where that fails it binds to 127.0.0.1, which no other node can reach, and
     which a machine without IPv4 does not have.
     """
-    if address.startswith("127.") or is_hostname_reachable():
+    if address.startswith("127."):
+        return None
+    own: set[str] = set()
+    with contextlib.suppress(socket.gaierror):
+        own = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
+    if any(is_local_address(each) for each in own if not each.startswith("127.") and each != "::1"):
         return None
     return interface_of(source_address_for(address))
 
@@ -103,14 +97,17 @@ def resolvable_address(host: str) -> str:
     """
     if _resolves(host):
         return host
-    address = _slurm_node_address(host)
-    if address is None or not _resolves(address):
+    command, shown = ["scontrol", "show", "node", host, "--oneliner"], ""
+    with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):  # no Slurm here
+        shown = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20).stdout
+    found = re.search(r"\bNodeAddr=(\S+)", shown)
+    if found is None or not _resolves(found[1]):
         raise LaunchError(
             f"the host {host!r}, which serves the rendezvous of this run, has no address",
             why="its name does not resolve, and `scontrol show node` lists no address that does",
             fix="export MASTER_ADDR=<address of the first node> to every process",
         )
-    return address
+    return found[1]
 
 
 def _resolves(host: str) -> bool:
@@ -119,15 +116,3 @@ def _resolves(host: str) -> bool:
     except (OSError, UnicodeError):  # a name that is too long has no IDNA form
         return False
     return True
-
-
-def _slurm_node_address(node: str) -> str | None:
-    if shutil.which("scontrol") is None:
-        return None
-    command = ["scontrol", "show", "node", node, "--oneliner"]
-    try:
-        output = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20).stdout
-    except subprocess.TimeoutExpired:
-        return None
-    found = re.search(r"\bNodeAddr=(\S+)", output)
-    return None if found is None else found[1]

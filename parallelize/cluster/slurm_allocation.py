@@ -1,11 +1,11 @@
-"""Nodes and GPUs that Slurm has allocated to this process's job, and #SBATCH lines that request others."""
+"""Nodes and GPUs that Slurm has allocated to this process's job."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["STOP_FILE_VARIABLE", "Allocation", "current_allocation", "sbatch_lines"]
+__all__ = ["STOP_FILE_VARIABLE", "Allocation", "current_allocation"]
 
 STOP_FILE_VARIABLE = "_PARALLELIZE_STOP_FILE"
 """Environment variable with the path of the stop file: the run should stop once the file exists."""
@@ -44,16 +44,3 @@ def current_allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 def _first_number(environ: Mapping[str, str], *names: str) -> int | None:
     return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), None)
-
-
-def sbatch_lines(*, num_nodes: int, tasks_per_node: int | None, gpus_per_node: int | None) -> str:
-    """Return the lines of a job script that allocate these resources and start the training.
-
-    Args:
-        num_nodes: nodes of the job.
-        tasks_per_node: processes that srun starts on each node; None: already in the script.
-        gpus_per_node: GPUs of each node; None: already in the script.
-    """
-    directives = {"nodes": num_nodes, "ntasks-per-node": tasks_per_node, "gpus-per-node": gpus_per_node}
-    lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
-    return "\n".join(f"    {line}" for line in [*lines, "srun python train.py"])

@@ -7,14 +7,25 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["serve_store"]
+__all__ = ["listen", "serve_store"]
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Listen on one address of this machine.
+
+    Exception: for a hostname that resolves to loopback on its own host (a Debian default in /etc/hosts) on every
+    interface, because nothing tells which of them the other nodes use.
+
+    Raises:
+        OSError: the address belongs to another machine, or the port is in use.
+    """
+    family, *_, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    is_loopback_alias = str(target[0]).startswith("127.") and not address.startswith("127.") and address != "localhost"
+    return socket.create_server(("", port) if is_loopback_alias else target, family=family, backlog=socket.SOMAXCONN)
 
 
 def serve_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """Serve a TCPStore in this process on one address; by itself, TCPStore listens on every interface.
-
-    Exception: a hostname that resolves to loopback on its own host (a Debian default in /etc/hosts) is served on every
-    interface, because nothing tells which of them the other nodes use.
 
     Args:
         address: an address or name of this machine.
@@ -26,18 +37,12 @@ def serve_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
     Source: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.TCPStore (master_listen_fd)
     """
-    family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    is_loopback_alias = str(target[0]).startswith("127.") and not address.startswith("127.") and address != "localhost"
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("", port) if is_loopback_alias else target)
-        listener.listen(socket.SOMAXCONN)
+    with listen(address, port) as listener:
         return dist.TCPStore(
             address,
             listener.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
             timeout=timeout,
-            multi_tenant=False,
             master_listen_fd=listener.detach(),
         )

@@ -71,18 +71,19 @@ class World:
 
     def env(self) -> dict[str, str]:
         """Return the variables that torchrun would set for this process, plus NODE_RANK."""
-        return {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.local_rank),
-            "NODE_RANK": str(self.node_rank),
-            "GROUP_RANK": str(self.node_rank),
-            "GROUP_WORLD_SIZE": str(self.num_nodes),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+        variables = {
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local_rank,
+            "NODE_RANK": self.node_rank,
+            "GROUP_RANK": self.node_rank,
+            "GROUP_WORLD_SIZE": self.num_nodes,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
             "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-            "TORCHELASTIC_USE_AGENT_STORE": str(self.has_store),
+            "MASTER_PORT": self.master_port,
+            "TORCHELASTIC_USE_AGENT_STORE": self.has_store,
         }
+        return {name: str(value) for name, value in variables.items()}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import torch
 
 from parallelize.call.task import Outcome, Task
 from parallelize.config.layout import Layout
-from parallelize.config.placement import Placement
 from parallelize.data.source import merged_ranks
 from parallelize.errors import ConfigError, WorkerError
 from parallelize.runtime.context import active, world_size
@@ -98,14 +97,11 @@ class Comparison(NamedTuple):
         return "\n".join(lines if self.is_same else [*lines, _TRY])
 
 
-def compare_runs(
-    task: Task, placement: Placement, *, steps: int, launch: Callable[[Task], Sequence[Outcome]]
-) -> Comparison:
+def compare_runs(task: Task, *, steps: int, launch: Callable[[Task], Sequence[Outcome]]) -> Comparison:
     """Run the first steps of a task with one process and with its layout, both in new processes, and compare them.
 
     Args:
         task: the call.
-        placement: where the call would run.
         steps: number of optimizer steps.
         launch: runs a task in new processes and returns the outcomes of all ranks.
 
@@ -114,7 +110,7 @@ def compare_runs(
         WorkerError: a run made no optimizer step.
     """
     layout = task.layout
-    _check(f"{task.name}.compare({steps!r}, ...)", layout, placement, steps)
+    _check(f"{task.name}.compare({steps!r}, ...)", layout, steps)
     own = layout.config.changed(seed=layout.config.seed or 0)  # all runs need the same initial weights
     fp32 = own.changed(amp=None)
     one = fp32.changed(backend="ddp", **({"processes": 1} if layout.device_type == "cpu" else {"gpus": 1}))
@@ -134,7 +130,7 @@ def compare_runs(
     return Comparison(compared, tolerance, min(parts, default=None), max(amps, default=None))
 
 
-def _check(what: str, layout: Layout, placement: Placement, steps: object) -> None:
+def _check(what: str, layout: Layout, steps: object) -> None:
     for is_fault, why, fix in (
         (
             type(steps) is not int or steps < 1,
@@ -142,7 +138,7 @@ def _check(what: str, layout: Layout, placement: Placement, steps: object) -> No
             "use train.compare(5, ...), followed by the arguments of the call",
         ),
         (
-            active() is not None or placement.world is not None,
+            active() is not None or layout.world is not None,
             "it starts processes of its own, and this is a process of a run",
             "call it in a plain script, without torchrun or srun and outside of decorated functions",
         ),

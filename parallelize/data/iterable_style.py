@@ -26,7 +26,7 @@ from parallelize.data.source import (
 )
 from parallelize.errors import ConfigError
 from parallelize.runtime.context import Runtime
-from parallelize.runtime.rng_state import RNGState
+from parallelize.runtime.rng import RNGState
 from parallelize.torch_patches.private import unsupported
 
 __all__ = ["BatchIterableSource", "IterableStyleSource", "own_sharding"]
@@ -129,7 +129,7 @@ class IterableStyleSource(Source):
         that is refilled, the epoch is read again from its beginning.
         """
         position, saved, dataset = shard.position, self.saved, self._dataset
-        rng = RNGState((), has_python=True)
+        rng = RNGState(())
         number, self.saved, first = 0, None, list[Any]()
         if saved and saved["epoch"] == position.epoch and saved["batches"] <= position.start:
             initial = copy.deepcopy(dataset.state_dict())

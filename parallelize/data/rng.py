@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from parallelize.runtime.rng_state import GeneratorAccess, global_generators
+from parallelize.runtime.rng import GeneratorAccess, global_generators
 
 __all__ = ["IsolatedRNG", "derive_seed", "sampler_seed", "samplers_in", "stream_rng"]
 

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from parallelize.errors import SyncError
@@ -192,6 +193,8 @@ class Watchdog:
         own_store.set_timeout(timedelta(seconds=10))  # so that a call fails if the store is lost
         judge = Judge(own_store, dist.get_rank(), dist.get_world_size(), timeout_s, self._state)
         self._judge, self._main, self._since_ns = judge, threading.get_ident(), time.time_ns()
+        is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # not typed
+        self._device = torch.cuda.current_device() if is_used else None
         self._is_over, self._stack = threading.Event(), None
         self._thread = threading.Thread(target=self._run, args=[judge], name="parallelize-watch", daemon=True)
         self._thread.start()
@@ -231,6 +234,8 @@ class Watchdog:
         return verdict
 
     def _run(self, judge: Judge) -> None:
+        if self._device is not None:  # NCCL's recorder queries events, which would make a context on device 0
+            torch.cuda.set_device(self._device)
         with contextlib.suppress(RuntimeError):  # the store is lost
             while not self._is_over.wait(_CHECK_EVERY_S):
                 self._look()

@@ -1,28 +1,57 @@
-"""Base class of launchers whose calls run as jobs on the nodes of a cluster, and the call on one of these nodes."""
+"""Base classes of launchers whose calls run as jobs on the nodes of a cluster, and of these jobs."""
 
 from __future__ import annotations
 
 import abc
-import dataclasses
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
-
-from parallelize.call.pickling import dump
 from parallelize.call.task import Outcome, Task
-from parallelize.cluster.devices import Hardware, probe
-from parallelize.cluster.world import Node, World
+from parallelize.call.tracebacks import folded_traceback
+from parallelize.cluster.devices import Hardware
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
-from parallelize.config.options import Gpus
+from parallelize.config.options import ALL_GPUS, gpus_text
 from parallelize.errors import ConfigError
-from parallelize.plugins import registry
 from parallelize.plugins.base import Launcher
 
-__all__ = ["BatchLauncher", "read_result", "run_on_node"]
+__all__ = ["BatchJob", "BatchLauncher"]
+
+R = TypeVar("R")
+
+
+class BatchJob(abc.ABC, Generic[R]):
+    """A call that a cluster queues or runs.
+
+    Args:
+        job_id: the cluster's or the launcher's name of the job.
+        all_ranks: whether `result` returns the list of all ranks' values instead of rank 0's value.
+    """
+
+    def __init__(self, job_id: str, *, all_ranks: bool) -> None:
+        self.id, self._all_ranks = job_id, all_ranks
+
+    def result(self, timeout_s: float | None = None) -> R:
+        """Wait for the call to end and return its value.
+
+        Args:
+            timeout_s: seconds to wait; None: no limit.
+
+        Raises:
+            TimeoutError: the job has no result in time.
+            BaseException: the exception that the call raised, with rank and traceback as notes.
+            WorkerError: the job ended without a result, or was cancelled.
+            LaunchError: a node is lost.
+        """
+        with folded_traceback:
+            outcomes = self._wait(timeout_s)
+        value: Any = [each.value for each in outcomes] if self._all_ranks else outcomes[0].value
+        return value  # type: ignore[no-any-return]  # the value was pickled
+
+    @abc.abstractmethod
+    def _wait(self, timeout_s: float | None) -> list[Outcome]:
+        """Wait for the outcomes of all ranks, or of rank 0. Raises the same errors as `result`."""
 
 
 class BatchLauncher(Launcher):
@@ -38,21 +67,20 @@ class BatchLauncher(Launcher):
         """
         config = config.changed(launcher=None, num_nodes=config.num_nodes or 1)
         gpus = config.gpus
-        if gpus is not None and gpus.indices is not None:
+        if isinstance(gpus, tuple):
             raise ConfigError(
-                f"{gpus.as_option} with launcher={self.name!r}",
+                f"{gpus_text(gpus)} with launcher={self.name!r}",
                 why="the cluster decides which GPUs of a node a job gets",
-                fix=f"use gpus={len(gpus.indices)}",
+                fix=f"use gpus={len(gpus)}",
             )
-        if gpus == Gpus.ALL or (gpus is None and config.processes is None):
+        if gpus == ALL_GPUS or (gpus is None and config.processes is None):
             reason = "neither gpus= nor processes= is a number"
             raise ConfigError(
-                f"{gpus.as_option if gpus else reason} with launcher={self.name!r}",
+                f"{gpus_text(gpus) if gpus else reason} with launcher={self.name!r}",
                 why="a job requests a fixed number of GPUs before its nodes are known",
                 fix="use gpus=4 (on each node), or processes=2 to run on CPUs",
             )
-        count = 0 if gpus is None else gpus.count or 0
-        return compute_layout(config, Hardware("cuda", count) if count else Hardware())
+        return compute_layout(config, Hardware("cuda", gpus) if gpus else Hardware())
 
     @abc.abstractmethod
     def submit(self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]) -> list[Any]:
@@ -77,32 +105,3 @@ class BatchLauncher(Launcher):
             why="its jobs have no script",
             fix="call submit, or use launcher=SlurmLauncher(...)",
         )
-
-
-def run_on_node(task_file: Path, *, node: Node | None, environ: Mapping[str, str]) -> bytes:
-    """Run a call on this node of the cluster with the default launcher; return what `read_result` reads in the caller.
-
-    Args:
-        task_file: file that `Task.write` has written.
-        node: with several nodes, the address of node 0 and this node's rank.
-        environ: environment variables of the workers.
-    """
-    with tempfile.TemporaryDirectory(prefix="parallelize-") as folder:
-        result = Path(folder, "result")
-        try:
-            task = Task.read(task_file, device=torch.device("cpu"))
-            task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
-            outcomes = registry.get("launchers", "local")().launch(task, node=node, environ=environ)
-            dump(outcomes, result, parts={"the returned value": [each.value for each in outcomes]})
-        except BaseException as error:  # noqa: BLE001 - any error is the result of the call
-            Outcome.raised(World(), error).write(result)
-        return result.read_bytes()
-
-
-def read_result(result: bytes) -> list[Outcome]:
-    """Return the outcomes of a call in `run_on_node`, or raise what it has raised."""
-    found: Any = Outcome.read(result)
-    if isinstance(found, Outcome):
-        assert found.error is not None
-        raise found.error
-    return found  # type: ignore[no-any-return]  # what run_on_node has pickled

@@ -11,7 +11,7 @@ from parallelize.call.task import Outcome, error_text, format_error
 from parallelize.errors import ParallelizeError, SyncError, WorkerError, add_note, list_ranks
 from parallelize.hang_detection.stack_frames import call_site_in
 
-__all__ = ["WorkerExit", "caller_exception", "is_secondary", "was_stopped"]
+__all__ = ["WorkerExit", "caller_exception", "is_cause", "was_stopped"]
 
 # Errors of a rank whose peer is lost, raised directly or re-raised: torch's types, and gloo's plain RuntimeErrors.
 _PEER_LOST = re.compile(r"^(torch\.distributed\.Dist\w*Error: |RuntimeError: .*gloo/)", re.MULTILINE)
@@ -86,8 +86,7 @@ def caller_exception(
 
 def _first_cause(failed: Sequence[Outcome], silent: Sequence[WorkerExit]) -> Outcome | WorkerExit:
     """Return the earliest failure that is not secondary; an exit may be noticed after secondary errors it causes."""
-    causes = [each for each in failed if not was_stopped(each) and not is_secondary(each)]
-    first_cause = min(causes, key=_failed_at, default=None)
+    first_cause = min(filter(is_cause, failed), key=_failed_at, default=None)
     first_exit = min(silent, key=lambda each: each.seen_at, default=None)
     if first_cause is not None and (first_exit is None or _failed_at(first_cause) <= first_exit.seen_at):
         return first_cause
@@ -103,9 +102,11 @@ def was_stopped(outcome: Outcome) -> bool:
     return isinstance(outcome.error, SystemExit) and outcome.error.code == 128 + signal.SIGTERM
 
 
-def is_secondary(outcome: Outcome) -> bool:
-    """Return whether a rank failed because another rank had: a lost connection, or an error marked as secondary."""
-    return _is_connection_loss(outcome) or (isinstance(outcome.error, ParallelizeError) and outcome.error.is_secondary)
+def is_cause(outcome: Outcome) -> bool:
+    """Return whether a rank failed by itself: not by SIGTERM, a lost connection or an error marked as secondary."""
+    if outcome.error is None or was_stopped(outcome) or _is_connection_loss(outcome):
+        return False
+    return not (isinstance(outcome.error, ParallelizeError) and outcome.error.is_secondary)
 
 
 def _is_connection_loss(outcome: Outcome) -> bool:

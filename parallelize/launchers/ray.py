@@ -10,6 +10,7 @@ caller      outcomes, or the exception of the first rank to fail; a lost node re
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import io
 import logging
 import os
@@ -23,11 +24,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parallelize.call.settings import LogSettings, Settings
 from parallelize.call.task import Outcome, Task
-from parallelize.cluster.world import Node
+from parallelize.cluster.devices import probe
+from parallelize.cluster.world import Node, World
+from parallelize.config.layout import compute_layout
 from parallelize.errors import ConfigError, LaunchError, MissingDependencyError, WorkerError
-from parallelize.launchers.batch_launcher import BatchLauncher, read_result, run_on_node
+from parallelize.launchers.batch_launcher import BatchJob, BatchLauncher
+from parallelize.plugins import registry
 
 __all__ = ["RayLauncher"]
 
@@ -51,9 +57,6 @@ class RayLauncher(BatchLauncher):
         resources: other resources of each node, as for Ray, such as {"accelerator_type:A100": 0.001}.
         strategy: Ray's placement strategy; "STRICT_SPREAD" uses a machine per node, "PACK" as few as possible.
         runtime_env: Ray's runtime environment of the nodes, such as {"working_dir": "."} or {"env_vars": {...}}.
-
-    Raises:
-        ConfigError: `cpus_per_task` is no positive integer.
     """
 
     name = "ray"
@@ -64,18 +67,12 @@ class RayLauncher(BatchLauncher):
     strategy: str = "STRICT_SPREAD"
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        cores: object = self.cpus_per_task
-        if not isinstance(cores, int) or cores < 1:
-            why, fix = "it must be an integer >= 1", "use cpus_per_task=1 or more"
-            raise ConfigError(f"cpus_per_task={cores!r}", why=why, fix=fix)
-
     def launch(self, task: Task, *, node: Node | None, environ: Mapping[str, str]) -> list[Outcome]:
         """Submit the call, show the state and output of its job until the job ends, and return the outcomes."""
         del node, environ  # Ray chooses the nodes; runtime_env sets their variables
         job = _RayJob(task, self, shows=True)
         try:
-            return job.outcomes()
+            return job._wait(None)
         finally:
             job.cancel()
 
@@ -91,7 +88,7 @@ class RayLauncher(BatchLauncher):
         return [_RayJob(task, self) for task in tasks]
 
 
-class _RayJob:
+class _RayJob(BatchJob[Any]):
     """A call that waits for the resources of a Ray cluster, or runs there; it ends with this process.
 
     Args:
@@ -104,12 +101,12 @@ class _RayJob:
     """
 
     def __init__(self, task: Task, launcher: RayLauncher, *, shows: bool = False) -> None:
-        self.id, self.state = f"{task.name}-{secrets.token_hex(3)}", "PENDING"
-        self._task, self._launcher, self._shows, self._text = task, launcher, shows, ""
+        super().__init__(f"{task.name}-{secrets.token_hex(3)}", all_ranks=task.all_ranks)
+        self.state, self._layout, self._launcher, self._shows, self._text = "PENDING", task.layout, launcher, shows, ""
         self._ray = _connected(launcher.address)
-        with tempfile.TemporaryDirectory(prefix="parallelize-") as folder:
-            task.write(Path(folder, "task"))
-            self._call = Path(folder, "task").read_bytes(), Settings.capture(), LogSettings.capture()
+        with tempfile.NamedTemporaryFile() as file:
+            task.write(Path(file.name))
+            self._call = Path(file.name).read_bytes(), Settings.capture(), LogSettings.capture()
         self._future, self._is_cancelled = concurrent.futures.Future[list[Outcome]](), threading.Event()
         threading.Thread(target=self._run, name="parallelize-ray", daemon=True).start()
 
@@ -126,30 +123,14 @@ class _RayJob:
         self._is_cancelled.set()
         concurrent.futures.wait([self._future])
 
-    def result(self, timeout_s: float | None = None) -> Any:
-        """Wait for the call to end and return its value.
-
-        Args:
-            timeout_s: seconds to wait; None: no limit.
-
-        Raises:
-            TimeoutError: the job has no result in time.
-            BaseException: the exception that the call raised, with rank and traceback as notes.
-            LaunchError: a node is lost.
-            WorkerError: the job was cancelled.
-        """
-        outcomes = self.outcomes(timeout_s)
-        return [each.value for each in outcomes] if self._task.all_ranks else outcomes[0].value
-
-    def outcomes(self, timeout_s: float | None = None) -> list[Outcome]:
-        """Wait for the outcomes of all ranks, or of rank 0. Raises the same errors as `result`."""
+    def _wait(self, timeout_s: float | None) -> list[Outcome]:
         if not concurrent.futures.wait([self._future], timeout_s).done:
             raise TimeoutError(f"job {self.id} has no result after {timeout_s:g} s; it is {self.state}")
         return self._future.result()
 
     def _run(self) -> None:
         """Make the call, again after a node was lost; in a thread of its own."""
-        most = self._task.layout.config.max_restarts
+        most = self._layout.config.max_restarts
         for restart in range(1, most + 2):
             try:
                 outcomes = self._attempt()
@@ -166,7 +147,7 @@ class _RayJob:
 
     def _attempt(self) -> list[Outcome]:
         """Run the call on actors of its own; return the outcomes, or raise what has ended it."""
-        ray, launcher, layout = self._ray, self._launcher, self._task.layout
+        ray, launcher, layout = self._ray, self._launcher, self._layout
         gpus, cores = len(layout.indices), launcher.cpus_per_task * layout.local_world_size
         bundle = {"CPU": cores, **({"GPU": gpus} if gpus else {}), **launcher.resources}
         self._show("PENDING", f", for {layout.num_nodes} x {bundle}")
@@ -190,7 +171,7 @@ class _RayJob:
         try:
             address = actors[0].rendezvous.remote()
             runs = [each.run.remote(*self._call, address, node) for node, each in enumerate(actors)]
-            result = self._wait(runs, actors, address)
+            outcome = Outcome.read(self._follow(runs, actors, address))
         except ray.exceptions.RayError as error:
             raise LaunchError(
                 f"a node of job {self.id} is gone",
@@ -201,31 +182,33 @@ class _RayJob:
             for actor in actors:
                 ray.kill(actor)  # its ranks end with it
             ray.util.remove_placement_group(group)
-        return read_result(result)
+        if outcome.error is not None:
+            raise outcome.error
+        outcomes: list[Outcome] = outcome.value
+        return outcomes
 
-    def _wait(self, runs: Sequence[Any], actors: Sequence[Any], address: Any) -> bytes:
+    def _follow(self, runs: Sequence[Any], actors: Sequence[Any], address: Any) -> bytes:
         """Show the output until the first node returns: all nodes return the same outcomes, or the same error."""
-        wait, offsets = self._ray.wait, [0] * len(actors)
-        while not (ready := wait(runs, timeout=_POLL_EVERY_S))[0]:
-            if self._is_cancelled.is_set():
+        wait, shown, is_over = self._ray.wait, [0] * len(actors), False
+        while not is_over:
+            is_over = bool(wait(runs, timeout=_POLL_EVERY_S)[0])
+            if is_over:
+                wait(runs, num_returns=len(runs), timeout=_STOP_TIMEOUT_S)
+            elif self._is_cancelled.is_set():
                 what = f"job {self.id} was cancelled and left no result"
                 raise WorkerError(what, why="by cancel() or Ctrl-C", fix="submit it again")
-            if wait([address], timeout=0)[0]:
-                self._show("RUNNING")
-                self._read_output(actors, offsets)
-        result: bytes = self._ray.get(ready[0][0])
-        wait(runs, num_returns=len(runs), timeout=_STOP_TIMEOUT_S)
-        self._read_output(actors, offsets)
+            elif not wait([address], timeout=0)[0]:
+                continue
+            self._show("RUNNING")
+            for node, actor in enumerate(actors):
+                text = self._ray.get(actor.read.remote(shown[node]))
+                shown[node] += len(text)
+                self._text += text
+                if self._shows:
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
+        result: bytes = self._ray.get(wait(runs)[0][0])
         return result
-
-    def _read_output(self, actors: Sequence[Any], offsets: list[int]) -> None:
-        for node, actor in enumerate(actors):
-            text = self._ray.get(actor.read.remote(offsets[node]))
-            offsets[node] += len(text)
-            self._text += text
-            if self._shows:
-                sys.stdout.write(text)
-                sys.stdout.flush()
 
     def _show(self, state: str, needs: str = "") -> None:
         if self._shows and (state != self.state or needs):
@@ -252,13 +235,22 @@ class _NodeActor:
         return self._output.getvalue()[start:]
 
     def run(self, call: bytes, settings: Settings, logs: LogSettings, address: tuple[str, int], node: int) -> bytes:
-        """Run the call; return its outcomes, or what it has raised, for `read_result`."""
+        """Run the call; return an outcome, whose value is the list of the ranks' outcomes."""
         settings.apply()
         settings.apply_default_device()
         logs.apply()
-        with tempfile.NamedTemporaryFile() as file:
-            Path(file.name).write_bytes(call)
-            return run_on_node(Path(file.name), node=Node(*address, node), environ=os.environ)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "call")
+            path.write_bytes(call)
+            try:
+                task = Task.read(path, device=torch.device("cpu"))
+                task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
+                local = registry.find("launchers", "local")()
+                outcome = Outcome.returned(World(), local.launch(task, node=Node(*address, node), environ=os.environ))
+            except BaseException as error:  # noqa: BLE001 - any error is the result of the call
+                outcome = Outcome.raised(World(), error)
+            outcome.write(path)
+            return path.read_bytes()
 
 
 def _connected(address: str | None) -> Any:

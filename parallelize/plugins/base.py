@@ -31,7 +31,6 @@ __all__ = [
     "Precision",
     "Reduction",
     "Session",
-    "Traffic",
 ]
 
 Level = Literal["O0", "O1", "O2", "O3"]
@@ -170,28 +169,10 @@ class Reduction:
     Args:
         bucket_bytes: size of the messages in bytes.
         dtype: dtype in which real gradients are sent; None: their own.
-        hook: communication hook: takes a bucket with the methods of torch's GradBucket, and returns a future of the
-            mean; None: all-reduce.
     """
 
     bucket_bytes: float = 25 * 2**20
     dtype: torch.dtype | None = None
-    hook: Callable[[Any], Any] | None = None
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that each process passes to collectives in one step.
-
-    Args:
-        gradient_bytes: size of the gradients that are averaged.
-        operation: past participle for the startup summary: "all-reduced" in "1 MB of gradients all-reduced".
-        gathered_bytes: size of the all-gathered parameters, counted once per all-gather.
-    """
-
-    gradient_bytes: int
-    operation: str = "all-reduced"
-    gathered_bytes: int = 0
 
 
 class Engine(abc.ABC):
@@ -219,10 +200,6 @@ class Engine(abc.ABC):
     def is_replica(self) -> bool:
         """Whether each rank holds a copy of the model, which has to stay equal."""
         return self.reduction is not None
-
-    def traffic(self) -> Traffic | None:
-        """Return the communication volume of a step; None if a step sends nothing or the volume is unknown."""
-        return None
 
     def refresh(self) -> None:  # noqa: B027 - most engines have nothing to do
         """Follow modules and parameters that were added or replaced."""

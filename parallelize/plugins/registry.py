@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
-from parallelize.errors import ConfigError, did_you_mean
+from parallelize.errors import ConfigError
 from parallelize.plugins.base import Backend, Launcher, Precision
 
-__all__ = ["BUILTIN", "Kind", "find", "get", "names"]
+__all__ = ["BUILTIN", "Kind", "find", "names"]
 
 Kind = Literal["backends", "launchers", "precision"]
 
@@ -17,7 +17,7 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = {
     "backends": {
         "balanced": "balanced.plugin:BalancedBackend",
         "ddp": "ddp:DDPBackend",
-        "ddp2": "ddp2:DDP2Backend",
+        "ddp2": "ddp:DDP2Backend",
         "dp": "dp:DPBackend",
         "fsdp": "fsdp.plugin:FSDPBackend",
     },
@@ -39,58 +39,35 @@ def names(kind: Kind) -> tuple[str, ...]:
     Args:
         kind: other distributions declare theirs in the entry point group `parallelize.<kind>`.
     """
-    return tuple(sorted(_entry_points(kind)))
+    return tuple(sorted({*BUILTIN[kind], *entry_points(group=f"parallelize.{kind}").names}))
 
 
-@overload
-def get(kind: Literal["backends"], name: str) -> type[Backend]: ...
-@overload
-def get(kind: Literal["launchers"], name: str) -> type[Launcher]: ...
-@overload
-def get(kind: Literal["precision"], name: str) -> type[Precision]: ...
-def get(kind: Kind, name: str) -> type[Any]:
-    """Return the class of a plug-in by name; no other plug-in is imported.
+def find(kind: Kind, name: str) -> Any:
+    """Return the class of a plug-in by name, None if no plug-in has it; no other plug-in is imported.
 
     A built-in plug-in takes precedence over a plug-in of the same name from another distribution.
 
     Raises:
-        ConfigError: no plug-in has this name, or another distribution's plug-in of this name cannot be imported or has
-            the wrong base class.
+        ConfigError: another distribution's plug-in of this name cannot be imported or has the wrong base class.
     """
-    found = find(kind, name)
-    if found is None:
-        raise ConfigError(
-            f"plug-in {name!r} in {kind}", why="no plug-in has this name", fix=did_you_mean(name, names(kind))
-        )
-    return found
-
-
-def find(kind: Kind, name: str) -> type[Any] | None:
-    """Return the class of a plug-in, like `get`, but None instead of an error if no plug-in has this name."""
-    point = _entry_points(kind).get(name)
-    return None if point is None else _load(kind, point)
-
-
-def _entry_points(kind: Kind) -> dict[str, EntryPoint]:
-    group = f"parallelize.{kind}"
-    builtin = {name: EntryPoint(name, f"{group}.{value}", group) for name, value in BUILTIN[kind].items()}
-    return {**{point.name: point for point in entry_points(group=group)}, **builtin}
-
-
-def _load(kind: Kind, point: EntryPoint) -> type[Any]:
-    base = _BASE_CLASSES[kind]
-    try:
-        loaded = point.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"plug-in {point.name!r} ({point.value}) cannot be imported: {error}",
-            why=f"an installed distribution declares it in the entry point group parallelize.{kind}",
-            fix="update or remove that distribution",
-        ) from error
-    if not (isinstance(loaded, type) and issubclass(loaded, base)):
-        raise ConfigError(
-            f"plug-in {point.name!r} ({point.value}) is {loaded!r}",
-            why=f"an entry point of parallelize.{kind} must be a subclass of {base.__module__}.{base.__name__}",
-            fix="update or remove the distribution that declares it",
-        )
-    return loaded
+    group, base = f"parallelize.{kind}", _BASE_CLASSES[kind]
+    if name in BUILTIN[kind]:
+        return EntryPoint(name, f"{group}.{BUILTIN[kind][name]}", group).load()
+    for point in entry_points(group=group, name=name):
+        what = f"plug-in {name!r} ({point.value})"
+        try:
+            loaded = point.load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{what} cannot be imported: {error}",
+                why=f"an installed distribution declares it in the entry point group {group}",
+                fix="update or remove that distribution",
+            ) from error
+        if not (isinstance(loaded, type) and issubclass(loaded, base)):
+            raise ConfigError(
+                f"{what} is {loaded!r}",
+                why=f"an entry point of {group} must be a subclass of {base.__module__}.{base.__name__}",
+                fix="update or remove the distribution that declares it",
+            )
+        return loaded
+    return None

@@ -14,25 +14,21 @@ from parallelize.runtime.containers import leaves
 from parallelize.torch_patches.backward import Root
 
 __all__ = [
+    "MODELS_KEY",
     "grad_fns_of",
-    "gradient_version",
     "has_sparse_gradient",
     "mark_outputs",
     "node_of",
     "nodes_behind",
-    "reaches_any",
     "scaled_start",
 ]
+
+MODELS_KEY = "parallelize: models"  # key of `mark_outputs`, with blocks as owners
 
 
 def has_sparse_gradient(module: nn.Module) -> bool:
     """Whether the gradient of the module's weight is sparse."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-
-
-def gradient_version(gradient: torch.Tensor) -> tuple[int, int]:
-    """Return (id, version), which changes when `.grad` is replaced or modified in place."""
-    return id(gradient), gradient._version
 
 
 def node_of(root: Root) -> Any:
@@ -87,12 +83,6 @@ def nodes_behind(
         else:
             for each, _ in node.next_functions:
                 pending.append(each)
-
-
-def reaches_any(tensors: Iterable[Root], parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether a backward pass from one of the tensors reaches one of the parameters."""
-    ids = {id(each) for each in parameters}
-    return any(id(getattr(node, "variable", None)) in ids for node in nodes_behind(map(node_of, tensors)))
 
 
 def scaled_start(roots: Sequence[Root], given: Any, factor: Callable[[torch.Tensor], Any]) -> list[torch.Tensor | None]:

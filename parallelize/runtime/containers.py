@@ -18,18 +18,8 @@ def leaves(value: Any) -> list[Any]:
     Containers are mappings, lists, tuples (named tuples too) and dataclass instances. A tuple with a method `to`, such
     as PackedSequence, is a leaf.
     """
-    items: Iterable[Any]
-    if isinstance(value, torch.Tensor):  # found first: runs in every step
-        return [value]
-    if isinstance(value, (list, tuple)):
-        if _is_tensor_like(value):
-            return [value]
-        items = value
-    elif isinstance(value, (dict, Mapping)):
-        items = value.values()
-    elif _is_dataclass(value):
-        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    else:
+    items = _items(value)
+    if items is None:
         return [value]
     found: list[Any] = []
     for item in items:
@@ -47,49 +37,42 @@ def map_leaves(
         value: nested containers, as in `leaves`.
         is_leaf: returns whether a container is treated as a leaf.
     """
-    if is_leaf(value) or _is_tensor_like(value):
+    items = None if is_leaf(value) else _items(value)
+    if items is None:
         return change(value)
-    if isinstance(value, Mapping):
-        items = {key: map_leaves(change, item, is_leaf=is_leaf) for key, item in value.items()}
-        return _like_mapping(value, items)
+    changed = [map_leaves(change, item, is_leaf=is_leaf) for item in items]
+    return _like(value, changed)
+
+
+def _items(value: Any) -> Iterable[Any] | None:
+    """Return what a container holds; None: it is a leaf."""
+    if isinstance(value, torch.Tensor):  # found first: runs in every step
+        return None
     if isinstance(value, (list, tuple)):
-        return _like_sequence(value, [map_leaves(change, item, is_leaf=is_leaf) for item in value])
-    if _is_dataclass(value):
-        # Copying avoids a second __init__ and __post_init__; object.__setattr__ also works on frozen dataclasses.
-        changed = copy.copy(value)
-        for field in dataclasses.fields(value):
-            item = map_leaves(change, getattr(value, field.name), is_leaf=is_leaf)
-            object.__setattr__(changed, field.name, item)
-        return changed
-    return change(value)
+        return None if isinstance(value, tuple) and hasattr(value, "to") else value
+    if isinstance(value, Mapping):
+        return value.values()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
 
 
-def _like_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    kind: Any = type(value)
+def _like(value: Any, items: list[Any]) -> Any:
+    """Return a container of the same type with other items."""
     if isinstance(value, tuple):
+        kind: Any = type(value)
         return kind(*items) if hasattr(value, "_fields") else kind(items)
-    if kind is list:
-        return items
-    changed = copy.copy(value)
-    changed[:] = items
-    return changed
-
-
-def _like_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(value) is dict:
-        return items
-    if isinstance(value, MutableMapping):
-        # Copying keeps state other than the items: a default factory, an order, attributes.
-        changed = copy.copy(value)
-        for key, item in items.items():  # one by one: model outputs of Hugging Face do not support update
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        # Immutable mappings, such as MappingProxyType, take a dict.
+        return type(value)(dict(zip(value, items, strict=True)))  # type: ignore[call-arg]  # see above
+    # Copying keeps a default factory, an order and attributes, and avoids a second __init__ of a dataclass.
+    changed: Any = copy.copy(value)
+    if isinstance(value, list):
+        changed[:] = items
+    elif isinstance(value, Mapping):
+        for key, item in zip(value, items, strict=True):  # model outputs of Hugging Face do not support update
             changed[key] = item
-        return changed
-    return type(value)(items)  # type: ignore[call-arg]  # immutable mappings, such as MappingProxyType, take a dict
-
-
-def _is_tensor_like(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or (isinstance(value, tuple) and hasattr(value, "to"))
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    else:
+        for field, item in zip(dataclasses.fields(value), items, strict=True):
+            object.__setattr__(changed, field.name, item)  # also of a frozen one
+    return changed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -44,7 +43,6 @@ class Runtime:
         world: rank and world size.
         layout: the config, and the devices of every local rank.
         flags: names of once-per-run actions that have been done, such as "startup summary logged".
-        models: the models that have entered a parallel_model block.
         states: what modules of higher floors keep for the run, by their names.
         watchdog: detects hangs if the run has several processes.
         at_end: contexts that end when the decorated function has returned.
@@ -53,7 +51,6 @@ class Runtime:
     world: World
     layout: Layout
     flags: set[str] = field(default_factory=set, compare=False, repr=False)
-    models: list[weakref.ref[torch.nn.Module]] = field(default_factory=list, compare=False, repr=False)
     states: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     watchdog: Watchdog = field(default_factory=Watchdog, compare=False, repr=False)
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, compare=False, repr=False)
@@ -119,7 +116,7 @@ def activate(runtime: Runtime) -> Iterator[Runtime]:
         group = process_group(runtime.world, runtime.layout, runtime.watchdog)
         # At its end, this context makes no context of CUDA on the device that was current before.
         device = torch.accelerator.device_index(runtime.device.index)
-        with device, group, warn_if_unsynced(runtime.flags, runtime.models):
+        with device, group, warn_if_unsynced(runtime.flags):
             yield runtime
     finally:
         _active.reset(token)

@@ -6,6 +6,7 @@ and S a shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,35 +50,60 @@ def all_reduce(x: Tensor, op: str) -> Tensor:
         x: tensor of shape S, of a dtype in `REDUCE_DTYPES`.
         op: a key of `REDUCE_OPS`.
     """
+    if op in ("max", "min"):
+        return _extremum(x, op)
+
+    def reduced(values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values / dist.get_world_size() if op == "mean" else values
+
     # Gradients of gathered and broadcast tensors may have dtypes that are not in REDUCE_DTYPES.
-    wide = REDUCE_DTYPES.get(x.dtype, torch.float32)
-    return _apply(_AllReduce, x.to(_communication_device(x.device), wide), op).to(x.device, x.dtype)
+    wide = x.to(REDUCE_DTYPES.get(x.dtype, torch.float32))
+    return _collective(wide, reduced, lambda gradient: all_reduce(gradient, op)).to(x.dtype)
+
+
+def _extremum(x: Tensor, op: str) -> Tensor:
+    is_extremum = torch.empty(0)
+
+    def reduced(values: Tensor) -> Tensor:
+        nonlocal is_extremum
+        y = values.clone()
+        dist.all_reduce(y, REDUCE_OPS[op])
+        if x.is_floating_point():
+            # The result of max and min for NaN depends on the process group and on the order of ranks.
+            has_nan = values.isnan().to(torch.uint8)
+            dist.all_reduce(has_nan, dist.ReduceOp.MAX)
+            y.masked_fill_(has_nan.bool(), torch.nan)
+        is_extremum = (values == y).to(y.dtype)
+        return y
+
+    def gradient_of_x(gradient: Tensor) -> Tensor:
+        # It flows to the process that has the extremum; in a tie it is split evenly.
+        return all_reduce(gradient, "sum") * is_extremum / all_reduce(is_extremum, "sum")
+
+    return _collective(x.to(REDUCE_DTYPES[x.dtype]), reduced, gradient_of_x).to(x.dtype)
 
 
 def all_gather(x: Tensor) -> Tensor:
     """Stack the tensors of all processes in rank order: S -> (W, *S)."""
-    return _apply(_AllGather, x.to(_communication_device(x.device))).to(x.device)
+
+    def gathered(values: Tensor) -> Tensor:
+        sent = _sendable(values)
+        found = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, sent)
+        return torch.stack(found).flatten().view(x.dtype).view(len(found), *x.shape)
+
+    return _collective(x, gathered, lambda gradient: all_reduce(gradient, "sum")[dist.get_rank()])
 
 
 def broadcast(x: Tensor, src: int) -> Tensor:
     """Return the tensor of rank `src` on every process."""
-    return _apply(_Broadcast, x.to(_communication_device(x.device)), src).to(x.device)
 
+    def received(values: Tensor) -> Tensor:
+        dist.broadcast(_sendable(values), src)
+        return values
 
-def _communication_device(device: torch.device) -> torch.device:
-    """Return `device` if the process group has a backend for its type, else the device of this run."""
-    types = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
-    return device if device.type in types else context.current().device
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch has no types for it
-    return result
-
-
-def _values(x: Tensor) -> Tensor:
-    """Return a contiguous detached copy with lazy conjugation and negation resolved."""
-    return x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return _collective(x, received, lambda gradient: all_reduce(gradient, "sum") * (dist.get_rank() == src))
 
 
 def _sendable(values: Tensor) -> Tensor:
@@ -85,54 +111,27 @@ def _sendable(values: Tensor) -> Tensor:
     return values if values.dtype in NATIVE_DTYPES else values.reshape(-1).view(torch.uint8)
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, op: str) -> Tensor:
-        y = _values(x)
-        dist.all_reduce(y, REDUCE_OPS[op])
-        if op == "mean":
-            y /= dist.get_world_size()
-        if op in ("max", "min") and x.is_floating_point():
-            # The result of max and min for NaN depends on the process group and on the order of ranks.
-            has_nan = x.detach().isnan().to(torch.uint8)
-            dist.all_reduce(has_nan, dist.ReduceOp.MAX)
-            y.masked_fill_(has_nan.bool(), torch.nan)
-        ctx.op = op
-        ctx.save_for_backward(*((x, y) if op in ("max", "min") else ()))
-        return y
+def _collective(x: Tensor, compute: Callable[[Tensor], Tensor], differentiate: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what a collective computes from the values of a tensor, on the tensor's device.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.op in ("mean", "sum"):
-            return all_reduce(grad, ctx.op), None
-        # dL/dy flows to the process that has the extremum; in a tie it is split evenly.
-        x, y = ctx.saved_tensors
-        is_extremum = (x == y).to(grad.dtype)
-        return all_reduce(grad, "sum") * is_extremum / all_reduce(is_extremum, "sum"), None
+    Args:
+        x: the tensor.
+        compute: the collective; it may overwrite the values that it gets.
+        differentiate: returns the gradient of L by x from that by the result.
+    """
+    types = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
+    sent = x if x.device.type in types else x.to(context.current().device)
+    result: Tensor = _Collective.apply(sent, compute, differentiate)  # type: ignore[no-untyped-call]  # torch's
+    return result.to(x.device)
 
 
-class _AllGather(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:  # S -> (W, *S)
-        sent = _sendable(_values(x))
-        gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, sent)
-        return torch.stack(gathered).flatten().view(x.dtype).view(len(gathered), *x.shape)
+    def forward(ctx: Any, x: Tensor, compute: Callable[[Tensor], Tensor], differentiate: Any) -> Tensor:
+        ctx.differentiate = differentiate
+        # A contiguous copy with lazy conjugation and negation resolved.
+        return compute(x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format))
 
     @staticmethod
-    def backward(_ctx: Any, grad: Tensor) -> Tensor:  # (W, *S) -> S
-        return all_reduce(grad, "sum")[dist.get_rank()]
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, src: int) -> Tensor:
-        y = _values(x)
-        dist.broadcast(_sendable(y), src)
-        ctx.src = src
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = all_reduce(grad, "sum")
-        return total if dist.get_rank() == ctx.src else torch.zeros_like(total), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.differentiate(gradient), None, None

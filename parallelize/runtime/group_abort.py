@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,9 @@ def abort_and_destroy() -> None:
 
 def _shut_down(store_port: int | None) -> None:
     """Shut down gloo's connections and those to a store; on systems without /proc, none."""
-    of_gloo = {number for poll in _descriptors("anon_inode:[eventpoll]") for number in _polled_by_gloo(poll)}
-    for number in _descriptors("socket:"):
+    facts = list(Path("/proc/self/fdinfo").glob("*"))
+    of_gloo = {number for each in facts for number in _polled_by_gloo(each)}
+    for number in [int(each.name) for each in facts if _is_socket(int(each.name))]:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as each:
             # Shutting down gloo's listening socket would abort the process in gloo's thread.
             is_listening = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -74,25 +76,19 @@ def _shut_down(store_port: int | None) -> None:
                 each.shutdown(socket.SHUT_RDWR)
 
 
-def _descriptors(kind: str) -> list[int]:
-    folder = Path("/proc/self/fd")
-    names = list(folder.iterdir()) if folder.is_dir() else []
-    return [int(each.name) for each in names if _target(each).startswith(kind)]
-
-
-def _target(link: Path) -> str:
+def _is_socket(number: int) -> bool:
     try:
-        return str(link.readlink())
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
     except OSError:  # closed by another thread
-        return ""
+        return False
 
 
-def _polled_by_gloo(poll: int) -> set[int]:
+def _polled_by_gloo(facts: Path) -> list[int]:
     """Return what an epoll instance watches if it is gloo's, which lacks the flag that Python's have; else nothing."""
     try:
-        text = Path(f"/proc/self/fdinfo/{poll}").read_text()
+        text = facts.read_text()
     except OSError:
-        return set()
+        return []
     flags = re.search(r"flags:\s*(\d+)", text)
     is_python = flags is None or int(flags[1], 8) & os.O_CLOEXEC
-    return set() if is_python else {int(number) for number in re.findall(r"tfd:\s*(\d+)", text)}
+    return [] if is_python else [int(number) for number in re.findall(r"tfd:\s*(\d+)", text)]

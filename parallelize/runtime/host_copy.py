@@ -8,21 +8,17 @@ __all__ = ["HostCopy"]
 
 
 class HostCopy:
-    """A copy of a tensor on the host; only reading it waits, for what the device had to do until the copy.
-
-    Attributes:
-        event: after which the copy is there; None: it is there.
-    """
+    """A copy of a tensor on the host; only reading it waits, for what the device had to do until the copy."""
 
     def __init__(self, value: torch.Tensor) -> None:
         is_remote = value.device.type != "cpu"
         self._copy = torch.empty_like(value, device="cpu", pin_memory=is_remote).copy_(value, non_blocking=True)
-        self.event = torch.Event(device=value.device) if is_remote else None
-        if self.event is not None:
-            self.event.record()
+        self._event = torch.Event(device=value.device) if is_remote else None
+        if self._event is not None:
+            self._event.record()
 
     def read(self) -> torch.Tensor:
         """Return the copy."""
-        if self.event is not None and not self.event.query():
-            self.event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
         return self._copy

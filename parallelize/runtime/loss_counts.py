@@ -10,40 +10,34 @@ forward, of modules, under autocast and imported by name are found alike, and no
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn import functional as F
+from torch.autograd.graph import get_gradient_edge
 
 from parallelize.errors import ConfigError
-from parallelize.runtime.autograd_graph import node_of, nodes_behind
+from parallelize.runtime.autograd_graph import MODELS_KEY, node_of, nodes_behind
 from parallelize.runtime.containers import leaves
 from parallelize.torch_patches.backward import Root
-from parallelize.torch_patches.private import self_test
 
 __all__ = [
-    "MODELS_KEY",
     "LossCount",
     "attach_count",
     "join_weights",
     "loss_counts",
-    "models_reached",
-    "require_readable_losses",
     "required_count",
 ]
 
-MODELS_KEY = "parallelize: models"  # key of `mark_outputs`
-_COUNTS_KEY = "parallelize: counts"
-_MAX_NODES = 1000
+_COUNTS_KEY: Any = "parallelize: counts"
 _ROUNDING = 1e-5  # relative, of weights of targets that are added up in another order
 
 # Operations by their nodes' names up to "Backward".
 _LINEAR = frozenset(("Add", "Alias", "Clone", "Div", "Mul", "Neg", "Reshape", "ReshapeAlias", "Rsub", "Select"))
 _LINEAR |= {"Squeeze", "Sub", "ToCopy", "UnsafeView", "Unsqueeze", "View"}
 _LISTS = frozenset({"Cat", "Stack"})
+_SUMS = frozenset({"Mean", "Sum"})
 
 
 @dataclass(frozen=True)
@@ -66,14 +60,40 @@ class LossCount:
 
 @dataclass(frozen=True)
 class _Term:
-    """A node that the search has reached."""
+    """A node that the search has reached.
+
+    Args:
+        node: the node.
+        output: number of its output.
+        is_in_model: whether it is part of a model's forward.
+        scales: constants that multiply or divide the node's value.
+        divisor: product of the constants that divide it, or else a sum of which it is a term.
+        divides_sum: whether they divide a sum.
+    """
 
     node: Any
     output: int
-    divisor: float | torch.Tensor | None = None  # product of the constants that divide the node's value
-    is_in_model: bool = False  # whether it is part of a model's forward
-    outer: float | torch.Tensor | None = None  # product of the constants that divide a sum of several such values
-    scales: tuple[float | torch.Tensor, ...] = ()  # constants that multiply or divide the node's value
+    is_in_model: bool = False
+    scales: tuple[float | torch.Tensor, ...] = ()
+    divisor: float | torch.Tensor | None = None
+    divides_sum: bool = False
+
+    @property
+    def operation(self) -> str:
+        """Name of the operation that has computed the value."""
+        name: str = self.node.name()
+        return name.rpartition("Backward")[0] or name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+        # Not of the saved tensor: hooks on saved tensors would load it from where they have moved it.
+        return tuple(self.node._input_metadata[self.output].shape)
+
+    @property
+    def is_from_data(self) -> bool:
+        """Whether the value depends on an output of a model, unlike e.g. a penalty on weights."""
+        return self.is_in_model or any(MODELS_KEY in node.metadata for node in nodes_behind([self.node]))
 
 
 def loss_counts(roots: Iterable[Root], *, is_in_model: bool = False) -> list[LossCount]:
@@ -84,21 +104,24 @@ def loss_counts(roots: Iterable[Root], *, is_in_model: bool = False) -> list[Los
         is_in_model: whether the roots were computed in the forward of a model.
     """
     nodes = [(node_of(root), root.output_nr) for root in roots]
+    pending = [_Term(*each, is_in_model) for each in nodes if each[0] is not None]
+    seen, found = set[Any](), []
     with torch.no_grad():
-        found = list(_reductions([_Term(*each, None, is_in_model) for each in nodes if each[0] is not None]))
-    if len(found) > 1:  # e.g. a penalty on weights: data has no part in it
-        found = [(term, count) for term, count in found if _is_from_data(term)] or found
+        while pending:
+            term = pending.pop()
+            if (term.node, term.output) in seen:  # a sum may lead to it in exponentially many ways
+                continue
+            seen.add((term.node, term.output))
+            term = replace(term, is_in_model=term.is_in_model or MODELS_KEY in term.node.metadata)
+            given = term.node.metadata.get(_COUNTS_KEY, {}).get(term.output)
+            operands = None if given is not None else _operands(term)
+            if operands is None:
+                found.append((term, replace(given or _reduction(term), scales=term.scales)))
+            else:
+                pending += operands
+    if len(found) > 1:
+        found = [(term, count) for term, count in found if term.is_from_data] or found
     return [count for _, count in found]
-
-
-@self_test("average='sum' or 'tokens', and losses computed in forward", instead="use average='ranks'")
-def require_readable_losses() -> bool:
-    """The graph of a loss tells the loss's reduction, and what it is divided by."""
-    logits, targets = torch.zeros(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
-    summed = F.cross_entropy(logits, targets, reduction="sum")
-    losses = (F.cross_entropy(logits, targets), summed, summed / 4, F.mse_loss(logits, logits.detach()), logits.sum())
-    found = [(each.kind, float(each.count or 0)) for loss in losses for each in loss_counts([loss], is_in_model=True)]
-    return found == [("mean", 2.0), ("sum", 0.0), ("divided sum", 4.0), ("mean", 6.0), ("sum", 0.0)]
 
 
 def required_count(roots: Sequence[Root]) -> LossCount:
@@ -107,9 +130,8 @@ def required_count(roots: Sequence[Root]) -> LossCount:
     Raises:
         ConfigError: it is not known, or there are several.
     """
-    require_readable_losses()
     counts = loss_counts(roots)
-    unknown = next((each for each in counts if each.kind == "sum" or each.count is None), None)
+    unknown = next((each for each in counts if each.count is None), None)
     if unknown is not None:
         raise ConfigError(
             f"average='tokens' with a loss that is a sum ({unknown.loss})"
@@ -129,23 +151,25 @@ def required_count(roots: Sequence[Root]) -> LossCount:
             why="a backward has one weight",
             fix="divide all terms by the same count, or use average='ranks'",
         )
-    first, root = counts[0], roots[0]
-    return _unclamped(first, root) if first.kind == "divided sum" and isinstance(root, torch.Tensor) else first
+    return _unclamped(counts[0], roots[0])
 
 
-def _unclamped(count: LossCount, loss: torch.Tensor) -> LossCount:
+def _unclamped(count: LossCount, loss: Root) -> LossCount:
     """Return the count of a sum that is divided: 0 if all targets are masked, where the user has clamped the divisor.
 
     As in loss.sum() / mask.sum().clamp(min=1).
     """
-    number = torch.where(loss.detach() == 0, 0.0, torch.as_tensor(count.count, device=loss.device))
-    return replace(count, count=number if loss.device.type != "cpu" else float(number.sum()))
+    if count.kind != "divided sum" or not isinstance(loss, torch.Tensor):
+        return count
+    number = torch.as_tensor(count.count, dtype=torch.float64, device=loss.device)
+    return replace(count, count=_number(torch.where(loss.detach() == 0, 0.0, number)))
 
 
 def attach_count(tensor: torch.Tensor, count: LossCount) -> None:
     """Store the count of a loss that custom operations have joined from several ones, in its graph."""
     edge = get_gradient_edge(tensor)
-    _metadata(edge.node).setdefault(_COUNTS_KEY, {})[edge.output_nr] = count
+    metadata: Any = edge.node.metadata  # torch declares a method
+    metadata.setdefault(_COUNTS_KEY, {})[edge.output_nr] = count
 
 
 def join_weights(
@@ -162,177 +186,92 @@ def join_weights(
         inputs: the inputs of the model; a sum divided by one of these numbers, such as the number of targets of several
             batches, stays a sum.
     """
-    require_readable_losses()
-    numbers = [each for each in leaves(inputs) if not isinstance(each, torch.Tensor) or each.dim() == 0]
-    with torch.no_grad():
-        counts = [_only_count(loss_counts([each], is_in_model=True), numbers) for each in losses]
+    numbers = [each for each in leaves(inputs) if isinstance(each, (int, float, torch.Tensor))]
+    numbers = [each for each in numbers if getattr(each, "shape", ()) == ()]
+    counts = [_only_count(loss, numbers) for loss in losses]
     (kind, *others), first = {each.kind for each in counts}, counts[0]
     # Each is multiplied by the same numbers. (On an accelerator, this synchronizes.)
     is_alike = len({tuple(map(float, each.scales)) for each in counts}) == 1
     if kind == "mean" and not others and is_alike:
         device = losses[0].device
-        if first.loss == "Sum":
-            counts = [_unclamped(each, loss) for each, loss in zip(counts, losses, strict=True)]
-        found = [each.to(device) if isinstance(each, torch.Tensor) else each for each in (one.count for one in counts)]
-        total: Any = sum(each for each in found if each is not None)
-        return [each / (total or 1.0) for each in found if each is not None], LossCount(first.loss, "mean", total)
+        numbers = [one.count.to(device) if isinstance(one.count, torch.Tensor) else one.count or 0.0 for one in counts]
+        total = sum(numbers)
+        return [each / (total or 1.0) for each in numbers], LossCount(first.loss, "mean", total)
     # A sum that is equal in all parts, such as a penalty on weights, does not depend on the batch.
     if kind in {"sum", "divided sum"} and not others and len({each.item() for each in losses}) > 1:
         return [1.0] * len(losses), first
     return [each / sum(samples) for each in samples], LossCount(first.loss, "unknown")
 
 
-def _only_count(counts: Sequence[LossCount], numbers: Sequence[Any]) -> LossCount:
+def _only_count(loss: torch.Tensor, numbers: Sequence[float | torch.Tensor]) -> LossCount:
     """Return the count of a loss of one term; a sum divided by one of `numbers` stays a sum, others are means."""
+    counts = loss_counts([loss], is_in_model=True)
     if len(counts) != 1:
         return LossCount("several", "unknown")
     (only,) = counts
-    given = (each for each in numbers if isinstance(each, (int, float, torch.Tensor)))
-    is_mean = only.kind == "divided sum" and all(float(only.count or 0.0) != float(each) for each in given)
-    return replace(only, kind="mean", scales=()) if is_mean else only
-
-
-def _reductions(terms: list[_Term]) -> Iterator[tuple[_Term, LossCount]]:
-    seen: set[Any] = set()  # a sum may lead to the same loss in exponentially many ways
-    while terms:
-        term = terms.pop()
-        node = term.node
-        key = (node, term.output, *map(_identity, (term.divisor, term.outer)))
-        if key in seen:
-            continue
-        seen.add(key)
-        if len(seen) > _MAX_NODES:
-            yield term, LossCount("more operations than are searched", "unknown")
-            return
-        if not term.is_in_model and MODELS_KEY in node.metadata:
-            term = replace(term, is_in_model=True)
-        given = node.metadata.get(_COUNTS_KEY, {}).get(term.output)
-        inner = None if given is not None else _operands(term)
-        if inner is None:
-            yield term, replace(given or _reduction(term), scales=term.scales)
-        else:
-            terms += inner
-
-
-def _identity(number: Any) -> object:
-    return id(number) if isinstance(number, torch.Tensor) else number
+    is_mean = only.kind == "divided sum" and float(only.count or 0.0) not in map(float, numbers)
+    return replace(_unclamped(only, loss), kind="mean", scales=()) if is_mean else only
 
 
 def _operands(term: _Term) -> list[_Term] | None:
     """Return the losses of which a node's value is a linear combination; None if it is a reduction or not known."""
-    node, name = term.node, _operation(term.node)
-    divisor = term.divisor
-    edges = [replace(term, node=each, output=output) for each, output in node.next_functions if each is not None]
-    if name in {"Mean", "Sum"}:
-        return _scalars(edges)
-    if name == "_DDPSink":
-        return [edges[term.output]]
-    if name in {"Add", "Sub"} and len(edges) > 1:
-        # Of means, it is the number of passes and not that of targets; sums may have this one only.
-        outer = term.outer if divisor is None else divisor
-        return [replace(each, divisor=None, outer=outer) for each in edges]
-    if name == "Mul" and len(edges) > 1:
-        edges = [each for each in edges if _is_from_data(each)]  # e.g. without a learned weight of the loss
-    is_known = name in _LINEAR and len(edges) == 1 and _numel(edges[0]) == 1
-    if name == "Mul" and is_known:
-        scales = (*term.scales, *_multipliers(node))
-        return [replace(each, scales=scales) for each in edges]
-    if name != "Div" or not is_known:
-        return edges if is_known else None
-    if len(node.next_functions) > 1 and node.next_functions[0][0] is None:
+    node, name = term.node, term.operation
+    if math.prod(term.shape) != 1:
+        return None
+    operands = [replace(term, node=each, output=output) for each, output in node.next_functions if each is not None]
+    if name in _SUMS:
+        return _scalars(operands)
+    if name in {"Add", "Sub"} and len(operands) > 1:
+        return [replace(each, divides_sum=True) for each in operands]
+    if name == "Mul" and len(operands) > 1:
+        operands = [each for each in operands if each.is_from_data]  # e.g. without a learned weight of the loss
+    if name not in _LINEAR or len(operands) != 1 or math.prod(operands[0].shape) != 1:
+        return None
+    if name not in {"Mul", "Div"}:
+        return operands
+    is_first = node.next_functions[0][0] is not None
+    if name == "Div" and not is_first:
         return None  # a constant divided by a loss
-    number = _number(node._saved_other)
-    total = number if divisor is None else divisor * number
-    return [replace(edges[0], divisor=total, scales=(*term.scales, number))]
-
-
-def _multipliers(node: Any) -> list[float | torch.Tensor]:
-    """Return the number by which a multiplication multiplies a loss, unless it is learned."""
-    operands = [each for each, _ in node.next_functions]
-    if None not in operands and len(operands) > 1:
-        return []
-    number = node._saved_other if operands[0] is not None else node._saved_self
-    return [] if isinstance(number, torch.Tensor) and number.numel() != 1 else [_number(number)]
+    if len([each for each, _ in node.next_functions if each is not None]) > 1:
+        return operands  # the other one is learned
+    other = _number(node._saved_other if is_first else node._saved_self)
+    scaled = replace(operands[0], scales=(*term.scales, other))
+    if name == "Mul":
+        return [scaled]
+    # That of a sum of means is the number of passes and not that of targets; sums may have this one only.
+    divisor = other if term.divisor is None or term.divides_sum else term.divisor * other
+    return [replace(scaled, divisor=divisor, divides_sum=False)]
 
 
 def _scalars(operands: list[_Term]) -> list[_Term] | None:
     """Return the scalars that a mean or sum reduces: a scalar itself, or those of torch.stack; None: other tensors."""
     for each in operands:
         inner = each.node.next_functions
-        if _operation(each.node) in _LISTS and _numel(each) == len(inner):
+        if each.operation in _LISTS and math.prod(each.shape) == len(inner):
             return [replace(each, node=node, output=output) for node, output in inner if node is not None]
-        if _shape(each) == () and _is_followed(each.node):
+        # Another 0-dim value is one target, as of a batch of one.
+        is_followed = each.operation in _LINEAR | _SUMS or hasattr(each.node, "_saved_reduction")
+        if each.shape == () and (is_followed or _COUNTS_KEY in each.node.metadata):
             return [each]
     return None
 
 
-def _is_followed(node: Any) -> bool:
-    """Whether a node is a linear operation or a reduction; another 0-dim value is one target, as of a batch of one."""
-    name = _operation(node)
-    return name in _LINEAR | {"Mean", "Sum"} or hasattr(node, "_saved_reduction") or _COUNTS_KEY in node.metadata
-
-
 def _reduction(term: _Term) -> LossCount:
-    name = _operation(term.node)
-    if _numel(term) != 1:
-        return LossCount(name, "unknown")
+    name = term.operation
     reduction = getattr(term.node, "_saved_reduction", None)  # torch's enum: 1 mean, 2 sum
+    if math.prod(term.shape) != 1:
+        return LossCount(name, "unknown")
     if name == "Sum" or reduction == 2:
-        divisor = term.outer if term.divisor is None else term.divisor
-        return LossCount(name, "sum") if divisor is None else LossCount(name, "divided sum", divisor)
+        return LossCount(name, "sum" if term.divisor is None else "divided sum", term.divisor)
     if name in {"NllLoss", "NllLoss2D"} and reduction == 1:
         return LossCount(name, "mean", _number(term.node._saved_total_weight))
     if name == "Mean" or reduction == 1:
         operand = next(_Term(*edge) for edge in term.node.next_functions if edge[0] is not None)
-        return LossCount(name, "mean", _numel(operand))
+        return LossCount(name, "mean", math.prod(operand.shape))
     return LossCount(name, "unknown")
-
-
-def _metadata(node: Any) -> dict[Any, Any]:
-    metadata: dict[Any, Any] = node.metadata  # torch declares a method
-    return metadata
-
-
-def _operation(node: Any) -> str:
-    name: str = node.name()
-    return name.rpartition("Backward")[0] or name
-
-
-def _shape(term: _Term) -> tuple[int, ...]:
-    # Not the saved tensor: hooks on saved tensors would load it from where they have moved it.
-    return tuple(term.node._input_metadata[term.output].shape)
-
-
-def _numel(term: _Term) -> int:
-    return math.prod(_shape(term))
 
 
 def _number(value: Any) -> float | torch.Tensor:
     if not isinstance(value, torch.Tensor):
         return float(value)
     return float(value) if value.device.type == "cpu" else value.detach()
-
-
-def _is_from_data(term: _Term) -> bool:
-    return term.is_in_model or any(MODELS_KEY in node.metadata for node in nodes_behind([term.node]))
-
-
-def models_reached(roots: Iterable[Root], *, among: Collection[object]) -> list[Any]:
-    """Return the models among `among` whose outputs lead to the roots."""
-    pending: list[Any] = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-    seen, found = {None}, dict[Any, None]()
-    while pending and len(found) < len(among):  # not nodes_behind, whose generator costs more than this search
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        marks = node.metadata.get(MODELS_KEY)
-        if marks is None:
-            for each, _ in node.next_functions:
-                pending.append(each)
-            continue
-        for model, inputs in marks.items():
-            if model in among:
-                found[model] = None
-            pending += inputs
-    return list(found)

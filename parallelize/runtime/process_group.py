@@ -25,7 +25,7 @@ from parallelize.hang_detection.rank_state import Collective
 from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.group_abort import abort_and_destroy
 from parallelize.runtime.live_facts import LiveFacts, registered
-from parallelize.runtime.user_process_group import user_process_group
+from parallelize.runtime.user_process_group import destroy_group, replace_group_functions
 from parallelize.torch_patches.private import replace_attribute
 from parallelize.torch_patches.save import atomic_saves
 from parallelize.torch_patches.step import StepCount, after_step
@@ -46,7 +46,7 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog) -> Iterator[
     """
     config, since_ns = layout.config, time.time_ns()
     if dist.is_initialized():
-        with _with_watchdog(watchdog, config.timeout, since_ns=None), user_process_group(world, is_users=True):
+        with _with_watchdog(watchdog, config.timeout, since_ns=None), replace_group_functions():
             yield
         return
     store: dist.Store | None = None
@@ -58,7 +58,7 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog) -> Iterator[
         with (
             _timeout_of_new_groups(config.timeout),
             _with_watchdog(watchdog, config.timeout, since_ns=since_ns),
-            user_process_group(world, is_users=False),
+            replace_group_functions(),
         ):
             yield
     except BaseException:
@@ -69,7 +69,7 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog) -> Iterator[
         if store is not None:
             _wait_before_closing(store, world.world_size)
         if dist.is_initialized():
-            dist.destroy_process_group()
+            destroy_group()
     except Exception:  # noqa: BLE001 - whatever a library raises: the block has its result, which must not be lost
         _log.exception("an error while the process group was closed, after the function had returned")
 
@@ -93,7 +93,8 @@ def _initialize(world: World, layout: Layout) -> dist.Store:
     # Each group has its own prefix, so that it does not read the keys of an earlier run's. All ranks make their
     # groups in the same order, so their counters agree.
     store = dist.PrefixStore(f"parallelize/{next(_group_ids)}", _store(world, timeout))
-    with _gloo_interface(world), _kept_excepthook(world):
+    excepthook = sys.excepthook
+    with _gloo_interface(world):
         dist.init_process_group(
             layout.process_group_backend,
             store=store,
@@ -102,17 +103,10 @@ def _initialize(world: World, layout: Layout) -> dist.Store:
             timeout=timeout,
             device_id=bound_device(world, layout),
         )
+    if world.world_size == 1:  # torch's hook adds one "[rank0]: " per group before every line
+        sys.excepthook = excepthook
     _wait_for_all(store, world.world_size)
     return store
-
-
-@contextlib.contextmanager
-def _kept_excepthook(world: World) -> Iterator[None]:
-    """Restore sys.excepthook in a world of one: torch's hook adds one "[rank0]: " per group before every line."""
-    before = sys.excepthook
-    yield
-    if world.world_size == 1:
-        sys.excepthook = before
 
 
 @contextlib.contextmanager

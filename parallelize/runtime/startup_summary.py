@@ -1,7 +1,7 @@
 """Startup summary: one line that rank 0 logs when training starts.
 
     Net: 400,010 parameters; 4 processes on 4 cuda device(s); batches: 32 x 4 processes = 128 global; 1.5 MiB of
-    gradients all-reduced a step; fp32
+    gradients averaged a step; fp32
 
 It is logged in the first forward pass that records gradients: models and loaders are registered by then.
 Logging makes no collective call.
@@ -14,10 +14,9 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from parallelize.config.explain import precision_summary
 from parallelize.plugins.base import Engine
@@ -76,15 +75,15 @@ class StartupSummary:
         self.is_over = False
 
     def add_model(self, model: nn.Module, engine: Engine) -> None:
-        """Add a model of the block with its engine, or replace the engine of an added model."""
+        """Add a model of the block with its engine."""
         self._engines[model] = engine
 
     def log_once(self) -> None:
         """Log the summary on rank 0, once per run, unless the run has a single process and device."""
         self.is_over = True
-        flags = (active() or self._run).flags
-        is_single = self._run.world.world_size == 1 and len(self._run.devices) == 1
-        if _IS_LOGGED in flags or is_single or not self._run.world.is_main:
+        flags, world = (active() or self._run).flags, self._run.world
+        is_single = world.world_size == 1 and len(self._run.devices) == 1
+        if _IS_LOGGED in flags or is_single or not world.is_main:
             return
         flags.add(_IS_LOGGED)
         if _log.isEnabledFor(logging.INFO):
@@ -92,29 +91,25 @@ class StartupSummary:
 
     def text(self) -> str:
         """Return the summary line."""
-        parameters = [each for model in self._engines for each in model.parameters()]
-        parameters = [each for each in parameters if not isinstance(each, UninitializedParameter)]
+        count = trained = sent = 0
+        for model, engine in self._engines.items():
+            dtype = engine.reduction.dtype if engine.reduction is not None else None
+            for each in model.parameters():
+                number = each.numel()  # of a sharded parameter, it counts all shards
+                count += number
+                trained += number * each.requires_grad
+                sent += number * each.requires_grad * (dtype or each.dtype).itemsize
         batches = sorted({each.batch_sizes for each in _active_loaders if each.batch_sizes})
-        size = self._run.world.world_size
-        names = " + ".join(type(model).__name__ for model in self._engines)
+        size, kind = self._run.world.world_size, self._run.device.type
         phrases = [
-            f"{names}: {_parameter_counts(parameters)}",
-            f"{size} process{'es' * (size > 1)} on {size * len(self._run.devices)} {self._run.device.type} device(s)",
+            f"{' + '.join(type(model).__name__ for model in self._engines)}: {_count_text(count)} parameters"
+            + ("" if trained == count else f", {_count_text(trained)} of them trained"),
+            f"{size} process{'es' * (size > 1)} on {size * len(self._run.devices)} {kind} device(s)",
             f"batches: {' and '.join(batches)}" if batches else "",
-            *_traffic(self._engines.values()),
+            f"{size_text(sent)} of gradients averaged a step" if size > 1 else "",
             precision_summary(self._run.layout).partition(":")[0],
         ]
         return "; ".join(phrase for phrase in phrases if phrase)
-
-
-def _traffic(engines: Iterable[Engine]) -> Iterator[str]:
-    traffic = [each for engine in engines if (each := engine.traffic()) is not None]
-    for operation in dict.fromkeys(each.operation for each in traffic):
-        sent = sum(each.gradient_bytes for each in traffic if each.operation == operation)
-        yield f"{size_text(sent)} of gradients {operation} a step"
-    gathered = sum(each.gathered_bytes for each in traffic)
-    if gathered:
-        yield f"{size_text(gathered)} of parameters gathered a step"
 
 
 def size_text(size_bytes: float) -> str:
@@ -124,14 +119,6 @@ def size_text(size_bytes: float) -> str:
             return f"{size_bytes:.0f} {unit}" if unit == "bytes" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f} TiB"
-
-
-def _parameter_counts(parameters: Sequence[nn.Parameter]) -> str:
-    total = sum(each.numel() for each in parameters)  # numel() of a sharded parameter counts all shards
-    trained = sum(each.numel() for each in parameters if each.requires_grad)
-    return f"{_count_text(total)} parameters" + (
-        "" if trained == total else f", {_count_text(trained)} of them trained"
-    )
 
 
 def _count_text(count: int) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from parallelize.torch_patches.private import replace_attribute, self_test
+from parallelize.torch_patches.private import replace_attribute
 
 __all__ = [
     "Order",
@@ -35,7 +35,6 @@ __all__ = [
     "as_roots",
     "at_end_of_backward",
     "is_in_backward",
-    "require_patchable_backward",
     "subscribed",
 ]
 
@@ -128,7 +127,6 @@ def subscribed(order: Order, subscriber: Subscriber) -> Iterator[None]:
         order: its place among the subscribers.
         subscriber: calls `run` once, with the pass or a changed one.
     """
-    require_patchable_backward()
     if not _subscribers:
         _installed.enter_context(replace_attribute(torch.autograd, "backward", _patch(torch.autograd.backward)))
     entry = (order, subscriber)
@@ -155,27 +153,3 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def as_roots(tensors: Any) -> Roots:
     """Return the first argument of torch.autograd.backward or grad as a tuple."""
     return (tensors,) if isinstance(tensors, (torch.Tensor, GradientEdge)) else tuple(tensors)
-
-
-@self_test("parallel_model and shard_loader", instead="average gradients by parallelize.all_reduce")
-def require_patchable_backward() -> bool:
-    """`Tensor.backward` calls torch.autograd.backward; hooks can queue the last action of a pass."""
-    events: list[str] = []
-    original: Any = torch.autograd.backward
-    leaf: Any = torch.ones((), device="cpu", requires_grad=True)
-    loss = leaf * 2
-
-    def patch(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if tensors is loss:  # and not a backward pass of another thread
-            events.append("patch")
-        original(tensors, *args, **kwargs)
-
-    def hook(_: torch.Tensor) -> None:
-        events.append("in backward" if is_in_backward() else "outside")
-        at_end_of_backward(lambda: events.append("end" if leaf.grad is not None else "too early"))
-
-    leaf.register_hook(hook)
-    leaf.register_post_accumulate_grad_hook(lambda _: events.append("accumulated"))
-    with replace_attribute(torch.autograd, "backward", patch):
-        loss.backward()
-    return events == ["patch", "in backward", "accumulated", "end"] and not is_in_backward()

@@ -127,15 +127,13 @@ class Route:
             shadowed = self._shadowed.get(_GETSTATE)
             kind: Any = type(model)
             state = shadowed() if shadowed is not None else kind.__getstate__(model)
-            return self.attributes_without_route(state) if isinstance(state, dict) else state
+            if not isinstance(state, dict):
+                return state
+            kept = {name: value for name, value in state.items() if value is not self._installed.get(name)}
+            return {**kept, **self._shadowed}
 
         getstate.__name__ = _GETSTATE
         return getstate
-
-    def attributes_without_route(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of the model's `__dict__` with the attributes from before `install`."""
-        kept = {name: value for name, value in state.items() if value is not self._installed.get(name)}
-        return {**kept, **self._shadowed}
 
 
 def route_of(model: nn.Module) -> Route | None:

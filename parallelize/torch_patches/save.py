@@ -10,8 +10,8 @@ import contextlib
 import functools
 import os
 import socket
-import time
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from parallelize.torch_patches.private import replace_attribute
 
 __all__ = ["atomic_saves"]
 
-_RENAMING_S = 5.0  # a rank that takes longer was killed
+_RENAMING = timedelta(seconds=5)  # a rank that takes longer was killed
 
 
 def atomic_saves(store: dist.Store, rank: int) -> contextlib.AbstractContextManager[None]:
@@ -36,22 +36,22 @@ def atomic_saves(store: dist.Store, rank: int) -> contextlib.AbstractContextMana
         if path is None or not is_file or os.getpid() != process:  # a forked process shares the store's connection
             return original(obj, f, *args, **kwargs)
         temporary = path.with_name(f".{path.name}.{rank}.tmp")
-        key, own, renamed = f"parallelize/save/{host}/{path}/{counts[path]}", f"{rank}".encode(), "renamed"
+        key = f"parallelize/save/{host}/{path}/{counts[path]}"
+        renamed = f"{key}/renamed"
         counts[path] += 1
+        # The store is lost after a failure, when a user's `finally` block saves: then each rank renames its file.
+        lost = contextlib.suppress(dist.DistError, RuntimeError)
         try:
             original(obj, temporary, *args, **kwargs)
-            # The store is lost after a failure, when a user's `finally` block saves: then each rank renames its file.
-            first, end = own, time.monotonic() + _RENAMING_S
-            with contextlib.suppress(dist.DistError, RuntimeError):
-                first = store.compare_set(key, "", f"{rank}")
-                while rank == 0 and first not in (own, renamed.encode()) and time.monotonic() < end:
-                    time.sleep(0.001)
-                    first = store.get(key)
-            if rank == 0 or first == own:
+            is_first = True
+            with lost:
+                is_first = store.add(key, 1) == 1
+                if rank == 0 and not is_first:
+                    store.wait([renamed], _RENAMING)
+            if rank == 0 or is_first:
                 temporary.replace(path)
-            with contextlib.suppress(dist.DistError, RuntimeError):
-                if rank == 0 or first == own:
-                    store.set(key, renamed)
+                with lost:
+                    store.set(renamed, "")
         finally:
             temporary.unlink(missing_ok=True)
 

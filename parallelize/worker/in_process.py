@@ -13,7 +13,7 @@ from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import World
 from parallelize.config.layout import Layout
 from parallelize.runtime.context import current
-from parallelize.runtime.rng_state import RNGState
+from parallelize.runtime.rng import RNGState
 from parallelize.worker.main import active_run, call_function
 
 __all__ = ["gather_values", "run_as_rank", "run_in_this_process"]
@@ -54,7 +54,7 @@ def run_in_this_process(task: Task) -> Any:
 @contextlib.contextmanager
 def _restore_rng_states(layout: Layout) -> Iterator[None]:
     """Restore the global RNG states after the block, because a call in other processes would not change them."""
-    python = RNGState(None, has_python=True)
+    python = RNGState(None)
     indices = layout.indices if layout.device_type == "cuda" else ()
     with torch.random.fork_rng(devices=indices):
         try:

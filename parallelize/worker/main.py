@@ -6,14 +6,17 @@ caller  <──(Outcome file)── written before anything is torn down ──�
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import faulthandler
 import io
+import linecache
 import multiprocessing
 import os
 import random
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -31,23 +34,25 @@ from parallelize.call.settings import LogSettings, Settings, without_log_files
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import World
-from parallelize.config.layout import Layout
-from parallelize.config.placement import RUN_ID
+from parallelize.config.layout import RUN_ID, Layout
 from parallelize.errors import LaunchError, add_note
 from parallelize.runtime.context import Runtime, activate, current
 from parallelize.runtime.user_process_group import replace_group_functions
+from parallelize.worker.debugger import debug_with_caller, inspect_error
 from parallelize.worker.shutdown import StopHandler, WorkerShutdown, flush, report_leftover_threads
 
 __all__ = [
     "WorkerSetup",
     "active_run",
     "call_function",
-    "outcome_path",
+    "outcome_paths",
     "refuse_during_task_load",
     "run",
     "task_path",
     "unbuffer_output",
 ]
+
+_POST_MORTEM = "PARALLELIZE_POST_MORTEM"
 
 _is_loading_task: ContextVar[bool] = ContextVar("parallelize_is_loading_task", default=False)
 
@@ -65,6 +70,8 @@ class WorkerSetup:
         start_method: default multiprocessing start method in the worker, such as for DataLoader workers.
         logs: the caller's loggers.
         settings: the caller's settings of torch, warnings and random numbers.
+        sources: lines of code that is in no file, such as a notebook's cells, as `linecache` keeps them.
+        has_keyboard: whether the caller gives its keyboard to debuggers.
     """
 
     folder: str
@@ -73,6 +80,16 @@ class WorkerSetup:
     start_method: str
     logs: LogSettings
     settings: Settings
+    sources: Mapping[str, Any]
+    has_keyboard: bool = False
+
+    @classmethod
+    def capture(cls, layout: Layout, *, folder: str, environ: Mapping[str, str]) -> WorkerSetup:
+        """Return the setup of a call's workers, with the settings of this process."""
+        devices = tuple(driven[0] for driven in layout.renumbered().devices)
+        start_method = multiprocessing.get_start_method(allow_none=True) or "fork"  # which keeps __main__
+        sources = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
+        return cls(folder, environ, devices, start_method, LogSettings.capture(), Settings.capture(), sources)
 
 
 def task_path(folder: Path) -> Path:
@@ -80,20 +97,19 @@ def task_path(folder: Path) -> Path:
     return folder / "task"
 
 
-def outcome_path(folder: Path, rank: int, attempt: int) -> Path:
-    """Return the path of a rank's outcome file; `attempt` counts the restarts of the workers."""
-    return folder / f"outcome.{rank}.{attempt}"
+def outcome_paths(folder: Path, rank: int) -> tuple[Path, Path]:
+    """Return the paths of a rank's outcome file: if the function returns, and if it fails."""
+    return folder / f"outcome.{rank}", folder / f"error.{rank}"
 
 
-def run(setup: WorkerSetup, world: World, attempt: int, files: tuple[str, str] | None) -> None:
-    """Run the task in a new worker process.
+def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None:
+    """Run the task in a new worker process, which leads a process group.
 
     The Outcome is written before the process group is destroyed, because destroying it breaks other ranks' collectives.
 
     Args:
         setup: settings of the process.
         world: its rank, and the address of the run's store.
-        attempt: number of restarts so far.
         files: files for its stdout and stderr; None: they stay as they are.
     """
     try:
@@ -103,16 +119,13 @@ def run(setup: WorkerSetup, world: World, attempt: int, files: tuple[str, str] |
     except FileNotFoundError:  # the caller has left, and its folder with it
         os._exit(1)
     folder = Path(setup.folder)
-    outcome = outcome_path(folder, world.rank, attempt)
-    if os.getpgid(0) != os.getpid():
-        os.setsid()  # a new process group, so that all processes started from here can be killed together
-    shutdown = WorkerShutdown(world, outcome)
+    shutdown = WorkerShutdown(world, *outcome_paths(folder, world.rank))
     try:
-        _set_up_process(setup, world, attempt)
+        _set_up_process(setup, world)
         with replace_group_functions():  # before the task's modules import them by name
             with without_log_files():
                 task = _load_task(task_path(folder), device=setup.devices[world.local_rank])
-            setup.logs.apply_in_worker(Path(files[1]).with_suffix(".log")) if files else setup.logs.apply()
+            setup.logs.apply(Path(files[1]).with_suffix(".log") if files else None)
             if task.not_set and world.is_main:
                 text = f"not sent to the workers: {', '.join(task.not_set)}; set it in the function"
                 warnings.warn(text, RuntimeWarning, stacklevel=1)
@@ -120,8 +133,8 @@ def run(setup: WorkerSetup, world: World, attempt: int, files: tuple[str, str] |
             warnings.filterwarnings("ignore", "Seems like `optimizer.step\\(\\)` has been overridden")
             populate_main(task.function)
             pickle_main_by_value()
-            _perform(task, world, outcome, shutdown, settings=setup.settings)
-        report_leftover_threads(world.rank)
+            _perform(task, world, shutdown, setup)
+        threading.Thread(target=report_leftover_threads, args=[world.rank], name="parallelize-end", daemon=True).start()
     except BaseException as error:  # noqa: BLE001 - any exception that ends a rank is its outcome
         shutdown.fail(error)
 
@@ -151,13 +164,13 @@ def refuse_during_task_load(name: str) -> None:
         )
 
 
-def _perform(task: Task, world: World, path: Path, shutdown: WorkerShutdown, *, settings: Settings) -> None:
+def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSetup) -> None:
     changes = Changes(task.stateful, task.data) if world.is_main and task.layout.config.update_modules else None
     with active_run(task.layout.renumbered(), world) as runtime:
         runtime.watchdog.on_hang = shutdown.terminate
-        settings.apply_default_device()
+        setup.settings.apply_default_device()
         if runtime.config.seed is None:
-            settings.apply_generators()
+            setup.settings.apply_generators()
         try:
             stop = StopHandler(world.master_port)
             value = _call(task, stop)
@@ -165,12 +178,15 @@ def _perform(task: Task, world: World, path: Path, shutdown: WorkerShutdown, *, 
             for device in (each for each in runtime.devices if each.type != "cpu"):
                 torch.accelerator.synchronize(device)  # raises errors of asynchronous kernels
             returned = value if world.is_main or task.all_ranks else None
-            Outcome.returned(world, returned, **(changes.found() if changes else {})).write(path)
+            Outcome.returned(world, returned, **(changes.found() if changes else {})).write(shutdown.path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if stop.exit is not None:  # the group may be interrupted
                 flush()
                 os._exit(0)
         except BaseException as error:  # noqa: BLE001 - before the process group is destroyed
+            is_uncaught = isinstance(error, Exception) and not isinstance(error, bdb.BdbQuit)
+            if setup.has_keyboard and is_uncaught and os.environ.get(_POST_MORTEM, "0") != "0":
+                inspect_error(error)
             shutdown.fail(runtime.watchdog.explain(error))
     flush()
 
@@ -206,22 +222,16 @@ def active_run(layout: Layout, world: World) -> Iterator[Runtime]:
     """Activate the Runtime of this process, and seed the global random generators if the config has a seed."""
     with activate(Runtime(world, layout)) as runtime:
         if layout.config.seed is not None:
-            _seed_generators(layout.config.seed)
+            random.seed(layout.config.seed)
+            torch.manual_seed(layout.config.seed)
+            np.random.seed(layout.config.seed)
         yield runtime
 
 
-def _seed_generators(seed: int) -> None:
-    """Seed the global generators: Python's random, torch on all devices, and NumPy's."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-
-
-def _set_up_process(setup: WorkerSetup, world: World, attempt: int) -> None:
+def _set_up_process(setup: WorkerSetup, world: World) -> None:
     """Set up a process that the fork server has forked, as if the caller had started it by torchrun."""
     os.environ.clear()
-    os.environ.update({**setup.environ, **world.env()})
-    os.environ.update({"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_RUN_ID": f"{RUN_ID}{os.getpid()}"})
+    os.environ.update({**setup.environ, **world.env(), "TORCHELASTIC_RUN_ID": f"{RUN_ID}{os.getpid()}"})
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": the first is the outer level
     if threads.isdigit() and int(threads) > 0:  # loaded libraries have read the fork server's value
         torch.set_num_threads(int(threads))
@@ -230,7 +240,8 @@ def _set_up_process(setup: WorkerSetup, world: World, attempt: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # the cluster may send them to this process, too
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *stop_signals))  # blocked while this process started
     multiprocessing.set_start_method(setup.start_method, force=True)
-    _set_up_output(world)
+    _set_up_output(world, setup)
+    linecache.cache.update(setup.sources)  # for tracebacks and debuggers
     setup.settings.apply()
 
 
@@ -242,11 +253,14 @@ def unbuffer_output() -> None:
     )
 
 
-def _set_up_output(world: World) -> None:
+def _set_up_output(world: World, setup: WorkerSetup) -> None:
     unbuffer_output()
     sys.stdin = io.TextIOWrapper(io.BufferedReader(_NoInput(os.devnull)))
     faulthandler.enable()
-    sys.breakpointhook = _refuse_breakpoint
+    if setup.has_keyboard:
+        debug_with_caller(Path(setup.folder), world.rank)
+    elif not os.environ.get("PYTHONBREAKPOINT"):  # another debugger may need no keyboard
+        sys.breakpointhook = _refuse_breakpoint
     if not world.is_main:
         # Rank 0 shows the same warnings. Warning filters are kept: -W error still raises on every rank.
         warnings.showwarning = lambda *_args, **_kwargs: None
@@ -255,8 +269,8 @@ def _set_up_output(world: World) -> None:
 def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise LaunchError(
         "breakpoint() in a worker process",
-        why="several processes cannot share one keyboard: the debugger would wait for input forever",
-        fix=_ONE_PROCESS,
+        why="this program was started without a terminal, or on several nodes: no user can answer the debugger",
+        fix=f"start it on one node from a terminal or a notebook; or {_ONE_PROCESS}",
     )
 
 

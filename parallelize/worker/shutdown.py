@@ -30,11 +30,12 @@ class WorkerShutdown:
 
     Args:
         world: rank and world size of the worker.
-        path: path of the outcome file, in the run's folder.
+        path: path of the outcome file, if the function returns.
+        error_path: path of the outcome file, if it fails.
     """
 
-    def __init__(self, world: World, path: Path) -> None:
-        self._world, self._path, self._pid = world, path, os.getpid()
+    def __init__(self, world: World, path: Path, error_path: Path) -> None:
+        self._world, self.path, self._error_path, self._pid = world, path, error_path, os.getpid()
         self._terminate_lock = threading.Lock()  # acquired by the first error, never released
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -51,10 +52,10 @@ class WorkerShutdown:
         self.end_if_forked(error)
         self._terminate_lock.acquire()
         try:
-            if self._path.exists():
+            if self.path.exists():
                 traceback.print_exception(error)
             else:
-                Outcome.raised(self._world, error).write(self._path)
+                Outcome.raised(self._world, error).write(self._error_path)
         except Exception:  # noqa: BLE001 - a full disk: the caller shows the last output of a rank without an outcome
             with contextlib.suppress(OSError, ValueError):
                 traceback.print_exception(error)
@@ -75,21 +76,16 @@ class WorkerShutdown:
 
 
 def report_leftover_threads(rank: int) -> None:
-    """Start a thread that prints which non-daemon threads keep this process alive after the function has returned."""
-    threading.Thread(target=_report_leftover_threads, args=[rank], name="parallelize-end", daemon=True).start()
-
-
-def _report_leftover_threads(rank: int) -> None:
+    """Print which non-daemon threads keep this process alive after the function has returned; in a daemon thread."""
     threading.main_thread().join()  # from here on only threads keep the process alive
     threading.Event().wait(_THREADS_TIMEOUT_S)
     names = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
-    if not names:
-        return
+    text = (
+        f"parallelize: rank {rank} has returned, but its process waits for threads that the function started: "
+        f"{', '.join(names)}. It is ended 5 s after the last rank has returned: join them in the function\n"
+    )
     with contextlib.suppress(OSError, ValueError):  # as in `flush`
-        sys.stderr.write(
-            f"parallelize: rank {rank} has returned, but its process waits for threads that the function started: "
-            f"{', '.join(names)}. It is ended 5 s after the last rank has returned: join them in the function\n"
-        )
+        sys.stderr.write(text if names else "")
 
 
 class StopHandler:

@@ -201,8 +201,8 @@ def test_a_model_that_fits_nowhere() -> None:
     """Limits below the parameters, and below the activations, report the smallest sufficient limit."""
     model = seeded(Gpt)
     cap = 40_000
-    for known in ("even without activations, the best split needs", "why: the best split needs"):
-        with pytest.raises(ConfigError, match=known) as caught:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="the best split needs at least") as caught:
             call(model, X, backend=BalancedBackend(devices=("cpu", "cpu"), memory=cap, microbatches=8))
         cap = int(str(caught.value).split("(")[1].split(" bytes")[0]) + 1
     enough = BalancedBackend(devices=("cpu", "cpu"), memory=cap, microbatches=8)
@@ -214,12 +214,10 @@ def test_invalid_options() -> None:
     wrong: dict[str, Any] = {
         "microbatches": 0,
         "devices_per_process": 0,
-        "batch_norm": "sync",
-        "sync_batchnorm": True,
     }
     with pytest.raises(ConfigError) as caught:
         BalancedBackend(**wrong)
-    assert len(caught.value.faults) == 4
+    assert len(caught.value.faults) == 2
 
 
 def test_limits_for_another_number_of_devices() -> None:

@@ -242,12 +242,12 @@ class Pairing(nn.Module):
 
 
 def test_one_micro_batch_is_the_full_batch_while_planning_too() -> None:
-    """With microbatches=1 or batch_norm="full", planning never runs the model on a part of a batch."""
+    """With microbatches=1, planning never runs the model on a part of a batch."""
     model, x = seeded(Pairing), torch.randn(8, 8)
     with parallel_model(copy.deepcopy(model), backend=BalancedBackend(devices=("cpu", "cpu"), microbatches=1)) as same:
         torch.testing.assert_close(same(x), model(x))
     norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
     pair = torch.randn(2, 8)
-    backend = BalancedBackend(devices=("cpu", "cpu"), batch_norm="full")
+    backend = BalancedBackend(devices=("cpu", "cpu"), microbatches=1)
     with parallel_model(copy.deepcopy(norm), backend=backend) as same:
         torch.testing.assert_close(same(pair), norm(pair))

@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from parallelize import ConfigError, distributed, parallel_model, rank, shard_loader
+from parallelize import ConfigError, parallel_model, shard_loader
 from parallelize.backends.balanced import profiling
 from parallelize.backends.balanced.plan import plan
 from parallelize.backends.balanced.plugin import BalancedBackend
@@ -77,32 +77,6 @@ def test_outputs_and_gradients_are_those_of_one_stage(name: str, devices: tuple[
     assert_equal_gradients(model, alone, rtol=1e-2, atol=1e-3)
     for key, value in model.state_dict().items():
         torch.testing.assert_close(value, alone.state_dict()[key], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.gpu2
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
-def test_two_processes_with_a_pipeline_each() -> None:
-    """Processes of two devices each average their gradients; all have one plan, on their own devices."""
-    backend = BalancedBackend(devices_per_process=2, microbatches=4)
-
-    @distributed(backend=backend, gpus=4)
-    def train() -> tuple[list[torch.Tensor], tuple[str, ...]]:
-        model = seeded(Gpt)
-        x = torch.randint(11, (8, 8), generator=torch.Generator().manual_seed(rank()))
-        with parallel_model(model):
-            model(x, x)[1].backward()
-            devices = plan(model).devices
-        return [each.grad.cpu() for each in model.parameters()], devices
-
-    (first, devices), (second, others) = train.all_ranks()
-    assert {*devices, *others} == {"cuda:0", "cuda:1", "cuda:2", "cuda:3"}
-    alone = seeded(Gpt)
-    for index in range(2):
-        x = torch.randint(11, (8, 8), generator=torch.Generator().manual_seed(index))
-        (alone(x, x)[1] / 2).backward()
-    for one, other, parameter in zip(first, second, alone.parameters(), strict=True):
-        assert torch.equal(one, other)
-        torch.testing.assert_close(one, parameter.grad, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("devices", PAIRS, ids="+".join)
@@ -155,53 +129,6 @@ def test_checkpoints_with_arguments_on_two_devices(devices: tuple[str, ...], is_
     assert_equal_gradients(model, alone, rtol=1e-3, atol=1e-4)
 
 
-class Product(nn.Module):
-    """Checkpoints an operation with a parameter of the first stage, outside of any submodule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.is_reentrant = nn.Linear(8, 8), nn.Linear(8, 8), False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.last(torch.tanh(self.first(x)))
-        return checkpoint(lambda h: torch.tanh(h @ self.first.weight), h, use_reentrant=self.is_reentrant)
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("is_reentrant", [False, True])
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("devices", PAIRS[1:], ids="+".join)
-def test_a_checkpoint_of_an_operation_with_a_tensor_of_another_stage(
-    devices: tuple[str, str], microbatches: int, is_reentrant: bool
-) -> None:
-    """The error says so, and no other program fails: without gradients, the model runs."""
-    model, x = seeded(Product).cuda(), torch.randn(8, 8).cuda()
-    model.is_reentrant = is_reentrant
-    made = plan_for(model, ((x,), {}), devices=devices, microbatches=microbatches)
-    with parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)):
-        with torch.no_grad():
-            assert model(x).shape == x.shape
-        with pytest.raises(ConfigError, match="operands on several devices"):
-            loss_of(model(x)).backward()
-
-
-@pytest.mark.parametrize("devices", PAIRS, ids="+".join)
-def test_a_loss_on_what_a_hook_keeps(devices: tuple[str, str]) -> None:
-    """The hook sees the full batch, also on two devices."""
-    model, x = seeded(lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))).cuda(), torch.randn(8, 8).cuda()
-    kept: dict[str, torch.Tensor] = {}
-    model[1].register_forward_hook(lambda _m, _a, output: kept.update(hidden=output))
-    alone = copy.deepcopy(model)
-    made = plan_for(model, ((x,), {}), devices=devices)
-    with (
-        parallel_model(model, backend=BalancedBackend(devices=devices, plan=made)),
-        not_split_once("1 of the model has a forward hook"),
-    ):
-        (loss_of(model(x)) + kept["hidden"].square().sum().cpu()).backward()
-    (loss_of(alone(x)) + kept["hidden"].square().sum().cpu()).backward()
-    assert_equal_gradients(model, alone, rtol=1e-3, atol=1e-4)
-
-
 def test_dropout_on_a_gpu_depends_on_the_seed_only() -> None:
     """Masks drawn on a GPU are bitwise equal with one seed."""
     inputs = to_gpu(batch_of(CASES["gpt, tied"]))
@@ -227,24 +154,6 @@ def test_a_side_stream_is_used_by_the_pipeline() -> None:
         output = model(*inputs[0]) * 1.0
         torch.cuda.current_stream().synchronize()
     torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_mixed_precision_with_loss_scaling(dtype: str) -> None:
-    """A pipelined model trains in half precision with an unchanged loop, with loss scaling."""
-    model = seeded(Gpt).cuda()
-    x = torch.randint(11, (8, 8), device="cuda:0")
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    losses = []
-    backend = BalancedBackend(devices=("cuda:0", "cuda:0"), microbatches=4)
-    with parallel_model(model, backend=backend, amp=dtype):
-        for _ in range(12):
-            _, loss = model(x, x)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2
 
 
 def test_memory_of_a_gpu_is_a_limit() -> None:

@@ -25,6 +25,7 @@ from parallelize import (
     save,
     shard_loader,
 )
+from parallelize.runtime.context import current
 
 pytestmark = [
     pytest.mark.gpu2,
@@ -76,3 +77,17 @@ def test_a_second_context_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         "a second context, on cuda:0",
         "a second context, on cuda:1",
     ]
+
+
+@distributed(gpus=2)
+def device_of_watch_thread() -> int:
+    watchdog, seen = current().watchdog, []
+    watchdog.on_look = lambda _stack: seen.append(torch.cuda.current_device())
+    while not seen:
+        time.sleep(0.05)
+    return seen[0]
+
+
+def test_the_watch_thread_is_on_the_device_of_its_rank() -> None:
+    """NCCL's recorder, which it reads, queries events on the thread's device."""
+    assert device_of_watch_thread.all_ranks() == [0, 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,41 +27,6 @@ def durations() -> object:
 
     yield Durations
     Durations(launch_us=1.0, tera_flops=0.0, memory_gb_per_s=0.0).use()
-
-
-def milliseconds(call: Callable[[], object], *devices: int) -> float:
-    return 1000 * seconds_of(call, [torch.device("cuda", device) for device in devices])
-
-
-def test_kernels_take_time_by_their_kind_and_size(durations) -> None:
-    """Products and convolutions by their operations, others by their bytes, views none; by the device's speed."""
-    durations(launch_us=0.0, tera_flops=1e-3, memory_gb_per_s=1.0, speeds=(1.0, 0.5)).use()
-    for device, factor in ((0, 1), (1, 2)):
-        with torch.cuda.device(device):
-            x, small = torch.ones(100, 100, device="cuda"), torch.ones(1, 4, 8, 8, device="cuda")
-            weight = torch.ones(4, 4, 3, 3, device="cuda")
-            assert milliseconds(lambda x=x: x @ x, device) == pytest.approx(2.0 * factor)
-            assert milliseconds(lambda x=x: x + x, device) == pytest.approx(0.12 * factor)
-            assert milliseconds(lambda x=x: x.t()[3:], device) == 0.0
-            convolved = milliseconds(lambda a=small, w=weight: nn.functional.conv2d(a, w, padding=1), device)
-            assert convolved == pytest.approx(2 * 256 * 36 / 1e6 * factor, rel=1e-3)
-    assert torch.cuda.get_device_name(0) != torch.cuda.get_device_name(1)
-
-
-def test_copies_take_time_by_the_link(durations) -> None:
-    """One direction may be slower than the other."""
-    durations(launch_us=0.0, link_gb_per_s=1.0, links={(1, 0): 0.5}).use()
-    x = torch.ones(250_000, device="cuda:0")
-    y = x.to("cuda:1")
-    assert milliseconds(lambda: x.to("cuda:1"), 0, 1) == pytest.approx(1.0)
-    assert milliseconds(lambda: y.to("cuda:0"), 0, 1) == pytest.approx(2.0)
-
-
-def test_the_host_may_be_late(durations) -> None:
-    """Small kernels take as long as the host needs to issue them."""
-    durations(launch_us=1.0, host_us=10.0).use()
-    x = torch.ones(10, device="cuda:0")
-    assert milliseconds(lambda: [x.add_(1) for _ in range(100)], 0) == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 0.5)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import os
 import shutil
 from typing import Any
@@ -18,11 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from parallelize import DDPBackend, FSDPBackend, distributed, parallel_model, rank, shard_loader
-from parallelize.plugins.base import Amp
 
 pytestmark = pytest.mark.gpu
-
-MEGABYTE = 2**20
 
 
 def seeded(width: int = 16) -> nn.Module:
@@ -92,23 +87,6 @@ def test_a_model_compiled_into_cuda_graphs_trains() -> None:
         compiled = torch.compile(model, mode="reduce-overhead")
         found = train(compiled)
     assert found == pytest.approx(expected, rel=1e-3)
-
-
-def test_fp16_under_fsdp() -> None:
-    """Two ranks train sharded fp16 with loss scaling: losses fall, and ranks have equal, finite weights."""
-
-    @on_one_gpu(backend=FSDPBackend(), amp="fp16")
-    def run() -> tuple[list[float], dict[str, torch.Tensor]]:
-        model = seeded()
-        with parallel_model(model):
-            losses = train(model, batches(1) * 20)
-        return losses, {name: value.cpu() for name, value in model.state_dict().items()}
-
-    (losses, weights), (_, others) = run.all_ranks()
-    assert losses[-1] < 0.8 * losses[0]
-    for name, value in weights.items():
-        assert value.isfinite().all()
-        assert torch.equal(value, others[name])
 
 
 class BlockingReads(TorchDispatchMode):
@@ -205,75 +183,6 @@ def test_a_loop_on_a_side_stream() -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def peak_bytes(work: Any) -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    work()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def by_hand(level: str) -> None:
-    """Train with torch's recipe: O1 autocast, O2 with half weights and fp32 master weights."""
-    model = seeded(1024).cuda()
-    if level == "O1":
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for x, y in batches():
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = F.cross_entropy(model(x.cuda()), y.cuda())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return
-    half = copy.deepcopy(model).bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for x, y in batches():
-        loss = F.cross_entropy(half(x.cuda().bfloat16()).float(), y.cuda())
-        loss.backward()
-        for master, each in zip(model.parameters(), half.parameters(), strict=True):
-            master.grad, each.grad = each.grad.float(), None
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_copy_(list(half.parameters()), list(model.parameters()))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_peak_memory_is_that_of_the_hand_written_loop(level: str) -> None:
-    """Mixed precision in the block takes at most 10 % more than torch's recipe."""
-
-    def ours() -> None:
-        model = seeded(1024)
-        with parallel_model(model, gpus=1, backend="ddp", amp=Amp(level=level, dtype=torch.bfloat16)):
-            train(model)
-
-    ours()  # libraries take their workspaces
-    by_hand(level)
-    assert peak_bytes(ours) <= 1.1 * peak_bytes(lambda: by_hand(level)) + MEGABYTE
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_o1_on_two_ranks(dtype: str) -> None:
-    """DDP with autocast on two ranks gives both the same weights, near those of one process with the whole batches."""
-
-    @on_one_gpu(backend="ddp", amp=dtype)
-    def run() -> dict[str, torch.Tensor]:
-        model = seeded()
-        with parallel_model(model):
-            train(model, [(x.chunk(2)[rank()], y.chunk(2)[rank()]) for x, y in batches()])
-        return {name: value.cpu() for name, value in model.state_dict().items()}
-
-    one, other = run.all_ranks()
-    alone = seeded().cuda()
-    train(alone)
-    for name, value in alone.state_dict().items():
-        assert torch.equal(one[name], other[name])
-        torch.testing.assert_close(one[name], value.cpu(), rtol=5e-2, atol=5e-3)
-
-
 class Packed(nn.Module):
     """A linear layer over packed sequences, whose lengths torch needs on the CPU."""
 
@@ -306,36 +215,6 @@ def test_lengths_of_packed_sequences(is_on_device: bool) -> None:
 nccl = pytest.mark.skipif(
     not dist.is_nccl_available() or "FAKE_CUDA" in os.environ, reason="this torch has no NCCL, or no real GPU"
 )
-
-
-@nccl
-def test_nccl_with_one_rank(run_script: Any) -> None:
-    """A world of one GPU: barrier, collectives of tensors and objects, the flight recorder, and destroy."""
-    found = run_script(
-        """
-        import pickle
-
-        import torch
-        import torch.distributed as dist
-
-        torch.cuda.set_device(0)
-        store = dist.HashStore()
-        device = torch.device("cuda", 0)
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=device)
-        dist.barrier()
-        x = torch.full((4,), 3.0, device="cuda")
-        dist.all_reduce(x)
-        values = [None]
-        dist.all_gather_object(values, {"x": x.sum().item()})
-        dist.broadcast_object_list(values, src=0)
-        trace = pickle.loads(torch._C._distributed_c10d._dump_nccl_trace())
-        names = [entry["profiling_name"] for entry in trace["entries"]]
-        dist.destroy_process_group()
-        print(values, any("all_reduce" in name for name in names))
-        """,
-        env={"TORCH_NCCL_TRACE_BUFFER_SIZE": "100", "TORCH_FR_BUFFER_SIZE": "100"},
-    )
-    assert found.stdout.strip().endswith("[{'x': 12.0}] True")
 
 
 @nccl

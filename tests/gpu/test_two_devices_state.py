@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from parallelize import checkpoints, device, distributed, load, parallel_model, rank, save, shard_loader
-from parallelize.data.prefetch import move_batches
+from parallelize import checkpoints, device, distributed, parallel_model, rank, shard_loader
 
 pytestmark = [
     pytest.mark.gpu2,
@@ -49,30 +48,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y:
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.detach().cpu() for name, each in model.state_dict().items()}
-
-
-def train_and_load(path: Path) -> dict[str, torch.Tensor]:
-    """Train two epochs, from the checkpoint of the first in the second, with other weights in between."""
-    model, optimizer = make()
-    with parallel_model(model):
-        batches = shard_loader(loader(), batch="global")
-        fit(model, optimizer, batches)
-        save(path, model=model, optimizer=optimizer)
-        fit(model, optimizer, batches)
-        load(path, model=model, optimizer=optimizer)
-        fit(model, optimizer, batches)
-    return weights_of(model)
-
-
-@pytest.mark.parametrize("gpus", [[0, 1], [1, 0]], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_loaded_checkpoint_goes_on_as_on_the_cpu(backend: str, gpus: list[int], tmp_path: Path) -> None:
-    """After load, model and optimizer train the weights of two epochs on the CPU."""
-    model, optimizer = make()
-    for _ in range(2):
-        fit(model, optimizer, loader())
-    for found in distributed(gpus=gpus, backend=backend)(train_and_load).all_ranks(tmp_path / "saved"):
-        torch.testing.assert_close(found, weights_of(model), rtol=1e-4, atol=1e-5)
 
 
 def train_with_checkpoints(folder: Path, *, in_background: bool, steps: int) -> tuple[int, dict[str, torch.Tensor]]:
@@ -120,17 +95,3 @@ def test_arguments_and_results_on_the_second_gpu_keep_their_values() -> None:
         assert made.cpu().tolist() == [number, number]
         assert total == pytest.approx(model[0].weight.sum().item())
     assert {each.device for each in model.parameters()} == {torch.device("cuda", 1)}
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_batches_are_prefetched_to_either_gpu(index: int) -> None:
-    """Batches arrive in order on the GPU that was asked for, whichever is the current one."""
-    batches = iter([torch.full((1000,), float(each)) for each in range(6)])
-    means = []
-    for batch in move_batches(batches, torch.device("cuda", index), prefetch=2):
-        assert batch.device == torch.device("cuda", index)
-        means.append(batch.mean())
-        batch.fill_(float("nan"))
-        del batch
-    assert [each.item() for each in means] == [0, 1, 2, 3, 4, 5]
-    assert torch.cuda.current_device() == 0

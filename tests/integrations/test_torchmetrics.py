@@ -47,12 +47,3 @@ def test_every_rank_has_the_value_of_all_data(kind: str) -> None:
     ranks = evaluate.all_ranks(kind, "exact")
     assert [seen for _, seen in ranks] == [7, 6]
     assert [value for value, _ in ranks] == pytest.approx([metric.compute().item()] * 2)
-
-
-def test_padding_would_count_a_sample_twice() -> None:
-    """With the default tail="pad", one of 13 samples is repeated."""
-    metric = make_metric("accuracy")
-    metric.update(*data("accuracy").tensors)
-    (value, seen_0), (_, seen_1) = evaluate.all_ranks("accuracy", "pad")
-    assert seen_0 + seen_1 == SAMPLES + 1
-    assert value != pytest.approx(metric.compute().item())

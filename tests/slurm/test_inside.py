@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from parallelize.cluster.hostlist import first_host
+from parallelize.cluster.environment import first_host
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -139,11 +139,11 @@ def test_a_job_script(cluster: Cluster, script: str, tmp_path: Path) -> None:
     refused, local, first, second, mismatch, *launched = result
     assert state == "COMPLETED"
     assert refused[0] == "ConfigError"
-    assert "srun python train.py" in refused[1]
+    assert "start it as srun --nodes=2" in refused[1]
     assert local == [1.0, 2, 2, "n1"]
     assert [each[:2] for each in (first, second)] == [[1.0, 2]] * 2
     assert "nodes: 3 asked for, 2 started" in mismatch[1]
-    assert "#SBATCH --nodes=3\n    #SBATCH --ntasks-per-node=1" in mismatch[1]
+    assert "--nodes=3" in mismatch[1]
     assert launched == [[1.0, 2, 2, "n1"]] * 2
 
 

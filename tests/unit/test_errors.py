@@ -124,12 +124,6 @@ def test_did_you_mean_without_names():
     assert did_you_mean("x", []) == "known: none"
 
 
-def test_did_you_mean_with_a_prefix():
-    """The prefix is shown, but not compared."""
-    assert did_you_mean("gpu", ["gpus", "seed"], prefix="X_") == "did you mean 'X_gpus'? known: 'X_gpus', 'X_seed'"
-    assert did_you_mean("logs", ["gpus", "seed"], prefix="X_") == "known: 'X_gpus', 'X_seed'"
-
-
 @pytest.mark.parametrize(
     ("ranks", "text"), [({3}, "rank 3"), ([7, 2, 1, 3], "ranks 1-3, 7"), (range(1000), "ranks 0-999")]
 )

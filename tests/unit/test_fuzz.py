@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parallelize import ConfigError, checkpoints
-from parallelize.cluster.environment import detect, detect_node
-from parallelize.cluster.hostlist import first_host, tasks_on
+from parallelize.cluster.environment import detect, detect_node, first_host, tasks_per_node
 from parallelize.cluster.world import Node, World
 
 NAMES = [
@@ -50,20 +49,6 @@ def test_any_environment(environ):
     assert all(each.what and each.why and each.fix for each in faults)
 
 
-host_list_texts = st.text(alphabet="n0123456789[],-x() \n٣", max_size=40) | st.text(max_size=20)
-
-
-@settings(max_examples=500)
-@given(host_list_texts, st.integers(-1, 5))
-def test_any_host_list(text, node):
-    """Random text gives a first host without brackets and task counts, or a ConfigError."""
-    with contextlib.suppress(ConfigError):
-        assert not set(first_host(text)) & set("[], \n")
-    with contextlib.suppress(ConfigError):
-        tasks, nodes = tasks_on(node, text)
-        assert (tasks >= 0, nodes >= 0) == (True, True)
-
-
 @pytest.mark.parametrize(
     "text",
     ["n[0-999999999999]", "n" * 10**5, "n[" + "1," * 10**5 + "1]", "n[1-2]" * 10**5 + "[", "[" * 10**5, "9" * 10**5],
@@ -72,11 +57,9 @@ def test_any_host_list(text, node):
 def test_long_host_lists_are_parsed_in_linear_time(text):
     """A list is never expanded, and no regular expression backtracks."""
     started = time.process_time()
-    for parse in (first_host, lambda text: tasks_on(0, text), lambda text: tasks_on(0, f"1(x{text[:9]})," * 10**4)):
-        try:
-            parse(text)
-        except ConfigError:
-            continue
+    for each in (text, f"1(x{text[:9]})," * 10**4):
+        first_host(each)
+        tasks_per_node(each)
     assert time.process_time() - started < 5
 
 

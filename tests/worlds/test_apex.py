@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from apex_amp import SCALE, install
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from parallelize import ConfigError, distributed, parallel_model, rank
 from parallelize.precision.apex import ApexPrecision
@@ -40,75 +43,70 @@ def batch(step: int, part: int, *, infinite: bool) -> torch.Tensor:
     return x * float("inf") if infinite and step == INF_STEP and rank() == 1 else x
 
 
-@distributed(processes=2)
-def by_hand(level, clipped):
-    from torch.nn.parallel import DistributedDataParallel
-
+def trained(level: str, *, clipped: bool, by_hand: bool) -> tuple[list[torch.Tensor], float]:
+    """Train with accumulation, in a loop with Apex and DistributedDataParallel, or in a block; under O2 with inf."""
     amp, model = install(), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    amp.initialize([model], [optimizer], opt_level=level, loss_scale="dynamic" if level in {"O1", "O2"} else 1.0)
-    wrapped = DistributedDataParallel(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for part in range(2):
-            loss = wrapped(batch(step, part, infinite=level == "O2")).float().square().mean() / 2
-            with amp.scale_loss(loss, [optimizer]) as scaled:
-                scaled.backward()
-        if clipped:
-            torch.nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.1)
-        optimizer.step()
-    return [each.detach().float() for group in optimizer.param_groups for each in group["params"]], amp.scale
-
-
-@distributed(processes=2, amp_engine="apex")
-def in_a_block(level, clipped):
-    amp, model = install(), net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with parallel_model(model, amp=level):
+    call: Any = model
+    if by_hand:
+        amp.initialize([model], [optimizer], opt_level=level, loss_scale="dynamic" if level in {"O1", "O2"} else 1.0)
+        call = DistributedDataParallel(model)
+    with contextlib.nullcontext() if by_hand else parallel_model(model, amp=level):
         for step in range(STEPS):
             optimizer.zero_grad()
             for part in range(2):
-                loss = model(batch(step, part, infinite=level == "O2")).float().square().mean() / 2
-                loss.backward()
+                loss = call(batch(step, part, infinite=level == "O2")).float().square().mean() / 2
+                with amp.scale_loss(loss, [optimizer]) if by_hand else contextlib.nullcontext(loss) as scaled:
+                    scaled.backward()
             if clipped:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                masters = [each for group in optimizer.param_groups for each in group["params"]]
+                torch.nn.utils.clip_grad_norm_(masters if by_hand else model.parameters(), 0.1)
             optimizer.step()
-    return [each.detach() for each in model.parameters()], amp.scale
+    if by_hand and level == "O1":
+        amp._amp_state.handle._deactivate()
+    return [each.detach() for group in optimizer.param_groups for each in group["params"]], amp.scale
 
 
-@pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_block_trains_what_the_hand_written_loop_trains(level: str, clipped: bool) -> None:
-    """An unchanged loop with accumulation has bitwise equal weights in fp32; under O2 one step with inf is skipped."""
-    expected, scale = by_hand(level, clipped)
-    for weights, found_scale in in_a_block.all_ranks(level, clipped):
-        assert all(torch.equal(a, b) and a.dtype is torch.float32 for a, b in zip(weights, expected, strict=True))
-        assert found_scale == scale
-    assert scale == {"O1": SCALE, "O2": SCALE / 4}.get(level, 1.0)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_gradient_that_bypasses_the_model_is_averaged(level: str) -> None:
-    """A call of a submodule trains equal weights on all ranks, also through master parameters."""
+def test_a_block_trains_what_the_hand_written_loop_trains() -> None:
+    """At each level weights are bitwise equal and in fp32; under O2 one step with inf is skipped."""
+    cases = list(itertools.product(LEVELS, (False, True)))
 
     @distributed(processes=2, amp_engine="apex")
-    def train():
-        install()
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 1))
-        before = model[0].weight.detach().clone()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with parallel_model(model, amp=level):
-            x = torch.full((2, 3), float(rank())).to(model[0].weight.dtype)
-            for _ in range(4):  # a step whose scaled gradients overflow is skipped
-                optimizer.zero_grad()
-                model[0](x).float().square().mean().backward()
-                optimizer.step()
-        return model[0].weight.detach().float(), before
+    def run() -> list[Any]:
+        return [[trained(level, clipped=clipped, by_hand=each) for each in (False, True)] for level, clipped in cases]
 
-    (first, before), (second, _) = train.all_ranks()
-    assert torch.equal(first, second)
-    assert not torch.equal(first, before)
+    for found in run.all_ranks():
+        for (level, _), ((weights, scale), (expected, expected_scale)) in zip(cases, found, strict=True):
+            for one, other in zip(weights, expected, strict=True):
+                assert one.dtype is torch.float32
+                assert torch.equal(one, other.float())
+            assert scale == expected_scale == {"O1": SCALE, "O2": SCALE / 4}.get(level, 1.0)
+
+
+def test_a_gradient_that_bypasses_the_model_is_averaged() -> None:
+    """A call of a submodule trains equal weights on all ranks, at each level, also through master parameters."""
+
+    @distributed(processes=2, amp_engine="apex")
+    def train() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        found = []
+        for level in LEVELS:
+            install()
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 1))
+            before = model[0].weight.detach().clone()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with parallel_model(model, amp=level):
+                x = torch.full((2, 3), float(rank())).to(model[0].weight.dtype)
+                for _ in range(4):  # a step whose scaled gradients overflow is skipped
+                    optimizer.zero_grad()
+                    model[0](x).float().square().mean().backward()
+                    optimizer.step()
+            found.append((model[0].weight.detach().float(), before))
+        return found
+
+    for (first, before), (second, _) in zip(*train.all_ranks(), strict=True):
+        assert torch.equal(first, second)
+        assert not torch.equal(first, before)
 
 
 @pytest.mark.parametrize("level", LEVELS)

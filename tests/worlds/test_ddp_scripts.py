@@ -112,7 +112,7 @@ def test_a_function_initializes_the_group_itself(run_script: Run) -> None:
 
 @pytest.mark.parametrize("setup", ["False", "dist.init_process_group('gloo') is None"])
 def test_a_function_under_torchrun(setup: str, run_script: Run) -> None:
-    """The same in torchrun's processes; a group that the script has made ends when the call ends."""
-    expected = [OWN, OWN, True] if setup == "False" else [[0.5, 0.5, 0.5], False, True]
+    """The same in torchrun's processes; a group that the script has made stays until the script ends it."""
+    expected = [OWN, OWN, True] if setup == "False" else [[0.5, 0.5, 0.5], True, True]
     done = run_script(FUNCTION.replace("SETUP", setup), launcher=TORCHRUN, timeout_s=240)
     assert done.stdout.splitlines() == [str(expected)] * 2

@@ -1,17 +1,21 @@
-"""Ordinary programs under fsdp, each beside one process that runs the same lines, in one world of two ranks."""
+"""Ordinary programs under fsdp, each beside one process that runs the same lines, in one world of two ranks.
+
+Programs whose ranks read different batches: tests/one_word, and tests/worlds/test_fsdp.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from one_word.optimizers import Lookahead, Shampoo
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from parallelize import FSDPBackend, distributed, parallel_model, rank
 
@@ -19,6 +23,9 @@ pytestmark = pytest.mark.slow
 
 Program = Callable[[nn.Sequential], Any]
 """Uses a model in a block; returns tensors and numbers to compare."""
+Block = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
+Around = Callable[[nn.Sequential, Block], Any]
+"""Uses a model before, in and after a block."""
 
 
 def net() -> nn.Sequential:
@@ -46,28 +53,127 @@ def train(
     optimizer = optimizer or optim.SGD(model.parameters(), 0.1)
     seen: list[Any] = []
     for step in range(3):
-        optimizer.zero_grad()
-        (model(batch(step)).square().mean() + penalty()).backward()
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(step)).square().mean() + penalty()
+            loss.backward()
+            return loss
+
+        if isinstance(optimizer, optim.LBFGS):
+            seen.append(optimizer.step(closure))
+            continue
+        closure()
         seen.append(before_step())
         optimizer.step()
         seen.append(after_step())
     return seen
 
 
-def with_optimizer(make: Callable[[Any], optim.Optimizer]) -> Program:
-    return lambda model: train(model, make(model.parameters()))
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda p: optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
+    "sgd per tensor": lambda p: optim.SGD(p, 0.1, momentum=0.9, foreach=False),
+    "adam": lambda p: optim.Adam(p, 0.1, amsgrad=True),
+    "adamw foreach": lambda p: optim.AdamW(p, 0.1, foreach=True),
+    "adamw per tensor": lambda p: optim.AdamW(p, 0.1, foreach=False),
+    "adamw fused": lambda p: optim.AdamW(p, 0.1, fused=True),
+    "adagrad": lambda p: optim.Adagrad(p, 0.1),
+    "adadelta": optim.Adadelta,
+    "adamax": optim.Adamax,
+    "asgd": optim.ASGD,
+    "nadam": optim.NAdam,
+    "radam": optim.RAdam,
+    "rmsprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
+    "rprop": optim.Rprop,
+    "adafactor": lambda p: optim.Adafactor(p, 0.1),
+    "muon": lambda p: optim.Muon([each for each in p if each.ndim == 2], 0.1),
+    "lbfgs": lambda p: optim.LBFGS(p, 0.5, max_iter=4, line_search_fn="strong_wolfe"),
+    "lookahead": lambda p: Lookahead(optim.RAdam(p, 0.05)),
+    "shampoo": Shampoo,
+}
 
 
-def lbfgs(model: nn.Module) -> Any:
-    optimizer = optim.LBFGS(model.parameters(), 0.5, max_iter=4, line_search_fn="strong_wolfe")
+def with_optimizer(make: Callable[[Any], Any], *, is_before: bool) -> Around:
+    """Let an optimizer, made before the block with state or inside, step in and after it on the user's parameters."""
 
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(batch(0)).square().mean()
-        loss.backward()
-        return loss
+    def around(model: nn.Sequential, block: Block) -> Any:
+        parameters = list(model.parameters())
+        optimizer = make(parameters) if is_before else None
+        if is_before:
+            train(model, optimizer)
+        with block(model):
+            optimizer = optimizer or make(model.parameters())
+            seen = train(model, optimizer)
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        assert held
+        assert {*map(id, held)} <= {*map(id, parameters)}
+        return [seen, train(model, optimizer)]
 
-    return [optimizer.step(closure) for _ in range(3)]
+    return around
+
+
+def grown(model: nn.Sequential, block: Block) -> None:
+    """An optimizer gets parameters and a saved state in the block, beside a second one and a scheduler."""
+    parameters = list(model.parameters())
+    optimizer = optim.Adam(parameters[:1], 0.05)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    with block(model):
+        train(model, optimizer)
+        optimizer.add_param_group({"params": parameters[1:], "lr": 0.02})
+        scheduler.base_lrs.append(0.02)
+        late = optim.SGD(parameters, 0.01, momentum=0.9)
+        train(model, optimizer, after_step=lambda: (late.step(), scheduler.step()))
+        saved = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer)
+        optimizer.load_state_dict(saved)
+        train(model, late)
+        train(model, optimizer)
+    train(model, optimizer, after_step=late.step)
+
+
+def several(model: nn.Sequential, block: Block) -> Any:
+    """Two optimizers of equal options and state, and one that wraps another, whose step fails at last."""
+
+    class Failing(Shampoo):
+        is_failing = False
+
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            if self.is_failing:
+                raise ValueError("step")
+
+    first, second = (optim.SGD(model.parameters(), 0.05, momentum=0.9) for _ in range(2))
+    wrapper = Lookahead(Failing(model.parameters(), lr=0.01))
+    with block(model):
+        for each in (first, second, wrapper):
+            train(model, each)
+        wrapper.optimizer.is_failing = True
+        with pytest.raises(ValueError, match="step"):
+            train(model, wrapper)
+        train(model, first)
+    return [[first.state[each], second.state[each], wrapper.state[each]] for each in model.parameters()]
+
+
+# Called between forward and backward, as in DCGAN: what it does reaches the shards of gathered parameters.
+CHANGES: dict[str, Callable[[nn.Sequential, optim.Optimizer], Any]] = {
+    "zero_grad": lambda model, _: model.zero_grad(),
+    "zero_grad in place": lambda model, _: model.zero_grad(set_to_none=False),
+    "zero_grad of the optimizer": lambda _, optimizer: optimizer.zero_grad(),
+    "zero_grad of a layer": lambda model, _: model[2].zero_grad(),
+    "halved": lambda model, _: [each.grad.mul_(0.5) for each in model.parameters() if each.grad is not None],
+}
+
+
+def changed(change: Callable[[nn.Sequential, optim.Optimizer], Any]) -> Program:
+    def program(model: nn.Sequential) -> None:
+        optimizer = optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            loss = model(batch(step)).square().mean()
+            change(model, optimizer)
+            loss.backward()
+            optimizer.step()
+
+    return program
 
 
 def gradients(model: nn.Module) -> list[Any]:
@@ -94,44 +200,12 @@ def log_statistics(model: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def adaptive_clipping(model: nn.Module) -> None:
-    for each in model.parameters():
-        if each.grad is not None and each.grad.norm() > 0.1 * each.norm():
-            each.grad.mul_(0.1 * each.norm() / each.grad.norm())
-
-
-@torch.no_grad()
 def steps_by_hand(model: nn.Module) -> None:
     for each in model.parameters():
         each.sub_(0.1 * each.grad)
         each.mul_(1 - 0.01)
         each.data.clamp_(-0.5, 0.5)
         each.mul_((each.abs() > 0.05).to(each.dtype))
-
-
-def sam(model: nn.Module) -> Any:
-    def perturbed() -> None:
-        with torch.no_grad():
-            norm = torch.stack([each.norm(2) for each in gradients(model)]).norm(2)
-            steps = [each * (0.05 / norm) for each in gradients(model)]
-            for each, step in zip(model.parameters(), steps, strict=True):
-                each.add_(step)
-        model.zero_grad()
-        model(batch(9)).square().mean().backward()
-        with torch.no_grad():
-            for each, step in zip(model.parameters(), steps, strict=True):
-                each.sub_(step)
-
-    return train(model, before_step=perturbed)
-
-
-def hooks(model: nn.Module) -> Any:
-    seen: list[int] = []
-    for each in model.parameters():
-        each.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-        each.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.numel()))
-    train(model)
-    return sorted(seen)
 
 
 def rewritten(model: nn.Module) -> Any:
@@ -177,32 +251,13 @@ def swapped(model: nn.Module) -> Any:
 
 
 PROGRAMS: dict[str, Program] = {
-    "sgd": with_optimizer(lambda p: optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1)),
-    "sgd per tensor": with_optimizer(lambda p: optim.SGD(p, 0.1, momentum=0.9, foreach=False)),
-    "adam": with_optimizer(lambda p: optim.Adam(p, 0.1, amsgrad=True)),
-    "adamw foreach": with_optimizer(lambda p: optim.AdamW(p, 0.1, foreach=True)),
-    "adamw per tensor": with_optimizer(lambda p: optim.AdamW(p, 0.1, foreach=False)),
-    "adamw fused": with_optimizer(lambda p: optim.AdamW(p, 0.1, fused=True)),
-    "adagrad": with_optimizer(lambda p: optim.Adagrad(p, 0.1)),
-    "adadelta": with_optimizer(optim.Adadelta),
-    "adamax": with_optimizer(optim.Adamax),
-    "asgd": with_optimizer(optim.ASGD),
-    "nadam": with_optimizer(optim.NAdam),
-    "radam": with_optimizer(optim.RAdam),
-    "rmsprop": with_optimizer(lambda p: optim.RMSprop(p, momentum=0.9, centered=True)),
-    "rprop": with_optimizer(optim.Rprop),
-    "adafactor": with_optimizer(lambda p: optim.Adafactor(p, 0.1)),
-    "muon": with_optimizer(lambda p: optim.Muon([each for each in p if each.ndim == 2], 0.1)),
-    "lbfgs": lbfgs,
     "clip norm": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1)),
     "clip norm one by one": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1, foreach=False)),
     "clip largest": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1, norm_type=torch.inf)),
     "clip 1-norm": lambda m: train(m, before_step=lambda: clip_grad_norm_(m.parameters(), 0.1, norm_type=1).item()),
     "clip values": lambda m: train(m, before_step=lambda: clip_grad_value_(m.parameters(), 0.01)),
     "statistics": log_statistics,
-    "adaptive clipping": lambda m: train(m, before_step=lambda: adaptive_clipping(m)),
     "by hand": lambda m: train(m, before_step=lambda: steps_by_hand(m)),
-    "sam": sam,
     "penalties": lambda m: train(
         m,
         penalty=lambda: sum(
@@ -212,7 +267,6 @@ PROGRAMS: dict[str, Program] = {
     ),
     "vector": lambda m: train(m, after_step=lambda: parameters_to_vector(m.parameters())),
     "spectral norm": lambda m: train(m, after_step=lambda: torch.linalg.matrix_norm(m[0].weight.detach(), 2)),
-    "hooks": hooks,
     "rewritten": rewritten,
     "frozen for a time": frozen_for_a_time,
     "snapshot": snapshot,
@@ -266,18 +320,33 @@ def written(write: Callable[[nn.Sequential], Any]) -> Program:
     return program
 
 
-ALL: dict[str, Program] = {**PROGRAMS, **{f"write {name}": written(each) for name, each in WRITES.items()}}
+def inside(program: Program) -> Around:
+    def around(model: nn.Sequential, block: Block) -> Any:
+        with block(model):
+            return program(model)
+
+    return around
+
+
+ALL: dict[str, Around] = {
+    **{name: inside(each) for name, each in PROGRAMS.items()},
+    **{f"write {name}": inside(written(each)) for name, each in WRITES.items()},
+    **{f"forward, {name}, backward": inside(changed(each)) for name, each in CHANGES.items()},
+    **{f"{name}, made inside": with_optimizer(each, is_before=False) for name, each in OPTIMIZERS.items()},
+    **{f"{name} with state": with_optimizer(each, is_before=True) for name, each in OPTIMIZERS.items()},
+    "grown": grown,
+    "several": several,
+}
 
 
 @distributed(processes=2)
 def differences() -> dict[str, Any]:
     """Return, for each program, what differs from one process in the block and after it."""
     found: dict[str, Any] = {}
-    for name, program in ALL.items():
+    for name, around in ALL.items():
         expected_model, model = net(), net()
-        expected = program(expected_model)
-        with parallel_model(model, backend=FSDPBackend(blocks=[nn.Linear])):
-            results = program(model)
+        expected = around(expected_model, lambda _: contextlib.nullcontext())
+        results = around(model, lambda each: parallel_model(each, backend=FSDPBackend(blocks=[nn.Linear])))
         found[name] = (expected, results), (dict(expected_model.named_parameters()), dict(model.named_parameters()))
     return found
 
@@ -291,42 +360,4 @@ def results() -> dict[str, Any]:
 def test_a_program_computes_what_one_process_does(name: str, results: dict[str, Any]) -> None:
     """In its results, and in the weights after the block."""
     for expected, found in results[name]:
-        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
-
-
-def test_copies_follow_the_model() -> None:
-    """Averages by parameters, by torch and by state dicts, made before the block or inside it."""
-
-    def run(model: nn.Module, enter: Callable[[], Any]) -> list[Any]:
-        before, averaged_before = copy.deepcopy(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        with enter():
-            inside, averaged = copy.deepcopy(model), AveragedModel(model)
-            values = {name: each.detach().clone() for name, each in model.named_parameters()}
-
-            def update() -> Any:
-                averaged.update_parameters(model)
-                averaged_before.update_parameters(model)
-                with torch.no_grad():
-                    for copied in (before, inside):
-                        for one, other in zip(copied.parameters(), model.parameters(), strict=True):
-                            one.mul_(0.9).add_(other, alpha=0.1)
-                    for one, other in zip(inside.state_dict().values(), model.state_dict().values(), strict=True):
-                        one.copy_(one * 0.9 + other * 0.1)
-                    for name, each in model.named_parameters():
-                        values[name].lerp_(each, 0.1)
-                    return [each(batch(7)) for each in (before, inside, averaged, averaged_before)]
-
-            seen = train(model, optim.AdamW(model.parameters(), 0.1), after_step=update)
-        averages = [dict(each.named_parameters()) for each in (before, inside, averaged, averaged_before)]
-        assert {type(each) for average in averages for each in average.values()} == {nn.Parameter}
-        assert {type(each) for each in values.values()} == {torch.Tensor}
-        return [seen, averages, values]
-
-    @distributed(processes=2)
-    def call() -> Any:
-        expected_model, model = net(), net()
-        backend = FSDPBackend(blocks=[nn.Linear])
-        return run(expected_model, torch.enable_grad), run(model, lambda: parallel_model(model, backend=backend))
-
-    for expected, found in call.all_ranks():
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)

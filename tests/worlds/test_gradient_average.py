@@ -318,18 +318,25 @@ def test_two_models_that_take_turns_equal_one_process():
     assert found_by_two_ranks()["adversarial"] < 1e-12
 
 
-def test_a_backward_imported_before_the_block_is_refused_if_losses_have_weights():
-    """A function that bypasses the weighting would give the gradients of another loss, in silence."""
+def test_a_backward_imported_before_the_block_is_refused():
+    """A function that bypasses the averaging would leave the gradients of this rank, in silence."""
 
     @distributed(processes=2)
     def run():
         for average in ("sum", "ranks"):
-            model = nn.Linear(2, 1)
-            refused = pytest.raises(ConfigError, match=r"did not start at loss.backward\(\)")
-            with parallel_model(model, average=average), refused if average == "sum" else contextlib.nullcontext():
-                y = model(torch.ones(3, 2))
-                imported_grad(y.sum(), [y], retain_graph=True)
-                imported_backward(y.sum())
+            for run_backward in (imported_backward, torch.autograd.Variable._execution_engine.run_backward):
+                model = nn.Linear(2, 1)
+                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                with parallel_model(model, average=average):
+                    y = model(torch.ones(3, 2))
+                    imported_grad(y.sum(), [y], retain_graph=True)
+                    if run_backward is imported_backward:
+                        run_backward(y.sum())
+                    else:
+                        options = {"allow_unreachable": True, "accumulate_grad": True}
+                        run_backward((y.sum(),), (torch.ones(()),), False, False, (), **options)
+                    with pytest.raises(ConfigError, match=r"did not start at loss.backward\(\)"):
+                        optimizer.step()
 
     run()
 

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -423,7 +424,7 @@ def test_a_failed_rank_of_torchrun_does_not_wait_for_its_collectives(run_script:
 
 
 @distributed(processes=2)
-def stop_the_fork_server(begun: Path) -> None:
+def stop_the_process_of_the_call(begun: Path) -> None:
     """Rank 0 raises; rank 1 stops the process that would report its end."""
     try:
         if rank() == 0:
@@ -446,7 +447,7 @@ def test_a_worker_that_sigkill_does_not_end_is_abandoned(
     begun = tmp_path / "begun"
     try:
         with pytest.raises(ZeroDivisionError) as info:
-            stop_the_fork_server(begun)
+            stop_the_process_of_the_call(begun)
         assert info.value.__notes__[-1] == "the others: rank 1: stopped"
         assert "does not end, 0.5 s after SIGKILL" in caplog.text
         assert not multiprocessing.active_children()
@@ -496,16 +497,17 @@ def test_what_happens_after_the_values_is_logged(way: str, text: str, caplog: py
 
 
 @distributed(processes=2)
-def kill_the_fork_server() -> None:
+def kill_a_parent(generation: int) -> None:
     if rank() == 0:
-        os.kill(os.getppid(), signal.SIGKILL)
+        psutil.Process().parents()[generation].kill()
     time.sleep(LONG_S)
 
 
-def test_a_killed_fork_server_is_named() -> None:
+@pytest.mark.parametrize("generation", [0, 1], ids=["process of the call", "fork server"])
+def test_a_killed_fork_server_is_named(generation: int) -> None:
     """The caller hears exactly that, and the next call starts another one."""
     with pytest.raises(LaunchError, match="the fork server, which starts the worker processes, has ended"):
-        kill_the_fork_server()
+        kill_a_parent(generation)
     assert leave_badly("") == 1
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from parallelize.cli.top import ask, table, verdict
 from parallelize.hang_detection.rank_state import RankState
-from parallelize.runtime.live_facts import listed_runs, registered
+from parallelize.runtime.live_facts import listed_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="runs are listed on Linux")]
 
@@ -127,14 +127,6 @@ def test_a_killed_process_is_listed_no_more() -> None:
         process.kill()
         process.wait(60)
         assert address not in listed_runs()
-
-
-def test_a_run_that_has_ended_is_listed_no_more() -> None:
-    """The socket is closed."""
-    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    with registered(store):
-        assert f"127.0.0.1:{store.port}" in listed_runs()
-    assert f"127.0.0.1:{store.port}" not in listed_runs()
 
 
 def test_the_newest_run_of_a_store_is_asked_first() -> None:

@@ -1,7 +1,7 @@
 """Batch: the inputs of a model, split into micro-batches, and the outputs of micro-batches, joined again.
 
 inputs    a tensor anywhere in the arguments is split along `batch_dim` (a 1-D tensor along its only dimension), if this
-          is as long as the batch, in this and in every earlier batch; other values go to every micro-batch
+          is as long as the batch; other values go to every micro-batch
 outputs   tensors that have the batch dimension are concatenated; 0-dim losses that forward computes are averaged by the
           numbers of their targets, or added if they are sums; a value that is equal in all micro-batches is taken once
 
@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallelize.errors import ConfigError
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.runtime.loss_counts import attach_count, join_weights
 from parallelize.torch_patches.private import replace_attribute
 
-__all__ = ["Batch", "RunsWhole", "copy_inputs", "difference", "joined_dims", "joined_outputs", "seeing_joined_outputs"]
+__all__ = ["Batch", "RunsWhole", "difference", "joined_dims", "joined_outputs", "seeing_joined_outputs"]
 
 _PLAIN = (Enum, type, nn.Module, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 """Types of objects with attributes that no forward changes."""
@@ -55,8 +55,8 @@ class Batch:
 
     Attributes:
         size: number of samples: the length of the batch dimension in the first tensor that has one.
-        whole: positions of tensors that have another length, which no later batch like this one splits, either.
-        kind: what is equal for batches with the same arguments: their names and types, and the values of Booleans.
+        kind: what is equal for batches with the same arguments: their names and types, the values of Booleans, and
+            which tensors are split.
 
     Raises:
         RunsWhole: no tensor has the batch dimension, or a value has no parts.
@@ -64,8 +64,8 @@ class Batch:
 
     def __init__(self, inputs: Any, *, dim: int | None) -> None:
         self.inputs, flat = inputs, leaves(inputs)
-        self._leaves = [(leaf, None if dim is None else _axis(leaf, dim)) for leaf in flat]
-        lengths = [leaf.shape[axis] for leaf, axis in self._leaves if axis is not None and axis == dim]
+        axes = [None if dim is None else _axis(leaf, dim) for leaf in flat]
+        lengths = [leaf.shape[dim] for leaf, axis in zip(flat, axes, strict=True) if axis is not None and axis == dim]
         if dim is not None and not lengths:
             raise RunsWhole(
                 f"no argument of the model has a dimension {dim}",
@@ -73,22 +73,36 @@ class Batch:
                 fix="pass tensors, alone or in containers; set their batch dimension: BalancedBackend(batch_dim=1)",
             )
         self.size = lengths[0] if lengths else 1
-        # One of length 1 may be broadcast in this batch, and per sample in others.
-        pairs = enumerate(self._leaves)
-        self.whole = {i for i, (leaf, axis) in pairs if axis is not None and leaf.shape[axis] not in {1, self.size}}
-        values = (each if isinstance(each, bool) else type(each) for each in flat)
+        # A leaf, and the dimension in which it is split, or None.
+        self._leaves = [
+            (leaf, axis if axis is not None and leaf.shape[axis] == self.size else None)
+            for leaf, axis in zip(flat, axes, strict=True)
+        ]
+        values = ((each if isinstance(each, bool) else type(each), axis) for each, axis in self._leaves)
         self.kind = len(inputs[0]), *inputs[1], *values
 
     def first(self, samples: int, start: int = 0) -> Any:
         """Return the inputs of some samples."""
         parts = [
             # A slice, unlike an output of torch.split, may be changed in place.
-            leaf
-            if axis is None or index in self.whole or leaf.shape[axis] != self.size
-            else leaf.narrow(axis, start, min(samples, self.size - start))
-            for index, (leaf, axis) in enumerate(self._leaves)
+            leaf if axis is None else leaf.narrow(axis, start, samples)
+            for leaf, axis in self._leaves
         ]
         return _rebuilt(self.inputs, parts)
+
+    def trial(self, samples: int) -> Batch:
+        """Return copies of some samples, without their graphs, so that a trial changes no object of the user's."""
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            return leaf if isinstance(leaf, _PLAIN) else copy.deepcopy(leaf)  # a cache that forward fills
+
+        found = copy.copy(self)
+        found.inputs, found.size = map_leaves(copied, self.first(samples)), samples
+        axes = (axis for _, axis in self._leaves)
+        found._leaves = [*zip(leaves(found.inputs), axes, strict=True)]
+        return found
 
     def sizes(self, microbatches: int) -> list[int]:
         """Return the numbers of samples of as many micro-batches."""
@@ -103,42 +117,23 @@ class Batch:
         return [self.first(size, sum(sizes[:index])) for index, size in enumerate(sizes)]
 
 
-def copy_inputs(inputs: Any) -> Any:
-    """Return copies of the inputs, without their graphs, so that a trial changes no object of the user's."""
-
-    def copied(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        return leaf if isinstance(leaf, _PLAIN) else copy.deepcopy(leaf)  # a cache that forward fills
-
-    return map_leaves(copied, inputs)
-
-
-def joined_dims(whole: Sequence[Any], rows: Sequence[Sequence[Any]]) -> Dims:
-    """Return in which dimensions the outputs of micro-batches, `rows`, are as long together as those of their batch.
-
-    Raises:
-        RunsWhole: there is none for an output that differs between them.
-    """
+def joined_dims(whole: Any, part: Any) -> Dims:
+    """Return in which dimension each output is joined: where it is longer for some samples than for a part of them."""
     found: list[int | None] = []
-    for position, (value, *parts) in enumerate(itertools.zip_longest(whole, *rows)):
-        shapes = [_joined_shape(parts, dim) for dim in range(value.dim() if isinstance(value, torch.Tensor) else 0)]
-        found.append(shapes.index(value.shape) if shapes and value.shape in shapes else None)
-        if found[-1] is None and not _is_loss(value) and not all(_is_equal(value, part) for part in parts):
-            raise _unjoined(position, value, "micro-batches return others, and no dimension is as long as the batch")
+    for one, other in zip(leaves(whole), leaves(part), strict=False):
+        are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        lengths = zip(one.shape, other.shape, strict=False) if are_tensors else ()
+        found.append(next((dim for dim, (long, short) in enumerate(lengths) if long != short), None))
     return found
 
 
-def joined_outputs(
-    outputs: Sequence[Any], dims: Dims, *, batch: Batch, sizes: Sequence[int], device: torch.device
-) -> Any:
+def joined_outputs(outputs: Sequence[Any], dims: Dims, *, batch: Batch, device: torch.device) -> Any:
     """Return the output of the batch, on a device.
 
     Args:
         outputs: of each micro-batch.
         dims: of `joined_dims`.
         batch: whose micro-batches these are.
-        sizes: number of samples of each micro-batch.
         device: of the result.
 
     Raises:
@@ -150,7 +145,7 @@ def joined_outputs(
         if all(each is first for each in column):
             return first
         if _is_loss(first):
-            weights, count = join_weights(column, samples=sizes, inputs=batch.inputs)
+            weights, count = join_weights(column, samples=batch.sizes(len(outputs)), inputs=batch.inputs)
             if count.kind != "unknown" or all(_is_equal(first, each) for each in column):
                 return _sum(column, weights, count, device)
             why = "the number of targets that it averages over is not known"
@@ -158,7 +153,7 @@ def joined_outputs(
             # Tensors have been compared by a spot check.
             if getattr(first, "shape", ()) or all(_is_equal(first, each) for each in column):
                 return first.to(device) if isinstance(first, torch.Tensor) else first
-        elif _joined_shape(column, dim) is not None:
+        elif None not in (shapes := {_shape_beside(each, dim) for each in column}) and len(shapes) == 1:
             return _concatenated(column, dim, device)
         raise _unjoined(position, first, why)
 
@@ -176,28 +171,38 @@ def seeing_joined_outputs() -> Iterator[None]:
 
     @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        given = [inputs] if isinstance(inputs, (torch.Tensor, GradientEdge)) else [*inputs]
         nodes = [getattr(each, "grad_fn", None) for each in given]
-        parts = [node.metadata.get(_PARTS) if node is not None else None for node in nodes]
-        if not any(parts):
-            return original(outputs, inputs, *args, **kwargs)
-        of_each = [part or (None, [each]) for part, each in zip(parts, given, strict=True)]
-        found = iter(original(outputs, [each for _, edges in of_each for each in edges], *args, **kwargs))
-        gradients = [(dim, [next(found) for _ in edges]) for dim, edges in of_each]
+        parts = [
+            getattr(node, "metadata", {}).get(_PARTS) or (None, [each]) for node, each in zip(nodes, given, strict=True)
+        ]
+        edges: Any = [each for _, edges in parts for each in edges]
+        found = iter(original(outputs, edges, *args, **kwargs))
+        gradients = [(dim, [next(found) for _ in edges]) for dim, edges in parts]
         return tuple(each[0] if dim is None or None in each else torch.cat(each, dim) for dim, each in gradients)
 
     with replace_attribute(torch.autograd, "grad", grad):
         yield
 
 
-def difference(one: Any, other: Any) -> float:
-    """Return the largest difference of two outputs, relative to the largest value; 0 if it is rounding."""
-    if not isinstance(one, torch.Tensor) or not one.is_floating_point() or one.numel() == 0:
-        return 0.0
-    wide, narrow = (each.detach().double().cpu().nan_to_num() for each in (one, other))
-    relative = ((wide - narrow).abs().max() / wide.abs().max().clamp_min(1e-6)).item()
-    is_half = torch.is_autocast_enabled(one.device.type) or one.element_size() < 4
-    return relative if relative > (_ROUNDING_OF_HALF if is_half else _ROUNDING) else 0.0
+def difference(whole: Any, joined: Any, dims: Dims) -> float:
+    """Return the largest difference of joined outputs, relative to the largest value; 0 if it is rounding.
+
+    Raises:
+        RunsWhole: an output that is not joined differs, or one is not as long as that of the batch.
+    """
+    largest = 0.0
+    columns = itertools.zip_longest(leaves(whole), leaves(joined), dims)
+    for position, (one, other, dim) in enumerate(columns):
+        has_parts = dim is not None or _is_loss(one)
+        if not (getattr(other, "shape", None) == one.shape if has_parts else _is_equal(one, other)):
+            raise _unjoined(position, one, "micro-batches return others, and no dimension is as long as the batch")
+        if isinstance(one, torch.Tensor) and one.is_floating_point() and one.numel():
+            wide, narrow = (each.detach().double().cpu().nan_to_num() for each in (one, other))
+            relative = ((wide - narrow).abs().max() / wide.abs().max().clamp_min(1e-6)).item()
+            is_half = torch.is_autocast_enabled(one.device.type) or one.element_size() < 4
+            largest = max(largest, relative if relative > (_ROUNDING_OF_HALF if is_half else _ROUNDING) else 0.0)
+    return largest
 
 
 def _concatenated(column: Sequence[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
@@ -215,8 +220,7 @@ def _sum(losses: Sequence[torch.Tensor], weights: Sequence[Any], count: Any, dev
     joined: Any = sum(each.to(device) * torch.as_tensor(weight).to(device, each.dtype) for each, weight in pairs)
     if joined.requires_grad:
         attach_count(joined, count)
-    found: torch.Tensor = joined
-    return found
+    return joined  # type: ignore[no-any-return]  # of `sum`
 
 
 def _unjoined(position: int, value: Any, why: str) -> RunsWhole:
@@ -248,11 +252,9 @@ def _rebuilt(like: Any, flat: Sequence[Any]) -> Any:
     return map_leaves(lambda _: next(values), like)
 
 
-def _joined_shape(parts: Sequence[Any], dim: int) -> tuple[int, ...] | None:
-    """Return the shape of parts after concatenation along `dim`; None if they cannot be concatenated."""
-    shapes = [list(each.shape) if getattr(each, "ndim", 0) > dim else [] for each in parts]
-    length = sum(shape.pop(dim) for shape in shapes if shape)
-    return (*shapes[0][:dim], length, *shapes[0][dim:]) if all(each == shapes[0] for each in shapes) else None
+def _shape_beside(part: Any, dim: int) -> tuple[int, ...] | None:
+    """Return the shape of a part without the dimension in which it is joined; None if it has no such dimension."""
+    return (*part.shape[:dim], *part.shape[dim + 1 :]) if getattr(part, "ndim", 0) > dim else None
 
 
 def _is_equal(one: Any, other: Any) -> bool:

@@ -15,6 +15,7 @@ Source: Chan, Golub & LeVeque, Updating formulae and a pairwise algorithm for co
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,47 +34,45 @@ class BatchNorms:
     """The batch norms of a model, which compute moments instead of running statistics until `update`.
 
     Attributes:
-        moments: for each micro-batch that has begun, the moments of each call of a module.
+        moments: for each micro-batch that has begun, by the module and the number of its call: a module may be called
+            several times in a forward, and each call updates its statistics.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [each for each in model.modules() if isinstance(each, _BatchNorm)]
         self._before: dict[_BatchNorm, dict[str, Any]] = {}  # the state of a module during a call
-        self.moments: list[dict[_BatchNorm, list[_Moments]]] = []
+        self.moments: list[dict[tuple[_BatchNorm, int], _Moments]] = []
 
     @property
     def is_training(self) -> bool:
         """Whether any of the modules normalizes by the moments of a batch."""
         return any(each.training for each in self.modules)
 
-    def before(self, norm: nn.Module, _args: Any) -> None:
+    def before(self, norm: Any, _args: Any) -> None:
         """Give a batch norm that is about to run scratch buffers, if it tracks statistics."""
-        if isinstance(norm, _BatchNorm) and norm.training and norm.running_mean is not None:
+        if norm.training and norm.running_mean is not None:
             self._before[norm] = {name: getattr(norm, name) for name in _STATE}
-            norm.running_mean, norm.momentum = torch.zeros_like(norm.running_mean), 1.0
-            norm.running_var = torch.zeros_like(norm.running_mean)
-            norm.num_batches_tracked = None
+            norm.running_mean, norm.running_var = (torch.zeros_like(norm.running_mean) for _ in range(2))
+            norm.momentum, norm.num_batches_tracked = 1.0, None
 
-    def after(self, norm: nn.Module, args: Any, _output: Any) -> None:
+    def after(self, norm: Any, args: Any, _output: Any) -> None:
         """Restore a batch norm that has run; outside of a micro-batch, a checkpoint runs it again: count nothing."""
-        before = self._before.pop(norm, None) if isinstance(norm, _BatchNorm) else None
-        if before is not None and isinstance(norm, _BatchNorm):
-            mean, variance = norm.running_mean, norm.running_var
-            for name, value in before.items():
-                setattr(norm, name, value)
-            if self.moments and mean is not None and variance is not None:
-                moments = args[0].numel() // args[0].shape[1], mean, variance
-                self.moments[-1].setdefault(norm, []).append(moments)
+        before = self._before.pop(norm, None)
+        if before is None:
+            return
+        if self.moments:
+            calls = self.moments[-1]
+            number = sum(each is norm for each, _ in calls)
+            calls[norm, number] = args[0].numel() // args[0].shape[1], norm.running_mean, norm.running_var
+        for name, value in before.items():
+            setattr(norm, name, value)
 
     def update(self, *, is_counted: bool) -> None:
         """End all micro-batches, and update the running statistics from their moments if the batch is counted."""
         of_each, self.moments = self.moments, []
         with torch.no_grad():
-            for norm in self.modules if is_counted else ():
-                calls = [each[norm] for each in of_each if norm in each]
-                # One update per call, since a model may call a module several times in one forward.
-                for index in range(max(map(len, calls), default=0)):
-                    _update(norm, [each[index] for each in calls if index < len(each)])
+            for call in dict.fromkeys(itertools.chain(*of_each)) if is_counted else ():
+                _update(call[0], [each[call] for each in of_each if call in each])
 
 
 def _update(norm: Any, parts: Sequence[_Moments]) -> None:

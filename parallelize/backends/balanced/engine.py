@@ -6,25 +6,30 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from parallelize.backends.balanced.batch import seeing_joined_outputs
-from parallelize.backends.balanced.microbatch import OTHER_DEVICE, staged
-from parallelize.backends.balanced.pipeline import CHECKS, Pipeline
-from parallelize.backends.balanced.plan import Plan, PlannerOptions, plan, remember
+from parallelize.backends.balanced.microbatch import OTHER_DEVICE, Staged
+from parallelize.backends.balanced.pipeline import Pipeline
+from parallelize.backends.balanced.plan import Plan, full_device, plan, remember
 from parallelize.backends.balanced.planner import Planner
 from parallelize.backends.balanced.transfer import Placement, named_tensors, to_device
-from parallelize.backends.ddp_engine import DDPOptions, ReplicatedEngine
+from parallelize.backends.ddp_engine import ReplicatedEngine
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.startup_summary import announced
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 
+if TYPE_CHECKING:
+    from parallelize.backends.balanced.plugin import BalancedBackend
+
 __all__ = ["BalancedEngine"]
+
+_BYTES = "predicted bytes:"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -35,9 +40,8 @@ class BalancedEngine(Engine):
         inner: holds the model.
         devices: devices of this process.
         device: that of the returned outputs, where the training loop has its targets.
-        options: the user's options for the plan.
-        given: plan that the user has given; None: make one from the first batch.
-        ddp: options for averaging gradients over processes; None if there is one process.
+        options: the user's options.
+        is_alone: whether there is one process; gradients are averaged over several.
     """
 
     moves_inputs = True
@@ -45,33 +49,33 @@ class BalancedEngine(Engine):
     inner: Inner
     devices: Sequence[torch.device]
     device: torch.device
-    options: PlannerOptions
-    given: Plan | None
-    ddp: DDPOptions | None
+    options: BalancedBackend
+    is_alone: bool
     _replicated: Engine | None = None
     _runner: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        self.reduction = None if self.ddp is None else self.ddp.reduction(self.inner)
+        self.reduction = None if self.is_alone else self.options.reduction(self.inner)
         self._cleanup, self._placement = contextlib.ExitStack(), Placement(self.inner.model)
         self._cleanup.enter_context(self._placement.restoring())
 
     @override
     def module(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = to_device((args, kwargs), self.device)
         if self._runner is None:
-            args, kwargs = to_device((args, kwargs), self.device)
-            self._set_up((args, kwargs))
-        return self._run(self._runner if self._replicated is None else self._replicated.module, args, kwargs)
+            self._set_up(inputs)
+        return self._run(self._runner if self._replicated is None else self._replicated.module, inputs)
 
     @override
     def local(self, *args: Any, **kwargs: Any) -> Any:
-        if self._runner is None:
-            if self.ddp is not None:  # the plan needs all ranks
-                device = next((each.device for each in named_tensors(self.inner.model).values()), self.device)
-                args, kwargs = to_device((args, kwargs), device)
-                return to_device(self.inner(*args, **kwargs), self.device)
+        if self._runner is not None:
+            return self._run(self._runner, to_device((args, kwargs), self.device))
+        if self.is_alone:
             return self.module(*args, **kwargs)
-        return self._run(self._runner, args, kwargs)
+        # The plan needs all ranks: until then, the model is where it was.
+        place = next((each.device for each in named_tensors(self.inner.model).values()), self.device)
+        args, kwargs = to_device((args, kwargs), place)
+        return to_device(self.inner(*args, **kwargs), self.device)
 
     @property
     @override
@@ -97,8 +101,8 @@ class BalancedEngine(Engine):
             if failed and error is not None:
                 raise error
 
-    def _run(self, runner: Any, args: Any, kwargs: Any) -> Any:
-        args, kwargs = to_device((args, kwargs), self.device)
+    def _run(self, runner: Any, inputs: Any) -> Any:
+        args, kwargs = inputs
         with self._explaining():
             return runner(*args, **kwargs)
 
@@ -115,8 +119,8 @@ class BalancedEngine(Engine):
             self._cleanup.enter_context(subscribed(Order.BEGIN, self._backward))
         else:
             self._placement.move({}, otherwise=self.device)
-        if self.ddp is not None:
-            self._replicated = ReplicatedEngine(self.ddp, runner, inner=self.inner, device=self.device)
+        if not self.is_alone:
+            self._replicated = ReplicatedEngine(self.options, runner, inner=self.inner)
         self._runner = runner
 
     @contextlib.contextmanager
@@ -124,45 +128,43 @@ class BalancedEngine(Engine):
         """Move the model to the devices of a plan's stages, and run it there inside the context."""
         units, model = found.unit_devices(), self.inner.model
         self._placement.move(units, otherwise=self.device)
-        with staged(model, units, output_device=self.device) as stages:
+        with Staged(model, units, self.device) as stages:
             yield Pipeline(
                 inner=self.inner,
                 staged=stages,
                 microbatches=found.microbatches,
                 batch_dim=self.options.batch_dim,
-                device=self.device,
             )
 
     def _shared_plan(self, inputs: Any) -> Plan:
         """Return the plan, equal on every rank: the user's, or rank 0's, on the devices of this process."""
-        names = [*map(str, (*self.devices, self.device))]
-        if self.given is not None:
-            if {name for name, _ in self.inner.model.named_modules()}.issuperset(self.given.units):
-                return self.given
+        given = self.options.plan
+        if given is not None:
+            if {name for name, _ in self.inner.model.named_modules()}.issuperset(given.units):
+                return given
             raise ConfigError(
-                f"plan= is for another {self.given.model}",
+                f"plan= is for another {given.model}",
                 why="a plan refers to submodules by name",
                 fix="drop plan=, to profile this model",
             )
-        found: list[Any] = [None, None]
-        if self.ddp is None or dist.get_rank() == 0:
+        if self.is_alone:
+            return self._plan(inputs)
+        found: list[Any] = [None]  # rank 0's plan, with numbers of devices in place of their names; or its error
+        names = [*map(str, (*self.devices, self.device))]
+        if dist.get_rank() == 0:
             try:
                 made = self._plan(inputs)
-                found = [made, [*map(names.index, made.devices)]]
-            except Exception as error:
-                if self.ddp is None:
-                    raise
-                found[0] = error  # raised below, on every rank
-        if self.ddp is not None:
-            dist.broadcast_object_list(found, src=0)
-        shared, order = found
-        if isinstance(shared, Exception):
-            raise shared
-        own: Plan = replace(shared, devices=tuple(names[each] for each in order))
-        return own
+                found = [replace(made, devices=tuple(str(names.index(each)) for each in made.devices))]
+            except Exception as error:  # noqa: BLE001  # raised below, on every rank
+                found = [error]
+        dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        shared: Plan = found[0]
+        return replace(shared, devices=tuple(names[int(each)] for each in shared.devices))
 
     def _plan(self, inputs: Any) -> Plan:
-        made = Planner(
+        return Planner(
             inner=self.inner,
             devices=self.devices,
             output_device=self.device,
@@ -170,7 +172,6 @@ class BalancedEngine(Engine):
             placement=self._placement,
             running=self._running,
         ).plan(inputs)
-        return replace(made, checks=CHECKS) if made.microbatches > 1 else made
 
     def _backward(self, each: Pass, run: Run) -> None:
         with self._explaining():
@@ -181,8 +182,21 @@ class BalancedEngine(Engine):
         """Explain errors of several devices, and of memory."""
         made = plan(self.inner.model)
         try:
-            with made.explaining_out_of_memory():
-                yield
+            yield
+        except torch.OutOfMemoryError as error:
+            if _BYTES in str(error):
+                raise
+            pairs = zip(made.devices, made.memory_bytes, strict=False)
+            predicted = ", ".join(f"{size:.0f} on {device}" for device, size in pairs)
+            text = ConfigError(
+                f"{full_device(error) or 'a device'} is out of memory in a step of backend='balanced'",
+                why=f"{_BYTES} {predicted or 'not known'}, for batches of {made.samples} samples "
+                f"like the first one; {str(error).splitlines()[0]}",
+                fix="use smaller batches, torch.utils.checkpoint in the model, the true "
+                "optimizer_state=, or a smaller memory= than these bytes, for which the model is "
+                "planned again",
+            )
+            raise torch.OutOfMemoryError(str(text)) from error
         except (RuntimeError, TypeError) as error:
             if len({*made.devices}) == 1 or not OTHER_DEVICE.search(str(error)):
                 raise

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from torch import nn
 from parallelize.backends.balanced.batchnorm import BatchNorms
 from parallelize.backends.balanced.transfer import Copies, named_tensors
 
-__all__ = ["OTHER_DEVICE", "Staged", "staged"]
+__all__ = ["OTHER_DEVICE", "Staged"]
 
 OTHER_DEVICE = re.compile("same device|different devices|two devices")
 """In torch's errors of operations with operands on several devices."""
@@ -36,33 +34,40 @@ class _Hook(functools.partial[Any]):
         return getattr, (contextlib.nullcontext, "__exit__")  # takes any arguments, and loads without this package
 
 
-class Staged:
-    """A model whose units are on devices; see `staged`.
+class Staged(contextlib.ExitStack):
+    """A model whose units are on devices; a context, whose end removes the hooks from the model.
+
+    Args:
+        model: has its parameters there.
+        unit_devices: name of a unit -> the device to which its arguments are moved.
+        output_device: device of the inputs and of the outputs.
 
     Attributes:
-        tensors: its parameters and buffers, except statistics of batch norm.
+        tensors: the model's parameters and buffers.
+        counts: whether batches update batch norm's statistics.
         inside: its submodules, by name.
         input_device: that of the first unit.
-        hooks: removes the hooks when it is closed.
+        output_device: as given.
+        devices: all of these.
     """
 
     def __init__(self, model: nn.Module, unit_devices: Mapping[str, torch.device], output_device: torch.device) -> None:
-        self.devices = tuple(dict.fromkeys([output_device, *unit_devices.values()]))
+        super().__init__()
+        self.devices, self.output_device = {output_device, *unit_devices.values()}, output_device
         self.input_device = next(iter(unit_devices.values()), output_device)
-        self.hooks = contextlib.ExitStack()
         self.norms, (_, *self.inside) = BatchNorms(model), model.named_modules()
-        statistics = {id(each) for norm in self.norms.modules for each in norm.buffers()}
-        self.tensors = {name: each for name, each in named_tensors(model).items() if id(each) not in statistics}
+        self.tensors, self.counts = named_tensors(model), True
         self._is_running = False
         self._copies = Copies(self.devices, output_device)
         self._moves_operands = False  # whether an operation between module calls has had operands on several devices
-        self._units = [(model.get_submodule(name), device) for name, device in unit_devices.items()]
-        # The first unit of each stage; all if operands meet elsewhere, as the order of calls may depend on data.
-        self._hook([next(stage) for _, stage in itertools.groupby(self._units, key=itemgetter(1))])
+        for name, device in unit_devices.items() if len(self.devices) > 1 else ():
+            hook = _Hook(self._before, device)
+            unit = model.get_submodule(name)
+            self.callback(unit.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
         for norm in self.norms.modules:
-            self.hooks.callback(norm.register_forward_pre_hook(_Hook(self.norms.before)).remove)
+            self.callback(norm.register_forward_pre_hook(_Hook(self.norms.before)).remove)
             after = norm.register_forward_hook(_Hook(self.norms.after), prepend=True, always_call=True)
-            self.hooks.callback(after.remove)
+            self.callback(after.remove)
 
     @contextlib.contextmanager
     def batch(self, *, is_counted: bool = True) -> Iterator[None]:
@@ -70,9 +75,9 @@ class Staged:
         is_done = False
         try:
             yield
-            is_done = is_counted
+            is_done = is_counted and self.counts
         finally:
-            self._copies.forget(parameters=True)
+            self._copies.forget()
             self.norms.update(is_counted=is_done)
 
     def run(self, call: Callable[..., Any], inputs: Any) -> Any:
@@ -87,47 +92,28 @@ class Staged:
                 args, kwargs = self._copies.moved(inputs, self.input_device)
                 return call(*args, **kwargs)
         except RuntimeError as error:
-            if self._moves_operands or len(self.devices) == 1 or not OTHER_DEVICE.search(str(error)):
+            if self._moves_operands or not OTHER_DEVICE.search(str(error)):
                 raise
             self._moves_operands = True
-            self._hook(self._units)
         finally:
-            self._copies.forget(parameters=False)
+            self._copies.known.clear()
             self._is_running = False
             if current is not None:
                 torch.accelerator.set_device_index(current)
         self.norms.moments.pop()
         return self.run(call, inputs)
 
-    def _hook(self, units: Sequence[tuple[nn.Module, torch.device]]) -> None:
-        for unit, device in units if len(self.devices) > 1 else ():
-            hook = _Hook(self._before, device)
-            self.hooks.callback(unit.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
-
     def _before(self, device: torch.device, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return None
-        if self._is_running and device != self._copies.device:
+        is_same_stage = self._is_running and device == self._copies.device
+        if is_same_stage and not self._moves_operands:
+            return None  # its operands are there
+        if self._is_running and not is_same_stage:
             self._copies.device = device
             if device.type != "cpu":  # for kernels that do not choose the device of their operands
                 torch.accelerator.set_device_index(device.index)
         moved = self._copies.moved((args, kwargs), device)
         if not self._is_running:
-            self._copies.forget(parameters=True)
+            self._copies.forget()
         return moved
-
-
-@contextlib.contextmanager
-def staged(
-    model: nn.Module, unit_devices: Mapping[str, torch.device], *, output_device: torch.device
-) -> Iterator[Staged]:
-    """Return a model whose units, by their names, are on given devices; its hooks are removed at the end.
-
-    Args:
-        model: has its parameters there.
-        unit_devices: name of a unit -> the device to which its arguments are moved.
-        output_device: device of the inputs and of the outputs.
-    """
-    found = Staged(model, unit_devices, output_device)
-    with found.hooks:
-        yield found

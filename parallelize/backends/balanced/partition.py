@@ -13,14 +13,13 @@ Source: PipeDream (Narayanan et al., SOSP 2019) for the dynamic program; https:/
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
-__all__ = ["smallest_cap", "split", "sums"]
+__all__ = ["split", "sums"]
 
 
 def sums(costs: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
@@ -31,20 +30,8 @@ def sums(costs: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
         places: the units at which stages begin and end.
     """
     total = nn.functional.pad(costs.double().cumsum(0), (1, 0))[list(places)]
-    is_empty = torch.ones(len(total) - 1, len(total), dtype=torch.bool, device="cpu").tril()
-    return (total - total[:-1, None]).masked_fill(is_empty, math.inf)
-
-
-def smallest_cap(needed: torch.Tensor, devices: int) -> float:
-    """Return the smallest memory limit, in bytes, under which a chain fits on `devices` equal devices.
-
-    Args:
-        needed: the bytes of each stage.
-        devices: their number.
-    """
-    bounds = split([needed] * devices)
-    assert bounds is not None  # no cap can be exceeded
-    return max(float(needed[i, j]) for i, j in itertools.pairwise(bounds) if i < j)
+    found = total - total[:-1, None]
+    return found.masked_fill(torch.ones_like(found, dtype=torch.bool).tril(), math.inf)
 
 
 def split(costs: Iterable[torch.Tensor]) -> tuple[int, ...] | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,21 +12,18 @@ from torch import nn
 
 from parallelize.errors import ConfigError
 
-__all__ = ["Plan", "PlannerOptions", "full_device", "ideal_speedup", "plan", "remember"]
+__all__ = ["CHECKED_EVERY", "CHECKED_SAMPLES", "Plan", "full_device", "ideal_speedup", "plan", "remember"]
 
-_BYTES = "predicted bytes:"
+CHECKED_SAMPLES = 4
+"""Samples of a spot check."""
+CHECKED_EVERY = 64
+"""Batches between two spot checks, at last."""
+_CHECKS = (
+    f"batches 1, 2, 4, ... {CHECKED_EVERY} and every {CHECKED_EVERY}th run {CHECKED_SAMPLES} samples whole, too: "
+    "below 1 % of an epoch"
+)
 
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannerOptions:
-    """The options of BalancedBackend that affect the plan; `microbatches=None`: choose the fastest number."""
-
-    microbatches: int | None = None
-    optimizer_state: float = 2.0
-    batch_dim: int = 0
-    memory: int | tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +48,13 @@ class Plan:
         measured_s: measured seconds of a step by this plan; None: not measured.
         is_split: whether the model is split; otherwise it runs unchanged on the one device in `devices`.
         why: why the model is split this way, or not split.
-        checks: how often micro-batches are compared with whole samples, and what this costs.
     """
 
     samples: int
-    units: tuple[str, ...]
-    bounds: tuple[int, ...]
     devices: tuple[str, ...]
-    microbatches: int
+    units: tuple[str, ...] = ()
+    bounds: tuple[int, ...] = (0,)
+    microbatches: int = 1
     model: str = ""
     forward_s: tuple[float, ...] = ()
     backward_s: tuple[float, ...] = ()
@@ -70,7 +64,6 @@ class Plan:
     measured_s: float | None = None
     is_split: bool = True
     why: str = ""
-    checks: str = ""
 
     @property
     def speedup(self) -> float | None:
@@ -83,26 +76,6 @@ class Plan:
         stages = zip(self.devices, itertools.pairwise(self.bounds), strict=False)
         return {name: torch.device(device) for device, (begin, end) in stages for name in self.units[begin:end]}
 
-    @contextlib.contextmanager
-    def explaining_out_of_memory(self) -> Iterator[None]:
-        """Raise an out-of-memory error of a step with the bytes that the plan predicts."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            if _BYTES in str(error):
-                raise
-            pairs = zip(self.devices, self.memory_bytes, strict=False)
-            predicted = ", ".join(f"{size:.0f} on {device}" for device, size in pairs)
-            text = ConfigError(
-                f"{full_device(error) or 'a device'} is out of memory in a step of backend='balanced'",
-                why=f"{_BYTES} {predicted or 'not known'}, for batches of {self.samples} samples "
-                f"like the first one; {str(error).splitlines()[0]}",
-                fix="use smaller batches, torch.utils.checkpoint in the model, the true "
-                "optimizer_state=, or a smaller memory= than these bytes, for which the model is "
-                "planned again",
-            )
-            raise torch.OutOfMemoryError(str(text)) from error
-
     def __str__(self) -> str:
         if not self.is_split:
             return f"{self.model}: not split, on {self.devices[0]}\n  why: {self.why}"
@@ -112,23 +85,17 @@ class Plan:
             f"{self.model}: {count} stages, {self.microbatches} micro-batches{speed} "
             f"(ideal {ideal_speedup(count, self.microbatches):.2f}x)"
         )
-        rows = [self._stage(index) for index in range(count)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        checks = [f"  checks: {self.checks}"] if self.checks else []
-        return "\n".join([headline, *lines, f"  why: {self.why}", *checks])
-
-    def _stage(self, index: int) -> list[str]:
-        names = self.units[self.bounds[index] : self.bounds[index + 1]]
-        span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        row = [f"  {index}", self.devices[index], span]
-        if self.forward_s:
-            seconds = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
-            share = seconds[index] / max(sum(seconds), 1e-12)
-            row.append(f"{'█' * round(24 * share):·<24} {share:4.0%} of time")
-        if any(self.memory_bytes):
-            row.append(f"{self.memory_bytes[index] / 2**20:.1f} MiB")
-        return row
+        lines = [headline]
+        times = [sum(each) for each in zip(self.forward_s, self.backward_s, strict=True)] or [0.0] * count
+        sizes = self.memory_bytes or [0.0] * count
+        stages = zip(self.devices, itertools.pairwise(self.bounds), times, sizes, strict=True)
+        for index, (device, (begin, end), seconds, size) in enumerate(stages):
+            names, share = self.units[begin:end], seconds / max(sum(times), 1e-12)
+            span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+            bar = f"{'█' * round(24 * share):·<24} {share:4.0%} of time"
+            lines.append(f"  {index}  {device}  {span:<24}  {bar}  {size / 2**20:.1f} MiB")
+        checks = [f"  checks: {_CHECKS}"] if self.microbatches > 1 else []
+        return "\n".join([*lines, f"  why: {self.why}", *checks])
 
 
 def plan(model: nn.Module) -> Plan:

@@ -33,20 +33,21 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from parallelize.backends.balanced.batch import Batch, RunsWhole, copy_inputs
-from parallelize.backends.balanced.microbatch import Staged, staged
-from parallelize.backends.balanced.partition import smallest_cap, split, sums
-from parallelize.backends.balanced.plan import Plan, PlannerOptions, full_device
+from parallelize.backends.balanced.batch import Batch, RunsWhole
+from parallelize.backends.balanced.microbatch import Staged
+from parallelize.backends.balanced.partition import split, sums
+from parallelize.backends.balanced.plan import Plan, full_device
 from parallelize.backends.balanced.profiling import (
     DeviceSpec,
+    Line,
     Profile,
     device_specs,
     find_units,
@@ -60,6 +61,9 @@ from parallelize.backends.balanced.state import ModelState
 from parallelize.backends.balanced.transfer import Placement
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
+
+if TYPE_CHECKING:
+    from parallelize.backends.balanced.plugin import BalancedBackend
 
 __all__ = ["Planner", "Search", "initial_devices", "step_s"]
 
@@ -97,7 +101,7 @@ class Planner:
     inner: Inner
     devices: Sequence[torch.device]
     output_device: torch.device
-    options: PlannerOptions
+    options: BalancedBackend
     placement: Placement
     running: Callable[[Plan], contextlib.AbstractContextManager[Any]]
     _why: str = ""  # the batch is not split
@@ -120,10 +124,9 @@ class Planner:
         ):
             warnings.simplefilter("ignore")  # the step itself gives forward's warnings
             try:
-                self._batch = Batch(inputs, dim=self.options.batch_dim)
+                self._batch = Batch(inputs, dim=None if self.options.microbatches == 1 else self.options.batch_dim)
             except RunsWhole as error:
-                self._batch = Batch(inputs, dim=None)
-                self._keep_whole(error)
+                self._keep_whole(inputs, error)
             try:
                 found = replace(self._plan(), model=type(model).__name__)
             finally:
@@ -131,9 +134,10 @@ class Planner:
         _log.log(logging.INFO if found.is_split else logging.WARNING, "%s", found)
         return found
 
-    def _keep_whole(self, error: Exception) -> None:
+    def _keep_whole(self, inputs: Any, error: Exception) -> None:
+        """From now on, see the batch as one sample."""
         self._why = f"the first batch runs whole: {str(error).splitlines()[0]}"
-        self.options = replace(self.options, microbatches=1)
+        self._batch = Batch(inputs, dim=None)
 
     def _plan(self) -> Plan:
         """Make the plan; make it again if it runs out of memory."""
@@ -152,56 +156,18 @@ class Planner:
         return self._choose(profile)
 
     def _profile(self) -> Profile:
-        """Profile the model on parts of the batch that fit, or on the batch if forward fails on parts."""
+        """Profile micro-batches of two sizes that fit, or the whole batch if forward fails on parts of it."""
         model, device = self.inner.model, self.output_device
         placed = initial_devices(model, self._specs, self.options, output_device=device)
         self.placement.move(placed, otherwise=device)
-        with staged(model, placed, output_device=device) as stages:
-            prepare = functools.partial(self._prepared, stages)
-            try:
-                return self._measure(prepare)
-            except (ConfigError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                prepare(self._batch.size)()  # raises errors of forward on the whole batch
-                if self.options.microbatches == 1:
-                    raise
-                self._keep_whole(error)
-            return self._measure(prepare)
-
-    def _prepared(self, stages: Staged, size: int) -> Callable[[], Any]:
-        """Return a function that runs a forward of some samples."""
-        self._state.restore()
-        inputs = copy_inputs(self._batch.first(size))
-
-        def run() -> Any:
-            with stages.batch(is_counted=False):
-                return stages.run(self.inner, inputs)
-
-        return run
-
-    def _sizes(self) -> tuple[int, int, int]:
-        """Return how many samples a micro-batch has at least, two for batch norm, and two sizes to measure."""
-        samples = self._batch.size
-        if self.options.microbatches == 1:
-            return samples, samples, samples
-        norms = any(isinstance(each, _BatchNorm) for each in self.inner.model.modules())
-        least = 1 + (norms and samples >= 4)
-        return least, max(least, samples // 16), max(least, samples // 4, min(4, samples // 2))
-
-    def _measure(self, prepare: Callable[[int], Callable[[], Any]]) -> Profile:
-        """Profile micro-batches of two sizes, or of the largest ones that fit."""
-        model, device = self.inner.model, self.output_device
-        least, *sizes = self._sizes()
+        norms = any(isinstance(each, _BatchNorm) for each in model.modules())
+        samples, least = self._batch.size, 1
+        if norms and samples >= 4:
+            least = 2  # with which batch norm trains
+        sizes = [max(least, samples // 16), max(least, samples // 4, min(4, samples // 2))]
         while True:
             try:
-                run = prepare(sizes[0])
-                with self._state.watching():
-                    run()
-                found = find_units(model, prepare(sizes[0]), samples=sizes[0])
-                if found.units:
-                    found = measure_units(model, found, prepare, sizes=sizes, device=device)
-                return replace(found, samples=self._batch.size)
+                return self._measured(placed, sizes)
             except torch.OutOfMemoryError as error:
                 if sizes[1] == least:
                     raise ConfigError(
@@ -209,66 +175,85 @@ class Planner:
                         why=str(error).splitlines()[0],
                         fix="use larger devices or smaller submodules, which can be on different devices",
                     ) from error
-            sizes = [max(least, each // 2) for each in sizes]
+                sizes = [max(least, each // 2) for each in sizes]
+            except Exception as error:
+                if self._batch.size == 1:  # an error of the user's
+                    raise
+                self._keep_whole(self._batch.inputs, error)
+                least, sizes = 1, [1, 1]
+
+    def _measured(self, placed: Mapping[str, torch.device], sizes: Sequence[int]) -> Profile:
+        model, device = self.inner.model, self.output_device
+        with Staged(model, placed, device) as stages:
+            prepare = functools.partial(self._prepared, stages)
+            with self._state.watching():
+                found = find_units(model, prepare(sizes[0]), samples=sizes[0])
+            if found.units:
+                found = measure_units(model, found, prepare, sizes=sizes, device=device)
+        return replace(found, samples=self._batch.size)
+
+    def _prepared(self, stages: Staged, size: int) -> Callable[[], Any]:
+        """Return a function that runs a forward of some samples."""
+        self._state.restore()
+        inputs = self._batch.trial(size).inputs
+
+        def run() -> Any:
+            with stages.batch(is_counted=False):
+                return stages.run(self.inner, inputs)
+
+        return run
 
     def _choose(self, profile: Profile) -> Plan:
         """Return the plan with its measured time; or leave the model unsplit, if this is not slower."""
         search = Search(profile, self._specs, self.options)
-        fits = float(search.needed[0, -1]) <= _cap_of(self.output_device, self._specs)
-        if fits and self.options.microbatches == 1:
-            return self._leave_unsplit(self._why or "microbatches=1 runs the model as it is")
-        plan = search.best()
+        fits = search.fits(self.output_device)
+        if fits and self._batch.size == 1:
+            return self._leave_unsplit(self._why or "a batch of one sample, or with microbatches=1, is not split")
+        plan = replace(search.best(), why=self._why or "shortest predicted step of all splits")
         self._predicted = dict(zip(plan.devices, plan.memory_bytes, strict=True))
-        plan = replace(plan, why=self._why or "shortest predicted step of all splits")
         if fits:
             why = f"{plan.why}; the model fits on one device, where backend='ddp' is normally faster"
-            plan = replace(plan, unsplit_s=self._unsplit_s(), why=why)
-        is_free = self.options.microbatches is None and plan.unsplit_s is not None
+            self.placement.move({}, otherwise=self.output_device)
+            with (
+                contextlib.suppress(torch.OutOfMemoryError),  # it does not fit
+                Staged(self.inner.model, {}, self.output_device),  # keeps batch norm's statistics
+            ):
+                plan = replace(plan, unsplit_s=min(self._step_s(self.inner) for _ in range(2)), why=why)
+        is_free = self.options.microbatches == "auto" and plan.unsplit_s is not None
         if is_free and min(len(plan.devices), plan.microbatches) == 1:
             return self._leave_unsplit("no split is predicted to be faster than one device")
         if not is_free and all(each.type == "cpu" for each in self._used):
             return plan
         with self.running(plan) as call:
+            call.staged.counts = False
             self._step_s(call)  # warms up
             plan = replace(plan, measured_s=self._step_s(call))
             refusal = call.refusal
         if refusal is not None:
-            self._keep_whole(refusal)
-            return self._choose(profile)
+            self._keep_whole(self._batch.inputs, refusal)
+            return self._leave_unsplit(self._why) if fits else self._plan()
         if is_free and (plan.speedup or 0.0) < _MIN_SPEEDUP:
             took = [f"{(each or 0.0) * 1000:.1f} ms" for each in (plan.unsplit_s, plan.measured_s)]
             return self._leave_unsplit(f"a step takes {took[0]} on one device, and {took[1]} if split")
         return plan
 
-    def _unsplit_s(self) -> float | None:
-        """Return the seconds of a step on one device; None: it does not fit there."""
-        self.placement.move({}, otherwise=self.output_device)
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return min(self._step_s(self.inner) for _ in range(2))
-        return None
-
     def _step_s(self, call: Callable[..., Any]) -> float:
         """Return the seconds of forward and backward of the batch."""
         self._state.restore()
-        args, kwargs = copy_inputs(self._batch.inputs)
-        step = lambda: run_backward(self.inner.model, call(*args, **kwargs))  # noqa: E731  # as short as a name for it
-        return seconds_of(step, self._used)
+        args, kwargs = self._batch.trial(self._batch.size).inputs
+        return seconds_of(lambda: run_backward(self.inner.model, call(*args, **kwargs)), self._used)
 
     def _leave_unsplit(self, why: str) -> Plan:
-        self.placement.move({}, otherwise=self.output_device)
         return Plan(
             samples=self._batch.size,
-            units=(),
-            bounds=(0,),
             devices=(str(self.output_device),),
-            microbatches=1,
             is_split=False,
             why=f"no gain: {why}; consider backend='ddp'",
         )
 
 
 def initial_devices(
-    model: nn.Module, specs: Sequence[DeviceSpec], options: PlannerOptions, *, output_device: torch.device
+    model: nn.Module, specs: Sequence[DeviceSpec], options: BalancedBackend, *, output_device: torch.device
 ) -> dict[str, torch.device]:
     """Return the device of each submodule without submodules of a model that is not profiled; {}: the output device.
 
@@ -278,36 +263,43 @@ def initial_devices(
         ConfigError: the parameters alone do not fit.
     """
     names = [name for name, each in model.named_modules() if name and not [*each.children()]]
-    states = 1 + trained_share(model) * (1 + options.optimizer_state)
-    sizes = states * torch.tensor(parameter_bytes(model, names), dtype=torch.float64, device="cpu")
-    needed = sums(sizes, range(len(names) + 1))
-    if not names or needed[0, -1] <= _cap_of(output_device, specs):
+    if not names:
         return {}
-    order = _order(specs)
-    bounds = split((needed / each.cap_bytes).masked_fill_(needed > each.cap_bytes, math.inf) for each in order)
-    if bounds is None:
-        raise _too_large(needed, specs, what="even without activations, the best split")
-    pairs = zip(order, itertools.pairwise(bounds), strict=True)
-    return {name: torch.device(spec.device) for spec, (begin, end) in pairs for name in names[begin:end]}
+    sizes = torch.tensor(parameter_bytes(model, names), dtype=torch.float64, device="cpu")
+    none = torch.zeros_like(sizes)
+    profile = Profile(
+        units=tuple(names),
+        places=tuple(range(len(names))),
+        depth=none,
+        moved=none,
+        parameters=sizes,
+        costs={"forward": Line(none, sizes), "backward": Line(none, none), "saved": Line(none, none)},
+        trained_share=trained_share(model),
+    )
+    search = Search(profile, [replace(each, speed=each.cap_bytes) for each in specs], options)
+    return {} if search.fits(output_device) else search.best().unit_devices()
 
 
 class Search:
     """The plans that are possible for a profiled model on given devices.
+
+    Stages follow the order of the devices, but the last one is on the first device, which holds the training loop's
+    targets: outputs, targets and loss are then on one device, and only the input is copied.
 
     Attributes:
         needed: bytes of each stage: of parameters, gradients and optimizer state; and those that autograd saves of the
             batch with those that are moved, or another copy of the parameters, with which optimizers compute.
     """
 
-    def __init__(self, profile: Profile, specs: Sequence[DeviceSpec], options: PlannerOptions) -> None:
-        self.profile, self.specs = profile, specs
+    def __init__(self, profile: Profile, specs: Sequence[DeviceSpec], options: BalancedBackend) -> None:
+        self.profile, self._order = profile, [*specs[1:], specs[0]]
         samples, given, trained = profile.samples, options.microbatches, profile.trained_share
         # More than 64 micro-batches only add overhead. Smaller ones than measured may behave differently.
         most = max(1, samples // profile.least_samples)
         powers = [2**power for power in range(7) if 2**power <= most]
-        self._counts = powers if given is None else [min(given, samples)]
-        count = len(profile.places) // _MOST_PLACES + 1
-        self._places = [*profile.places[::count], len(profile.units)]
+        self._counts = powers if given == "auto" else [min(given, samples)]
+        every = len(profile.places) // _MOST_PLACES + 1
+        self._places = [*profile.places[::every], len(profile.units)]
         begins, moved = self._places[:-1], profile.moved * samples
         held = sums(profile.costs["saved"].at(samples), self._places) + moved[begins, None]
         held[:, -1] += profile.output_bytes * samples  # all outputs are joined there
@@ -317,6 +309,10 @@ class Search:
         self._moved_s = moved[begins, None] / _BYTES_PER_S
         self._depth = profile.depth[begins, None]
 
+    def fits(self, device: torch.device) -> bool:
+        """Return whether the unsplit model fits on a device, which the pipeline uses."""
+        return any(self.needed[0, -1] <= each.cap_bytes for each in self._order if each.device == str(device))
+
     def best(self) -> Plan:
         """Return the plan with the shortest predicted step.
 
@@ -325,40 +321,47 @@ class Search:
         """
         found = [each for m in self._counts for each in self._plans(m)]
         if not found:
-            raise _too_large(self.needed, self.specs, what="the best split")
+            bounds = split([self.needed] * len(self._order)) or ()
+            size = max(float(self.needed[pair]) for pair in itertools.pairwise(bounds) if pair[0] < pair[1])
+            raise ConfigError(
+                f"the model does not fit on {', '.join(each.device for each in self._order)}",
+                why=f"the best split needs at least {size / 2**20:.1f} MiB ({size:.0f} bytes) on every device",
+                fix="use more or larger devices or a smaller batch, raise memory=, or save memory: "
+                "torch.utils.checkpoint in the model, the true optimizer_state=",
+            )
         return min(found, key=lambda each: each.predicted_s or 0.0)
 
     def _plans(self, m: int) -> Iterator[Plan]:
         """Yield good plans with m micro-batches."""
-        part, order = self.profile.samples / m, _order(self.specs)
-        seconds = [sums(self.profile.costs[phase].at(part), self._places) for phase in ("forward", "backward")]
+        part, moved_s = self.profile.samples / m, self._moved_s / m
+        phases = [sums(self.profile.costs[phase].at(part), self._places) for phase in ("forward", "backward")]
         for weight in _BACKWARD_WEIGHTS:
-            both = seconds[0] + weight * seconds[1]
-            inside = _INSIDE * both[0, -1] / len(order) * self._depth
+            both = phases[0] + weight * phases[1]
+            inside = _INSIDE * both[0, -1] / len(self._order) * self._depth
             bounds = split(
-                (both / spec.speed + (1 + weight) / m * self._moved_s + inside).masked_fill_(
+                (both / spec.speed + (1 + weight) * moved_s + inside).masked_fill(
                     self.needed > spec.cap_bytes, math.inf
                 )
-                for spec in order
+                for spec in self._order
             )
-            pairs = zip(order, itertools.pairwise(bounds or ()), strict=bounds is not None)
-            stages = [(spec, pair) for spec, pair in pairs if pair[0] < pair[1]]
-            if not stages:
+            if bounds is None:
                 continue
-            phases = [
-                [float(each[pair]) / spec.speed + float(self._moved_s[pair[0]]) / m for spec, pair in stages]
-                for each in seconds
-            ]
+            pairs = zip(self._order, itertools.pairwise(bounds), strict=True)
+            stages = [(spec, *pair) for spec, pair in pairs if pair[0] < pair[1]]
+            forward_s, backward_s = (
+                tuple(float(phase[begin, end] / spec.speed + moved_s[begin]) for spec, begin, end in stages)
+                for phase in phases
+            )
             yield Plan(
                 samples=self.profile.samples,
                 units=self.profile.units,
-                bounds=(0, *(self._places[end] for _, (_, end) in stages)),
-                devices=tuple(spec.device for spec, _ in stages),
+                bounds=(0, *(self._places[end] for *_, end in stages)),
+                devices=tuple(spec.device for spec, *_ in stages),
                 microbatches=m,
-                forward_s=tuple(phases[0]),
-                backward_s=tuple(phases[1]),
-                memory_bytes=tuple(float(self.needed[pair]) for _, pair in stages),
-                predicted_s=step_s(phases[0], phases[1], m),
+                forward_s=forward_s,
+                backward_s=backward_s,
+                memory_bytes=tuple(float(self.needed[begin, end]) for _, begin, end in stages),
+                predicted_s=step_s(forward_s, backward_s, m),
             )
 
 
@@ -366,27 +369,3 @@ def step_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches
     """Return the predicted seconds of a step, given the seconds of each stage for one micro-batch."""
     phases = (forward_s, backward_s)
     return sum(math.fsum(each) + (microbatches - 1) * max(each) for each in phases)
-
-
-def _order(specs: Sequence[DeviceSpec]) -> list[DeviceSpec]:
-    """Return the devices in the order of the stages.
-
-    The last stage is on the first device, which holds the training loop's targets: outputs, targets and loss are then
-    on one device, and only the input is copied.
-    """
-    return [*specs[1:], specs[0]]
-
-
-def _cap_of(device: torch.device, specs: Sequence[DeviceSpec]) -> float:
-    """Return the memory limit of a device; if the pipeline does not use it, no model fits."""
-    return next((each.cap_bytes for each in specs if each.device == str(device)), -1.0)
-
-
-def _too_large(needed: torch.Tensor, specs: Sequence[DeviceSpec], *, what: str) -> ConfigError:
-    size = smallest_cap(needed, len(specs))
-    return ConfigError(
-        f"the model does not fit on {', '.join(each.device for each in specs)}",
-        why=f"{what} needs {size / 2**20:.1f} MiB ({size:.0f} bytes) on every device",
-        fix="use more or larger devices or a smaller batch, raise memory=, or save memory: "
-        "torch.utils.checkpoint in the model, the true optimizer_state=",
-    )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from typing_extensions import override
 
 from parallelize.backends.balanced.engine import BalancedEngine
-from parallelize.backends.balanced.plan import Plan, PlannerOptions
+from parallelize.backends.balanced.plan import Plan
 from parallelize.backends.ddp_engine import DDPOptions
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, Fault
@@ -44,24 +44,23 @@ class BalancedBackend(DDPOptions):
             these, and inputs are moved there. On the CPU, which may be listed several times, stages do not overlap:
             this is for tests.
         devices_per_process: how many devices one process drives; None: all of the node.
-        microbatches: number of micro-batches per batch, even if not splitting is faster; "auto": the fastest number.
+        microbatches: number of micro-batches per batch, even if not splitting is faster; "auto": the fastest number;
+            1: no batch is split, and batch norm normalizes all of it.
         memory: usable bytes of each device, or one number for all; None: 90 % of the free bytes on GPUs, no CPU limit.
-        batch_norm: "micro": normalize each micro-batch; "full": normalize the full batch by not splitting batches.
         batch_dim: batch dimension of the inputs.
         optimizer_state: bytes of optimizer state per byte of a trained parameter: 2 for Adam, 0 for SGD.
         plan: result of an earlier `parallelize.plan(model)`, used without profiling, in place of
-            `microbatches`, `memory` and `batch_norm`.
+            `microbatches` and `memory`.
     """
 
     name = "balanced"
     process_per = "node"
     places_model = True
     amp: ClassVar[Mapping[str, frozenset[str]]] = {"native": frozenset(LEVELS)}
-    devices: tuple[str, ...] | None = None
+    devices: tuple[str, ...] | None = field(default=None, hash=False)  # may be a list
     devices_per_process: int | None = None
     microbatches: int | Literal["auto"] = "auto"
-    memory: int | tuple[int, ...] | None = None
-    batch_norm: Literal["micro", "full"] = "micro"
+    memory: int | tuple[int, ...] | None = field(default=None, hash=False)
     batch_dim: int = 0
     optimizer_state: float = 2.0
     plan: Plan | None = None
@@ -69,11 +68,13 @@ class BalancedBackend(DDPOptions):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("devices", "memory"):  # lists are not hashable
-            value = getattr(self, name)
-            if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
-        if faults := list(_faults(self)):
+        counts = {name: getattr(self, name) for name in ("microbatches", "devices_per_process")}
+        faults = [
+            Fault(f"{name}={count!r}", "not a positive integer", "use a number such as 4, or omit it")
+            for name, count in counts.items()
+            if count not in {"auto", None} and (type(count) is not int or count < 1)
+        ]
+        if faults:
             raise ConfigError.of(faults)
 
     @override
@@ -90,7 +91,6 @@ class BalancedBackend(DDPOptions):
     def engine(self, inner: Inner, *, world: World, devices: tuple[torch.device, ...], **_: Any) -> Engine:
         """Return an engine that makes the plan and builds the pipeline on the first batch."""
         _check_supported(inner)
-        microbatches = 1 if self.batch_norm == "full" else self.microbatches
         named = devices if self.devices is None else tuple(map(_complete, self.devices))
         if self.devices_per_process is not None and devices[0].type != "cpu":
             named = tuple(each for each in named if each in devices)
@@ -98,14 +98,8 @@ class BalancedBackend(DDPOptions):
             inner=inner,
             devices=named,
             device=devices[0],
-            options=PlannerOptions(
-                microbatches=None if microbatches == "auto" else microbatches,
-                optimizer_state=self.optimizer_state,
-                batch_dim=self.batch_dim,
-                memory=self.memory,
-            ),
-            given=self.plan,
-            ddp=self if world.world_size > 1 else None,
+            options=self,
+            is_alone=world.world_size == 1,
         )
 
 
@@ -113,22 +107,6 @@ def _complete(name: str) -> torch.device:
     """Return the device with this name; a missing index is 0, but CPU devices have none."""
     device = torch.device(name)
     return device if device.type == "cpu" or ":" in name else torch.device(device.type, 0)
-
-
-def _faults(options: Any) -> Iterator[Fault]:
-    """Yield a fault for each option with an invalid value, of any type."""
-    for name in ("microbatches", "devices_per_process"):
-        count = getattr(options, name)
-        if count not in {"auto", None} and (type(count) is not int or count < 1):
-            yield Fault(f"{name}={count!r}", "not a positive integer", "use a number such as 4, or omit it")
-    if options.batch_norm not in {"micro", "full"}:
-        yield Fault(f"batch_norm={options.batch_norm!r}", "unknown mode", "use 'micro' or 'full'")
-    if options.sync_batchnorm:
-        yield Fault(
-            "sync_batchnorm=True under backend='balanced'",
-            "each micro-batch is normalized separately, and its statistics are merged afterwards",
-            "drop it; batch_norm='full' normalizes over the full batch of each rank",
-        )
 
 
 def _check_supported(inner: Inner) -> None:

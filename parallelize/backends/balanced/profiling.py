@@ -19,7 +19,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -60,9 +60,9 @@ class Line(NamedTuple):
     fixed: torch.Tensor
     per_sample: torch.Tensor
 
-    def at(self, samples: float, microbatches: int = 1) -> torch.Tensor:
-        """Return what `microbatches` of them take that have this many samples in total."""
-        return self.fixed * microbatches + self.per_sample * samples
+    def at(self, samples: float) -> torch.Tensor:
+        """Return what a micro-batch of so many samples takes."""
+        return self.fixed + self.per_sample * samples
 
     @classmethod
     def through(cls, sizes: Sequence[int], values: Sequence[torch.Tensor]) -> Line:
@@ -105,36 +105,8 @@ class Profile:
 
 def find_units(model: nn.Module, run: Callable[[], object], *, samples: int) -> Profile:
     """Run a forward of some samples; return its units without costs."""
-    calls, sizes, changing, output = _recorded(model, run)
-    modules = dict(model.named_modules())
-    above = {name: [each for each in calls if name.startswith(f"{each}.")] for name in calls}
-    inside = {each for names in above.values() for each in names}
-    names = [
-        name
-        for name in calls
-        if all(calls[each] == 1 for each in above[name])
-        and ((calls[name] == 1 and name not in inside) or (calls[name] > 1 and [*modules[name].parameters()]))
-    ]
-    units = [*names]  # named after the largest modules that begin with them
-    for name in reversed(calls):
-        found = [index for index, each in enumerate(names) if f"{each}.".startswith(f"{name}.")]
-        if found and found[-1] - found[0] == len(found) - 1:
-            units[found[0]] = name
-    return Profile(
-        units=tuple(units),
-        places=tuple(index for index, each in enumerate(units) if not index or each not in changing),
-        depth=_vector([len(above[each]) for each in units]),
-        moved=_vector([sizes[each] / samples for each in units]),
-        parameters=_vector(parameter_bytes(model, units)),
-        trained_share=trained_share(model),
-        output_bytes=output / samples,
-    )
-
-
-def _recorded(model: nn.Module, run: Callable[[], object]) -> tuple[Counter[str], dict[str, int], set[str], int]:
-    """Return the calls of submodules, the bytes of their arguments, which of these change, and the bytes of outputs."""
     calls = Counter[str]()  # in the order of first calls
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = {}  # bytes of the arguments of the first call
     versions: list[tuple[str, Any, int]] = []  # of the arguments of each call
 
     def enter(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -143,24 +115,57 @@ def _recorded(model: nn.Module, run: Callable[[], object]) -> tuple[Counter[str]
         sizes.setdefault(name, sum(map(_bytes, tensors)))
         versions.extend((name, weakref.ref(each), each._version) for each in tensors)
 
-    with contextlib.ExitStack() as stack:
-        for name, each in _visible(model):
-            hook = functools.partial(enter, name)
-            stack.callback(each.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        output = run()
+    modules = dict(_visible(model))
+    with _calling(modules, enter):
+        outputs = tensors_in(run())  # which keep tensors alive
     changing = {name for name, ref, version in versions if ref() is not None and ref()._version != version}
-    outputs = tensors_in(output)  # which have kept tensors alive
+    units, depth = _units(modules, calls)
     # A loss that the user computes saves as many fp32 values as cross_entropy, and has two gradients.
     values = 4 if any(each.dim() == 0 for each in outputs) else 16
-    return calls, sizes, changing, values * sum(each.numel() for each in outputs)
+    return Profile(
+        units=tuple(units),
+        places=tuple(index for index, each in enumerate(units) if not index or each not in changing),
+        depth=_vector(depth),
+        moved=_vector([sizes[each] / samples for each in units]),
+        parameters=_vector(parameter_bytes(model, units)),
+        trained_share=trained_share(model),
+        output_bytes=values * sum(each.numel() for each in outputs) / samples,
+    )
+
+
+def _units(modules: Mapping[str, nn.Module], calls: Counter[str]) -> tuple[list[str], list[int]]:
+    """Return the names of the units, by the number of calls of each module, and in how many modules each begins."""
+    around = {name: [each for each in calls if name.startswith(f"{each}.")] for name in calls}
+    inside = {each for names in around.values() for each in names}
+    names = [
+        name
+        for name, count in calls.items()
+        if all(calls[each] == 1 for each in around[name])
+        and (name not in inside if count == 1 else [*modules[name].parameters()])
+    ]
+    units = [*names]  # named after the largest modules that begin with them
+    for name in reversed(calls):
+        found = [index for index, each in enumerate(names) if f"{each}.".startswith(f"{name}.")]
+        if found and found[-1] - found[0] == len(found) - 1:
+            units[found[0]] = name
+    return units, [len(around[each]) for each in units]
+
+
+@contextlib.contextmanager
+def _calling(modules: Mapping[str, nn.Module], enter: Callable[..., None]) -> Iterator[None]:
+    """Call enter(name, module, args, kwargs) before each call of a module."""
+    with contextlib.ExitStack() as hooks:
+        for name, module in modules.items():
+            hook = functools.partial(enter, name)
+            hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
 
 
 def parameter_bytes(model: nn.Module, units: Sequence[str]) -> list[int]:
     """Return the bytes of the parameters and buffers of each unit, those of other modules with a unit near them."""
     found = dict.fromkeys(units, 0)
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    for name, unit in owners(model, units).items() if units else ():
-        found[unit] += _bytes(tensors[name]) if name in tensors else 0  # tied ones count once
+    for tensor, unit in owners(model, units) if units else ():
+        found[unit] += _bytes(tensor)  # tied ones count once
     return [*found.values()]
 
 
@@ -174,47 +179,41 @@ def _visible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 hidden.update(map(id, module.modules()))
 
 
-_Costs = defaultdict[tuple[str, str], float]
-"""Seconds and bytes of all calls, by the name of a unit and the name of a cost."""
-
-
 class _Clock:
-    """Records when units begin in forward, and when their inputs' gradients are computed in backward."""
+    """Records which unit runs when: in forward by hooks before calls, in backward by hooks of their arguments."""
 
     def __init__(self, model: nn.Module, profile: Profile, device: torch.device) -> None:
-        self._costs: _Costs = defaultdict(float)
         self._model, self._profile = model, profile
-        self._device = device
         self._calls: list[tuple[str, torch.device]] = []
-        self._running = -1  # the last call while forward runs, then the index of the one that runs in backward
-        self._laps: list[tuple[tuple[str, str], torch.device, Any, Any]] = []
+        self._last = 0  # index of the call whose backward runs
+        self._device = device
+        self._laps: list[tuple[tuple[str, str], Any, Any]] = []
+        self._saved = Counter[str]()
         self._seen = {each.untyped_storage().data_ptr() for each in model.parameters() if each.layout is torch.strided}
 
-    def run(self, call: Callable[[], Any]) -> _Costs:
-        """Run forward and backward, and return the costs."""
-        self._began = self._device, _now(self._device)
-        with contextlib.ExitStack() as stack:
-            for name in self._profile.units:
-                hook = functools.partial(self._begin, name)
-                module = self._model.get_submodule(name)
-                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor))
+    def run(self, call: Callable[[], Any]) -> dict[tuple[str, str], float]:
+        """Run forward and backward; return the seconds of each unit in both, and the bytes that it has "saved"."""
+        # What runs: a unit and a phase, the device and since when. The first unit begins before it is called.
+        self._running = (self._profile.units[0], "forward"), self._device, _now(self._device)
+        with (
+            _calling({name: self._model.get_submodule(name) for name in self._profile.units}, self._begin),
+            torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor),
+        ):
             output = call()
-        self._running = len(self._calls) - 1
-        self._lap("forward", self._calls[-1][1])
+        self._last = len(self._calls)
+        self._end_backward(self._last)
         run_backward(self._model, output)
         self._end_backward(0)
-        _synchronize({device for _, device, *_ in self._laps})
-        for cost, _, began, ended in self._laps:
-            self._costs[cost] += _seconds(began, ended)
-        return self._costs
+        _synchronize({device for _, device in self._calls})
+        costs = {(name, "saved"): float(size) for name, size in self._saved.items()}
+        for key, began, ended in self._laps:
+            costs[key] = costs.get(key, 0.0) + _seconds(began, ended)
+        return costs
 
     def _begin(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin a call of a unit; what runs before the first one counts as a part of it."""
         tensors = tensors_in((args, kwargs))
-        device = tensors[0].device if tensors else self._device
-        if self._calls or device != self._device:
-            self._lap("forward", device)
+        device = tensors[0].device if tensors else self._running[1]
+        self._switch((name, "forward"), device)
         end = functools.partial(self._end_backward, len(self._calls))
         self._calls.append((name, device))
         for each in tensors:
@@ -223,25 +222,27 @@ class _Clock:
 
     def _end_backward(self, index: int, _: Any = None) -> None:
         """End the backward of a call; those of later calls that no gradient has ended are a part of it."""
-        if index <= self._running:
-            self._running = index
-            self._lap("backward", self._calls[max(0, index - 1)][1])
-            self._running = index - 1
+        if index > self._last:
+            return
+        if index < self._last:
+            self._running = (self._calls[index][0], "backward"), *self._running[1:]
+        self._last = max(0, index - 1)
+        name, device = self._calls[self._last]
+        self._switch((name, "backward"), device)
 
-    def _lap(self, phase: str, device: torch.device) -> None:
-        """End what has run until now, and begin what runs on `device`."""
-        before, began = self._began
-        if self._calls:
-            self._laps.append(((self._calls[self._running][0], phase), before, began, _now(before)))
-        self._began = device, _now(device)
+    def _switch(self, key: tuple[str, str], device: torch.device) -> None:
+        """End what has run until now, and begin another."""
+        before, where, began = self._running
+        self._laps.append((before, began, _now(where)))
+        self._running = key, device, _now(device)
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor that autograd saves: each storage once, those of parameters never."""
-        if tensor.layout is torch.strided and self._calls:
+        if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._seen:
                 self._seen.add(storage.data_ptr())
-                self._costs[self._calls[-1][0], "saved"] += storage.nbytes()
+                self._saved[self._running[0][0]] += storage.nbytes()
         return tensor.detach()  # makes no reference cycle
 
 
@@ -262,30 +263,29 @@ def measure_units(
         sizes: numbers of samples of the smaller and of the larger micro-batch.
         device: that of the inputs.
     """
-
-    def vector(runs: Sequence[_Costs], kind: str) -> torch.Tensor:
-        return _vector([min(each[name, kind] for each in runs) for name in found.units])
-
     runs = [[_Clock(model, found, device).run(prepare(size)) for _ in range(_REPEATS)] for size in sizes]
-    kinds = ("forward", "backward", "saved")
-    costs = {kind: Line.through(sizes, [vector(each, kind) for each in runs]) for kind in kinds}
+
+    def line(kind: str) -> Line:
+        values = [_vector([min(run.get((name, kind), 0.0) for run in each) for name in found.units]) for each in runs]
+        return Line.through(sizes, values)
+
     # The gradients of each micro-batch are added to those of the ones before it.
     block = torch.ones(2**20, device=device)
-    seconds = _shortest(lambda: block.add_(block), [device]) / block.nbytes
-    fixed, per_sample = costs["backward"]
-    costs["backward"] = Line(fixed + seconds * found.trained_share * found.parameters, per_sample)
+    seconds = _shortest(lambda: block.add_(block), device) / block.nbytes
+    fixed, per_sample = line("backward")
+    backward = Line(fixed + seconds * found.trained_share * found.parameters, per_sample)
+    costs = {"forward": line("forward"), "backward": backward, "saved": line("saved")}
     return replace(found, costs=costs, least_samples=sizes[0])
 
 
 def run_backward(model: nn.Module, output: Any) -> None:
     """Compute and discard the gradients of a model's parameters, where this can be done."""
     wanted = [each for each in model.parameters() if each.requires_grad]
-    outputs = [each for each in tensors_in(output) if each.grad_fn is not None]
-    if not outputs or not wanted:
+    sums = [each.sum().real for each in tensors_in(output) if each.grad_fn is not None]
+    if not sums or not wanted:
         return
-    ones = [each.new_ones(()).expand_as(each) for each in outputs]
     try:
-        torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+        torch.autograd.grad(sums, wanted, allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):  # torch's message: such a checkpoint stores gradients
             raise
@@ -369,17 +369,18 @@ def device_specs(
             why="each device has one limit",
             fix="pass one number of bytes per device, or one for all",
         )
-    kinds = {each: torch.cuda.get_device_name(each) if each.type == "cuda" else each.type for each in devices}
+    kinds = [torch.cuda.get_device_name(each) if each.type == "cuda" else each.type for each in devices]
     # Devices of one kind are equally fast: a measured difference would be noise.
-    seconds = {kind: _matmul_seconds(each) for each, kind in kinds.items() if len({*kinds.values()}) > 1}
-    first = seconds.get(kinds[devices[0]], 1.0)
+    seconds = {
+        kind: _matmul_seconds(each) if len({*kinds}) > 1 else 1.0 for kind, each in zip(kinds, devices, strict=True)
+    }
     return [
         DeviceSpec(
             device=str(device),
             cap_bytes=min(_free_bytes(device, model) / devices.count(device), limit or _NO_LIMIT),
-            speed=first / seconds.get(kinds[device], first),
+            speed=seconds[kinds[0]] / seconds[kind],
         )
-        for device, limit in zip(devices, limits, strict=True)
+        for device, kind, limit in zip(devices, kinds, limits, strict=True)
     ]
 
 
@@ -395,9 +396,9 @@ def _free_bytes(device: torch.device, model: nn.Module) -> float:
 
 def _matmul_seconds(device: torch.device) -> float:
     matrix = torch.ones(1024, 1024, device=device)
-    return _shortest(lambda: matrix @ matrix, [device])
+    return _shortest(lambda: matrix @ matrix, device)
 
 
-def _shortest(call: Callable[[], object], devices: Sequence[torch.device]) -> float:
+def _shortest(call: Callable[[], object], device: torch.device) -> float:
     """Return the shortest of three durations of a call, after one that warms up."""
-    return min([seconds_of(call, devices) for _ in range(4)][1:])
+    return min([seconds_of(call, [device]) for _ in range(4)][1:])

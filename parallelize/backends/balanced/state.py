@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelize.runtime.containers import leaves
-from parallelize.runtime.rng_state import RNGState
+from parallelize.runtime.rng import RNGState
 
 __all__ = ["ModelState"]
 
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"}) - {"training"}
 """Attributes that torch sets on every module, such as its hooks, and the forward that a block replaces."""
 _PLAIN = (bool, int, float, str)
 _CONTAINERS = frozenset({list, dict, set})
-_MISSING = object()
 
 
 class _Writes(TorchDispatchMode):
@@ -40,48 +38,44 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
-        given, schema = kwargs or {}, func._schema
+        schema = func._schema
         if schema.is_mutable and schema.name != "aten::record_stream":  # which changes no value
-            for index, argument in enumerate(schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._copy(args[index] if index < len(args) else given.get(argument.name))
-        return func(*args, **given)
-
-    def _copy(self, written: Any) -> None:
-        for leaf in leaves(written):
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                for each in self._of.get(leaf.untyped_storage()._cdata, ()):
+            given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | (kwargs or {})
+            writes = (each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write)
+            for leaf in leaves([given.get(name) for name in writes]):
+                for each in self._of.get(leaf.untyped_storage()._cdata, ()) if _is_dense(leaf) else ():
                     self.before.setdefault(id(each), each.detach().clone())
+        return func(*args, **(kwargs or {}))
 
 
 class ModelState:
-    """What a model's forward may change, as it is now; a change of batch norm's statistics is none."""
+    """What a model's forward may change, as it is now.
+
+    A forward of a `Staged` model does not change batch norm's statistics.
+    """
 
     def __init__(self, model: nn.Module, devices: Collection[torch.device]) -> None:
-        self._model, self._rng = model, RNGState(devices, has_python=True)
-        self._attributes = {
-            (path, name): (value, copy.copy(value) if type(value) in _CONTAINERS else None)
-            for path, _, name, value in self._current()
+        self._model, self._rng = model, RNGState(devices)
+        # By name: the dictionary and the key of a value, the value itself, what it contains and how it compares.
+        self._before = {
+            name: (where, key, value, copy.copy(value) if type(value) in _CONTAINERS else None, _form(value))
+            for name, where, key, value in self._values()
         }
-        # Name -> the module's dictionary, the key, the tensor and, if it was written, its former value.
-        self._written: dict[str, tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = {}
-        norms = (each for each in model.modules() if isinstance(each, _BatchNorm))
-        statistics = (each for norm in norms for each in norm._buffers.values() if each is not None)
-        self._statistics = [(each, each.clone()) for each in statistics]
+        self._written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by name: a tensor and its former value
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Learn which parameters and buffers a forward in this context writes or replaces."""
-        known = [(*each, each[-1].data) for each in self._tensors()]
-        writes = _Writes([each for *_, each, _ in known])
+        """Learn to which of the tensors a forward in this context writes, or gives other data."""
+        values = ((name, value) for name, (_, _, value, *_) in self._before.items())
+        known = {name: (each, each.data) for name, each in values if _is_dense(each)}
+        writes = _Writes([each for each, _ in known.values()])
         try:
             with writes:
                 yield
         finally:
-            for path, where, name, each, data in known:
-                is_new = where.get(name) is not each or each.data.data_ptr() != data.data_ptr()
-                if is_new or id(each) in writes.before:
-                    self._written[path] = where, name, each, writes.before.get(id(each), data)
+            for name, (each, data) in known.items():
+                if each.data.data_ptr() != data.data_ptr() or id(each) in writes.before:
+                    self._written[name] = each, writes.before.get(id(each), data)
 
     def draws(self) -> bool:
         """Return whether random numbers were drawn."""
@@ -89,51 +83,40 @@ class ModelState:
 
     def changed(self) -> list[str]:
         """Return the names of what has changed."""
-        found = [f"{path}.{name}".lstrip(".") for path, _, name, *_ in self._changed_attributes()]
-        return [*found, *self._written]
+        forms = {name: form for name, (*_, form) in self._before.items()}
+        return [*(name for name, *_, value in self._values() if forms.get(name) != _form(value)), *self._written]
 
     def restore(self) -> None:
         """Restore what has changed, and the states of the generators."""
-        for where, name, each, value in self._written.values():
-            where[name] = each
-            each.data.copy_(value)
-        for each, value in self._statistics:
-            if not torch.equal(each, value.to(each.device)):  # else autograd may have saved it
-                each.copy_(value)
-        for _, module, name, before, content in list(self._changed_attributes()):
-            if before is _MISSING:
-                del vars(module)[name]
-                continue
-            vars(module)[name] = before
+        for name, where, key, _ in [*self._values()]:
+            if name not in self._before:
+                del where[key]
+        for where, key, value, content, _ in self._before.values():
+            where[key] = value
             if content is not None:
-                before.clear()
-                (before.extend if isinstance(before, list) else before.update)(content)
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(content)
+        for each, data in self._written.values():
+            each.data.copy_(data)
         self._rng.restore()
 
-    def _changed_attributes(self) -> Iterator[tuple[str, nn.Module, str, Any, Any]]:
-        for path, module, name, value in self._current():
-            before, content = self._attributes.get((path, name), (_MISSING, None))
-            is_same = value is before or (isinstance(value, _PLAIN) and type(value) is type(before) and value == before)
-            if not is_same or (content is not None and _items(value) != _items(content)):
-                yield path, module, name, before, content
-
-    def _current(self) -> Iterator[tuple[str, nn.Module, str, Any]]:
-        """Yield the path, module, name and value of each attribute that torch does not set on every module."""
+    def _values(self) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+        """Yield the name, dictionary, key and value of parameters, buffers, and attributes that torch does not set."""
         for path, module in self._model.named_modules():
-            for name, value in vars(module).items():
-                if name not in _OF_EVERY_MODULE:
-                    yield path, module, name, value
-
-    def _tensors(self) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
-        for path, module in self._model.named_modules():
-            buffers = {} if isinstance(module, _BatchNorm) else module._buffers
-            places = [(where, *item) for where in (module._parameters, buffers) for item in where.items()]
-            for where, name, each in places:
-                if each is not None and each.layout is torch.strided:
-                    yield f"{path}.{name}".lstrip("."), where, name, each
+            # The attributes of O2's casts, which are there during a forward, have the names of parameters.
+            casts = module._parameters.keys() & vars(module).keys()
+            for where, others in ((vars(module), casts), (module._parameters, ()), (module._buffers, ())):
+                items = ((key, value) for key, value in where.items() if key not in {*_OF_EVERY_MODULE, *others})
+                yield from ((f"{path}.{key}".lstrip("."), where, key, value) for key, value in items)
 
 
-def _items(container: Any) -> list[Any]:
-    """Return plain values, and the ids of other objects, which may not compare."""
-    pairs = container.items() if isinstance(container, dict) else enumerate(container)
-    return [(key, each if isinstance(each, _PLAIN) else id(each)) for key, each in pairs]
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _form(value: Any) -> tuple[Any, ...]:
+    """Return plain values, and the ids of others, which may not compare; of containers, those in them, too."""
+    if type(value) in _CONTAINERS:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return id(value), *((key, each if isinstance(each, _PLAIN) else id(each)) for key, each in items)
+    return (value if isinstance(value, _PLAIN) else id(value),)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,55 +41,48 @@ class Copies(TorchFunctionMode):
 
     Attributes:
         device: of the last unit.
+        known: copies made of a micro-batch.
     """
 
     def __init__(self, devices: Collection[torch.device], device: torch.device) -> None:
         super().__init__()
         self.device, self._devices = device, frozenset(devices)
-        self._known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Copies of a micro-batch; those of parameters, which all micro-batches of a batch share.
+        self.known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._of_parameters: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run an operation with operands on one device."""
         given = kwargs or {}
-        if len(args) > 1 or given or (args and isinstance(args[0], (list, tuple))):
-            devices = {each.device for each in tensors_in((args, given))} & self._devices
-            if len(devices) > 1 and func not in _NEVER_MOVED:
-                changed = given.get("out", args[0] if _is_in_place(func) or given.get("inplace") else None)
-                places = {each.device for each in tensors_in(changed)} or {self.device}
-                if len(places) == 1:  # else torch refuses it
-                    args, given = self.moved((args, given), *places)
+        devices = {each.device for each in tensors_in((args, given))} & self._devices
+        if len(devices) > 1 and func not in _NEVER_MOVED:
+            changed = given.get("out", args[0] if _is_in_place(func) else None)
+            places = {each.device for each in tensors_in(changed)} or {self.device}
+            if len(places) == 1:  # else torch refuses it
+                args, given = self.moved((args, given), *places)
         return func(*args, **given)
 
     def moved(self, values: Any, device: torch.device) -> Any:
         """Return nested containers with the pipeline's tensors on a device; the same ones if all of them are there."""
-
-        def move(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.device == device or leaf.device not in self._devices:
-                return leaf
-            if leaf.is_inference() or torch.is_inference_mode_enabled():  # changes in place are not counted
-                return self._copy(leaf, device)
-            # After a change in place, a tensor is copied again. It is held so that its id stays valid.
-            key = id(leaf), leaf._version, device, torch.is_grad_enabled()
-            known = self._known.get(key)  # not read twice: an activation checkpoint may run in another thread
-            if known is None:
-                known = self._known[key] = leaf, self._copy(leaf, device)
-            return known[1]
-
-        return values if all(each.device == device for each in tensors_in(values)) else map_leaves(move, values)
+        return to_device(values, device, self._copy)
 
     def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if "cpu" in {tensor.device.type, device.type}:
-            return tensor.to(device)
-        events: list[torch.Event] = []
-        copy: torch.Tensor = _move(_arrive(tensor, events), device, events)
-        # Forward may change the tensor in place from now on.
-        torch.accelerator.current_stream(tensor.device).wait_stream(_copy_streams(tensor.device, device)[0])
-        return copy
+        if tensor.device not in self._devices:
+            return tensor
+        if tensor.is_inference() or torch.is_inference_mode_enabled():  # changes in place are not counted
+            return _copied(tensor, device)
+        # After a change in place, a tensor is copied again. It is held so that its id stays valid.
+        key = id(tensor), tensor._version, device, torch.is_grad_enabled()
+        all_known = self._of_parameters if isinstance(tensor, nn.Parameter) else self.known
+        known = all_known.get(key)  # not read twice: an activation checkpoint may run in another thread
+        if known is None:
+            known = all_known[key] = tensor, _copied(tensor, device)
+        return known[1]
 
-    def forget(self, *, parameters: bool) -> None:
-        """Forget the copies, except those of parameters, which all micro-batches of a batch share."""
-        kept = () if parameters else (item for item in self._known.items() if isinstance(item[1][0], nn.Parameter))
-        self._known = dict(kept)
+    def forget(self) -> None:
+        """Forget the copies at the end of a batch."""
+        self.known.clear()
+        self._of_parameters.clear()
 
 
 class Placement:
@@ -100,11 +94,11 @@ class Placement:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._original = [(each, each.device) for each in named_tensors(model).values()]
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
         """Keep optimizer state on its parameters' devices; on exit, move all tensors to their original devices."""
+        original = [(each, each.device) for each in named_tensors(self._model).values()]
         optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
         def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -116,54 +110,58 @@ class Placement:
             yield
         finally:
             handle.remove()
-            for tensor, device in self._original:
+            for tensor, device in original:
                 _move_tensor(tensor, device)
             for optimizer in optimizers:
                 _move_optimizer_state(optimizer)
 
     def move(self, unit_devices: Mapping[str, torch.device], *, otherwise: torch.device) -> None:
         """Move each parameter and buffer to the device of its unit; without units, to `otherwise`."""
-        tensors = named_tensors(self._model)
-        for name, unit in owners(self._model, [*unit_devices]).items():
-            _move_tensor(tensors[name], unit_devices.get(unit, otherwise))
+        for tensor, unit in owners(self._model, [*unit_devices]):
+            _move_tensor(tensor, unit_devices.get(unit, otherwise))
         torch.clear_autocast_cache()  # of casts on the former devices
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a model, whose class may override `parameters`."""
-    return {
-        f"{path}.{name}".lstrip("."): each
-        for path, module in model.named_modules()
-        for name, each in (*module._parameters.items(), *module._buffers.items())
-        if each is not None
-    }
+    """Return the parameters and buffers of a model by all of their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return dict([*parameters, *model.named_buffers(remove_duplicate=False)])
 
 
-def owners(model: nn.Module, units: Sequence[str]) -> dict[str, str]:
-    """Return, by the name of each parameter and buffer, the unit to which it belongs: the first that contains it.
+def owners(model: nn.Module, units: Sequence[str]) -> list[tuple[torch.Tensor, str]]:
+    """Return each parameter and buffer with the unit to which it belongs: the first that contains it.
 
     Those of a container belong to the first unit inside it, those of an uncalled module to the unit before it; "" if
     there is none.
     """
     order = {unit: index for index, unit in enumerate(units)}
-    inside = dict[str, str]()  # path of a container -> its first unit
-    for unit in units:
-        for path in _prefixes(unit):
-            inside.setdefault(path, unit)
-    found, last = dict[int, tuple[str, str]](), next(iter(units), "")
+    # The path of a container, "" of the model -> its first unit.
+    inside = {path: unit for unit in reversed(units) for path in ["", *_paths(unit)]}
+    found, last = dict[int, tuple[torch.Tensor, str]](), inside.get("", "")
     for name, each in named_tensors(model).items():
-        around = _prefixes(name.rpartition(".")[0])
-        last = next((path for path in around if path in order), inside.get(around[0], last))
-        first, unit = found.get(id(each), (name, last))
-        found[id(each)] = first, min(unit, last, key=lambda one: order.get(one, 0))
-    return dict(found.values())
+        *around, _ = ["", *_paths(name)]  # the modules that contain it, the outermost first
+        last = next((path for path in reversed(around) if path in order), inside.get(around[-1], last))
+        _, unit = found.get(id(each), (each, last))
+        found[id(each)] = each, min(unit, last, key=lambda one: order.get(one, 0))
+    return [*found.values()]
 
 
-def to_device(values: Any, device: torch.device) -> Any:
+def _paths(name: str) -> list[str]:
+    """Return "a", "a.b" and "a.b.c" of "a.b.c"."""
+    return [*itertools.accumulate(name.split("."), "{}.{}".format)]
+
+
+def to_device(
+    values: Any, device: torch.device, move: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to
+) -> Any:
     """Return nested containers with their tensors on a device; the same containers if all of them are there."""
     if all(each.device == device for each in tensors_in(values)):
         return values
-    return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, values)
+
+    def moved(leaf: Any) -> Any:
+        return move(leaf, device) if isinstance(leaf, torch.Tensor) and leaf.device != device else leaf
+
+    return map_leaves(moved, values)
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
@@ -171,51 +169,49 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return [each for each in leaves(values) if isinstance(each, torch.Tensor)]
 
 
-def _prefixes(path: str) -> list[str]:
-    """Return the path of a module and those of the modules around it, up to the model's."""
-    parts = path.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)] + [""]
+def _copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor on another device."""
+    if "cpu" in {tensor.device.type, device.type}:
+        return tensor.to(device)
+    events: list[torch.Event] = []  # each is there when a gradient has arrived
+    source = tensor.view_as(tensor)
+    if source.requires_grad:
+        # Runs in backward, where the source's device needs the gradient, and not where it is sent.
+        source.register_hook(functools.partial(_receive, events))  # type: ignore[no-untyped-call]  # torch's
+    copy: torch.Tensor = _move(source, device, events)
+    # Forward may change the tensor in place from now on.
+    torch.accelerator.current_stream(tensor.device).wait_stream(_copy_streams(tensor.device, device)[0])
+    return copy
+
+
+def _receive(events: list[torch.Event], gradient: torch.Tensor) -> None:
+    stream = torch.accelerator.current_stream(gradient.device)
+    stream.wait_event(events.pop())
+    gradient.record_stream(stream)
 
 
 class _Move(torch.autograd.Function):
-    """Copy of a tensor on another device, and of its gradient back, for which `_Arrive` waits."""
+    """Copy of a tensor on another device, and of its gradient back, which is awaited by `_receive`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, device: torch.device, events: list[torch.Event]) -> torch.Tensor:
         ctx.source, ctx.events, target = tensor.device, events, torch.accelerator.current_stream(device)
-        copy, writing = _copied(tensor, device)
+        copy, writing = _sent(tensor, device)
         target.wait_stream(writing)
         copy.record_stream(target)
         return copy
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        copy, writing = _copied(gradients[0], ctx.source)
+        copy, writing = _sent(gradients[0], ctx.source)
         ctx.events.append(writing.record_event())
         return copy, None, None
 
 
-class _Arrive(torch.autograd.Function):
-    """Tensor before its copy; in backward, the thread of its device waits for the gradient when it needs it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, events: list[torch.Event]) -> torch.Tensor:
-        ctx.events = events
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        stream = torch.accelerator.current_stream(gradients[0].device)
-        stream.wait_event(ctx.events.pop())
-        gradients[0].record_stream(stream)
-        return gradients[0], None
-
-
 _move: Any = _Move.apply
-_arrive: Any = _Arrive.apply
 
 
-def _copied(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Stream]:
+def _sent(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Stream]:
     """Return a copy on another device, and the stream on which it is there."""
     reading, writing = _copy_streams(tensor.device, device)
     reading.wait_stream(torch.accelerator.current_stream(tensor.device))

@@ -30,12 +30,12 @@ from parallelize.backends.fsdp import full_tensors
 from parallelize.backends.fsdp.optimizers import Steps
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, SyncError
-from parallelize.plugins.base import Engine, Inner, Reduction, Traffic
+from parallelize.plugins.base import Engine, Inner, Reduction
 from parallelize.runtime import differentiable
 from parallelize.runtime.autograd_graph import has_sparse_gradient
 from parallelize.runtime.containers import leaves, map_leaves
+from parallelize.runtime.fingerprint import differences, digest, fingerprint
 from parallelize.runtime.process_group import separate_group
-from parallelize.runtime.rank_comparison import differences, digest, flat_fingerprint
 from parallelize.torch_patches.backward import is_in_backward
 
 if TYPE_CHECKING:
@@ -223,18 +223,6 @@ class FSDPEngine(Engine):
             for each in group.fsdp_params if group.is_unsharded and not is_trained else ():
                 each._setattr_on_modules(each.unsharded_param)
 
-    @override
-    def traffic(self) -> Traffic:
-        gathered = reduced = 0
-        for group in self._groups:
-            num_gathers = 1 + (group.post_forward_mesh_info is not None)  # again for backward, if freed after forward
-            for each in group.fsdp_params:
-                shard = each.sharded_param
-                dtype, size = each.param_dtype or shard.dtype, shard.numel()
-                gathered += num_gathers * size * dtype.itemsize
-                reduced += shard.requires_grad * size * (each.reduce_dtype or dtype).itemsize
-        return Traffic(reduced, "reduce-scattered", gathered_bytes=gathered)
-
     def _refuse_lost_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         lost = [getattr(getattr(each, "unsharded_param", None), "grad", None) for each in self._originals]
         if any(each is not None for each in lost):
@@ -267,7 +255,7 @@ class FSDPEngine(Engine):
         full_tensors.restore(self._home)
         if self._options.broadcast_buffers:
             self._buffers.broadcast()
-        if self._mesh.ndim > 1 and any(differences([flat_fingerprint(originals)])):
+        if self._mesh.ndim > 1 and any(differences([fingerprint(originals)])):
             raise SyncError(
                 f"copies of {type(self._inner.model).__name__} differ between their ranks",
                 why="code that only some ranks run has changed this rank's rows of parameters, or their gradients",

@@ -35,7 +35,7 @@ from torch.utils import _foreach_utils
 
 from parallelize.errors import SyncError
 from parallelize.runtime.containers import leaves, map_leaves
-from parallelize.runtime.rank_comparison import differences, digest
+from parallelize.runtime.fingerprint import differences, digest
 
 __all__ = [
     "ShardedParameter",

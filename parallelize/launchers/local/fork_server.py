@@ -1,7 +1,7 @@
-"""The fork server: it has imported torch once for all calls, forks their workers, and ends those whose call has ended.
+"""The fork server: it has imported torch once for all calls, and forks the processes that start their workers.
 
-caller ──> Forked, a socket for each attempt of a call ──> fork server ──> worker (own process group) ──> its children
-             requests ──>        <── process ids, exit codes
+caller ──> fork server ──> process of a call ──> worker (own process group) ──> its children
+  └── socket: requests ──>    <── process ids, exit codes
 
 A call's workers end when its socket closes, which the kernel does however the caller ends: with SIGTERM, and SIGKILL to
 their process groups some seconds later. That reaches workers that are stopped, or in compiled code, too. The server is
@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import gc
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -26,18 +27,18 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from parallelize.errors import LaunchError
-
-__all__ = ["Forked", "kill_group", "serve"]
+__all__ = ["connect", "kill_group", "serve"]
 
 _END_GRACE_S = 5.0  # between SIGTERM and SIGKILL, for workers whose caller has ended
 _LOOK_EVERY_S = 1.0  # whether the caller has ended, if a process that it has forked keeps its sockets open
+_POLL_EVERY_S = 0.05  # how a worker has ended whose children keep its sentinel open
 
 _TORCH = (
     "torch._dynamo",  # DistributedDataParallel imports it, which takes a second per rank
@@ -71,95 +72,91 @@ _READ_AT_IMPORT = re.compile(
 _BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
+@dataclass(frozen=True)
+class _Server:
+    """A fork server, as its caller sees it.
+
+    Args:
+        owner: process that has started it.
+        key: what chooses it: the variables that libraries read when they are imported; None: it imports nothing.
+        process: the server.
+        control: socket by which it gets the socket of each call; it ends when this is closed, and its calls have ended.
+    """
+
+    owner: int
+    key: object
+    process: subprocess.Popen[str]
+    control: socket.socket
+
+
 _servers: list[_Server] = []
 _start_lock = threading.Lock()
 
 
-class Forked:
-    """The worker processes of one attempt of a call.
+def connect(environ: Mapping[str, str], *, is_preloaded: bool) -> Connection:
+    """Return a connection to a process for one call, which starts the workers.
+
+    It gets a mapping that describes the caller, and for each worker a pickled tuple of a function and its arguments;
+    then, to end the workers, the seconds between SIGTERM and SIGKILL. It sends the workers' process ids and exit codes,
+    again for each exit.
 
     Args:
-        environ: variables of a server that has to be started; what libraries read of them chooses the server.
-        requests: what each process calls: a pickled tuple of a function and its arguments.
-        folder: the run's folder, which the server removes if the caller does not live to do so.
+        environ: variables of a fork server that has to be started: the first, after a fork of this process, or if those
+            have changed that libraries read when they are imported.
         is_preloaded: whether the processes are forked from a server that has imported torch.
-
-    Attributes:
-        pids: process ids.
-        exitcodes: index of a process that was not killed by `end` -> its exit code, as in multiprocessing.
-
-    Raises:
-        LaunchError: the server has ended.
     """
+    ours, its = socket.socketpair()
+    connection = Connection(ours.detach())
+    with _start_lock, its:
+        server = _running_server(environ, is_preloaded=is_preloaded)
+        with contextlib.suppress(OSError):  # it has just ended, which closes the connection
+            socket.send_fds(server.control, [b"+"], [its.fileno()])
+    return connection
 
-    def __init__(
-        self, environ: Mapping[str, str], requests: Sequence[bytes], folder: str, *, is_preloaded: bool
-    ) -> None:
-        self.pids: list[int] = []
-        self.exitcodes: dict[int, int] = {}
-        self._is_over = self._is_ending = False
-        ours, its = socket.socketpair()
-        self._connection = Connection(ours.detach())
-        with _start_lock, its:
-            server = _running_server(environ, is_preloaded=is_preloaded)
-            with contextlib.suppress(OSError):  # the server has just ended, which `look` finds
-                socket.send_fds(server.control, [b"+"], [its.fileno()])
-        start = {
-            "folder": folder,
-            "path": [os.fspath(each) for each in sys.path],
-            "argv": sys.argv,
-            "cwd": str(Path.cwd()),
-            "authkey": bytes(multiprocessing.current_process().authkey),
-        }
-        try:
-            with contextlib.suppress(OSError):
-                self._connection.send((start, requests))
-            while not self.pids:
-                self.look(0.05)
-        except BaseException:
-            self._connection.close()
-            if not wait([server.control], 0):  # it imports: a caller that was interrupted does not wait for that
-                server.process.kill()
-            raise
 
-    def look(self, timeout_s: float) -> None:
-        """Wait until a process has ended, or the timeout; read which have.
+def _running_server(environ: Mapping[str, str], *, is_preloaded: bool) -> _Server:
+    key = {name: value for name, value in environ.items() if _READ_AT_IMPORT.match(name)} if is_preloaded else None
+    for server in _servers:
+        is_open = server.control.fileno() >= 0
+        if is_open and (server.owner, server.key) == (os.getpid(), key) and server.process.poll() is None:
+            return server
+        server.control.close()
+    control, its = socket.socketpair()
+    # `python -c` puts the current folder first: a `tqdm.py` there would replace the installed package.
+    path = [str(Path(each).absolute()) for each in sys.path]
+    code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({its.fileno()})"
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # private
+            env=environ,
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # workers have files
+            text=True,
+            pass_fds=[its.fileno()],
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        its.close()
+    _servers.append(_Server(os.getpid(), key, process, control))
+    modules = list(_TORCH) if is_preloaded else []
+    if is_preloaded and environ.get("PARALLELIZE_PRELOAD") != "0":
+        modules += [name for name in list(sys.modules) if name.partition(".")[0] in _FORKABLE]
+    assert process.stdin is not None
+    with contextlib.suppress(OSError), process.stdin:  # as above
+        json.dump(modules, process.stdin)
+    return _servers[-1]
 
-        Raises:
-            LaunchError: the server has ended.
-        """
-        try:
-            while self._connection.poll(timeout_s):
-                timeout_s = 0
-                self.pids, self.exitcodes = self._connection.recv()
-        except (EOFError, OSError):
-            if not self._is_ending:
-                for pid in self.pids:
-                    kill_group(pid)
-                raise LaunchError(
-                    "the fork server, which starts the worker processes, has ended",
-                    why="it was killed, or ran out of memory while it imported modules",
-                    fix="see the kernel's log, or use LocalLauncher(start_method='spawn')",
-                ) from None
-            self._is_over = True
 
-    def living(self) -> list[int]:
-        """Return the ids of the processes that have not ended by themselves."""
-        return [pid for index, pid in enumerate(self.pids) if index not in self.exitcodes]
-
-    def end(self, grace_s: float, timeout_s: float) -> bool:
-        """End all processes by SIGTERM, and after `grace_s` by SIGKILL, with all they started; return whether it has.
-
-        Processes that SIGKILL does not end are waited for `timeout_s`.
-        """
-        end, self._is_ending = time.monotonic() + grace_s + timeout_s, True
-        with contextlib.suppress(OSError):
-            self._connection.send((grace_s, []))
-        while not self._is_over and time.monotonic() < end:
-            self.look(min(0.05, timeout_s))
-        if self._is_over:
-            self._connection.close()
-        return self._is_over
+@atexit.register
+def _end_servers() -> None:
+    for server in _servers:
+        server.control.close()
+        if server.owner == os.getpid():
+            server.process.kill()  # it may still import
+            server.process.wait()
 
 
 def kill_group(pid: int) -> None:
@@ -169,73 +166,23 @@ def kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-class _Server:
-    """A fork server, as its caller sees it.
-
-    Args:
-        environ: variables of the server.
-        key: the variables that libraries read when they are imported; False: it imports nothing before it forks.
-    """
-
-    def __init__(self, environ: Mapping[str, str], key: Any) -> None:
-        self.owner, self.key = os.getpid(), key
-        self.control, its = socket.socketpair()
-        # `python -c` puts the current folder first: a `tqdm.py` there would replace the installed package.
-        path = [str(Path(each).absolute()) for each in sys.path]
-        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve({its.fileno()})"
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],  # type: ignore[attr-defined]  # private
-                env=environ,
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                pass_fds=[its.fileno()],
-                start_new_session=True,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            its.close()
-        modules = [name for name in list(sys.modules) if name.partition(".")[0] in _FORKABLE]
-        used = modules if environ.get("PARALLELIZE_PRELOAD") != "0" else []
-        message = json.dumps([] if key is False else [*_TORCH, *used]).encode()
-        self.control.sendall(len(message).to_bytes(8, "big") + message)
-
-
-def _running_server(environ: Mapping[str, str], *, is_preloaded: bool) -> _Server:
-    """Return this process's server, or a new one: the first, after a fork, or if what libraries read has changed."""
-    key: Any = is_preloaded and {name: value for name, value in environ.items() if _READ_AT_IMPORT.match(name)}
-    for server in list(_servers):
-        is_ours = server.owner == os.getpid() and server.process.poll() is None
-        if is_ours and server.key == key and server.control.fileno() >= 0:
-            return server
-        if not is_ours or type(server.key) is type(key):
-            server.control.close()  # it ends when its calls have
-        if not is_ours:
-            _servers.remove(server)
-    _servers.append(_Server(environ, key))
-    return _servers[-1]
-
-
-@atexit.register
-def _end_servers() -> None:
-    for server in _servers:
-        server.control.close()
-        if server.owner == os.getpid():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.process.wait(_END_GRACE_S)
-
-
 def serve(number: int) -> None:
-    """Run the fork server of the process that holds the other end of a socket."""
-    control, caller = socket.socket(fileno=number), os.getppid()
-    size = int.from_bytes(control.recv(8, socket.MSG_WAITALL), "big")
-    _preload(json.loads(control.recv(size, socket.MSG_WAITALL)))
+    """Run the fork server of the process that holds the other end of a socket: fork a process for each call."""
+    control, caller, fork = socket.socket(fileno=number), os.getppid(), multiprocessing.get_context("fork")
+    _preload(json.load(sys.stdin))
     resource_tracker.ensure_running()  # one for all workers, which outlives those that are killed
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)  # the start of the tracker unblocks some
-    control.shutdown(socket.SHUT_WR)  # which the caller sees: from here on there are workers to end
-    _serve(control, caller)
-    os._exit(0)  # the caller waits for this at its exit
+    is_open = True
+    while os.getppid() == caller and (is_open or multiprocessing.active_children()):
+        calls = [each.sentinel for each in multiprocessing.active_children()]  # which waits for those that have ended
+        if control not in wait([*calls, *([control] if is_open else [])], _LOOK_EVERY_S):
+            continue
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        is_open = bool(message)
+        for descriptor in descriptors:
+            with Connection(descriptor) as connection:
+                fork.Process(target=_serve_call, args=(connection, control)).start()
+    os._exit(0)
 
 
 def _preload(modules: Sequence[str]) -> None:
@@ -244,111 +191,69 @@ def _preload(modules: Sequence[str]) -> None:
         import_module(name)
     if modules:
         import_module("parallelize.worker.main").unbuffer_output()  # imported modules may keep the streams
-    streams = [os.dup(each) for each in (1, 2)]
+    stderr = os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a descriptor is needed
-        for each in (1, 2):
-            os.dup2(nowhere.fileno(), each)
+        os.dup2(nowhere.fileno(), 2)
     for name in modules[len(_TORCH) :]:
         with contextlib.suppress(BaseException):
             import_module(name)
-    for each, stream in zip((1, 2), streams, strict=True):
-        os.dup2(stream, each)
-        os.close(stream)
+    os.dup2(stderr, 2)
+    os.close(stderr)
     gc.collect()
     gc.freeze()  # so that collections in workers do not copy the pages of these modules
 
 
-def _serve(control: socket.socket, caller: int) -> None:
-    """Fork and end workers until the caller is gone, and no call is left."""
-    woken, waker = socket.socketpair()
-    waker.settimeout(0)
-    signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wakeup descriptor is written
-    calls: dict[Connection, _Call] = {}
-    while calls or control.fileno() >= 0:
-        inherited = [control, woken, waker, *calls]
-        waited = [each for each in (control, woken) if each.fileno() >= 0]
-        readable = [connection for connection, call in calls.items() if call.kill_at is None]
-        ready = wait([*waited, *readable], _LOOK_EVERY_S if len(readable) == len(calls) else 0.05)
-        if woken in ready:
-            woken.recv(4096)
-        if control in ready:
-            message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-            if message:
-                calls[Connection(descriptors[0])] = _Call()
-            else:
-                control.close()
-        for connection in readable:
-            if connection in ready:
-                calls[connection].read(connection, inherited)
-        for connection, call in list(calls.items()):
-            if os.getppid() != caller:
-                control.close()
-                call.end(_END_GRACE_S, is_alone=True)
-            if call.look(connection):
-                connection.close()
-                del calls[connection]
+def _serve_call(connection: Connection, control: socket.socket) -> None:
+    """Start the workers of a call, tell the caller how they end, and end them if it asks for that, or has ended."""
+    control.close()
+    server, fork = os.getppid(), multiprocessing.get_context("fork")
+    try:
+        start, requests = connection.recv()
+    except (EOFError, OSError):  # the caller was interrupted
+        return
+    workers = [fork.Process(target=_work, args=(connection, start, request)) for request in requests]
+    for each in workers:
+        each.start()
+    told, kill_at, is_alone = list[Any](), math.inf, False
+    while True:
+        exitcodes = [each.exitcode for each in workers]
+        if exitcodes != told:
+            told = exitcodes
+            with contextlib.suppress(OSError):  # the caller has ended
+                connection.send(([each.pid for each in workers], exitcodes))
+        is_ending = kill_at < math.inf
+        if time.monotonic() > kill_at or (is_ending and None not in exitcodes):
+            break
+        if not is_ending and os.getppid() != server:
+            connection.close()  # from which the caller hears that the server has ended
+        if not is_ending and (connection.closed or connection.poll()):
+            grace_s, is_alone = _read_grace(connection)
+            kill_at = time.monotonic() + grace_s
+            for each in workers:
+                each.terminate()
+        living = [each.sentinel for each in workers if each.exitcode is None]
+        wait([*living, *([] if kill_at < math.inf else [connection])], _POLL_EVERY_S)
+    for each in workers:
+        assert each.pid is not None
+        kill_group(each.pid)
+    for each in workers:
+        each.join()
+    if is_alone:
+        shutil.rmtree(start["folder"], ignore_errors=True)
 
 
-class _Call:
-    """The workers of one attempt of a call, in the server."""
-
-    def __init__(self) -> None:
-        self.kill_at: float | None = None
-        self._processes: list[Any] = []
-        self._exitcodes: dict[int, int] = {}
-        self._folder: str | None = None
-        self._is_killed = self._is_alone = False
-
-    def read(self, connection: Connection, inherited: Sequence[Any]) -> None:
-        """Do what the caller asks for: start the workers, or end them; also if the caller has closed the connection."""
-        try:
-            message, requests = connection.recv()
-        except (EOFError, OSError):
-            self.end(_END_GRACE_S, is_alone=True)
-            return
-        if not requests:
-            self.end(message)
-            return
-        self._folder, context = message["folder"], multiprocessing.get_context("fork")
-        for request in requests:
-            self._processes.append(context.Process(target=_work, args=(message, request, inherited)))
-            self._processes[-1].start()
-        self._tell(connection)
-
-    def end(self, grace_s: float, *, is_alone: bool = False) -> None:
-        if self.kill_at is None:
-            self.kill_at, self._is_alone = time.monotonic() + grace_s, is_alone
-            for process in self._processes:
-                process.terminate()
-
-    def look(self, connection: Connection) -> bool:
-        """Tell the caller which workers have ended, and kill those whose time is over; return whether none is left."""
-        exitcodes = {index: each.exitcode for index, each in enumerate(self._processes) if each.exitcode is not None}
-        if len(exitcodes) > len(self._exitcodes) and not self._is_killed:
-            self._exitcodes = exitcodes
-            self._tell(connection)
-        have_ended = len(exitcodes) == len(self._processes)
-        if self.kill_at is not None and not self._is_killed and (have_ended or time.monotonic() > self.kill_at):
-            self._is_killed = True
-            for process in self._processes:
-                kill_group(process.pid)
-        if self._is_killed and have_ended and self._is_alone and self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        return self._is_killed and have_ended
-
-    def _tell(self, connection: Connection) -> None:
-        with contextlib.suppress(OSError):  # the caller is gone
-            connection.send(([each.pid for each in self._processes], self._exitcodes))
+def _read_grace(connection: Connection) -> tuple[float, bool]:
+    """Return the time that the caller gives the workers to end, and whether it has ended itself."""
+    try:
+        return connection.recv(), False
+    except (EOFError, OSError):
+        return _END_GRACE_S, True
 
 
-def _work(start: Mapping[str, Any], request: bytes, inherited: Sequence[Any]) -> None:
+def _work(connection: Connection, start: Mapping[str, Any], request: bytes) -> None:
     """Be a worker: a process in which nothing is left of the fork server but what it has imported."""
     os.setsid()  # a new process group, so that all processes started from here can be killed together
-    for each in inherited:
-        each.close()
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    connection.close()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     sys.path[:], sys.argv[:] = start["path"], start["argv"]
     os.chdir(start["cwd"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -16,14 +15,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from parallelize.call.returned import restore
-from parallelize.call.settings import LogSettings, Settings
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.devices import MASKS, compose_visible_devices
 from parallelize.cluster.network import gloo_interface, resolvable_address
@@ -31,9 +29,10 @@ from parallelize.cluster.world import Node, World
 from parallelize.config.layout import Layout
 from parallelize.errors import ConfigError, LaunchError
 from parallelize.launchers.failures import caller_exception
-from parallelize.launchers.local.nodes import Nodes, OneNode, Report
-from parallelize.launchers.local.output import OutputTail, RankFiles, RecordTail, forwarded, open_standard_streams
+from parallelize.launchers.local.debugger import Keyboard, open_keyboard
+from parallelize.launchers.local.nodes import Nodes, Report
 from parallelize.launchers.local.workers import STOP_GRACE_S, Workers
+from parallelize.launchers.output import OutputTail, RecordTail, forwarded, open_standard_streams, rank_file
 from parallelize.plugins.base import Launcher
 from parallelize.runtime.startup_summary import announced
 from parallelize.worker.main import WorkerSetup, task_path
@@ -89,122 +88,131 @@ class LocalLauncher(Launcher):
             LaunchError: a node did not join, or is lost.
         """
         open_standard_streams()
+        earlier: list[BaseException] = []
+        with _StopSignals().handled() as signals:
+            while True:
+                outcomes, error = self._attempt(task, node, environ, signals, earlier)
+                if error is None:
+                    return outcomes
+                most = task.layout.config.max_restarts
+                if len(earlier) == most:
+                    raise error
+                earlier.append(error)
+                text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                _log.warning("restart %d of %d after %s", len(earlier), most, text)
+
+    def _attempt(
+        self,
+        task: Task,
+        node: Node | None,
+        environ: Mapping[str, str],
+        signals: _StopSignals,
+        earlier: Sequence[BaseException],
+    ) -> tuple[list[Outcome], BaseException | None]:
+        """Run the task once; return the outcomes, or the error that one of its ranks has raised."""
         # The folder is removed before a stop signal is delivered to the caller's handler, which may end this process.
-        with _StopSignals().handled() as signals, _run_folder() as folder:
+        with _run_folder() as folder:
             task.write(task_path(folder))
-            with contextlib.closing(self._nodes(task, node, environ)) as nodes:
+            keyboard = open_keyboard(folder, task.layout.world_size) if task.layout.num_nodes == 1 else None
+            with contextlib.closing(self._nodes(task, node, environ)) as nodes, keyboard or contextlib.nullcontext():
                 interface = None if node is None else gloo_interface(nodes.address)
-                setup = WorkerSetup(
-                    folder=str(folder),
-                    environ=worker_environ(environ, task.layout, cores=_available_cores(), interface=interface),
-                    devices=tuple(driven[0] for driven in task.layout.renumbered().devices),
-                    start_method=multiprocessing.get_start_method(allow_none=True) or "fork",  # which keeps __main__
-                    logs=LogSettings.capture(),
-                    settings=Settings.capture(),
-                )
-                outcomes = _Run(self, setup, task, nodes).outcomes(signals)
+                variables = worker_environ(environ, task.layout, cores=_available_cores(), interface=interface)
+                variables["TORCHELASTIC_RESTART_COUNT"] = str(len(earlier))
+                setup = WorkerSetup.capture(task.layout, folder=str(folder), environ=variables)
+                setup = replace(setup, has_keyboard=keyboard is not None)
+                reports = self._run(task, setup, nodes, signals, keyboard)
+            sources = {rank: source for report in reports for rank, source in report.outcomes.items()}
+            outcomes = [Outcome.read(source) for _, source in sorted(sources.items())]
+        have_reported = len(reports) == task.layout.num_nodes  # a node may leave after its report
+        if have_reported and all(each.has_returned for each in reports):
             if signals.is_interrupted:  # the KeyboardInterrupt goes on, and what was trained comes back
                 restore(task.stateful, outcomes[0].states)
-            return outcomes
+            return outcomes, None
+        exits = [each for report in reports for each in report.exits]
+        error = None
+        if exits or any(each.error for each in outcomes):
+            error = caller_exception(outcomes, exits, world_size=task.layout.world_size, earlier=earlier)
+        if error is None or not have_reported:
+            raise nodes.lost_error() from error
+        return [], error
 
-    def _nodes(self, task: Task, node: Node | None, environ: Mapping[str, str]) -> OneNode:
-        if task.layout.num_nodes == 1:
-            return OneNode(task)
-        if node is None:
-            raise ConfigError(
-                f"num_nodes={task.layout.num_nodes} without MASTER_ADDR and MASTER_PORT",
-                why="the same script runs on every node, and the nodes connect to node 0 at this address",
-                fix="on every node: MASTER_ADDR=<address of node 0> MASTER_PORT=29400 NODE_RANK=<0, 1, ...> python ...",
-            )
-        node = replace(node, master_addr=resolvable_address(node.master_addr))
-        return Nodes(node, task, patience_s=self.heartbeat_timeout, key=environ.get("PARALLELIZE_KEY", ""))
-
-
-class _Run:
-    """One call on this node: its attempts, their output and their errors."""
-
-    def __init__(self, launcher: LocalLauncher, setup: WorkerSetup, task: Task, nodes: OneNode) -> None:
-        self._setup, self._task, self._layout, self._nodes = setup, task, task.layout, nodes
-        self._start_method = launcher.start_method or "forkserver"
-        self._tails: list[OutputTail] = []
-        self._earlier: list[BaseException] = []
-
-    def outcomes(self, signals: _StopSignals) -> list[Outcome]:
-        """Run the workers, again after failures; return the outcomes that the call returns."""
-        attempt, port, config = 0, self._nodes.start(0), self._layout.config
-        is_temporary = config.logs in ("rank0", "all")
-        folder = Path(self._setup.folder, "logs") if is_temporary else Path(config.logs, self._nodes.stamp)
-        self._files = RankFiles(folder, keeps_all=not is_temporary)
-        with forwarded(self._tails, self._files):
-            while True:
-                workers = self._start(attempt, port)
-                try:
-                    reports = self._finish(workers, signals)
-                finally:
-                    workers.end(0.0 if signals.is_interrupted else STOP_GRACE_S)
-                have_returned = all(each.has_returned for each in reports)
-                have_reported = len(reports) == self._layout.num_nodes  # a node may leave after its report
-                sources = {rank: source for report in reports for rank, source in report.outcomes.items()}
-                wanted = (rank for rank in sources if rank == 0 or self._task.all_ranks or not have_returned)
-                outcomes = [Outcome.read(sources[rank]) for rank in sorted(wanted)]
-                exits = [each for report in reports for each in report.exits]
-                if have_returned and have_reported:
-                    return outcomes
-                size, has_failed = self._layout.world_size, exits or any(each.error for each in outcomes)
-                error = (
-                    caller_exception(outcomes, exits, world_size=size, earlier=self._earlier) if has_failed else None
-                )
-                if error is None or not have_reported:
-                    raise self._nodes.lost_error() from error
-                if attempt == config.max_restarts:
-                    raise error
-                attempt += 1
-                self._earlier.append(error)
-                text = f"{type(error).__name__}: {error}".partition("\n")[0]
-                _log.warning("restart %d of %d after %s", attempt, config.max_restarts, text)
-                port = self._nodes.start(attempt)
-
-    def _start(self, attempt: int, port: int) -> Workers:
-        """Start the workers of an attempt, and show their output."""
-        layout, node_rank = self._layout, self._nodes.node_rank
-        size = layout.local_world_size
+    def _run(
+        self, task: Task, setup: WorkerSetup, nodes: Nodes, signals: _StopSignals, keyboard: Keyboard | None
+    ) -> list[Report]:
+        """Run the workers of this node, and show their output; return how those of all nodes have ended."""
+        port, logs, size = nodes.start(), task.layout.config.logs, task.layout.local_world_size
         worlds = [
             World(
-                rank=node_rank * size + local_rank,
+                rank=nodes.node_rank * size + local_rank,
                 local_rank=local_rank,
-                node_rank=node_rank,
-                world_size=layout.world_size,
+                node_rank=nodes.node_rank,
+                world_size=task.layout.world_size,
                 local_world_size=size,
-                master_addr=self._nodes.address,
+                master_addr=nodes.address,
                 master_port=port,
                 has_store=True,
             )
             for local_rank in range(size)
         ]
-        shows_all = layout.config.logs == "all"
-        for rank in (each.rank for each in worlds if each.is_main or shows_all):
-            for stream, to in (("out", sys.stdout), ("err", sys.stderr)):
-                path, prefix = self._files.path(rank, attempt, stream), f"[rank {rank}] " if shows_all else ""
-                self._tails.append(OutputTail(path, to, prefix))
-        for rank in (each.rank for each in worlds):
-            at_least = logging.NOTSET if rank == 0 or shows_all else logging.WARNING
-            self._tails.append(RecordTail(self._files.path(rank, attempt, "log"), None, f"[rank {rank}] ", at_least))
-        what = f"starting {size} processes of {self._task.name}, which import torch and what this program has imported"
-        with announced(what):
-            return Workers(self._setup, worlds, attempt, self._files, start_method=self._start_method)
+        folder = Path(setup.folder, "logs") if logs in ("rank0", "all") else Path(logs, nodes.stamp)
+        folder.mkdir(parents=True, exist_ok=True)
+        with forwarded([tail for world in worlds for tail in _tails(folder, world.rank, logs)]):
+            what = f"starting {size} processes of {task.name}, which import torch and what this program has imported"
+            with announced(what):
+                workers = Workers(setup, worlds, folder, start_method=self.start_method or "forkserver")
+            try:
+                return nodes.exchange(_watched(workers, nodes, signals, keyboard, all_ranks=task.all_ranks))
+            finally:
+                workers.end(0.0 if signals.is_interrupted else STOP_GRACE_S)
 
-    def _finish(self, workers: Workers, signals: _StopSignals) -> list[Report]:
-        """Wait for the end of the workers on all nodes; return how they have ended."""
-        with signals.interrupting(workers.interrupt):
-            has_returned = workers.watch(self._nodes.is_stopped)
-        exits = []
-        if not has_returned:
-            self._nodes.stop()
-            exits = workers.stop()
-            signals.raise_if_interrupted()
-        found = workers.outcomes()
-        wanted = {rank: path for rank, path in found.items() if rank == 0 or self._task.all_ranks or not has_returned}
-        return self._nodes.exchange(Report(has_returned, wanted, exits))
+    def _nodes(self, task: Task, node: Node | None, environ: Mapping[str, str]) -> Nodes:
+        if task.layout.num_nodes == 1:
+            node = None
+        elif node is None:
+            raise ConfigError(
+                f"num_nodes={task.layout.num_nodes} without MASTER_ADDR and MASTER_PORT",
+                why="the same script runs on every node, and the nodes connect to node 0 at this address",
+                fix="on every node: MASTER_ADDR=<address of node 0> MASTER_PORT=29400 NODE_RANK=<0, 1, ...> python ...",
+            )
+        else:
+            node = replace(node, master_addr=resolvable_address(node.master_addr))
+        return Nodes(node, task, patience_s=self.heartbeat_timeout, key=environ.get("PARALLELIZE_KEY", ""))
+
+
+def _tails(folder: Path, rank: int, logs: str) -> Iterator[OutputTail]:
+    """Return what shows the output and the log records of a rank."""
+    is_shown, prefix = rank == 0 or logs == "all", f"[rank {rank}] "
+    for stream, to in (("out", sys.stdout), ("err", sys.stderr)):
+        path = rank_file(folder, rank, stream)
+        yield OutputTail(
+            path, to if is_shown else None, prefix if logs == "all" else "", frees=logs in ("rank0", "all")
+        )
+    at_least = logging.NOTSET if is_shown else logging.WARNING
+    yield RecordTail(rank_file(folder, rank, "log"), None, prefix, at_least=at_least)
+
+
+def _watched(
+    workers: Workers, nodes: Nodes, signals: _StopSignals, keyboard: Keyboard | None, *, all_ranks: bool
+) -> Report:
+    """Wait for the end of the workers of this node; return how they have ended."""
+
+    def is_stopped() -> bool:
+        if keyboard is not None:
+            keyboard.look()
+        return nodes.is_stopped()
+
+    signals.interrupt = workers.interrupt
+    has_returned = workers.watch(is_stopped)
+    signals.interrupt = None
+    exits = []
+    if not has_returned:
+        nodes.stop()
+        exits = workers.stop()
+        if signals.is_interrupted:  # and the function has not returned
+            raise _StopRequested
+    found = workers.outcomes()
+    wanted = {rank: path for rank, path in found.items() if rank == 0 or all_ranks or not has_returned}
+    return Report(has_returned, wanted, exits)
 
 
 class _StopRequested(BaseException):
@@ -217,12 +225,13 @@ class _StopSignals:
     Python allows signal handlers in the main thread only: in another thread this class does nothing.
 
     Attributes:
+        interrupt: interrupts the workers, which may then return: what the first Ctrl-C does; None: it ends them.
         is_interrupted: whether Ctrl-C has interrupted the workers.
     """
 
     def __init__(self) -> None:
+        self.interrupt: Callable[[], None] | None = None
         self.is_interrupted = False
-        self._interrupt: Callable[[], None] | None = None
         self._callers_handlers: dict[int, Any] = {}
         self._stopped_by: int | None = None
 
@@ -248,25 +257,11 @@ class _StopSignals:
         if self._stopped_by is not None:
             self._deliver(self._stopped_by)
 
-    @contextlib.contextmanager
-    def interrupting(self, interrupt: Callable[[], None]) -> Iterator[None]:
-        """Let the first Ctrl-C in the block interrupt the workers, which may then return; the next one ends them."""
-        self._interrupt = interrupt
-        try:
-            yield
-        finally:
-            self._interrupt = None
-
-    def raise_if_interrupted(self) -> None:
-        """Raise for Ctrl-C, after which the function has not returned."""
-        if self.is_interrupted:
-            raise _StopRequested
-
     def _stop(self, number: int, _frame: FrameType | None) -> None:
         self._stopped_by = number
-        if number == signal.SIGINT and self._interrupt is not None and not self.is_interrupted:
+        if number == signal.SIGINT and self.interrupt is not None and not self.is_interrupted:
             self.is_interrupted = True
-            self._interrupt()
+            self.interrupt()
             return
         for each in self._callers_handlers:
             signal.signal(each, signal.SIG_IGN)  # ignore further signals while the workers are ended
@@ -289,25 +284,23 @@ class _StopSignals:
 def _run_folder() -> Iterator[Path]:
     """Make a folder for the call, which it locks; remove those whose callers are gone."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
-        with contextlib.suppress(OSError):  # another user's
-            if _is_left(left):
+        with contextlib.suppress(OSError), _locked(left):  # fails for another user's, and those of running calls
+            if time.time() - left.stat().st_mtime > 60:  # a new one may not be locked yet
                 shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDERS))  # with mode 0700
-    lock = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield folder
+        with _locked(folder):
+            yield folder
     finally:
-        os.close(lock)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_left(folder: Path) -> bool:
-    """Whether the call of a folder is gone: nobody holds its lock, which is taken when the folder is made."""
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return time.time() - folder.stat().st_mtime > 60
+        yield
     finally:
         os.close(lock)
 

@@ -1,4 +1,4 @@
-"""The worker processes of one attempt of a call on this node: started, watched and ended.
+"""The worker processes of a call on this node: started, watched and ended.
 
 A worker has returned once its outcome is written: what ends its process after that is logged, and loses nothing.
 """
@@ -6,21 +6,23 @@ A worker has returned once its outcome is written: what ends its process after t
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from parallelize.call.task import Outcome
 from parallelize.cluster.world import World
+from parallelize.errors import LaunchError
 from parallelize.launchers.failures import WorkerExit
-from parallelize.launchers.local.fork_server import Forked
-from parallelize.launchers.local.output import RankFiles
-from parallelize.worker.main import WorkerSetup, outcome_path, run
+from parallelize.launchers.local.fork_server import connect, kill_group
+from parallelize.launchers.output import rank_file, read_output
+from parallelize.worker.main import WorkerSetup, outcome_paths, run
 
 __all__ = ["STOP_GRACE_S", "Workers"]
 
@@ -35,77 +37,76 @@ _log = logging.getLogger("parallelize")
 
 
 class Workers:
-    """The workers of one attempt.
+    """The workers of a call on this node.
 
     Args:
         setup: what each process is set up with; its folder gets their outcomes.
         worlds: rank and world size of each.
-        attempt: number of restarts so far.
-        files: files for the workers' stdout and stderr.
+        output: folder for the files of the workers' output.
         start_method: "forkserver", or "spawn" for processes in which nothing is imported before.
+
+    Raises:
+        LaunchError: the fork server has ended.
     """
 
-    def __init__(
-        self, setup: WorkerSetup, worlds: Sequence[World], attempt: int, files: RankFiles, *, start_method: str
-    ) -> None:
-        self._folder, self._attempt, self._files = Path(setup.folder), attempt, files
+    def __init__(self, setup: WorkerSetup, worlds: Sequence[World], output: Path, *, start_method: str) -> None:
+        self._folder, self._output = Path(setup.folder), output
         self._ranks = [world.rank for world in worlds]
-        self._returned: set[int] = set()  # ranks that have ended badly, but after they had returned
-        self._has_ended = False
+        self._pids, self._exitcodes = list[int](), list[int | None]()  # in the order of the ranks
+        self._is_ending = self._is_over = False
         self._give_up_at = float("inf")
         self._exits: list[WorkerExit] = []
-        paths = {each: tuple(str(files.path(each.rank, attempt, name)) for name in ("out", "err")) for each in worlds}
-        requests = [pickle.dumps((run, setup, world, attempt, names)) for world, names in paths.items()]
-        self._forked = Forked(setup.environ, requests, setup.folder, is_preloaded=start_method == "forkserver")
+        requests = []
+        for world in worlds:
+            files = tuple(str(rank_file(output, world.rank, stream)) for stream in ("out", "err"))
+            requests.append(pickle.dumps((run, setup, world, files)))
+        start = {
+            "folder": setup.folder,
+            "path": [os.fspath(each) for each in sys.path],
+            "argv": sys.argv,
+            "cwd": str(Path.cwd()),
+            "authkey": bytes(multiprocessing.current_process().authkey),
+        }
+        self._connection = connect(setup.environ, is_preloaded=start_method == "forkserver")
+        try:
+            with suppress(OSError):
+                self._connection.send((start, requests))
+            while not self._pids:
+                self._look(_LOOK_EVERY_S)
+        except BaseException:
+            self._connection.close()
+            raise
 
     def watch(self, is_stopped: Callable[[], bool]) -> bool:
-        """Wait until all workers have returned (True), or one has failed, or others have (False)."""
+        """Wait until all workers have returned (True), or one has failed, or others have (False).
+
+        Raises:
+            LaunchError: the fork server has ended.
+        """
         leave_by: float | None = None
         while True:
-            self._forked.look(_LOOK_EVERY_S)
+            self._look(_LOOK_EVERY_S)
             self._exits = self._failed_exits()
             if self._exits or is_stopped() or time.monotonic() > self._give_up_at:
                 return False
-            if not all(self._outcome_path(rank).exists() for rank in self._ranks):
+            if not all(self._has_returned(rank) for rank in self._ranks):
                 continue
             leave_by = leave_by or time.monotonic() + _LEAVE_GRACE_S
-            if len(self._forked.exitcodes) == len(self._ranks) or time.monotonic() > leave_by:
+            if None not in self._exitcodes or time.monotonic() > leave_by:
                 self._report_ends()
                 return True
 
     def interrupt(self) -> None:
         """Send SIGINT to the workers, which then have some time to return."""
         self._give_up_at = time.monotonic() + INTERRUPT_GRACE_S
-        for pid in self._forked.living():
+        for pid in self._living():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)
 
-    def _outcome_path(self, rank: int) -> Path:
-        return outcome_path(self._folder, rank, self._attempt)
-
-    def _has_returned(self, rank: int, exitcode: int) -> bool:
-        """Whether a worker that has ended has written a value, and not an error."""
-        path = self._outcome_path(rank)
-        if exitcode == 0 or not path.exists():
-            return path.exists()
-        if rank not in self._returned and Outcome.read(path).error is None:
-            self._returned.add(rank)
-        return rank in self._returned
-
-    def _failed_exits(self) -> list[WorkerExit]:
-        """Return the workers that have ended without returning."""
-        ended = [(self._ranks[index], index, code) for index, code in self._forked.exitcodes.items()]
-        host, now = socket.gethostname(), time.time()
-        return [
-            WorkerExit(rank, host, self._forked.pids[index], code, now, self._files.read_output(rank, self._attempt))
-            for rank, index, code in ended
-            if not self._has_returned(rank, code)
-        ]
-
     def outcomes(self) -> dict[int, Path]:
         """Return the outcome files of the ranks that have written one."""
-        paths = {rank: self._outcome_path(rank) for rank in self._ranks}
-        return {rank: path for rank, path in paths.items() if path.exists()}
+        paths = {rank: next(filter(Path.exists, outcome_paths(self._folder, rank)), None) for rank in self._ranks}
+        return {rank: path for rank, path in paths.items() if path is not None}
 
     def stop(self) -> list[WorkerExit]:
         """End the workers after a failure; return those that have ended by themselves without returning."""
@@ -116,19 +117,57 @@ class Workers:
 
     def end(self, grace_s: float = 0.0) -> None:
         """End all workers, with time for their `finally` blocks, and what they have started; once."""
-        if self._has_ended:
+        if self._is_ending:
             return
-        self._has_ended = True
-        if not self._forked.end(grace_s, _KILL_TIMEOUT_S):  # as in the driver of a GPU that hangs
-            pids = ", ".join(map(str, self._forked.living()))
+        self._is_ending = True
+        end = time.monotonic() + grace_s + _KILL_TIMEOUT_S
+        with suppress(OSError):
+            self._connection.send(grace_s)
+        while not self._is_over and time.monotonic() < end:
+            self._look(_LOOK_EVERY_S)
+        if self._is_over:
+            self._connection.close()
+        else:  # as in the driver of a GPU that hangs
+            pids = ", ".join(map(str, self._living()))
             _log.error("worker %s does not end, %g s after SIGKILL: its GPU may hang", pids, _KILL_TIMEOUT_S)
+
+    def _look(self, timeout_s: float) -> None:
+        """Wait until a worker has ended, or the timeout; read which have."""
+        try:
+            while self._connection.poll(timeout_s):
+                timeout_s = 0
+                self._pids, self._exitcodes = self._connection.recv()
+        except (EOFError, OSError):
+            self._is_over = True
+            if self._is_ending:
+                return
+            for pid in self._pids:
+                kill_group(pid)
+            raise LaunchError(
+                "the fork server, which starts the worker processes, has ended",
+                why="it was killed, or ran out of memory while it imported modules",
+                fix="see the kernel's log, or use LocalLauncher(start_method='spawn')",
+            ) from None
+
+    def _living(self) -> list[int]:
+        return [pid for pid, exitcode in zip(self._pids, self._exitcodes, strict=True) if exitcode is None]
+
+    def _has_returned(self, rank: int) -> bool:
+        return outcome_paths(self._folder, rank)[0].exists()
+
+    def _failed_exits(self) -> list[WorkerExit]:
+        """Return the workers that have ended without returning."""
+        host, now = socket.gethostname(), time.time()
+        return [
+            WorkerExit(rank, host, pid, exitcode, now, read_output(self._output, rank))
+            for rank, pid, exitcode in zip(self._ranks, self._pids, self._exitcodes, strict=True)
+            if exitcode is not None and not self._has_returned(rank)
+        ]
 
     def _report_ends(self) -> None:
         """Log what ended processes, or keeps them, after their outcomes were written."""
-        for index, rank in enumerate(self._ranks):
-            exitcode = self._forked.exitcodes.get(index)
+        for rank, exitcode in zip(self._ranks, self._exitcodes, strict=True):
             if exitcode != 0:
-                living = exitcode is None
-                how = f"is ended {_LEAVE_GRACE_S:g} s after" if living else f"ended with code {exitcode} after"
-                text = self._files.read_output(rank, self._attempt)[1].strip().rpartition("\n")[2]
-                _log.warning("the process of rank %d %s the call had its values: %s", rank, how, text)
+                how = f"ended with code {exitcode}" if exitcode is not None else f"is ended {_LEAVE_GRACE_S:g} s"
+                text = read_output(self._output, rank)[1].strip().rpartition("\n")[2]
+                _log.warning("the process of rank %d %s after the call had its values: %s", rank, how, text)

@@ -6,14 +6,14 @@ The folder of a submission is on a file system that the login node and the job's
         job.sh, rank.sh       the scripts
         call.0, call.1, ...   the calls: one, or one per element of a job array
         12_0.log              output of job 12_0, of all attempts
-        12_0.1/               what its ranks write after the first requeue; stop asks them to stop
+        12_0.1/               after the first requeue; stop in it asks the ranks to stop
+        12_0.1/0/             what the ranks write, before any restart
         result.12_0           exit code, number of ranks, folder and last attempt, once the job will not be requeued
     <folder>/12               link to the submission, by job ID
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import json
 import re
@@ -23,14 +23,15 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from parallelize.call.task import Outcome
-from parallelize.call.tracebacks import folded_traceback
 from parallelize.cluster.world import World
 from parallelize.errors import ConfigError, LaunchError, WorkerError, add_note
-from parallelize.launchers.failures import WorkerExit, caller_exception, is_secondary, was_stopped
-from parallelize.worker.main import outcome_path
+from parallelize.launchers.batch_launcher import BatchJob
+from parallelize.launchers.failures import WorkerExit, caller_exception, is_cause
+from parallelize.launchers.output import OutputTail, read_output
+from parallelize.worker.main import outcome_paths
 
 __all__ = ["Job", "query_state", "submit_script", "without_job_variables"]
 
@@ -121,8 +122,10 @@ def _run(*command: str, environ: Mapping[str, str] | None = None) -> subprocess.
         raise LaunchError(what, why="Slurm's controller is busy or down", fix="try it again later") from None
 
 
-class Job(Generic[R]):
+class Job(BatchJob[R]):
     """A call that Slurm queues or runs; it continues when this process ends.
+
+    An outage of Slurm's controller is waited out.
 
     Args:
         job_id: Slurm's job ID, "12", or "12_3" for an element of an array.
@@ -131,11 +134,9 @@ class Job(Generic[R]):
     """
 
     def __init__(self, job_id: str, folder: Path, *, all_ranks: bool = False) -> None:
-        self.id = job_id
+        super().__init__(job_id, all_ranks=all_ranks)
         self._folder = folder
-        self._all_ranks = all_ranks
-        self._shown_bytes = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
+        self._tail = OutputTail(self.log, sys.stdout)
 
     @classmethod
     def attach(cls, job_id: str | int, folder: str | Path = "slurm_jobs") -> Job[Any]:
@@ -181,7 +182,7 @@ class Job(Generic[R]):
 
     def logs(self) -> str:
         """Return the job's output so far, of all nodes and attempts."""
-        return _read(self.log)
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def cancel(self) -> None:
         """Cancel the job, queued or running; do nothing if it has ended.
@@ -196,22 +197,6 @@ class Job(Generic[R]):
                 why=done.stderr.strip() or f"exit code {done.returncode}",
                 fix="run it by hand; `squeue` shows the job",
             )
-
-    def result(self, timeout_s: float | None = None) -> R:
-        """Wait for the call to end and return its value; an outage of Slurm's controller is waited out.
-
-        Args:
-            timeout_s: seconds to wait; None: no limit.
-
-        Raises:
-            TimeoutError: the job has no result in time.
-            BaseException: the exception that the call raised, with job, rank and traceback as notes.
-            WorkerError: the job ended without a result.
-        """
-        with folded_traceback:
-            outcomes = self._wait(timeout_s)
-        value: Any = [each.value for each in outcomes] if self._all_ranks else outcomes[0].value
-        return value  # type: ignore[no-any-return]  # the value was pickled
 
     def follow(self) -> list[Outcome]:
         """Wait for the job while showing its state on stderr and its output on stdout; return its outcomes.
@@ -234,7 +219,7 @@ class Job(Generic[R]):
             self._tell("cancelled")
             raise
         finally:
-            self._forward()
+            self._tail.forward(is_last=True)
 
     def _wait(self, timeout_s: float | None = None, *, shows: bool = False) -> list[Outcome]:
         """Wait for the outcomes of all ranks, or of rank 0, and return them. Raises the same errors as `result`."""
@@ -257,7 +242,7 @@ class Job(Generic[R]):
                 if state != last and (shows or state.startswith("UNREACHABLE")):
                     self._tell(state)
             if shows:
-                self._forward()
+                self._tail.forward(is_last=False)
             time.sleep(_POLL_EVERY_S)
         if isinstance(found, list):
             return found
@@ -268,16 +253,6 @@ class Job(Generic[R]):
     def _tell(self, text: str) -> None:
         sys.stderr.write(f"slurm job {self.id}: {text}\n")
         sys.stderr.flush()
-
-    def _forward(self) -> None:
-        """Copy the job's new output to stdout."""
-        if self.log.exists():
-            with self.log.open("rb") as log:
-                log.seek(self._shown_bytes)
-                new = log.read()
-            self._shown_bytes += len(new)
-            sys.stdout.write(self._decoder.decode(new))
-            sys.stdout.flush()
 
     def _read_result(self) -> list[Outcome] | BaseException | None:
         """Return the outcomes, or the exception of the first rank to fail; None: not known, or no rank says why."""
@@ -290,11 +265,7 @@ class Job(Generic[R]):
         if code:
             return _failure(self._folder / run, size, attempt)
         ranks = range(size if self._all_ranks else 1)
-        return [Outcome.read(outcome_path(self._folder / run, rank, attempt)) for rank in ranks]
-
-
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
+        return [Outcome.read(outcome_paths(self._folder / run / str(attempt), rank)[0]) for rank in ranks]
 
 
 def _failure(run: Path, size: int, attempt: int) -> BaseException | None:
@@ -305,17 +276,16 @@ def _failure(run: Path, size: int, attempt: int) -> BaseException | None:
         size: number of ranks.
         attempt: number of restarts before the attempt.
     """
-    outcomes, exits = list[Outcome](), list[WorkerExit]()
+    folder, outcomes, exits = run / str(attempt), list[Outcome](), list[WorkerExit]()
     for rank in range(size):
-        outcome, exited = outcome_path(run, rank, attempt), run / f"exit.{rank}.{attempt}"
-        if outcome.exists():
+        outcome = next(filter(Path.exists, outcome_paths(folder, rank)), None)
+        exited = folder / f"exit.{rank}"
+        if outcome is not None:
             outcomes.append(Outcome.read(outcome))
         elif exited.exists():
-            output = _read(run / f"rank{rank}.{attempt}.out"), _read(run / f"rank{rank}.{attempt}.err")
-            exits.append(WorkerExit(**json.loads(exited.read_text()), output=output))
+            exits.append(WorkerExit(**json.loads(exited.read_text()), output=read_output(folder, rank)))
     exits = [each for each in exits if each.exitcode != -signal.SIGTERM]  # it was stopped before it could handle it
-    failed = [each for each in outcomes if each.error is not None and not was_stopped(each) and not is_secondary(each)]
-    if not failed and not exits:
+    if not exits and not any(map(is_cause, outcomes)):
         return None
     earlier = filter(None, (_failure(run, size, each) for each in range(attempt)))
     return caller_exception(outcomes, exits, world_size=size, earlier=list(earlier))

@@ -13,41 +13,41 @@ __all__ = ["RANK_SCRIPT", "job_script"]
 
 _OPTION_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 
-RANK_SCRIPT = """\
+RANK_SCRIPT = f"""\
 #!/bin/bash
-# srun starts this script for each rank, with the folder, the number of the attempt, logs=, and the command of a rank.
-run="$1" attempt="$2" logs="$3"
-shift 3
+# srun starts this script for each rank, with the folder of the attempt, logs=, and the command of a rank.
+run="$1" logs="$2"
+shift 2
 if [ "$logs" = all ]; then
     exec > >(sed -u "s/^/[rank $SLURM_PROCID] /") 2>&1
     trap 'sleep 0.2' EXIT  # sed may be ended with the step
 elif [ "$SLURM_PROCID" != 0 ]; then
-    if [ "$logs" = rank0 ]; then logs="$run"; else mkdir -p "$logs"; fi
-    exec > "$logs/rank$SLURM_PROCID.$attempt.out" 2> "$logs/rank$SLURM_PROCID.$attempt.err"
+    if [ "$logs" = rank0 ]; then logs="$run"; else logs="$logs/$SLURM_JOB_ID.$TORCHELASTIC_RESTART_COUNT"; fi
+    mkdir -p "$logs"
+    exec > "$logs/rank$SLURM_PROCID.out" 2> "$logs/rank$SLURM_PROCID.err"
 fi
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}"
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}}"
 # Slurm sends TERM some time before KILL. If the job is still RUNNING and no rank has failed, it is being preempted: ask
 # the function to stop. Otherwise the job was cancelled, or srun ends it because a rank has failed.
-on_term() {
+on_term() {{
     state="$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID")"
-    if [ "$state" = RUNNING ] && ! compgen -G "$run/exit.*.$attempt" > /dev/null; then
-        touch "$run/stop"
+    if [ "$state" = RUNNING ] && ! compgen -G "$run/exit.*" > /dev/null; then
+        touch "${STOP_FILE_VARIABLE}"
     else
         kill "$rank" 2> /dev/null
     fi
-}
+}}
 trap on_term TERM
 trap '' USR1 USR2  # some clusters send them to every process of a job
-"$@" "$run" "$attempt" &
+"$@" "$run" &
 rank=$!
 while kill -0 "$rank" 2> /dev/null; do wait "$rank" 2> /dev/null; done  # a trapped signal interrupts wait
 wait "$rank" 2> /dev/null
 code=$?
-if [ "$code" -eq 0 ] && [ -e "$run/outcome.$SLURM_PROCID.$attempt" ]; then exit 0; fi
-if [ ! -e "$run/returned.$SLURM_PROCID.$attempt" ]; then
+if [ ! -e "$run/outcome.$SLURM_PROCID" ]; then
     if [ "$code" -gt 128 ]; then code=$((128 - code)); fi  # of a signal, as Python shows it
-    printf '{"rank": %s, "host": "%s", "pid": %s, "exitcode": %s, "seen_at": %s}' \\
-        "$SLURM_PROCID" "$SLURMD_NODENAME" "$rank" "$code" "$(date +%s.%N)" > "$run/exit.$SLURM_PROCID.$attempt"
+    printf '{{"rank": %s, "host": "%s", "pid": %s, "exitcode": %s, "seen_at": %s}}' \\
+        "$SLURM_PROCID" "$SLURMD_NODENAME" "$rank" "$code" "$(date +%s.%N)" > "$run/exit.$SLURM_PROCID"
     exit 1  # ends the other ranks, by --kill-on-bad-exit
 fi
 """
@@ -55,8 +55,6 @@ fi
 _RUN = f"""\
 job="${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}"
 run="$folder/$job.${{SLURM_RESTART_COUNT:-0}}"
-mkdir -p "$run"
-ln -sf "$folder/call.${{SLURM_ARRAY_TASK_ID:-0}}/"* "$run/"
 # The cores of each rank: as requested, else its part of the job's cores on the node that has the fewest.
 cores="$(tr , '\\n' <<< "$SLURM_JOB_CPUS_PER_NODE" | sed 's/(.*//' | sort -n | head -n 1)"
 cores="${{SLURM_CPUS_PER_TASK:-$((cores / tasks))}}"
@@ -64,23 +62,26 @@ cores="${{SLURM_CPUS_PER_TASK:-$((cores / tasks))}}"
 # Slurm signals this script (B:) before the time limit and on preemption; should_stop() sees the file.
 export {STOP_FILE_VARIABLE}="$run/stop"
 trap 'touch "$run/stop"' USR2
-attempt=0
+export TORCHELASTIC_RESTART_COUNT=0
 while true; do
+    attempt="$run/$TORCHELASTIC_RESTART_COUNT"
+    mkdir -p "$attempt"
+    ln -sf "$folder/call.${{SLURM_ARRAY_TASK_ID:-0}}/"* "$attempt/"
     srun --kill-on-bad-exit=1 --cpus-per-task="$cores" \\
-        bash "$folder/rank.sh" "$run" "$attempt" "$logs" "${{command[@]}}" &
+        bash "$folder/rank.sh" "$attempt" "$logs" "${{command[@]}}" &
     step=$!
     while kill -0 "$step" 2> /dev/null; do wait "$step"; done  # a trapped signal interrupts wait
     wait "$step"
     code=$?
-    if [ "$code" -eq 0 ] || [ "$attempt" -ge "$max_restarts" ]; then break; fi
-    attempt=$((attempt + 1))
-    echo "restart $attempt of $max_restarts after exit code $code" >&2
+    if [ "$code" -eq 0 ] || [ "$TORCHELASTIC_RESTART_COUNT" -ge "$max_restarts" ]; then break; fi
+    TORCHELASTIC_RESTART_COUNT=$((TORCHELASTIC_RESTART_COUNT + 1))
+    echo "restart $TORCHELASTIC_RESTART_COUNT of $max_restarts after exit code $code" >&2
 done
 
 if [ "$code" -eq 0 ] && [ -e "$run/stop.acknowledged" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt "$max_requeues" ]; then
     scontrol requeue "$job" && sleep 60  # until Slurm kills this script: returning earlier would end the job
 fi
-echo "[$code, $SLURM_NTASKS, \\"$job.${{SLURM_RESTART_COUNT:-0}}\\", $attempt]" > "$run/result"
+echo "[$code, $SLURM_NTASKS, \\"$job.${{SLURM_RESTART_COUNT:-0}}\\", $TORCHELASTIC_RESTART_COUNT]" > "$run/result"
 mv "$run/result" "$folder/result.$job"
 exit "$code"
 """

@@ -1,16 +1,15 @@
-"""The program of one rank, which srun starts: `python -m parallelize.launchers.slurm.step FOLDER ATTEMPT`.
+"""The program of one rank, which srun starts: `python -m parallelize.launchers.slurm.step FOLDER`.
 
-FOLDER/task, setup                  the call                                  write_call
-FOLDER/outcome.<rank>.<attempt>     its value, or what it has raised          worker.main
-FOLDER/returned.<rank>.<attempt>    the function has returned: whatever ends the process later loses nothing
-FOLDER/rank<rank>.<attempt>.out     output of a rank that is not shown, and .err
+FOLDER/task, setup      the call                                                         write_call
+FOLDER/outcome.<rank>   its value: whatever ends the process later loses nothing        worker.main
+FOLDER/error.<rank>     what it has raised
+FOLDER/rank<rank>.out   output of a rank that is not shown, and .err
 """
 
 from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import multiprocessing
 import os
 import sys
 import types
@@ -19,7 +18,6 @@ from pathlib import Path
 import torch
 
 from parallelize.call.pickling import dump, load
-from parallelize.call.settings import LogSettings, Settings
 from parallelize.call.task import Task
 from parallelize.cluster.environment import detect
 from parallelize.cluster.world import World
@@ -38,27 +36,20 @@ def write_call(task: Task, folder: Path) -> None:
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     task.write(task_path(folder))
-    setup = WorkerSetup(
-        folder="",
-        environ={},
-        devices=tuple(driven[0] for driven in task.layout.devices),
-        start_method=multiprocessing.get_start_method(allow_none=True) or "fork",
-        logs=LogSettings.capture(),
-        settings=Settings.capture(),
-    )
+    setup = WorkerSetup.capture(task.layout, folder="", environ={})
     sys_path = [str(Path(entry).resolve()) for entry in sys.path]
     dump((setup, sys_path), folder / "setup", parts={})
 
 
-def _main(folder: Path, attempt: int) -> None:
+def _main(folder: Path) -> None:
+    os.setsid()  # a process group, so that all processes started from here can be killed together
     setup, sys.path[:] = load(folder / "setup", device=torch.device("cpu"))
     sys.modules["__main__"] = types.ModuleType("__main__")  # gets the names of the caller's script
     world = detect(os.environ) or World()
     setup = dataclasses.replace(setup, folder=str(folder), environ=dict(os.environ))
-    run(setup, world, attempt, files=None)
-    (folder / f"returned.{world.rank}.{attempt}").touch()
+    run(setup, world, files=None)
     faulthandler.dump_traceback_later(_LEAVE_GRACE_S, exit=True)
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]))
+    _main(Path(sys.argv[1]))

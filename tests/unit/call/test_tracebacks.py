@@ -14,8 +14,7 @@ import torch
 
 from parallelize import ConfigError, distributed, parallel_model, shard_loader
 from parallelize.call.tracebacks import in_users_code, print_with_notes
-from parallelize.config.options import Gpus
-from parallelize.errors import add_note
+from parallelize.errors import add_note, list_ranks
 from parallelize.worker.main import call_function
 
 needs_reraise = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 re-raises the old traceback")
@@ -146,7 +145,7 @@ def test_a_traceback_without_frames_to_fold_is_the_same_object() -> None:
 
 def test_an_exception_without_a_frame_of_the_user_has_none() -> None:
     """The frames of an error in this package's own code, as of a full disk, are all folded."""
-    assert in_users_code(raised_by(functools.partial(Gpus.indices_on, Gpus(), "8")).__traceback__.tb_next) is None
+    assert in_users_code(raised_by(functools.partial(list_ranks, 8)).__traceback__.tb_next) is None
 
 
 @needs_reraise
@@ -155,9 +154,9 @@ def test_a_defect_of_this_package_is_shown() -> None:
 
     @distributed(processes=1)
     def defect() -> None:
-        Gpus().indices_on("8")  # type: ignore[arg-type]  # the defect
+        list_ranks(8)  # type: ignore[arg-type]  # the defect
 
-    assert functions(raised_by(defect).__traceback__) == ["raised_by", "defect", "indices_on"]
+    assert functions(raised_by(defect).__traceback__) == ["raised_by", "defect", "list_ranks"]
 
 
 @needs_reraise
@@ -167,10 +166,10 @@ def test_a_defect_that_causes_another_exception_is_shown() -> None:
     @distributed(processes=1)
     def wrapped() -> None:
         try:
-            Gpus().indices_on("8")  # type: ignore[arg-type]  # the defect
+            list_ranks(8)  # type: ignore[arg-type]  # the defect
         except TypeError as error:
             raise LookupError("outer") from error
 
     cause = raised_by(wrapped).__cause__
     assert cause is not None
-    assert functions(cause.__traceback__) == ["wrapped", "indices_on"]
+    assert functions(cause.__traceback__) == ["wrapped", "list_ranks"]

@@ -1,4 +1,4 @@
-"""Variables of one process under each launcher, recorded or taken from its documentation -> World and placement."""
+"""Variables of one process under each launcher, recorded or taken from its documentation -> World and layout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from parallelize.cluster.devices import Hardware
 from parallelize.cluster.environment import detect
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
-from parallelize.config.placement import place
+from parallelize.config.layout import place
 from parallelize.errors import ConfigError
 
 TORCHRUN = {
@@ -230,27 +230,27 @@ def test_a_pod_with_several_gpus_is_a_node(
     environ: dict[str, str], address: tuple[str, int], node_rank: int | None
 ) -> None:
     """Each pod starts a process per GPU; the first pod serves the rendezvous."""
-    placement = place(Config.parse(), Hardware("cuda", 8), environ)
-    assert placement.world is None
-    assert placement.node is not None
-    assert (placement.node.master_addr, placement.node.master_port) == address
-    assert placement.node.node_rank == node_rank
-    assert (placement.layout.num_nodes, placement.layout.local_world_size) == (2, 8)
+    layout = place(Config.parse(), Hardware("cuda", 8), environ)
+    assert layout.world is None
+    assert layout.node is not None
+    assert (layout.node.master_addr, layout.node.master_port) == address
+    assert layout.node.node_rank == node_rank
+    assert (layout.num_nodes, layout.local_world_size) == (2, 8)
 
 
 @pytest.mark.parametrize("environ", [PYTORCHJOB, OLD_PYTORCHJOB, TRAINJOB], ids=["new", "old", "TrainJob"])
 def test_a_pod_with_one_gpu_is_a_rank(environ: dict[str, str]) -> None:
     """A pod with one device runs the call itself, and joins at the address of the first pod."""
-    placement = place(Config.parse(), Hardware("cuda", 1), environ)
-    assert placement.world is not None
-    assert (placement.world.rank, placement.layout.world_size) == (1, 2)
-    assert placement.world.master_addr.startswith("job-")
+    layout = place(Config.parse(), Hardware("cuda", 1), environ)
+    assert layout.world is not None
+    assert (layout.world.rank, layout.world_size) == (1, 2)
+    assert layout.world.master_addr.startswith("job-")
 
 
 def test_the_only_pod_starts_its_processes() -> None:
     """A job of one pod needs no rendezvous between nodes."""
-    placement = place(Config.parse(), Hardware("cuda", 8), TRAINJOB_OF_ONE)
-    assert (placement.world, placement.node, placement.layout.world_size) == (None, None, 8)
+    layout = place(Config.parse(), Hardware("cuda", 8), TRAINJOB_OF_ONE)
+    assert (layout.world, layout.node, layout.world_size) == (None, None, 8)
 
 
 def test_a_range_of_pods_is_refused() -> None:
@@ -258,7 +258,7 @@ def test_a_range_of_pods_is_refused() -> None:
     environ = {**ELASTIC_PYTORCHJOB, "PET_NNODES": "1:4"}
     with pytest.raises(ConfigError, match=r"PET_NNODES='1:4'.*\n.*fixed number of nodes.*\n.*torchrun"):
         place(Config.parse(processes=2), Hardware(), environ)
-    assert place(Config.parse(processes=2, num_nodes=3), Hardware(), environ).layout.world_size == 6
+    assert place(Config.parse(processes=2, num_nodes=3), Hardware(), environ).world_size == 6
 
 
 def test_runs_of_intel_mpi_have_ports_of_their_own() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from parallelize.cluster.devices import Hardware
-from parallelize.cluster.slurm_allocation import Allocation, current_allocation, sbatch_lines
+from parallelize.cluster.slurm_allocation import Allocation, current_allocation
 from parallelize.config.config import Config
-from parallelize.config.placement import place
+from parallelize.config.layout import place
 from parallelize.errors import ConfigError
 
 # A batch script of `sbatch --nodes=2 --ntasks-per-node=2 --gres=gpu:2`, which runs on the first node.
@@ -57,20 +57,20 @@ def test_the_allocation_is_read(environ: dict[str, str], expected: Allocation | 
 
 def test_a_task_takes_nodes_and_gpus_from_the_allocation() -> None:
     """A request without numbers runs on the allocation's two nodes with two GPUs each, as the task's rank."""
-    placement = place(Config.parse(), TWO_GPUS, TASK)
-    assert placement.world is not None
-    assert (placement.world.rank, placement.layout.num_nodes, placement.layout.local_world_size) == (2, 2, 2)
+    layout = place(Config.parse(), TWO_GPUS, TASK)
+    assert layout.world is not None
+    assert (layout.world.rank, layout.num_nodes, layout.local_world_size) == (2, 2, 2)
 
 
 def test_gpus_of_other_jobs_are_left_alone() -> None:
     """Where Slurm hides no GPUs, a call in a one-node shell uses as many as the job has."""
-    assert place(Config.parse(), EIGHT_GPUS, SHELL).layout.local_world_size == 2
+    assert place(Config.parse(), EIGHT_GPUS, SHELL).local_world_size == 2
 
 
 def test_a_shell_on_a_compute_node_launches_by_itself() -> None:
     """`srun --pty` is no rank of a run, however many tasks its job has."""
-    placement = place(Config.parse(processes=2), CPU, SHELL)
-    assert (placement.world, placement.node, placement.layout.num_nodes) == (None, None, 1)
+    layout = place(Config.parse(processes=2), CPU, SHELL)
+    assert (layout.world, layout.node, layout.num_nodes) == (None, None, 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_nodes": 2}])
@@ -78,13 +78,12 @@ def test_a_job_script_without_srun_is_refused_on_several_nodes(options: dict[str
     """The error has the job's number and the line to use instead."""
     with pytest.raises(ConfigError, match="in one process of Slurm job 65") as refused:
         place(Config.parse(processes=2, **options), CPU, BATCH)
-    assert "srun python train.py" in str(refused.value)
-    assert "#SBATCH --nodes=2\n    #SBATCH --ntasks-per-node=2\n" in str(refused.value)
+    assert "start it as srun --nodes=2 --ntasks-per-node=2 python train.py" in str(refused.value)
 
 
 def test_a_job_script_without_srun_may_use_its_own_node() -> None:
     """num_nodes=1 runs the call on the first node."""
-    assert place(Config.parse(processes=2, num_nodes=1), CPU, BATCH).layout.world_size == 2
+    assert place(Config.parse(processes=2, num_nodes=1), CPU, BATCH).world_size == 2
 
 
 def test_a_job_script_may_set_the_rendezvous() -> None:
@@ -93,26 +92,17 @@ def test_a_job_script_may_set_the_rendezvous() -> None:
     assert place(Config.parse(processes=2, num_nodes=2), CPU, {**BATCH, **rendezvous}).node is not None
 
 
-def test_a_mismatch_with_the_tasks_names_lines_that_match() -> None:
-    """A request for four GPUs where srun started two tasks per node fails with the lines to set."""
+def test_a_mismatch_with_the_tasks_names_the_options_of_srun() -> None:
+    """A request for four GPUs on three nodes where srun started two tasks on each of two fails with what to set."""
     with pytest.raises(ConfigError) as refused:
         place(Config.parse(gpus=4, num_nodes=3), EIGHT_GPUS, {**TASK, "SLURM_GPUS_ON_NODE": "8"})
-    message = str(refused.value)
-    assert "4 asked for, 2 started" in message
-    assert "3 asked for, 2 started" in message
-    lines = ("#SBATCH --nodes=3", "#SBATCH --ntasks-per-node=4", "#SBATCH --gpus-per-node=4", "srun python train.py")
-    assert "\n".join(f"    {line}" for line in lines) in message
+    tasks, nodes = refused.value.faults
+    assert (tasks.what, nodes.what) == ("processes per node: 4 asked for, 2 started", "nodes: 3 asked for, 2 started")
+    assert "--ntasks-per-node=4" in tasks.fix
+    assert "--nodes=3" in nodes.fix
 
 
-def test_too_few_gpus_name_lines_that_match() -> None:
-    """A request for four GPUs in an allocation of two fails with the line to set."""
-    with pytest.raises(ConfigError, match="this process sees 2 GPU") as refused:
+def test_too_few_gpus_name_the_option_of_slurm() -> None:
+    """A request for four GPUs in an allocation of two fails with the option that gives them."""
+    with pytest.raises(ConfigError, match=r"this process sees 2 GPU(.|\n)*--gpus-per-node"):
         place(Config.parse(gpus=4), EIGHT_GPUS, SHELL)
-    assert "#SBATCH --gpus-per-node=4" in str(refused.value)
-
-
-def test_lines_omit_unknown_numbers() -> None:
-    """Numbers that the request does not give have no #SBATCH line."""
-    assert sbatch_lines(num_nodes=2, tasks_per_node=None, gpus_per_node=None) == (
-        "    #SBATCH --nodes=2\n    srun python train.py"
-    )

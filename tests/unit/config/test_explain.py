@@ -10,7 +10,7 @@ import pytest
 from parallelize import ConfigError, distributed
 from parallelize.cluster.devices import Hardware
 from parallelize.config.config import Config
-from parallelize.config.explain import explain_call
+from parallelize.config.explain import explain
 from parallelize.config.layout import compute_layout
 
 
@@ -53,9 +53,9 @@ def test_a_table_is_not_wider_than_a_terminal() -> None:
 def test_each_process_has_its_gpus_on_a_line() -> None:
     """Each local rank has a line with its GPUs: one under ddp, several under ddp2."""
     hardware = Hardware("cuda", 4)
-    by_device = explain_call(compute_layout(Config.parse(gpus=[1, 3]), hardware), None, name="train")
+    by_device = explain(compute_layout(Config.parse(gpus=[1, 3]), hardware), name="train")
     assert "  devices      local rank 0: cuda:1\n                 local rank 1: cuda:3\n" in by_device
-    by_node = explain_call(compute_layout(Config.parse(gpus=2, backend="ddp2"), hardware), None, name="train")
+    by_node = explain(compute_layout(Config.parse(gpus=2, backend="ddp2"), hardware), name="train")
     assert "  devices      local rank 0: cuda:0, cuda:1\n" in by_node
     assert "inside" not in by_node
 

@@ -18,7 +18,7 @@ from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
-from parallelize.config.options import Gpus
+from parallelize.config.options import ALL_GPUS
 from parallelize.errors import ConfigError
 from parallelize.plugins import registry
 from parallelize.plugins.base import LEVELS, Backend
@@ -132,7 +132,7 @@ def test_devices(options, machine, world, expected):
             None,
             "gpus=[0, 7, 9]",
             "this process sees 4 GPU(s), numbered from 0; the first that is missing: 7",
-            "use gpus=4, or check CUDA_VISIBLE_DEVICES",
+            "use gpus=4, or check CUDA_VISIBLE_DEVICES, or Slurm's --gpus-per-node",
         ),
         (
             {"gpus": [3]},
@@ -140,7 +140,7 @@ def test_devices(options, machine, world, expected):
             launched(1),
             "gpus=[3]",
             "this process sees 1 GPU(s), numbered from 0; the first that is missing: 3",
-            "use gpus=1, or check CUDA_VISIBLE_DEVICES",
+            "use gpus=1, or check CUDA_VISIBLE_DEVICES, or Slurm's --gpus-per-node",
         ),
         (
             {"gpus": 8},
@@ -148,7 +148,7 @@ def test_devices(options, machine, world, expected):
             None,
             "gpus=8",
             "this process sees 4 GPU(s), numbered from 0; the first that is missing: 4",
-            "use gpus=4, or check CUDA_VISIBLE_DEVICES",
+            "use gpus=4, or check CUDA_VISIBLE_DEVICES, or Slurm's --gpus-per-node",
         ),
         (
             {"gpus": 2},
@@ -156,7 +156,7 @@ def test_devices(options, machine, world, expected):
             launched(4),
             "processes per node: 2 asked for, 4 started",
             "a launcher has started this process as rank 0 of 4, with 4 on this node",
-            "start 2 per node, or use gpus=4",
+            "start 2 per node (Slurm: --ntasks-per-node=2), or use gpus=4",
         ),
         (
             {"processes": 8},
@@ -164,7 +164,7 @@ def test_devices(options, machine, world, expected):
             launched(4),
             "processes per node: 8 asked for, 4 started",
             "a launcher has started this process as rank 0 of 4, with 4 on this node",
-            "start 8 per node, or use processes=4",
+            "start 8 per node (Slurm: --ntasks-per-node=8), or use processes=4",
         ),
         (
             {"gpus": 2},
@@ -172,7 +172,7 @@ def test_devices(options, machine, world, expected):
             launched(4),
             "processes per node: 2 asked for, 4 started",
             "a launcher has started this process as rank 0 of 4, with 4 on this node",
-            "start 2 per node, or use gpus=4",
+            "start 2 per node (Slurm: --ntasks-per-node=2), or use gpus=4",
         ),
         (
             {"num_nodes": 3},
@@ -180,7 +180,7 @@ def test_devices(options, machine, world, expected):
             launched(4, nodes=2, rank=5, local_rank=1, node_rank=1),
             "nodes: 3 asked for, 2 started",
             "a launcher has started this process as rank 5 of 8, on node 1",
-            "start it on 3 node(s), or omit num_nodes=",
+            "start it on 3 node(s) (Slurm: --nodes=3), or omit num_nodes=",
         ),
         (
             {"backend": Threads()},
@@ -188,7 +188,7 @@ def test_devices(options, machine, world, expected):
             launched(2),
             "processes per node: 1 asked for, 2 started",
             "a launcher has started this process as rank 0 of 2, with 2 on this node",
-            "start 1 per node, or use backend='",
+            "start 1 per node (Slurm: --ntasks-per-node=1), or use backend='",
         ),
         (
             {},
@@ -275,9 +275,9 @@ def test_only_what_helps_is_offered():
 def test_amp_on_an_unsupported_device_type():
     """A device type that a precision engine does not declare is refused."""
     (fault,) = faults_of({"amp": True}, MAC)
-    assert fault.what == "amp_engine='native' on mps"
-    assert fault.why.startswith("it runs on: ")
-    assert fault.fix == "use amp=False on mps, or another amp_engine"
+    assert fault.what == "amp='O1' on mps"
+    assert fault.why == "native computes on mps in: fp32"
+    assert fault.fix == "use another amp_engine, or amp=False on mps"
 
 
 def test_every_fault_is_named():
@@ -297,7 +297,7 @@ def test_multi_node_fallback(world):
     """On too many nodes, the declared fallback is used, with a warning that can be silenced as it describes."""
     options = {"backend": Threads(), "gpus": 4} | ({} if world else {"num_nodes": 2})
     layout = compute_layout(Config.parse(**options), FOUR, world)
-    assert layout.config.backend == registry.get("backends", "ddp")()
+    assert layout.config.backend == registry.find("backends", "ddp")()
     assert layout.warnings == (
         "backend='threads' runs on at most 1 node(s): num_nodes=2 uses 'ddp'. Use backend='ddp' to silence this.",
     )
@@ -448,7 +448,7 @@ def test_configurations_of_early_lightning(options, expected):
     assert devices(compute_layout(Config.parse(**options), FOUR)) == expected
 
 
-known = {name: registry.get("backends", name) for name in registry.names("backends")}
+known = {name: registry.find("backends", name) for name in registry.names("backends")}
 
 
 @pytest.mark.skipif("dp" not in known, reason="no dp backend")
@@ -461,7 +461,7 @@ def test_dp():
         with pytest.raises(ConfigError) as caught:
             Config.parse(backend="dp", gpus=2, amp=True, amp_engine="apex")
         (fault,) = caught.value.faults
-        assert fault.what == "backend='dp' with amp_engine='apex'"
+        assert fault.what == "backend='dp' with amp_engine='apex' and amp='O2'"
         assert fault.fix.startswith("use amp_engine='native', or backend='ddp'")
 
 
@@ -473,11 +473,13 @@ def test_ddp2():
         for level in set(LEVELS) - levels:
             with pytest.raises(ConfigError) as caught:
                 Config.parse(backend="ddp2", gpus=2, amp=level, amp_engine=engine)
-            assert f"backend='ddp2' with amp={level!r}" in [fault.what for fault in caught.value.faults]
+            assert f"backend='ddp2' with amp_engine={engine!r} and amp={level!r}" in [
+                fault.what for fault in caught.value.faults
+            ]
     for engine in set(registry.names("precision")) - set(known["ddp2"].amp):
         with pytest.raises(ConfigError) as caught:
             Config.parse(backend="ddp2", gpus=2, amp=True, amp_engine=engine)
-        assert f"backend='ddp2' with amp_engine={engine!r}" in [fault.what for fault in caught.value.faults]
+        assert f"backend='ddp2' with amp_engine={engine!r}" in str(caught.value)
 
 
 backend_values = st.sampled_from([*known, Threads(), PerNode()])
@@ -499,7 +501,7 @@ def test_any_request_anywhere(options, backend, machine, world):
 
 def check(layout: Layout, config: Config, machine: Hardware, world: World | None) -> None:
     """Assert the invariants of every layout."""
-    if config.gpus == Gpus.ALL and config.processes is not None:  # all GPUs, or else these processes
+    if config.gpus == ALL_GPUS and config.processes is not None:  # all GPUs, or else these processes
         config = config.changed(**({"gpus": None} if layout.device_type == "cpu" else {"processes": None}))
     assert len(layout.devices) == layout.local_world_size >= 1
     assert all(layout.devices)
@@ -508,8 +510,8 @@ def check(layout: Layout, config: Config, machine: Hardware, world: World | None
     assert all(index < machine.count for index in layout.indices)
     assert bool(layout.warnings) == (
         layout.config != config
-        or (config.gpus == Gpus.ALL and machine.count == 0)
-        or (config.gpus is not None and config.gpus.has_duplicates)
+        or (config.gpus == ALL_GPUS and machine.count == 0)
+        or (isinstance(config.gpus, tuple) and len(set(config.gpus)) < len(config.gpus))
     )
     if config.num_nodes is not None:
         assert layout.num_nodes == config.num_nodes

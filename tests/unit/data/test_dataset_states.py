@@ -79,19 +79,19 @@ class Shuffled(Counted):
         self.generator.setstate(state["generator"])
 
 
-def sharded(kind):
-    return shard_loader(DataLoader(kind(), batch_size=BATCH), divides="processes")
+def sharded(kind, limit=None):
+    return shard_loader(DataLoader(kind(), batch_size=BATCH), divides="processes", limit=limit)
 
 
-def resumed_after(kind, steps):
+def resumed_after(kind, steps, limit=None):
     """Return all batches of two epochs, the rest of the first one after an interruption, and the resumed loader."""
-    full = sharded(kind)
+    full = sharded(kind, limit)
     epochs = [[batch.tolist() for batch in full] for _ in range(2)]
-    loader = sharded(kind)
+    loader = sharded(kind, limit)
     batches = iter(loader)
     first = [next(batches).tolist() for _ in range(steps)]
     state, of_rank = loader.state_dict(), loader.rank_state()
-    resumed = sharded(kind)
+    resumed = sharded(kind, limit)
     resumed.load_state_dict(state)
     if of_rank is not None:
         resumed.load_rank_state(of_rank)
@@ -100,11 +100,11 @@ def resumed_after(kind, steps):
 
 @pytest.mark.parametrize("kind", [Counted, Shuffled])
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 2)])
-@pytest.mark.parametrize("steps", [1, 2, 9, 20])
-def test_a_dataset_goes_on_from_its_state(kind, rank, world_size, steps):
-    """The rest of the epoch follows, and the next epoch; at most a batch is read again."""
+@pytest.mark.parametrize(("steps", "limit"), [(1, None), (2, None), (9, None), (20, 22)])
+def test_a_dataset_goes_on_from_its_state(kind, rank, world_size, steps, limit):
+    """The rest of the epoch follows, up to a limit, and the next epoch; at most a batch is read again."""
     with as_rank(rank, world_size):
-        epochs, first, resumed = resumed_after(kind, steps)
+        epochs, first, resumed = resumed_after(kind, steps, limit)
         batches = iter(resumed)
         rest = [next(batches).tolist()]
         assert resumed.dataset.reads <= (BATCH * 3 if steps > 1 else BATCH * 2)

@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 from every_sample import KINDS, STREAMS, NoLength, expected, read, units_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import as_rank
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
 
 from parallelize import ConfigError, shard_loader
+from parallelize.data.sampling import EpochSplit
 
 TAILS = ("pad", "drop", "exact", "weighted")
 CASES = [(kind, tail) for kind in KINDS for tail in TAILS if tail != "weighted" or kind not in STREAMS]
@@ -30,23 +34,73 @@ def test_all_ranks_together_read_what_the_tail_says(kind: str, tail: str) -> Non
             assert len({each.steps for each in ranks}) == 1
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("tail", ["pad", "drop"])
-def test_batches_are_those_of_a_distributed_sampler(tail: Any, drop_last: bool, shuffle: bool) -> None:
-    """For any number of samples, size of batches and number of ranks; the second epoch, which is shuffled anew."""
-    for length, size, world_size in [*itertools.product(range(9, 21), (1, 2, 3), (1, 2, 3)), (9000, 1, 2)]:
-        for rank in range(world_size):
-            sampler = DistributedSampler(
-                range(length), world_size, rank, shuffle=shuffle, seed=7, drop_last=tail == "drop"
-            )
-            sampler.set_epoch(1)
-            expected = list(BatchSampler(sampler, size, drop_last))
-            with as_rank(rank, world_size):
-                loader = DataLoader(range(length), size, shuffle=shuffle, drop_last=drop_last, collate_fn=list)
-                sharded = shard_loader(loader, tail=tail, seed=7)
-                sharded.set_epoch(1)
-                assert (len(sharded), list(sharded)) == (len(expected), expected)
+seeds = st.none() | st.integers(0, 9)
+
+
+@settings(max_examples=120)
+@given(
+    length=st.integers(16, 40) | st.just(9000),
+    size=st.integers(1, 4),
+    world_size=st.integers(1, 4),
+    tail=st.sampled_from(["pad", "drop"]),
+    is_shuffled=st.booleans(),
+    drop_last=st.booleans(),
+    generator=seeds,
+    seed=seeds,
+    epoch=st.integers(0, 3),
+)
+def test_batches_are_those_of_a_distributed_sampler(
+    length: int,
+    size: int,
+    world_size: int,
+    tail: Any,
+    is_shuffled: bool,
+    drop_last: bool,
+    generator: int | None,
+    seed: int | None,
+    epoch: int,
+) -> None:
+    """Seeded by the loader's generator, else by seed=, else by 0."""
+    for rank in range(world_size):
+        sampler = DistributedSampler(
+            range(length),
+            world_size,
+            rank,
+            shuffle=is_shuffled,
+            seed=(seed or 0) if generator is None else generator,
+            drop_last=tail == "drop",
+        )
+        sampler.set_epoch(epoch)
+        expected = list(BatchSampler(sampler, size, drop_last))
+        with as_rank(rank, world_size):
+            own = None if generator is None else torch.Generator().manual_seed(generator)
+            options = {"shuffle": is_shuffled, "drop_last": drop_last, "collate_fn": list, "generator": own}
+            sharded = shard_loader(DataLoader(range(length), size, **options), tail=tail, seed=seed)
+            sharded.set_epoch(epoch)
+            assert (len(sharded), list(sharded)) == (len(expected), expected)
+
+
+@given(
+    total=st.integers(0, 30),
+    world_size=st.integers(1, 4),
+    more=st.integers(0, 5),
+    tail=st.sampled_from(TAILS),
+    drop_last=st.booleans(),
+    start=st.integers(0, 9),
+)
+def test_consumed_units_are_those_that_were_taken(
+    total: int, world_size: int, more: int, tail: Any, drop_last: bool, start: int
+) -> None:
+    """After every number of steps, of all processes together, uneven batches and uneven ends included."""
+    split = EpochSplit(
+        total=total, world_size=world_size, group=world_size + more, tail=tail, drop_last=drop_last, start=start
+    )
+    taken: set[int] = set()
+    for step in range(split.steps(0)):
+        assert split.start_after(step) == start + len(taken)
+        taken.update(*(split.positions(rank, step) for rank in range(world_size)))
+        taken &= {*range(split.end)}  # "weighted" repeats units in the last step
+    assert split.start_after(split.steps(0)) == start + len(taken)
 
 
 def test_nothing_is_read_from_an_empty_dataset() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 import subprocess
 import sys
@@ -16,8 +15,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import as_rank, values
+from ranks import as_rank, own_generators, values
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -28,98 +26,60 @@ LENGTH = 29
 
 
 class Stream(IterableDataset):
-    """Yields the numbers of a function to every worker."""
+    """Yields what a function returns, which is called when the first sample is drawn."""
 
-    def __init__(self, numbers=lambda: range(LENGTH)):
-        self.numbers = numbers
-
-    def __iter__(self):
-        yield from self.numbers()
-
-
-class Wrapped(IterableDataset):
-    def __init__(self, inner):
-        self.inner = inner
+    def __init__(self, make=lambda: range(LENGTH)):
+        self.make = make
 
     def __iter__(self):
-        return iter(self.inner)
+        yield from self.make()
 
 
-class Everything(IterableDataset):
-    def __init__(self, length):
-        self.length = length
+class Opened(Stream):
+    """Calls its function when it is iterated."""
 
     def __iter__(self):
-        return iter(range(self.length))
+        return iter(self.make())
 
 
-class Sized(Everything):
+class Sized(Opened):
+    def __init__(self, length, claimed=None):
+        super().__init__(lambda: range(length))
+        self.length = length if claimed is None else claimed
+
     def __len__(self):
         return self.length
 
 
-class AsInTorchsDocs(IterableDataset):
-    """A contiguous part for each worker."""
-
-    def __iter__(self):
-        info = get_worker_info()
-        if info is None:
-            return iter(range(LENGTH))
-        size = -(-LENGTH // info.num_workers)
-        return iter(range(info.id * size, min((info.id + 1) * size, LENGTH)))
+def worker():
+    """Return the number of this worker, and how many there are."""
+    info = get_worker_info()
+    return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-class ShuffledFiles(IterableDataset):
-    """Shuffles its files by a global generator, then takes those of its worker."""
-
-    def __iter__(self):
-        files = list(range(LENGTH))
-        random.shuffle(files)
-        info = get_worker_info()
-        return iter(files if info is None else files[info.id :: info.num_workers])
-
-
-class ByProcess(IterableDataset):
-    def __iter__(self):
-        info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(range(par.rank() * workers + worker, LENGTH, par.world_size() * workers))
-
-
-class ShuffledByProcess(IterableDataset):
-    """Shuffles its files by the global generators, then takes those of its process and worker."""
-
-    def __iter__(self):
-        files = np.random.permutation(random.sample(range(LENGTH), LENGTH))[torch.randperm(LENGTH)].tolist()
-        info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(files[par.rank() * workers + worker :: par.world_size() * workers])
-
-
-class Opened(IterableDataset):
-    """Is opened by a worker_init_fn."""
-
-    is_open = False
-
-    def __iter__(self):
-        assert self.is_open or get_worker_info() is None
-        return iter(range(LENGTH))
-
-
-def open_dataset(_worker_id):
-    get_worker_info().dataset.is_open = get_worker_info().num_workers > 0
+def in_blocks():
+    """Return a contiguous part for each worker, as in torch's documentation."""
+    index, workers = worker()
+    size = -(-LENGTH // workers)
+    return range(index * size, min((index + 1) * size, LENGTH))
 
 
 def shuffled_by_random():
     return random.sample(range(LENGTH), LENGTH)
 
 
-def shuffled_by_numpy():
-    return np.random.permutation(LENGTH).tolist()
+def shuffled_files():
+    files, (index, workers) = shuffled_by_random(), worker()
+    return files[index::workers]
 
 
-def shuffled_by_torch():
-    return torch.randperm(LENGTH).tolist()
+def by_process(order=range(LENGTH)):
+    index, workers = worker()
+    return order[par.rank() * workers + index :: par.world_size() * workers]
+
+
+def shuffled_by_process():
+    return by_process(np.random.permutation(shuffled_by_random())[torch.randperm(LENGTH)].tolist())
 
 
 def shuffle_buffer():
@@ -140,75 +100,69 @@ def drawing_collate(samples):
 
 def init_worker(worker_id):
     info = get_worker_info()
-    info.dataset.numbers = lambda: range(info.id, LENGTH, info.num_workers)
+    info.dataset.make = lambda: range(info.id, LENGTH, info.num_workers)
 
 
-def hugging_face(**options):
-    datasets = pytest.importorskip("datasets")
-    stream = datasets.Dataset.from_dict({"x": list(range(LENGTH))}).to_iterable_dataset(**options)
-    return stream.with_format("torch")
+def open_dataset(_worker_id):
+    """Read the worker info, and do not shard by it."""
+    info = get_worker_info()
+    info.dataset.make = lambda: range(LENGTH if info.num_workers else 0)
 
 
 # Kind -> (dataset, options of shard_loader, arguments of DataLoader).
 DATASETS = {
     "not sharded": (Stream, {}, {}),
     "declared as not sharded": (Stream, {"divides": "nothing"}, {}),
-    "torch's docs": (AsInTorchsDocs, {}, {}),
-    "declared by worker": (AsInTorchsDocs, {"divides": "workers"}, {}),
+    "torch's docs": (lambda: Opened(in_blocks), {}, {}),
+    "declared by worker": (lambda: Opened(in_blocks), {"divides": "workers"}, {}),
     "worker_init_fn": (Stream, {}, {"worker_init_fn": init_worker}),
-    "wrapped": (lambda: Wrapped(AsInTorchsDocs()), {}, {}),
+    "wrapped": (lambda: Opened(lambda: Opened(in_blocks)), {}, {}),
     "chained": (lambda: ChainDataset([Stream(lambda: range(9)), Stream(lambda: range(9, LENGTH))]), {}, {}),
     "random": (lambda: Stream(shuffled_by_random), {}, {}),
-    "numpy": (lambda: Stream(shuffled_by_numpy), {}, {}),
-    "torch": (lambda: Stream(shuffled_by_torch), {}, {}),
+    "numpy": (lambda: Stream(lambda: np.random.permutation(LENGTH).tolist()), {}, {}),
+    "torch": (lambda: Stream(lambda: torch.randperm(LENGTH).tolist()), {}, {}),
     "shuffle buffer": (lambda: Stream(shuffle_buffer), {}, {"collate_fn": drawing_collate}),
-    "shuffled files": (ShuffledFiles, {}, {"collate_fn": drawing_collate}),
+    "shuffled files": (lambda: Opened(shuffled_files), {}, {"collate_fn": drawing_collate}),
     "data pipe": (lambda: IterableWrapper(range(LENGTH)).shuffle(), {}, {}),
-    "declared by process": (ByProcess, {"divides": "processes"}, {}),
-    "shuffled by process": (ShuffledByProcess, {"divides": "processes"}, {"collate_fn": drawing_collate}),
-    "opened": (Opened, {"divides": "nothing"}, {"worker_init_fn": open_dataset}),
+    "declared by process": (lambda: Opened(by_process), {"divides": "processes"}, {}),
+    "shuffled by process": (
+        lambda: Opened(shuffled_by_process),
+        {"divides": "processes"},
+        {"collate_fn": drawing_collate},
+    ),
+    "opened": (Stream, {"divides": "nothing"}, {"worker_init_fn": open_dataset}),
 }
 
 
-def batches_of(make, rank, world_size, options):
-    """Iterate one rank; its global generators have states of their own, as after parallel_model."""
-    random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
-    with as_rank(rank, world_size):
-        return list(shard_loader(make(), **options))
-
-
 def read_by_all(make, world_size, **options):
-    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        return [batches_of(make, rank, world_size, options) for rank in range(world_size)]
-    finally:
-        random.setstate(state[0]), np.random.set_state(state[1]), torch.set_rng_state(state[2])
+    """Iterate every rank, one after the other; the global generators of each have states of their own."""
+    ranks = []
+    for rank in range(world_size):
+        with as_rank(rank, world_size), own_generators(rank):
+            ranks.append(list(shard_loader(make(), **options)))
+    return ranks
 
 
 def flat(batches):
     return [int(value) for batch in batches for value in (batch["x"] if isinstance(batch, dict) else batch)]
 
 
-def check(ranks, tail, shards, units=LENGTH):
+def check(ranks, tail, shards):
     """Check how often each unit was read: once, with less than one repeat or omission for each shard."""
     counts = Counter(itertools.chain.from_iterable(ranks))
-    assert set(counts) <= set(range(units))
+    assert set(counts) <= set(range(LENGTH))
     if tail == "drop":
         assert set(counts.values()) <= {1}
-        assert units - len(counts) < shards
+        assert LENGTH - len(counts) < shards
     else:
-        assert len(counts) == units
-        assert counts.total() - units < (shards if tail == "pad" else 1)
+        assert len(counts) == LENGTH
+        assert counts.total() - LENGTH < (shards if tail == "pad" else 1)
 
 
+QUICK = ("torch's docs", "worker_init_fn")  # with workers
 WITH_AND_WITHOUT_WORKERS = [
     *((kind, 0) for kind in DATASETS),
-    *((kind, 2) for kind in ("torch's docs", "worker_init_fn")),
-    *(
-        pytest.param(kind, 2, marks=pytest.mark.slow)
-        for kind in DATASETS
-        if kind not in ("torch's docs", "worker_init_fn")
-    ),
+    *(pytest.param(kind, 2, marks=() if kind in QUICK else pytest.mark.slow) for kind in DATASETS),
 ]
 
 
@@ -227,8 +181,7 @@ def test_a_resumed_iterable_dataset_yields_the_rest(kind, workers):
     """In the order of the interrupted epoch, although the global generators have other states."""
     make, options, arguments = DATASETS[kind]
     loader = lambda: DataLoader(make(), batch_size=3, num_workers=workers, **arguments)  # noqa: E731 - a new one
-    for rank in range(2):
-        (full,) = [each for number, each in enumerate(read_by_all(loader, 2, **options)) if number == rank]
+    for rank, full in enumerate(read_by_all(loader, 2, **options)):
         with as_rank(rank, 2):
             interrupted, resumed = shard_loader(loader(), **options), shard_loader(loader(), **options)
             batches = iter(interrupted)
@@ -242,8 +195,8 @@ def own_generator():
     return random.Random().sample(range(LENGTH), LENGTH)
 
 
-def own_generator_of_batches():
-    yield from own_generator()
+def by_torch(workers):
+    return lambda: DataLoader(Stream(lambda: torch.randperm(LENGTH).tolist()), batch_size=3, num_workers=workers)
 
 
 @pytest.mark.parametrize(
@@ -252,23 +205,20 @@ def own_generator_of_batches():
         (lambda: DataLoader(Stream(shuffled_by_random), batch_size=3), 1, None, True),
         (lambda: DataLoader(Stream(shuffled_by_random), batch_size=3), 1, 4, True),
         (lambda: DataLoader(Stream(shuffled_by_random), batch_size=3), 2, None, True),
-        (lambda: DataLoader(Stream(shuffled_by_torch), batch_size=3, num_workers=1), 1, None, True),
-        (lambda: DataLoader(Stream(shuffled_by_torch), batch_size=3, num_workers=1), 1, 4, True),
-        (lambda: DataLoader(Stream(shuffled_by_torch), batch_size=3, num_workers=2), 1, None, True),
+        (by_torch(workers=1), 1, None, True),
+        (by_torch(workers=1), 1, 4, True),
+        (by_torch(workers=2), 1, None, True),
         (lambda: DataLoader(Stream(), batch_size=3), 1, None, True),
         (lambda: DataLoader(Stream(own_generator), batch_size=3), 2, None, False),
-        (own_generator_of_batches, 2, None, False),
+        (lambda: (each for each in own_generator()), 2, None, False),
         (shuffle_buffer, 1, None, True),
         (shuffle_buffer, 1, 4, True),
     ],
 )
 def test_an_order_that_is_not_repeated_after_resuming_is_named(make, world_size, seed, is_repeated):
     """Samples would be lost: a warning says how to repeat it. A state of a state has the same facts."""
-    state = random.getstate()
-    with as_rank(0, world_size), torch.random.fork_rng(devices=[]):
-        random.seed(1), torch.manual_seed(1)
-        interrupted = shard_loader(make(), seed=seed)
-        resumed = shard_loader(make(), seed=seed)
+    with as_rank(0, world_size), own_generators(1):
+        interrupted, resumed = shard_loader(make(), seed=seed), shard_loader(make(), seed=seed)
         batches = iter(interrupted)
         next(batches), next(batches), next(batches)
         if isinstance(interrupted, DataLoader):
@@ -276,19 +226,15 @@ def test_an_order_that_is_not_repeated_after_resuming_is_named(make, world_size,
         resumed.load_state_dict(interrupted.state_dict())
         assert resumed.state_dict() == interrupted.state_dict()
         rest = list(batches)
-        with (
-            contextlib.nullcontext()
-            if is_repeated
-            else pytest.warns(UserWarning, match="another order or other samples")
-        ):
+        named = pytest.warns(UserWarning, match="another order or other samples")
+        with contextlib.nullcontext() if is_repeated else named:
             assert (repr(list(resumed)) == repr(rest)) == is_repeated
         list(resumed)  # later epochs are not compared
-    random.setstate(state)
 
 
 def augmented():
     generator = np.random.default_rng()
-    yield from ((generator.random(2), number) for number in range(LENGTH))
+    return ((generator.random(2), number) for number in range(LENGTH))
 
 
 def noise_added(samples):
@@ -316,12 +262,11 @@ class Opaque:
         raise KeyError(name)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_samples_that_cannot_be_hashed_are_yielded(world_size):
+def test_samples_that_cannot_be_hashed_are_yielded():
     """Their class raises an error when an attribute is looked up."""
-    with as_rank(0, world_size):
+    with as_rank(0, 2):
         loader = DataLoader(Stream(lambda: (Opaque() for _ in range(6))), batch_size=1, collate_fn=list)
-        assert len(list(shard_loader(loader))) == 6 // world_size
+        assert len(list(shard_loader(loader))) == 3
 
 
 def test_epochs_of_a_shuffling_dataset_differ():
@@ -341,18 +286,14 @@ def test_the_loop_keeps_its_random_numbers():
     """A dataset that draws between batches does not change the numbers that the loop draws, nor see them."""
 
     def run(draws):
-        random.seed(1)
-        with as_rank(0, 2):
-            return [(batch.tolist(), [random.random() for _ in range(draws)]) for batch in shard_loader(loader())]
+        loader = DataLoader(Stream(shuffle_buffer), batch_size=3)
+        with as_rank(0, 2), own_generators(1):
+            return [(batch.tolist(), [random.random() for _ in range(draws)]) for batch in shard_loader(loader)]
 
-    loader = lambda: DataLoader(Stream(shuffle_buffer), batch_size=3)  # noqa: E731 - a new one
-    state = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        once, twice = run(1), run(2)
-    random.seed(1)
-    assert [number for _, numbers in once for number in numbers] == [random.random() for _ in once]
+    once, twice = run(1), run(2)
+    with own_generators(1):
+        assert [number for _, numbers in once for number in numbers] == [random.random() for _ in once]
     assert [batch for batch, _ in once] == [batch for batch, _ in twice]
-    random.setstate(state)
 
 
 # Iterables of batches
@@ -368,18 +309,14 @@ class Epochs:
         yield from np.random.default_rng(self.epoch).permutation(LENGTH).tolist()
 
 
-class SizedStream:
-    def __len__(self):
-        return LENGTH
-
-    def __iter__(self):
-        return iter(range(LENGTH))
-
-
 def shuffled_generator():
     for number in shuffled_by_random():
         torch.rand(1)
         yield number
+
+
+def zipped_shuffled_loader():
+    return (int(batch) for batch, _ in zip(DataLoader(range(LENGTH), 1, shuffle=True), range(99)))  # noqa: B905 - ends
 
 
 def torchdata_nodes():
@@ -389,12 +326,11 @@ def torchdata_nodes():
 
 BATCHES = {
     "list": lambda: list(range(LENGTH)),
-    "range": lambda: range(LENGTH),
     "iterator": lambda: iter(range(LENGTH)),
-    "generator": lambda: (each for each in range(LENGTH)),
     "shuffled generator": shuffled_generator,
+    "zipped": zipped_shuffled_loader,
     "with set_epoch": Epochs,
-    "sized": SizedStream,
+    "sized": type("Sized", (), {"__len__": lambda _: LENGTH, "__iter__": lambda _: iter(range(LENGTH))}),
     "torchdata": torchdata_nodes,
 }
 
@@ -426,59 +362,41 @@ def test_resumed_iterables_yield_the_rest_in_another_world(kind, new_size):
     check(seen, "exact", 1)
 
 
-def own_share():
-    return iter(range(par.rank(), LENGTH, par.world_size()))
-
-
-def own_share_of_shuffled():
-    yield from shuffled_by_random()[par.rank() :: par.world_size()]
-
-
 def test_iterables_may_shuffle_before_they_take_their_share():
     """The order is drawn from the same random numbers on all ranks."""
-    check(read_by_all(own_share_of_shuffled, 3, divides="processes"), "exact", 1)
+
+    def own_share():
+        yield from shuffled_by_random()[par.rank() :: par.world_size()]
+
+    check(read_by_all(own_share, 3, divides="processes"), "exact", 1)
 
 
-@pytest.mark.parametrize("make", [own_share, lambda: list(own_share()), lambda: (each for each in own_share())])
+@pytest.mark.parametrize("make", [iter, list, lambda share: (each for each in share)])
 def test_divides_is_honored_for_iterables_of_batches(make):
     """With "processes" each process reads all batches of its own iterable, limited and resumed, too."""
-    ranks = read_by_all(make, 3, divides="processes")
-    assert ranks == [list(range(rank, LENGTH, 3)) for rank in range(3)]
+    own = lambda: make(range(par.rank(), LENGTH, par.world_size()))  # noqa: E731 - a new one
+    assert read_by_all(own, 3, divides="processes") == [list(range(rank, LENGTH, 3)) for rank in range(3)]
     assert read_by_all(lambda: list(range(8)), 2, divides="nothing") == [[0, 2, 4, 6], [1, 3, 5, 7]]
     with as_rank(1, 3):
-        assert list(shard_loader(make(), divides="processes", limit=2)) == [1, 4]
-        loader, resumed = (shard_loader(make(), divides="processes") for _ in range(2))
+        assert list(shard_loader(own(), divides="processes", limit=2)) == [1, 4]
+        loader, resumed = (shard_loader(own(), divides="processes") for _ in range(2))
         batches = iter(loader)
         assert [next(batches) for _ in range(3)] == [1, 4, 7]
         resumed.load_state_dict(loader.state_dict())
         assert list(resumed) == list(range(10, LENGTH, 3))
     with as_rank(0, 2), pytest.raises(ConfigError, match="world_size=3 is loaded with world_size=2"):
-        shard_loader(make(), divides="processes").load_state_dict(loader.state_dict())
+        shard_loader(own(), divides="processes").load_state_dict(loader.state_dict())
 
 
 def test_iterables_are_drawn_lazily():
     """An endless generator is never listed; a rank draws the batches of the others, and one ahead at most."""
-    drawn = []
-
-    def endless():
-        for number in itertools.count():
-            drawn.append(number)
-            yield number
-
+    drawn = itertools.count()
     with as_rank(0, 2):
-        assert list(itertools.islice(shard_loader(endless()), 3)) == [0, 2, 4]
-    assert len(drawn) <= 6
+        assert list(itertools.islice(shard_loader(each for each in drawn), 3)) == [0, 2, 4]
+    assert next(drawn) <= 6
 
 
-# What is refused
-
-
-class ByIndexOnly(IterableDataset):
-    """Gives each worker one of four parts."""
-
-    def __iter__(self):
-        info = get_worker_info()
-        return iter(range(0 if info is None else info.id, LENGTH, 4))
+# What shards itself
 
 
 def foreign(package, name, base=IterableDataset, **attributes):
@@ -487,15 +405,17 @@ def foreign(package, name, base=IterableDataset, **attributes):
     return types.new_class(name, (base,), exec_body=lambda namespace: namespace.update(body))()
 
 
-def made_outside():
-    return foreign("litdata", "StreamingDataset", distributed_env=types.SimpleNamespace(world_size=1))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (made_outside, "StreamingDataset was sharded over 1 processes, in a world of 2"),
-        (ByIndexOnly, r"ByIndexOnly reads get_worker_info\(\) only for its id"),
+        (
+            lambda: foreign("litdata", "StreamingDataset", distributed_env=types.SimpleNamespace(world_size=1)),
+            "StreamingDataset was sharded over 1 processes, in a world of 2",
+        ),
+        (
+            lambda: Opened(lambda: range(getattr(get_worker_info(), "id", 0), LENGTH, 4)),
+            r"Opened reads get_worker_info\(\) only for its id",
+        ),
     ],
 )
 def test_what_may_shard_itself_is_refused_with_the_fix(make, message):
@@ -503,35 +423,6 @@ def test_what_may_shard_itself_is_refused_with_the_fix(make, message):
     with as_rank(0, 2), pytest.raises(ConfigError, match=message) as caught:
         next(iter(shard_loader(DataLoader(make()))))
     assert caught.value.faults[0].fix
-
-
-class QueriesForOtherReasons(IterableDataset):
-    """Rank 0 downloads, and the number of a rank is in a name."""
-
-    ranks = ("rank", "world")
-
-    def __init__(self):
-        self.is_downloader = not dist.is_initialized() or dist.get_rank() == 0
-        self.rank = 3
-
-    def __iter__(self):
-        return iter(range(LENGTH))
-
-
-def seed_by_rank(worker_id):
-    random.seed(int(os.environ["RANK"]) * 100 + worker_id)
-
-
-def drawn_from(loader):
-    yield from loader
-
-
-def test_rank_queries_for_other_reasons_are_no_sharding():
-    """A download by rank 0 in the constructor, attributes and text with such names, seeds of workers."""
-    loader = DataLoader(Stream(), batch_size=2, num_workers=1, worker_init_fn=seed_by_rank)
-    with as_rank(0, 2):
-        shard_loader(drawn_from(loader))
-    check(map(flat, read_by_all(lambda: DataLoader(QueriesForOtherReasons()), 2, tail="exact")), "exact", 1)
 
 
 @pytest.mark.parametrize(
@@ -548,27 +439,12 @@ def test_libraries_that_shard_themselves_are_recognized(make):
 
 
 class LibraryLoader(DataLoader):
-    """Calls its dataset before it reads it, as litdata's StreamingDataLoader does."""
-
-    def __iter__(self):
-        assert self.dataset.current_epoch == 0
-        return super().__iter__()
-
-
-def test_loaders_of_libraries_see_their_datasets():
-    """The dataset of a library that shards itself is not wrapped, also if divides= says so."""
-    for divides in (None, "processes"):
-        dataset = foreign("litdata.streaming", "StreamingDataset", current_epoch=0)
-        loader = LibraryLoader(dataset, batch_size=4)
-        assert read_by_all(lambda made=loader: made, 2, divides=divides)
-
-
-class CountingLoader(DataLoader):
-    """Counts its epochs and tells its dataset, as litdata's StreamingDataLoader does."""
+    """Asks its dataset, counts its epochs and tells the dataset, as litdata's StreamingDataLoader does."""
 
     current_epoch = 0
 
     def __iter__(self):
+        assert self.dataset.is_known
         vars(self)["current_epoch"] = self.current_epoch + 1
         self.dataset.next_epoch = self.current_epoch
         return super().__iter__()
@@ -580,14 +456,16 @@ def shuffled_by_its_epoch(dataset):
     return iter(order)
 
 
-@pytest.mark.parametrize("kind", [DataLoader, CountingLoader])
-def test_epochs_of_libraries_that_count_them_are_resumed(kind):
+@pytest.mark.parametrize("divides", [None, "processes"])
+@pytest.mark.parametrize("kind", [DataLoader, LibraryLoader])
+def test_epochs_of_libraries_that_count_them_are_resumed(kind, divides):
     """Mosaic's StreamingDataset in the property next_epoch, litdata's loader in its attribute current_epoch."""
 
     def make():
         epoch = property(lambda self: self.count, lambda self, epoch: setattr(self, "count", epoch))
-        attributes = {"count": 0, "__iter__": shuffled_by_its_epoch, "next_epoch": epoch}
-        return shard_loader(kind(foreign("streaming.base.dataset", "StreamingDataset", **attributes), batch_size=4))
+        attributes = {"count": 0, "__iter__": shuffled_by_its_epoch, "next_epoch": epoch, "is_known": True}
+        data = foreign("streaming.base.dataset", "StreamingDataset", **attributes)
+        return shard_loader(kind(data, batch_size=4), divides=divides)
 
     with as_rank(0, 2):
         loader, resumed = make(), make()
@@ -602,50 +480,43 @@ def test_epochs_of_libraries_that_count_them_are_resumed(kind):
 
 def test_a_contradicted_declaration_is_refused():
     """divides='nothing' for a dataset that shards itself over several workers; without workers it does not."""
-    loader = lambda workers: DataLoader(AsInTorchsDocs(), num_workers=workers)  # noqa: E731 - a new one
+    loader = lambda workers: DataLoader(Opened(in_blocks), num_workers=workers)  # noqa: E731 - a new one
     for workers in (0, 1):
         ranks = read_by_all(lambda number=workers: loader(number), 2, divides="nothing", tail="exact")
         check(map(flat, ranks), "exact", 1)
-    message = r"AsInTorchsDocs reads get_worker_info\(\) after its first sample, or with divides='nothing'"
+    message = r"Opened reads get_worker_info\(\) after its first sample, or with divides='nothing'"
     with as_rank(0, 2), pytest.raises((ConfigError, RuntimeError), match=message):
         list(shard_loader(loader(2), divides="nothing"))
 
 
 def test_a_dataset_that_shards_itself_later_is_refused():
     """One of two chained datasets shards itself by worker: the other's samples would come often, or its own not."""
-    for first, second in ((Stream(), AsInTorchsDocs()), (AsInTorchsDocs(), AsInTorchsDocs())):
+    for first in (Stream(), Opened(in_blocks)):
         refused = pytest.raises(ConfigError, match=r"ChainDataset reads get_worker_info.* after its first sample")
-        with as_rank(0, 2), refused if isinstance(first, Stream) else contextlib.nullcontext():
-            assert len(flat(shard_loader(DataLoader(ChainDataset([first, second]))))) == 2 * 15
+        with as_rank(0, 2), contextlib.nullcontext() if isinstance(first, Opened) else refused:
+            assert len(flat(shard_loader(DataLoader(ChainDataset([first, Opened(in_blocks)]))))) == 2 * 15
 
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_streams_of_hugging_face_that_are_split_are_not_split_again(shards):
     """One that is split by node is kept, other ones are split once; one that is split for another world is refused."""
+    datasets = pytest.importorskip("datasets")
     split = pytest.importorskip("datasets.distributed").split_dataset_by_node
-    make = lambda: DataLoader(split(hugging_face(num_shards=shards), par.rank(), par.world_size()))  # noqa: E731 - a new one
+
+    def stream():
+        data = datasets.Dataset.from_dict({"x": list(range(LENGTH))})
+        return data.to_iterable_dataset(num_shards=shards).with_format("torch")
+
+    make = lambda: DataLoader(split(stream(), par.rank(), par.world_size()))  # noqa: E731 - a new one
     check(map(flat, read_by_all(make, 2)), "exact", 1)
     for workers in (0, 2) if shards > 1 else (0,):
-        unsplit = lambda number=workers: DataLoader(hugging_face(num_shards=shards), num_workers=number)  # noqa: E731 - a new one
+        unsplit = lambda number=workers: DataLoader(stream(), num_workers=number)  # noqa: E731 - a new one
         check(map(flat, read_by_all(unsplit, 2)), "exact", 1)
-    other = split(hugging_face(num_shards=shards), 0, 4)
     with as_rank(0, 2), pytest.raises(ConfigError, match="was sharded over 4 processes, in a world of 2"):
-        shard_loader(DataLoader(other))
+        shard_loader(DataLoader(split(stream(), 0, 4)))
 
 
 # Options, resuming, libraries
-
-
-def iterate_on_all(dataset, *, world_size=2, workers=0, batch_size=2, options=None, **kwargs):
-    ranks = []
-    for rank in range(world_size):
-        with as_rank(rank, world_size):
-            loader = DataLoader(dataset, batch_size=batch_size, num_workers=workers, **kwargs)
-            sharded = shard_loader(loader, **(options or {}))
-            assert isinstance(sharded, DataLoader)
-            assert sharded.dataset is dataset
-            ranks.append(list(sharded))
-    return ranks
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -653,8 +524,8 @@ def iterate_on_all(dataset, *, world_size=2, workers=0, batch_size=2, options=No
 def test_processes_make_equally_many_steps(workers, tail):
     """Whatever is padded or dropped, of the units of the stream and of the last batch."""
     for length, drop_last in itertools.product((1, 23) if workers else (0, 1, 2, 5, 23), (False, True)):
-        options = {"tail": tail, "divides": "nothing"}
-        ranks = iterate_on_all(Sized(length), workers=workers, options=options, drop_last=drop_last)
+        make = lambda n=length, d=drop_last: DataLoader(Sized(n), batch_size=2, num_workers=workers, drop_last=d)  # noqa: E731 - a new one
+        ranks = read_by_all(make, 2, tail=tail, divides="nothing")
         assert len({len(batches) for batches in ranks}) == 1
         if drop_last:
             assert {len(batch) for batches in ranks for batch in batches} <= {2}
@@ -665,14 +536,17 @@ def test_unknown_lengths():
     with as_rank(0, 1):
         assert len(shard_loader(DataLoader(Sized(5), batch_size=2))) == 3
     with as_rank(0, 2):
-        for dataset in (Everything(4), Sized(4)):
+        for dataset in (Stream(), Sized(4)):
             with pytest.raises(TypeError, match="the number of batches of this DataLoader is unknown"):
                 len(shard_loader(DataLoader(dataset)))
 
 
 def test_items_without_batches():
-    """batch_size=None gives each process every second item."""
-    assert iterate_on_all(Everything(4), batch_size=None) == [[0, 2], [1, 3]]
+    """batch_size=None gives each process every second item of the user's dataset, which the loader still has."""
+    assert read_by_all(lambda: DataLoader(Sized(4), batch_size=None), 2) == [[0, 2], [1, 3]]
+    loader = DataLoader(Sized(4))
+    assert isinstance(shard_loader(loader), DataLoader)
+    assert shard_loader(loader).dataset is loader.dataset
 
 
 def test_random_numbers_of_training_after_resuming(tmp_path):
@@ -684,7 +558,7 @@ def test_random_numbers_of_training_after_resuming(tmp_path):
     def train(batches):
         return [(batch.tolist(), torch.rand(()).item()) for batch in batches]
 
-    make = lambda: shard_loader(DataLoader(Everything(23), batch_size=2, collate_fn=collate), seed=0)  # noqa: E731 - a new one
+    make = lambda: shard_loader(DataLoader(Sized(23), batch_size=2, collate_fn=collate), seed=0)  # noqa: E731 - a new one
     torch.manual_seed(1)
     uninterrupted = make()
     expected = train(uninterrupted) + train(uninterrupted)
@@ -707,11 +581,10 @@ def test_random_numbers_of_training_after_resuming(tmp_path):
 def test_resuming_with_other_batches_is_refused(changes, message):
     """Or by another number of ranks; a position counts batches, of which one worker makes the same as no worker."""
     with as_rank(0, 2):
-        sharded = shard_loader(DataLoader(Everything(23), batch_size=2))
-        for step, _ in enumerate(sharded):
-            if step == 2:
-                break
-        resumed = shard_loader(DataLoader(Everything(23), **{"batch_size": 2, **changes}))
+        sharded = shard_loader(DataLoader(Sized(23), batch_size=2))
+        batches = iter(sharded)
+        next(batches), next(batches), next(batches)
+        resumed = shard_loader(DataLoader(Sized(23), **{"batch_size": 2, **changes}))
         with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
             resumed.load_state_dict(sharded.state_dict())
             assert values(resumed) == [12, 14, 16, 18, 20, 22]
@@ -720,86 +593,53 @@ def test_resuming_with_other_batches_is_refused(changes, message):
         resumed.load_state_dict(sharded.state_dict())  # at the start of an epoch
         assert resumed.epoch == 1
     with as_rank(1, 3), pytest.raises(ConfigError, match="world_size=2 is loaded with world_size=3"):
-        shard_loader(DataLoader(Everything(23))).load_state_dict(state)
+        shard_loader(DataLoader(Sized(23))).load_state_dict(state)
 
 
-def test_a_limit_ends_a_stream():
-    """Also a stream that does not end by itself."""
-
-    class Endless(IterableDataset):
-        def __iter__(self):
-            while True:
-                yield 1
-
-    assert [len(batches) for batches in iterate_on_all(Endless(), options={"limit": 3})] == [3, 3]
+def test_limits_of_streams():
+    """A limit ends an endless stream, and is a number of those batches that come, whatever the dataset's length is."""
+    endless = lambda: DataLoader(Stream(itertools.count), batch_size=2)  # noqa: E731 - a new one
+    assert [len(batches) for batches in read_by_all(endless, 2, limit=3)] == [3, 3]
+    with warnings.catch_warnings(), as_rank(0, 2):
+        warnings.simplefilter("ignore")  # torch: the length is wrong
+        loader = DataLoader(Sized(40, claimed=20), batch_size=4)
+        assert len(list(shard_loader(loader, limit=4, divides="nothing"))) == 4
 
 
 def test_the_worker_info_is_restored_between_batches():
     """get_worker_info() in the loop returns the same as without shard_loader."""
     with as_rank(0, 2):
-        for _ in shard_loader(DataLoader(AsInTorchsDocs(), batch_size=2)):
+        for _ in shard_loader(DataLoader(Opened(in_blocks), batch_size=2)):
             assert get_worker_info() is None
-
-
-class Labels:
-    """Has the attributes of a dataset of Hugging Face, and items of its own."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __getattr__(self, name):
-        if name == "rows" or name.startswith("__"):  # torch looks up __getitems__
-            raise AttributeError(name)
-        return getattr(self.rows, name)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[int(index)]["x"]
-
-
-def test_a_dataset_with_the_attributes_of_hugging_face_is_sharded():
-    """No slice of it is read: it may have only items."""
-    datasets = pytest.importorskip("datasets")
-    with as_rank(1, 2):
-        loader = DataLoader(Labels(datasets.Dataset.from_dict({"x": list(range(8))})), batch_size=2)
-        assert values(shard_loader(loader)) == [1, 3, 5, 7]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_data_loader_is_a_data_loader(workers):
     """torchdata's keeps its class; shard_loader saves and restores its position."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    for dataset in (list(range(13)), Everything(13)):
+    for dataset in (list(range(13)), Sized(13)):
         with as_rank(0, 2):
-            make = lambda data=dataset: shard_loader(stateful(data, batch_size=2, num_workers=workers))  # noqa: E731 - a new one
-            sharded = make()
+            sharded, resumed = (shard_loader(stateful(dataset, batch_size=2, num_workers=workers)) for _ in range(2))
             assert isinstance(sharded, stateful)
             full = [batch.tolist() for batch in sharded]
             for step, _ in enumerate(sharded):
                 if step == 1:
                     break
-            state = sharded.state_dict()
-            resumed = make()
-            resumed.load_state_dict(state)
+            resumed.load_state_dict(sharded.state_dict())
             assert [batch.tolist() for batch in resumed] == full[2:]
 
 
 def test_a_state_of_the_unsharded_loader_is_refused():
     """torchdata's, loaded before shard_loader, counts global batches: a shard would skip unseen samples."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    loader = stateful(list(range(13)), batch_size=2)
+    loader, other = (stateful(list(range(13)), batch_size=2) for _ in range(2))
     next(iter(loader))
-    state = loader.state_dict()
+    other.load_state_dict(loader.state_dict())
     with as_rank(0, 2):
         assert len(list(shard_loader(loader))) == 4  # one that was only iterated
-        loader = stateful(list(range(13)), batch_size=2)
-        loader.load_state_dict(state)
-        with pytest.raises(
-            ConfigError, match="StatefulDataLoader whose state was loaded before shard_loader"
-        ) as caught:
-            shard_loader(loader)
+        refused = pytest.raises(ConfigError, match="StatefulDataLoader whose state was loaded before shard_loader")
+        with refused as caught:
+            shard_loader(other)
     assert "shard_loader(loader).load_state_dict(state)" in caught.value.faults[0].fix
 
 
@@ -814,58 +654,34 @@ def test_optional_packages_are_not_imported():
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-class Locked(IterableDataset):
-    """Holds a lock while it is iterated over, as one that reads a file or a connection."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-
-    def __iter__(self):
-        assert self.lock.acquire(timeout=5), "the last epoch's iterator is still open"
-        try:
-            yield from range(100)
-        finally:
-            self.lock.release()
-
-
 @pytest.mark.parametrize("limit", [2, None])
 def test_a_dataset_ends_with_the_loop(limit):
     """Its iterator is closed after `limit` batches or a break, before the next epoch begins."""
+    lock = threading.Lock()  # as that of a file or a connection
+
+    def locked():
+        assert lock.acquire(timeout=5), "the last epoch's iterator is still open"
+        try:
+            yield from range(100)
+        finally:
+            lock.release()
+
     with as_rank(0, 2):
-        loader = shard_loader(DataLoader(Locked(), batch_size=4), limit=limit, divides="nothing")
+        loader = shard_loader(DataLoader(Stream(locked), batch_size=4), limit=limit, divides="nothing")
         for _ in range(2):
             for _ in loader:
                 if limit is None:
                     break
-            assert not loader.dataset.lock.locked()
+            assert not lock.locked()
 
 
-class Underestimated(Everything):
-    def __len__(self):
-        return self.length // 2
+def goes_on():
+    """Make a dataset that continues in each epoch where the last one was left."""
+    numbers = itertools.count()
+    return DataLoader(Opened(lambda: numbers), batch_size=2)
 
 
-def test_a_limit_is_not_cut_to_an_estimated_length():
-    """An int is a number of batches, of those that come."""
-    with warnings.catch_warnings(), as_rank(0, 2):
-        warnings.simplefilter("ignore")  # torch: the length is wrong
-        loader = shard_loader(DataLoader(Underestimated(40), batch_size=4), limit=4, divides="nothing")
-        assert len(list(loader)) == 4
-
-
-class GoesOn(IterableDataset):
-    """Continues in each epoch where the last one was left."""
-
-    def __init__(self):
-        self.numbers = itertools.count()
-
-    def __iter__(self):
-        return self.numbers
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: DataLoader(GoesOn(), batch_size=2), lambda: iter(torch.arange(98).view(-1, 2))]
-)
+@pytest.mark.parametrize("make", [goes_on, lambda: iter(torch.arange(98).view(-1, 2))])
 @pytest.mark.parametrize("tail", ["pad", "drop", "exact"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_stream_that_goes_on_is_left_at_the_same_sample_by_all_ranks(make, tail, world_size):

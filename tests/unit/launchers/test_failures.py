@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from parallelize.call.task import Outcome
 from parallelize.errors import SyncError, WorkerError
 from parallelize.launchers.failures import WorkerExit, caller_exception, was_stopped
-from parallelize.launchers.local.output import RankFiles
+from parallelize.launchers.output import read_output
 
 GLOO = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
 NCCL = "torch.distributed.DistBackendError: NCCL error in: remote process exited"
@@ -157,13 +157,11 @@ def test_earlier_attempts_are_noted() -> None:
 
 
 def test_the_last_lines_of_a_killed_rank_are_shown(tmp_path: Path) -> None:
-    """The note contains the end of its stdout, then of its stderr, of that attempt."""
-    files = RankFiles(tmp_path)
-    (tmp_path / "rank1.out").write_text("".join(f"earlier {number}\n" for number in range(100)))
-    (tmp_path / "rank1.1.out").write_text("".join(f"line {number}\n" for number in range(100)))
-    (tmp_path / "rank1.1.err").write_text("Fatal Python error\n")
-    (tmp_path / "rank11.1.out").write_text("another rank\n")
-    error = caller_exception([], [dataclasses.replace(exited(1, 1.0), output=files.read_output(1, 1))], world_size=2)
+    """The note contains the end of its stdout, then of its stderr."""
+    (tmp_path / "rank1.out").write_text("".join(f"line {number}\n" for number in range(100)))
+    (tmp_path / "rank1.err").write_text("Fatal Python error\n")
+    (tmp_path / "rank11.out").write_text("another rank\n")
+    error = caller_exception([], [dataclasses.replace(exited(1, 1.0), output=read_output(tmp_path, 1))], world_size=2)
     lines = error.__notes__[0].splitlines()
     assert lines == ["last lines of rank 1:", *(f"line {number}" for number in range(80, 100)), "Fatal Python error"]
 

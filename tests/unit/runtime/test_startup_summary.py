@@ -12,7 +12,7 @@ from parallelize.cluster.devices import Hardware
 from parallelize.cluster.world import World
 from parallelize.config.config import Config
 from parallelize.config.layout import compute_layout
-from parallelize.plugins.base import LocalEngine, Traffic
+from parallelize.plugins.base import LocalEngine
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.startup_summary import ActiveLoader, StartupSummary, size_text
 
@@ -82,34 +82,10 @@ def test_rank_0_of_a_parallel_run_logs_the_summary_once(caplog, monkeypatch, wor
     assert [each.getMessage() for each in caplog.records] == [summary.text()] * is_logged
 
 
-def test_traffic_is_added_up_by_operation() -> None:
-    """Several models are one step; parameters that are gathered are counted for all of them."""
-
-    class Sending(LocalEngine):
-        def __init__(self, traffic: Traffic | None) -> None:
-            super().__init__(nn.Linear(1, 1))
-            self._traffic = traffic
-
-        def traffic(self) -> Traffic | None:
-            return self._traffic
-
-    summary = StartupSummary(
-        Runtime(World(world_size=2, local_world_size=2), compute_layout(Config.parse(processes=2), Hardware()))
-    )
-    sharded = Traffic(100, "reduce-scattered", gathered_bytes=7)
-    for traffic in (Traffic(1000), sharded, Traffic(24), sharded, None):
-        engine = Sending(traffic)
-        summary.add_model(engine.module, engine)
-    assert (
-        "; 1.0 KiB of gradients all-reduced a step; 200 bytes of gradients reduce-scattered a step; "
-        "14 bytes of parameters gathered a step; "
-    ) in summary.text()
-
-
 def test_only_active_loaders_are_listed() -> None:
     """Batch sizes are in the line while a reference to their loader is kept, equal ones once."""
     kept = [ActiveLoader(sizes) for sizes in ("8 x 2 processes = 16 global", "8 x 2 processes = 16 global", "")]
-    assert "; batches: 8 x 2 processes = 16 global; fp32" in line(nn.Linear(1, 1))
+    assert "; batches: 8 x 2 processes = 16 global; 8 bytes of gradients averaged a step; fp32" in line(nn.Linear(1, 1))
     kept.append(ActiveLoader("4 x 2 processes = 8 global"))
     assert "; batches: 4 x 2 processes = 8 global and 8 x 2 processes = 16 global; " in line(nn.Linear(1, 1))
     kept.clear()

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallelize.backends.balanced.batch import Batch, joined_dims, joined_outputs
-from parallelize.runtime.containers import leaves
 
 CPU = torch.device("cpu")
 
@@ -32,22 +31,23 @@ def test_joining_undoes_splitting(samples: int, microbatches: int, dim: int, fac
         return {"rows": x.repeat_interleave(factor, dim), "table": torch.ones(3), "name": "a"}
 
     outputs = [output(args[0]["x"]) for args, _ in parts]
-    dims = joined_dims(leaves(output(x)), [leaves(each) for each in outputs])
+    dims = joined_dims(output(x), outputs[0])
     assert [*dims] == [dim, None, None]
-    joined = joined_outputs(outputs, dims, batch=batch, sizes=sizes, device=CPU)
+    joined = joined_outputs(outputs, dims, batch=batch, device=CPU)
     assert torch.equal(joined["rows"], x.repeat_interleave(factor, dim))
     assert joined["name"] == "a"
 
 
-def test_tensors_of_another_length_than_an_earlier_batch_are_not_split() -> None:
-    """Tensors that are not per sample are known, and not split when a later batch is as long as they are."""
+def test_a_tensor_that_is_as_long_as_one_batch_only() -> None:
+    """Tensors that are not as long as the batch are not split; a batch as long as them is of another kind."""
     classes = torch.zeros(5)
     first = Batch(((torch.zeros(8, 2),), {"weight": classes, "mask": torch.zeros(1, 8)}), dim=0)
-    batch = Batch(((torch.zeros(5, 2),), {"weight": classes, "mask": torch.zeros(5, 8)}), dim=0)
-    assert (first.whole, first.kind) == ({1}, batch.kind)
-    batch.whole |= first.whole
-    args, kwargs = batch.split(5)[0]
-    assert [args[0].shape, kwargs["weight"].shape, kwargs["mask"].shape] == [(1, 2), (5,), (1, 8)]
+    same = Batch(((torch.zeros(6, 2),), {"weight": classes, "mask": torch.zeros(1, 6)}), dim=0)
+    other = Batch(((torch.zeros(5, 2),), {"weight": classes, "mask": torch.zeros(1, 5)}), dim=0)
+    assert first.kind == same.kind != other.kind
+    for batch in (first, first.trial(5)):
+        args, kwargs = batch.split(5)[0]
+        assert [len(args[0]) < 5, kwargs["weight"].shape, kwargs["mask"].shape] == [True, (5,), (1, 8)]
 
 
 def test_one_number_per_sample_is_split_for_any_batch_dim() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallelize.backends.balanced.partition import smallest_cap, split, sums
+from parallelize.backends.balanced.partition import split, sums
 
 costs = st.sampled_from([0.0, 1.0, 2.0, 5.0, 20.0, math.inf])
 
@@ -41,30 +40,8 @@ def test_a_split_equals_enumeration(devices: list[torch.Tensor]) -> None:
     assert found is None or largest(found, devices) == best
 
 
-@given(st.lists(st.integers(1, 20).map(float), min_size=1, max_size=8), st.integers(1, 4))
-def test_the_smallest_cap_is_sufficient_and_necessary(sizes: list[float], devices: int) -> None:
-    """A chain fits devices of the smallest cap, and none with less."""
-    needed = sums(torch.tensor(sizes), range(len(sizes) + 1))
-    cap = smallest_cap(needed, devices)
-    assert split([needed.masked_fill(needed > cap, math.inf)] * devices) is not None
-    assert split([needed.masked_fill(needed > cap - 0.5, math.inf)] * devices) is None
-
-
 def test_sums_between_places() -> None:
     """A stage begins and ends at given units."""
     found = sums(torch.tensor([1.0, 2.0, 4.0, 8.0]), [0, 1, 3, 4])
     assert [float(found[i, i + 1]) for i in range(3)] == [1.0, 6.0, 8.0]
     assert float(found[0, 3]) == 15.0
-
-
-def test_equal_layers_are_distributed_evenly() -> None:
-    """Fifteen equal layers on eight devices: at most two each, where a heuristic puts eight on the last one."""
-    bounds = split([sums(torch.full((15,), 3.0), range(16))] * 8)
-    assert bounds is not None
-    assert max(j - i for i, j in itertools.pairwise(bounds)) == 2
-
-
-@pytest.mark.parametrize("devices", [1, 3])
-def test_a_device_may_have_no_stage(devices: int) -> None:
-    """One unit is on one device."""
-    assert split([torch.tensor([[math.inf, 1.0]], dtype=torch.float64)] * devices) == (0, *[1] * devices)

@@ -74,7 +74,7 @@ def test_values_reach_the_commands_as_they_are(tmp_path_factory, value):
     (srun,) = [each for each in commands if each[0] == "srun"]
     # two ranks share the cores of the smallest node
     assert srun[1:4] == ["--kill-on-bad-exit=1", "--cpus-per-task=2", "bash"]
-    assert srun[8:11] == ["python", value, "-m"]
+    assert srun[7:10] == ["python", value, "-m"]
     assert not (folder / "run").exists()
 
 

@@ -245,8 +245,8 @@ def test_an_outage_is_waited_out(
     job = Job.attach("12", tmp_path)
 
     def end() -> None:
-        (tmp_path / "12.0").mkdir()
-        Outcome.returned(World(), 42).write(tmp_path / "12.0" / "outcome.0.0")
+        (tmp_path / "12.0" / "0").mkdir(parents=True)
+        Outcome.returned(World(), 42).write(tmp_path / "12.0" / "0" / "outcome.0")
         (tmp_path / "partial").write_text('[0, 1, "12.0", 0]')
         (tmp_path / "partial").replace(tmp_path / "result.12")
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallelize.launchers.local.output import OutputTail, RankFiles, forwarded
+from parallelize.launchers.output import OutputTail, forwarded, read_output
 
 
 def forwarded_in_pieces(pieces: list[bytes], folder: Path, prefix: str = "") -> list[str]:
@@ -81,10 +81,7 @@ def test_a_closed_console_is_no_failure(tmp_path: Path) -> None:
     closed = io.StringIO()
     closed.close()
     (tmp_path / "rank0.out").write_text("text\n")
-    with forwarded(
-        [OutputTail(tmp_path / "rank0.out", closed), OutputTail(tmp_path / "missing", io.StringIO())],
-        RankFiles(tmp_path),
-    ):
+    with forwarded([OutputTail(tmp_path / "rank0.out", closed), OutputTail(tmp_path / "missing", io.StringIO())]):
         pass
 
 
@@ -97,19 +94,12 @@ class WriteOnly:
 def test_a_missing_or_incomplete_console_is_no_failure(console: Any, tmp_path: Path) -> None:
     """sys.stdout is None without a terminal, and a GUI may replace it by any object."""
     (tmp_path / "rank0.out").write_text("text\n")
-    with forwarded([OutputTail(tmp_path / "rank0.out", console)], RankFiles(tmp_path)):
+    with forwarded([OutputTail(tmp_path / "rank0.out", console)]):
         pass
-
-
-def test_files_have_names_for_ranks_and_attempts(tmp_path: Path) -> None:
-    """A restart gets its own files."""
-    files = RankFiles(tmp_path / "logs")
-    assert files.path(3, 1, "out") == tmp_path / "logs" / "rank3.1.out"
-    assert files.path(3, 0, "err").name == "rank3.err"
 
 
 def test_a_worker_that_ended_before_it_wrote_has_no_output(tmp_path: Path) -> None:
     """A worker that is ended while it starts has not opened its files yet."""
     (tmp_path / "rank0.out").write_text("line\n")
-    assert RankFiles(tmp_path).read_output(0, 0) == ("line\n", "")
-    assert RankFiles(tmp_path).read_output(1, 0) == ("", "")
+    assert read_output(tmp_path, 0) == ("line\n", "")
+    assert read_output(tmp_path, 1) == ("", "")

@@ -1,4 +1,4 @@
-"""Comparison of tensors across ranks: a 64-bit fingerprint of each tensor, and one all-reduce of their extrema.
+"""Comparison of tensors across ranks: a 64-bit fingerprint of them, and one all-reduce of its extrema.
 
 Comparisons have a group of their own. A rank that makes another call instead is in another group, so that hang
 detection tells where both are, and no collective gets the data of another one.
@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,54 +23,55 @@ from parallelize.runtime import context
 from parallelize.runtime.process_group import separate_group
 from parallelize.runtime.user_line import user_stacklevel
 
-__all__ = [
-    "differences",
-    "digest",
-    "fingerprint",
-    "flat_fingerprint",
-    "largest_difference",
-    "require_same_model",
-    "warn_if_trained_apart",
-]
+__all__ = ["differences", "digest", "fingerprint", "largest_difference", "require_same_model", "warn_if_trained_apart"]
 
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # of the splitmix64 generator, as int64
-_MAX_JOINED = 2**22  # elements
+_MAX_ELEMENTS = 2**20  # of a part of which a sum is computed at once
 
 # Models that have been in a block of this process.
 _entered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 0-dim int64 tensor that depends on all elements of a tensor and their positions; 0 for zeros."""
-    values = tensor.detach()
-    if values.is_sparse:
-        values = values.coalesce()
-        used = values.values().flatten(1).any(1) if values.values().dim() > 1 else values.values() != 0
-        return fingerprint(values.values()[used]) + fingerprint(values.indices()[:, used])
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
+def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a 0-dim int64 tensor that depends on all elements of the tensors and their positions; 0 for zeros."""
+    sums = [torch.zeros((), dtype=torch.int64), *map(_weighted_sum, _parts(tensors))]
+    return _weighted_sum(torch.stack([each.to(sums[-1].device) for each in sums]))
+
+
+def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield all elements in flat tensors of one dtype and device: small ones joined, as kernels cost most."""
+    joined = defaultdict[Any, list[torch.Tensor]](list)
+    size = 0
+    for each in tensors:
+        dense = each.detach().to_dense() if each.layout is not torch.strided else each.detach()
+        flat = (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).reshape(-1)
+        if flat.numel() > _MAX_ELEMENTS:
+            yield from torch.split(flat, _MAX_ELEMENTS)
+            continue
+        joined[flat.dtype, flat.device].append(flat)
+        size += flat.numel()
+        if size > _MAX_ELEMENTS:
+            yield from map(torch.cat, joined.values())
+            joined.clear()
+            size = 0
+    yield from map(torch.cat, joined.values())
+
+
+def _weighted_sum(values: torch.Tensor) -> torch.Tensor:
     if values.is_floating_point() and values.element_size() > 1:
-        values = values + 0.0  # -0.0 becomes 0.0, in a copy
-    bits = values.contiguous().view(_AS_INTEGER[values.element_size()])
-    if values.element_size() == 8:
-        bits = bits ^ (bits >> 29)  # the sum of an even number of sign bits would be 0
-    rows = bits.reshape(len(bits) if bits.dim() else 1, -1) if bits.numel() else bits.new_zeros(1, 1)
-    total: torch.Tensor = _weighted_sum(rows, 1) + _FACTORS[1] * _weighted_sum(rows, 0)
-    return total
+        values = values + 0.0  # -0.0 becomes 0.0
+    bits = values.view(_AS_INTEGER[values.element_size()]).to(torch.int64)
+    weights = torch.arange(1, len(bits) + 1, device=bits.device) * _FACTORS[0]
+    # Weights are odd, and the highest bits are mixed with others: the sum of an even number of them would be 0.
+    return ((bits ^ (bits >> 29)) * ((weights ^ (weights >> 31)) * _FACTORS[1] | 1)).sum()
 
 
-def _weighted_sum(rows: torch.Tensor, dim: int) -> torch.Tensor:
-    sums = rows.sum(dim, dtype=torch.int64)
-    weights = torch.arange(1, len(sums) + 1, device=sums.device) * _FACTORS[0]
-    return (sums * ((weights ^ (weights >> 31)) * _FACTORS[1] | 1)).sum()
-
-
-def differences(tensors: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, int]]:
+def differences(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
     """Compare tensors bitwise across ranks; a collective of 16 bytes per tensor.
 
     Args:
-        tensors: equally many on every rank; None stands for zeros.
+        tensors: equally many on every rank.
 
     Yields:
         (index, rank): each tensor that differs, with the first rank where it differs from rank 0's. Every rank must
@@ -77,8 +79,7 @@ def differences(tensors: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, i
     """
     if not tensors:
         return
-    group, zero = _group(), torch.zeros((), dtype=torch.int64)
-    found = [zero if each is None else fingerprint(each) for each in tensors]
+    group, found = _group(), [fingerprint([each]) for each in tensors]
     # Read in one piece: each copy from a device waits for it.
     local = torch.stack([each.to(found[-1].device) for each in found]).cpu()
     extrema = torch.stack([local, ~local])  # the maximum of ~x is that of the smallest x
@@ -93,30 +94,6 @@ def differences(tensors: Sequence[torch.Tensor | None]) -> Iterator[tuple[int, i
 def _group() -> Any:
     run = context.current()
     return separate_group(run.world, run.device, backend="gloo")
-
-
-def flat_fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the fingerprint of many tensors at once: small ones of a dtype are joined, as kernels cost most."""
-    device = context.current().device
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    joined: dict[Any, list[torch.Tensor]] = {}
-    size = 0
-    for number, each in enumerate(tensors, start=1):
-        values = each.detach()
-        if values.layout is not torch.strided or values.is_complex() or values.numel() > _MAX_JOINED:
-            total = total + number * fingerprint(values).to(device)
-            continue
-        joined.setdefault((values.dtype, values.device), []).append(values.reshape(-1))
-        size += values.numel()
-        if size > _MAX_JOINED:
-            total, size = total + _of_joined(joined, number, device), 0
-    return total + _of_joined(joined, len(tensors) + 1, device)
-
-
-def _of_joined(joined: dict[Any, list[torch.Tensor]], number: int, device: torch.device) -> torch.Tensor:
-    found = [fingerprint(torch.cat(each)).to(device) for each in joined.values()]
-    joined.clear()
-    return number * torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64, device=device)
 
 
 def largest_difference(tensor: torch.Tensor) -> float:
@@ -156,7 +133,7 @@ def warn_if_trained_apart(models: Sequence[nn.Module]) -> None:
     is_known = all(each in _entered for each in models)
     _entered.update(models)
     parameters = [each for model in models for each in model.parameters()] if is_known else []
-    found = [index for index, _ in differences([torch.tensor(float(is_known)), flat_fingerprint(parameters)])]
+    found = [index for index, _ in differences([torch.tensor(float(is_known)), fingerprint(parameters)])]
     if is_known and found == [1] and context.is_main():
         warnings.warn(
             f"{', '.join(type(each).__name__ for each in models)} has changed differently on the ranks since its last "

@@ -6,16 +6,15 @@ import codecs
 import contextlib
 import ctypes
 import os
-import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from parallelize.call.settings import handle_records
 
-__all__ = ["OutputTail", "RankFiles", "RecordTail", "forwarded", "open_standard_streams"]
+__all__ = ["OutputTail", "RecordTail", "forwarded", "open_standard_streams", "rank_file", "read_output"]
 
 _POLL_EVERY_S = 0.03
 _END_BYTES = 64 << 10
@@ -36,47 +35,14 @@ def open_standard_streams() -> None:
             os.set_inheritable(lowest_free, True)  # noqa: FBT003 - set_inheritable takes no keyword
 
 
-class RankFiles:
-    """The files to which workers redirect their output: rank3.out, rank3.err; rank3.1.out after a restart.
-
-    Args:
-        folder: folder of the files; created if missing.
-        keeps_all: whether the files keep all text, as the user's log directory does; False: the last 1 MiB of each.
-    """
-
-    def __init__(self, folder: Path, *, keeps_all: bool = True) -> None:
-        self._keeps_all = keeps_all
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-
-    def path(self, rank: int, attempt: int, stream: str) -> Path:
-        """Return the file of one rank's stream ("out" or "err") in one attempt."""
-        restart = f".{attempt}" if attempt else ""
-        return self._folder / f"rank{rank}{restart}.{stream}"
-
-    def read_output(self, rank: int, attempt: int) -> tuple[str, str]:
-        """Return the ends of a rank's stdout and stderr of one attempt."""
-        out, err = (self.path(rank, attempt, stream) for stream in ("out", "err"))
-        return _read_end(out), _read_end(err)
-
-    def trim(self, shown: Mapping[Path, int]) -> None:
-        """Free the disk space of all but the last 1 MiB of each file; sizes do not change.
-
-        Args:
-            shown: number of bytes that were shown, of the files that are shown.
-        """
-        for path in () if self._keeps_all else self._folder.iterdir():
-            end = min(path.stat().st_size, shown.get(path, sys.maxsize)) - _KEPT_BYTES
-            if end > _KEPT_BYTES and path.stat().st_blocks * 512 > 2 * _KEPT_BYTES:
-                with path.open("r+b") as file:
-                    _punch_hole(file.fileno(), end)
+def rank_file(folder: Path, rank: int, stream: str) -> Path:
+    """Return the file of a rank's stream, "out" or "err", or of its log records, "log"."""
+    return folder / f"rank{rank}.{stream}"
 
 
-def _punch_hole(number: int, end: int) -> None:
-    """Free the blocks of an open file before `end`. Where the file system cannot, the file grows."""
-    fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
-    if fallocate is not None:
-        fallocate(number, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(end))
+def read_output(folder: Path, rank: int) -> tuple[str, str]:
+    """Return the ends of a rank's stdout and stderr."""
+    return _read_end(rank_file(folder, rank, "out")), _read_end(rank_file(folder, rank, "err"))
 
 
 def _read_end(path: Path) -> str:
@@ -88,22 +54,30 @@ def _read_end(path: Path) -> str:
         return ""  # the worker was ended before it opened its files
 
 
+def _punch_hole(number: int, end: int) -> None:
+    """Free the blocks of an open file before `end`. Where the file system cannot, the file grows."""
+    fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
+    if fallocate is not None:
+        fallocate(number, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(end))
+
+
 @dataclass
 class OutputTail:
     """Copies new text of a file to a stream.
 
     Args:
         path: the file; may not exist yet.
-        to: the stream; None: this process has no such stream.
+        to: the stream; None: the text is not shown, or this process has no such stream.
         prefix: added to each line; "": text is copied unchanged, which keeps progress bars intact.
-        at_least: lowest level of records that are handled.
+        frees: whether the disk space of all but the last MiB is freed; sizes do not change.
     """
 
     path: Path
     to: TextIO | None
     prefix: str = ""
-    at_least: int = 0
-    offset: int = 0
+    frees: bool = False
+    _offset: int = 0
+    _kept_from: int = 0
     _pending: str = ""
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
@@ -112,12 +86,15 @@ class OutputTail:
     def forward(self, *, is_last: bool) -> None:
         """Copy new text: complete lines if there is a prefix, else complete characters; everything if `is_last`."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
+            with self.path.open("r+b" if self.frees else "rb") as file:
+                file.seek(self._offset)
                 new = file.read()
+                self._offset += len(new)
+                if self.frees and self._offset - self._kept_from > 2 * _KEPT_BYTES:
+                    self._kept_from = self._offset - _KEPT_BYTES
+                    _punch_hole(file.fileno(), self._kept_from)
         except FileNotFoundError:
             return
-        self.offset += len(new)
         text = self._pending + self._decoder.decode(new, final=is_last)
         end = len(text) if is_last or not self.prefix else max(text.rfind("\n"), text.rfind("\r")) + 1
         self._pending = text[end:]
@@ -136,15 +113,22 @@ class OutputTail:
             self.to.flush()
 
 
+@dataclass
 class RecordTail(OutputTail):
-    """Lets the caller's loggers handle the log records in a file; rank 0's without a prefix."""
+    """Lets the caller's loggers handle the log records in a file; rank 0's without a prefix.
+
+    Args:
+        at_least: lowest level of records that are handled.
+    """
+
+    at_least: int = 0
 
     def _write(self, text: str) -> None:
         handle_records(text, prefix="" if self.prefix == "[rank 0] " else self.prefix, at_least=self.at_least)
 
 
 @contextlib.contextmanager
-def forwarded(tails: Sequence[OutputTail], files: RankFiles) -> Iterator[None]:
+def forwarded(tails: Sequence[OutputTail]) -> Iterator[None]:
     """Copy new text of the files in a thread while the block runs, and the remaining text when the block ends."""
     done = threading.Event()
 
@@ -152,7 +136,6 @@ def forwarded(tails: Sequence[OutputTail], files: RankFiles) -> Iterator[None]:
         while not done.wait(_POLL_EVERY_S):
             for tail in tails:
                 tail.forward(is_last=False)
-            files.trim({tail.path: tail.offset for tail in tails})
 
     thread = threading.Thread(target=forward_new, name="parallelize-output", daemon=True)
     thread.start()

@@ -7,7 +7,12 @@ import warnings
 import pytest
 import torch
 
-from parallelize.runtime.rank_comparison import fingerprint
+from parallelize.runtime import fingerprint as comparison
+
+
+def fingerprint(*tensors: torch.Tensor) -> torch.Tensor:
+    return comparison.fingerprint(tensors)
+
 
 VALUES = torch.arange(24.0).reshape(4, 6)
 
@@ -51,3 +56,16 @@ def test_layout_and_the_sign_of_zero_do_not_matter() -> None:
         warnings.simplefilter("ignore")
         sparse = torch.sparse_coo_tensor([[0, 2]], [[1.0], [0.0]], (4, 1), check_invariants=True)
     assert fingerprint(sparse) == fingerprint(torch.tensor([[1.0], [0.0]]).to_sparse(1))
+
+
+def test_large_tensors_are_hashed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part, and the place of each tensor among the others, counts."""
+    monkeypatch.setattr(comparison, "_MAX_ELEMENTS", 5)
+    one, other = VALUES, torch.ones(2)
+    for position in range(VALUES.numel()):
+        changed = VALUES.clone()
+        changed.view(-1)[position] += 1
+        assert fingerprint(one, other) != fingerprint(changed, other)
+    assert fingerprint(one, -one) != fingerprint(-one, one)
+    assert fingerprint(other, -other) != fingerprint(-other, other)
+    assert fingerprint(one, other) == fingerprint(VALUES.clone(), torch.ones(2))

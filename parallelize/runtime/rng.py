@@ -1,0 +1,116 @@
+"""The global generators of random numbers: torch's, of each device, and those of `random` and NumPy.
+
+In a block they draw other numbers on each rank, reproducibly: for dropout masks and augmentation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import random
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parallelize.runtime.context import Runtime
+
+__all__ = ["GeneratorAccess", "RNGState", "global_generators", "random_numbers_per_rank"]
+
+
+class GeneratorAccess(NamedTuple):
+    """Functions of a generator: they return its state, set it to a state, and seed it."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    seed: Callable[[int], Any]
+
+
+def global_generators(devices: Collection[torch.device] | None) -> dict[str, GeneratorAccess]:
+    """Return global generators by name, such as "torch", "torch.cuda" and "random".
+
+    Args:
+        devices: devices of torch's generators, besides the CPU; None: none of torch's.
+    """
+    found = {}
+    used = () if devices is None else dict.fromkeys([torch.device("cpu"), *devices])
+    for number, device in enumerate(used):
+        name = f"torch.{device.type}{f' {number}' if number > 1 else ''}" if number else "torch"
+        module: Any = torch.get_device_module(device)
+        each = module.default_generators[device.index or 0] if number else torch.default_generator
+        found[name] = GeneratorAccess(each.get_state, each.set_state, each.manual_seed)
+    found["random"] = GeneratorAccess(random.getstate, random.setstate, random.seed)
+    get = functools.partial(np.random.get_state, legacy=False)
+    found["numpy.random"] = GeneratorAccess(get, np.random.set_state, lambda seed: np.random.seed(seed % 2**32))
+    return found
+
+
+class RNGState:
+    """States of global generators when the object was created.
+
+    Args:
+        devices: as for `global_generators`.
+    """
+
+    def __init__(self, devices: Collection[torch.device] | None) -> None:
+        self._states = [(each, each.get()) for each in global_generators(devices).values()]
+
+    def has_changed(self) -> bool:
+        """Return whether random numbers were drawn since then."""
+        return any(_hash(each.get()) != _hash(state) for each, state in self._states)
+
+    def restore(self) -> None:
+        """Restore the states."""
+        for each, state in self._states:
+            each.set(state)
+
+
+@contextlib.contextmanager
+def random_numbers_per_rank(run: Runtime, *, split: bool) -> Iterator[None]:
+    """Make the global generators of torch, random and NumPy draw other numbers on each rank in a block.
+
+    With a seed in the config they are seeded. Else, a generator whose state is that of a lower rank's is reseeded: rank
+    0 draws the numbers of one process, and ranks that differ already are left alone. Both can be repeated. Without a
+    seed, a collective gathers one hash per generator and rank; at the end of the block, unless by an exception, another
+    one sends rank 0's states to the ranks that had equal ones.
+
+    Args:
+        run: runtime of this process.
+        split: whether to reseed equal generators without a seed.
+    """
+    world = run.world
+    if world.world_size == 1 or (run.config.seed is None and not split):
+        yield
+        return
+    if run.config.seed is not None:
+        # The number drawn makes a second block of the run draw other numbers.
+        drawn = int(torch.randint(2**62, ()).item())
+        seed = int(_hash(f"{run.config.seed}/{world.rank}/{drawn}"), 16)
+        torch.manual_seed(seed)  # every accelerator's generator, too
+        for each in global_generators(None).values():
+            each.seed(seed)
+        yield
+        return
+    generators = global_generators(run.devices)
+    own = {name: _hash(each.get()) for name, each in generators.items()}
+    ranks: list[Any] = [None] * world.world_size  # hashes of each rank's states, by name
+    dist.all_gather_object(ranks, own)
+    for name, each in generators.items():
+        if any(lower.get(name) == own[name] for lower in ranks[: world.rank]):
+            each.seed(int(_hash(f"{own[name]}/{world.rank}"), 16))
+    yield
+    if any(ranks[0].items() & other.items() for other in ranks[1:]):
+        states: list[Any] = [{name: each.get() for name, each in generators.items()}]
+        dist.broadcast_object_list(states, src=0)
+        for name, each in generators.items():
+            if ranks[0].get(name) == own[name]:
+                each.set(states[0][name])
+
+
+def _hash(value: object) -> str:
+    """Return a hash of the value's text, as 16 hexadecimal digits."""
+    text = str(value.tolist() if isinstance(value, torch.Tensor) else value)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

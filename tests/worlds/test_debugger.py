@@ -1,0 +1,193 @@
+"""pdb in ranks: of calls from a terminal, and from a notebook."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pexpect = pytest.importorskip("pexpect")
+
+TRAIN = """
+import os
+import pdb
+import torch
+from parallelize import all_reduce, distributed, rank
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 3:
+            breakpoint()
+        return index**2
+
+@distributed(processes=2)
+def train():
+    x = torch.tensor(rank() + 1.0)
+    print("at work", os.getpid())
+    breakpoint()
+    return all_reduce(10 * x).item()
+
+@distributed(processes=2)
+def fail(key):
+    if rank() == 1:
+        return {"lr": 1}[key]
+    all_reduce(torch.ones(1))
+
+@distributed(processes=2)
+def load():
+    if rank() == 1:
+        for batch in torch.utils.data.DataLoader(Squares(), batch_size=4, num_workers=1):
+            return print("loaded", batch.tolist())
+
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that starts a program in a terminal of its own."""
+
+    def started(line: str, **environ: str) -> Any:
+        script = tmp_path / "train.py"
+        script.write_text(f"{TRAIN}\nif __name__ == '__main__':\n    {line}\n")
+        terminal = pexpect.spawn(
+            sys.executable,
+            [str(script)],
+            env={**os.environ, **environ, "TERM": "dumb", "INPUTRC": os.devnull},
+            timeout=60,
+            encoding="utf-8",
+            echo=False,
+        )
+        terminals.append(terminal)
+        return terminal
+
+    terminals: list[Any] = []
+    yield started
+    for terminal in terminals:
+        terminal.close(force=True)
+
+
+def asked(terminal: Any) -> int:
+    """Return the rank of the next prompt."""
+    terminal.expect(r"\[rank (\d)\] \(Pdb\) ")
+    return int(terminal.match[1])
+
+
+def test_ranks_are_debugged_one_after_the_other(start: Callable[..., Any]) -> None:
+    """The prompt names the rank; `ranks` lists those that have stopped, `rank 1` goes to one of them."""
+    terminal = start("print('result', train())")
+    terminal.expect(r"train.py\(\d+\)train\(\)\s+-> return all_reduce\(10 \* x\).item\(\)\s")
+    first = asked(terminal)
+    terminal.sendline("p 'x is', x")
+    terminal.expect_exact(f"('x is', tensor({first + 1}.))")
+    assert asked(terminal) == first
+    terminal.sendline("rank 7")
+    terminal.expect_exact("rank 7 has not stopped")
+    listed = ""
+    while "runs" in listed or not listed:  # until the other rank has stopped, too
+        asked(terminal)
+        terminal.sendline("ranks")
+        terminal.expect(r"rank 0 (.*)\s+rank 1 (.*)\s")
+        listed = terminal.match[0]
+    assert listed.count("train()") == 2
+    terminal.sendline(f"rank {1 - first}")
+    assert asked(terminal) == first  # before the line
+    assert asked(terminal) == 1 - first
+    terminal.sendintr()
+    terminal.expect_exact("--KeyboardInterrupt--")
+    assert asked(terminal) == 1 - first
+    terminal.sendline("x = x + 4")
+    assert asked(terminal) == 1 - first
+    terminal.sendline("c")  # it waits for the other rank in all_reduce
+    assert asked(terminal) == first
+    terminal.sendline("c")
+    terminal.expect_exact("result 35.0")
+    terminal.expect(pexpect.EOF)
+
+
+@pytest.mark.slow
+def test_quit_ends_the_call(start: Callable[..., Any]) -> None:
+    """`q` in one rank raises BdbQuit in the caller, as in one process; the other rank is ended, too."""
+    terminal = start("train()")
+    asked(terminal)
+    terminal.sendline("q")
+    if terminal.expect(["bdb.BdbQuit", r"\(Pdb\) "]):  # the other rank was asked before the first had ended
+        terminal.sendline("p x")
+        terminal.expect_exact("bdb.BdbQuit")
+    terminal.expect(pexpect.EOF)
+    assert terminal.wait() == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_the_user_types(start: Callable[..., Any]) -> None:
+    """The next line finds it out."""
+    terminal = start("train()")
+    terminal.expect(r"at work (\d+)")
+    pid = int(terminal.match[1])
+    asked(terminal)
+    os.kill(pid, signal.SIGKILL)
+    terminal.sendline("p x")
+    terminal.expect("WorkerError: rank 0 .* SIGKILL")
+    terminal.expect(pexpect.EOF)
+
+
+@pytest.mark.slow
+def test_an_uncaught_exception_is_inspected(start: Callable[..., Any]) -> None:
+    """PARALLELIZE_POST_MORTEM=1 stops where it was raised; `q` lets it go on to the caller."""
+    terminal = start("fail('momentum')", PARALLELIZE_POST_MORTEM="1")
+    terminal.expect_exact("KeyError: 'momentum'")
+    terminal.expect_exact("[rank 1] (Pdb) ")
+    terminal.sendline("p key * 2")
+    terminal.expect_exact("'momentummomentum'")
+    terminal.sendline("q")
+    terminal.expect(r"KeyError: 'momentum'\s+rank 1 of 2")
+    terminal.expect(pexpect.EOF)
+
+
+@pytest.mark.slow
+def test_the_worker_of_a_loader_is_debugged(start: Callable[..., Any]) -> None:
+    """A breakpoint in a dataset stops in the process that reads it."""
+    terminal = start("load.options(logs='all')()")
+    terminal.expect_exact("[rank 1] (Pdb) ")
+    terminal.sendline("p 'index', index")
+    terminal.expect_exact("('index', 3)")
+    terminal.sendline("c")
+    terminal.expect_exact("loaded [0, 1, 4, 9]")
+    terminal.expect(pexpect.EOF)
+
+
+@pytest.mark.slow
+def test_a_notebook_asks_for_the_lines() -> None:
+    """The notebook shows the lines of the cell, and its input field gives the debugger its commands."""
+    client = pytest.importorskip("jupyter_client.manager")
+    manager, kernel = client.start_new_kernel(kernel_name="python3")
+    commands, shown = ["p 'x is', x", "c", "c"], []
+
+    def answer(message: Any) -> None:
+        shown.append(message["content"]["prompt"])
+        kernel.input(commands.pop(0))
+
+    def show(message: Any) -> None:
+        shown.append(message["content"].get("text", ""))
+
+    try:
+        code = textwrap.dedent(TRAIN) + "print('result', train())"
+        reply = kernel.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=show, timeout=50)
+    finally:
+        kernel.stop_channels()
+        manager.shutdown_kernel(now=True)
+    text = "".join(shown)
+    assert reply["content"]["status"] == "ok", text
+    assert "-> return all_reduce(10 * x).item()" in text
+    assert "[rank 0] (Pdb) " in text
+    assert "[rank 1] (Pdb) " in text
+    assert "('x is', tensor(" in text
+    assert "result 15.0" in text
