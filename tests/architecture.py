@@ -94,7 +94,7 @@ ROOMS: Mapping[str, int] = {
     "backends/balanced": 16_508,
     "block": 8_137,
     "call": 9_985,
-    "checkpoint": 8_992,
+    "checkpoint": 8_996,
     "cli": 3_129,
     "cluster": 3_409,
     "comparison": 1_454,
@@ -104,7 +104,7 @@ ROOMS: Mapping[str, int] = {
     "launchers": 15_737,
     "plugins": 1_541,
     "precision": 6_986,
-    "runtime": 11_889,
+    "runtime": 11_898,
     "torch_patches": 2_466,
     "worker": 3_698,
 }

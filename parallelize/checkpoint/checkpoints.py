@@ -127,11 +127,12 @@ class Checkpoints:
         stage = self._stager.stage if self._in_background else None
         write = prepare_save(self._call, path, objects, sharded=self._sharded, stage=stage)
         wait(Checkpoints._jobs)
-        self._job = self._thread.submit(self._complete, path, write)
-        Checkpoints._jobs = [self._job]
-        if not self._in_background:
+        if self._in_background:
+            self._job = self._thread.submit(self._complete, path, write)
+            Checkpoints._jobs = [self._job]
+        else:  # another thread has another current device, for whose stream the writer would wait
             with together(self._call):
-                self.wait()
+                self._complete(path, write)
 
     def wait(self) -> None:
         """Wait until the background save is on disk, or raise its ParallelizeError."""

@@ -19,6 +19,6 @@ class HostCopy:
 
     def read(self) -> torch.Tensor:
         """Return the copy."""
-        if self._event is not None:
+        if self._event is not None and not self._event.query():
             self._event.synchronize()
         return self._copy
