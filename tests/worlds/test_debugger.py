@@ -180,7 +180,7 @@ def test_a_notebook_asks_for_the_lines() -> None:
 
     try:
         code = textwrap.dedent(TRAIN) + "print('result', train())"
-        reply = kernel.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=show, timeout=50)
+        reply = kernel.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=show, timeout=200)
     finally:
         kernel.stop_channels()
         manager.shutdown_kernel(now=True)

@@ -168,7 +168,7 @@ def test_a_package_run_by_name_with_flags_in_a_changed_directory(tmp_path: Path)
     )
     flags = ["-O", "-X", "utf8", "-W", "error::FutureWarning"]
     command = [sys.executable, *flags, "-m", "pkg", str(elsewhere), str(extra), "--scale", "2"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     expected = {"value": 84, "debug": False, "X": 1, "W": ["error"], "cwd": str(elsewhere)}
     assert done.stdout == f"{expected}\n"
@@ -191,7 +191,7 @@ double(21)
 def test_the_interactive_interpreter(tmp_path: Path) -> None:
     """Functions typed at the prompt run, and see later changes of globals."""
     done = subprocess.run(
-        [sys.executable, "-i", "-q"], input=REPL, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=True
+        [sys.executable, "-i", "-q"], input=REPL, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True
     )
     assert done.stdout.split() == ["42", "63"]
 
@@ -207,7 +207,7 @@ def test_a_notebook(tmp_path: Path) -> None:
         "try:\n    fail()\nexcept KeyError as error:\n    print(error)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=50, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed, failed = ("".join(o.get("text", "") for o in notebook.cells[n].outputs) for n in (2, 4))
     assert sorted(printed.splitlines()) == ["[rank 0] at work 0", "[rank 1] at work 1"]
     assert [o.data["text/plain"] for o in notebook.cells[2].outputs if o.output_type == "execute_result"] == ["True"]

@@ -131,7 +131,7 @@ def torchrun(tmp_path: Path):
     def run(options: dict[str, object]) -> list[str]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
         subprocess.run(
-            [*command, str(tmp_path), repr(options)], cwd=tmp_path, timeout=50, check=True, capture_output=True
+            [*command, str(tmp_path), repr(options)], cwd=tmp_path, timeout=200, check=True, capture_output=True
         )
         return [(tmp_path / str(number)).read_text() for number in range(2)]
 
@@ -163,7 +163,7 @@ def test_calls_with_different_timeouts_share_the_store_that_rank_0_serves(tmp_pa
         )
         for rank in ("0", "1")
     ]
-    assert [each.wait(timeout=50) for each in started] == [0, 0]
+    assert [each.wait(timeout=200) for each in started] == [0, 0]
     assert {(tmp_path / rank).read_text() for rank in ("0", "1")} == {str([(10, 2), (20, 2), [0, 1]])}
 
 
