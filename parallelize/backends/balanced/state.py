@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallelize.backends.balanced.transfer import named_tensors
 from parallelize.runtime.containers import leaves
 from parallelize.runtime.rng import RNGState
 
@@ -23,7 +24,7 @@ _CONTAINERS = frozenset({list, dict, set})
 
 
 class _Writes(TorchDispatchMode):
-    """Copies tensors before an operation first writes to their storage, also through `.data` and views.
+    """Copies tensors before an operation that may write to their storage, also through `.data` and views.
 
     Attributes:
         before: id of a tensor -> its former value.
@@ -38,13 +39,9 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
-        schema = func._schema
-        if schema.is_mutable and schema.name != "aten::record_stream":  # which changes no value
-            given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | (kwargs or {})
-            writes = (each.name for each in schema.arguments if each.alias_info and each.alias_info.is_write)
-            for leaf in leaves([given.get(name) for name in writes]):
-                for each in self._of.get(leaf.untyped_storage()._cdata, ()) if _is_dense(leaf) else ():
-                    self.before.setdefault(id(each), each.detach().clone())
+        for leaf in leaves((args, kwargs)) if func._schema.is_mutable else ():
+            for each in self._of.get(leaf.untyped_storage()._cdata, ()) if _is_dense(leaf) else ():
+                self.before.setdefault(id(each), each.detach().clone())
         return func(*args, **(kwargs or {}))
 
 
@@ -56,26 +53,27 @@ class ModelState:
 
     def __init__(self, model: nn.Module, devices: Collection[torch.device]) -> None:
         self._model, self._rng = model, RNGState(devices)
-        # By name: the dictionary and the key of a value, the value itself, what it contains and how it compares.
-        self._before = {
-            name: (where, key, value, copy.copy(value) if type(value) in _CONTAINERS else None, _form(value))
-            for name, where, key, value in self._values()
-        }
+        self._attributes = [(vars(each), {**vars(each)}) for each in model.modules()]
+        containers = (value for _, before in self._attributes for value in before.values())
+        # Parameters and buffers are in some of them.
+        self._contents = [(each, copy.copy(each)) for each in containers if type(each) in _CONTAINERS]
+        self._values = self._named()
+        self._forms = {name: _form(value) for name, value in self._values.items()}
         self._written: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by name: a tensor and its former value
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Learn to which of the tensors a forward in this context writes, or gives other data."""
-        values = ((name, value) for name, (_, _, value, *_) in self._before.items())
-        known = {name: (each, each.data) for name, each in values if _is_dense(each)}
+        known = {name: (each, each.data) for name, each in self._values.items() if _is_dense(each)}
         writes = _Writes([each for each, _ in known.values()])
         try:
             with writes:
                 yield
         finally:
             for name, (each, data) in known.items():
-                if each.data.data_ptr() != data.data_ptr() or id(each) in writes.before:
-                    self._written[name] = each, writes.before.get(id(each), data)
+                former = writes.before.get(id(each), data)
+                if former.data_ptr() != each.data.data_ptr() and not torch.equal(former, each.data):
+                    self._written[name] = each, former
 
     def draws(self) -> bool:
         """Return whether random numbers were drawn."""
@@ -83,31 +81,30 @@ class ModelState:
 
     def changed(self) -> list[str]:
         """Return the names of what has changed."""
-        forms = {name: form for name, (*_, form) in self._before.items()}
-        return [*(name for name, *_, value in self._values() if forms.get(name) != _form(value)), *self._written]
+        return [*(name for name, each in self._named().items() if self._forms.get(name) != _form(each)), *self._written]
 
     def restore(self) -> None:
         """Restore what has changed, and the states of the generators."""
-        for name, where, key, _ in [*self._values()]:
-            if name not in self._before:
-                del where[key]
-        for where, key, value, content, _ in self._before.values():
-            where[key] = value
-            if content is not None:
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(content)
+        for attributes, before in self._attributes:
+            attributes.clear()
+            attributes.update(before)
+        for container, content in self._contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
         for each, data in self._written.values():
             each.data.copy_(data)
         self._rng.restore()
 
-    def _values(self) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-        """Yield the name, dictionary, key and value of parameters, buffers, and attributes that torch does not set."""
-        for path, module in self._model.named_modules():
-            # The attributes of O2's casts, which are there during a forward, have the names of parameters.
-            casts = module._parameters.keys() & vars(module).keys()
-            for where, others in ((vars(module), casts), (module._parameters, ()), (module._buffers, ())):
-                items = ((key, value) for key, value in where.items() if key not in {*_OF_EVERY_MODULE, *others})
-                yield from ((f"{path}.{key}".lstrip("."), where, key, value) for key, value in items)
+    def _named(self) -> dict[str, Any]:
+        """Return the parameters, buffers, and attributes that torch does not set, by name."""
+        found = {
+            f"{path}.{key}".lstrip("."): value
+            for path, module in self._model.named_modules()
+            for key, value in vars(module).items()
+            if key not in _OF_EVERY_MODULE
+        }
+        # The attributes of O2's casts, which are there during a forward, have the names of parameters.
+        return {**found, **named_tensors(self._model)}
 
 
 def _is_dense(value: Any) -> bool:
