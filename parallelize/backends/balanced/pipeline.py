@@ -27,7 +27,6 @@ from parallelize.backends.balanced.batch import (
     joined_outputs,
 )
 from parallelize.backends.balanced.microbatch import Staged
-from parallelize.backends.balanced.plan import CHECKED_EVERY, CHECKED_SAMPLES
 from parallelize.backends.balanced.state import ModelState
 from parallelize.backends.balanced.transfer import to_device
 from parallelize.errors import SyncError
@@ -35,6 +34,8 @@ from parallelize.plugins.base import Inner
 
 __all__ = ["Pipeline"]
 
+_CHECKED_SAMPLES = 4
+_CHECKED_EVERY = 64  # batches, at last
 _KEEPING_NOTHING = frozenset({"parallelize", "torch", "transformers"})
 """Packages whose hooks keep nothing of what they see."""
 
@@ -99,7 +100,7 @@ class Pipeline:
             raise kind.reason
         self._refuse_hooks()
         number = kind.batches
-        if number % CHECKED_EVERY == 0 or (number < CHECKED_EVERY and number & (number - 1) == 0):
+        if number % _CHECKED_EVERY == 0 or (number < _CHECKED_EVERY and number & (number - 1) == 0):
             self._check(batch, kind)
         # Batch norm trains on two samples at least.
         count = max(1, min(self.microbatches, batch.size // (1 + self.staged.norms.is_training)))
@@ -128,7 +129,7 @@ class Pipeline:
             RunsWhole: forward changes state or fails on a part of a batch, or outputs differ at the first time.
             SyncError: outputs differ, and did not before.
         """
-        is_first, number, found = kind.dims is None, min(CHECKED_SAMPLES, batch.size), None
+        is_first, number, found = kind.dims is None, min(_CHECKED_SAMPLES, batch.size), None
         while found is None:
             try:
                 found = self._difference(batch.trial(number), kind)
@@ -150,34 +151,25 @@ class Pipeline:
 
     def _difference(self, samples: Batch, kind: _Kind) -> float:
         """Return the difference of outputs; if they cannot be compared in these modes, that in evaluation mode."""
-        state, found = ModelState(self.inner.model, self.staged.devices), 0.0
+        state, device = ModelState(self.inner.model, self.staged.devices), self.staged.output_device
         try:
             # Modules of classes that begin so are in evaluation mode.
             for classes in ("-", "torch.nn.", ""):
                 state.restore()
                 for each in self.inner.model.modules():
                     each.training &= not type(each).__module__.startswith(classes)
-                parts, whole, is_comparable, changed = self._both(samples, state)
-                if changed:
-                    raise RunsWhole(
-                        f"forward changes {', '.join(changed[:5])} of the model",
-                        why="each micro-batch would change it",
-                        fix="change it outside of forward, and pass values between modules as arguments and "
-                        "return values",
-                    )
+                parts, whole = self._both(samples, state)
                 dims = joined_dims(whole, parts[0])
-                kind.dims = dims if kind.dims is None else kind.dims
-                found = difference(
-                    whole, joined_outputs(parts, dims, batch=samples, device=self.staged.output_device), dims
-                )
-                if is_comparable:
+                kind.dims = kind.dims or dims
+                found = difference(whole, joined_outputs(parts, dims, batch=samples, device=device), dims)
+                if not (state.draws() or self.staged.norms.is_training):
                     return found
         finally:
             state.restore()
         return 0.0
 
-    def _both(self, samples: Batch, state: ModelState) -> tuple[list[Any], Any, bool, list[str]]:
-        """Return the outputs of micro-batches and of all samples, whether they compare, and what has changed."""
+    def _both(self, samples: Batch, state: ModelState) -> tuple[list[Any], Any]:
+        """Return the outputs of two micro-batches, and of all samples."""
         try:
             with warnings.catch_warnings(), self.staged.batch(is_counted=False), state.watching():
                 warnings.simplefilter("ignore")  # the batch itself gives forward's warnings
@@ -185,7 +177,6 @@ class Pipeline:
                 filled = ModelState(self.inner.model, self.staged.devices)  # has caches that the first forward fills
                 with filled.watching():
                     whole = self._outputs(samples, 1)[0]
-                is_comparable = not state.draws() and not self.staged.norms.is_training
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -195,7 +186,13 @@ class Pipeline:
                 fix="give tensors that are not per sample another length, set BalancedBackend(batch_dim=...), use no "
                 "constant batch size in forward",
             ) from error
-        return parts, to_device(whole, self.staged.output_device), is_comparable, filled.changed()
+        if changed := filled.changed():
+            raise RunsWhole(
+                f"forward changes {', '.join(changed[:5])} of the model",
+                why="each micro-batch would change it",
+                fix="change it outside of forward, and pass values between modules as arguments and return values",
+            )
+        return parts, to_device(whole, self.staged.output_device)
 
     def _refuse_hooks(self) -> None:
         """Refuse hooks of the user's inside the model, which may keep what they see: it would be a part."""

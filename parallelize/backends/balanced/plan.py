@@ -12,16 +12,7 @@ from torch import nn
 
 from parallelize.errors import ConfigError
 
-__all__ = ["CHECKED_EVERY", "CHECKED_SAMPLES", "Plan", "full_device", "ideal_speedup", "plan", "remember"]
-
-CHECKED_SAMPLES = 4
-"""Samples of a spot check."""
-CHECKED_EVERY = 64
-"""Batches between two spot checks, at last."""
-_CHECKS = (
-    f"batches 1, 2, 4, ... {CHECKED_EVERY} and every {CHECKED_EVERY}th run {CHECKED_SAMPLES} samples whole, too: "
-    "below 1 % of an epoch"
-)
+__all__ = ["Plan", "full_device", "ideal_speedup", "plan", "remember"]
 
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
@@ -94,8 +85,7 @@ class Plan:
             span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
             bar = f"{'█' * round(24 * share):·<24} {share:4.0%} of time"
             lines.append(f"  {index}  {device}  {span:<24}  {bar}  {size / 2**20:.1f} MiB")
-        checks = [f"  checks: {_CHECKS}"] if self.microbatches > 1 else []
-        return "\n".join([*lines, f"  why: {self.why}", *checks])
+        return "\n".join([*lines, f"  why: {self.why}"])
 
 
 def plan(model: nn.Module) -> Plan:
