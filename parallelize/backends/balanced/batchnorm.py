@@ -77,10 +77,10 @@ class BatchNorms:
 
 def _update(norm: Any, parts: Sequence[_Moments]) -> None:
     total = sum(size for size, *_ in parts)
-    mean = torch.stack([size * mean for size, mean, _ in parts]).sum(0) / total
-    squares = [variance * (size - 1) + (each - mean) ** 2 * size for size, each, variance in parts]
+    mean: Any = sum(size * mean for size, mean, _ in parts) / total
+    squares: Any = sum(variance * (size - 1) + (each - mean) ** 2 * size for size, each, variance in parts)
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
     factor = 1.0 / float(norm.num_batches_tracked or 1) if norm.momentum is None else norm.momentum
     norm.running_mean.lerp_(mean, factor)
-    norm.running_var.lerp_(torch.stack(squares).sum(0) / (total - 1), factor)
+    norm.running_var.lerp_(squares / (total - 1), factor)

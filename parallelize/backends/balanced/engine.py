@@ -17,7 +17,7 @@ from parallelize.backends.balanced.microbatch import OTHER_DEVICE, Staged
 from parallelize.backends.balanced.pipeline import Pipeline
 from parallelize.backends.balanced.plan import Plan, full_device, plan, remember
 from parallelize.backends.balanced.planner import Planner
-from parallelize.backends.balanced.transfer import Placement, named_tensors, to_device
+from parallelize.backends.balanced.transfer import named_tensors, place, restoring_placement, to_device
 from parallelize.backends.ddp_engine import ReplicatedEngine
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Engine, Inner
@@ -56,8 +56,8 @@ class BalancedEngine(Engine):
 
     def __post_init__(self) -> None:
         self.reduction = None if self.is_alone else self.options.reduction(self.inner)
-        self._cleanup, self._placement = contextlib.ExitStack(), Placement(self.inner.model)
-        self._cleanup.enter_context(self._placement.restoring())
+        self._cleanup = contextlib.ExitStack()
+        self._cleanup.enter_context(restoring_placement(self.inner.model))
 
     @override
     def module(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,8 +73,8 @@ class BalancedEngine(Engine):
         if self.is_alone:
             return self.module(*args, **kwargs)
         # The plan needs all ranks: until then, the model is where it was.
-        place = next((each.device for each in named_tensors(self.inner.model).values()), self.device)
-        args, kwargs = to_device((args, kwargs), place)
+        there = next((each.device for each in named_tensors(self.inner.model).values()), self.device)
+        args, kwargs = to_device((args, kwargs), there)
         return to_device(self.inner(*args, **kwargs), self.device)
 
     @property
@@ -118,7 +118,7 @@ class BalancedEngine(Engine):
             self._cleanup.enter_context(seeing_joined_outputs())
             self._cleanup.enter_context(subscribed(Order.BEGIN, self._backward))
         else:
-            self._placement.move({}, otherwise=self.device)
+            place(model, {}, otherwise=self.device)
         if not self.is_alone:
             self._replicated = ReplicatedEngine(self.options, runner, inner=self.inner)
         self._runner = runner
@@ -127,7 +127,7 @@ class BalancedEngine(Engine):
     def _running(self, found: Plan) -> Iterator[Pipeline]:
         """Move the model to the devices of a plan's stages, and run it there inside the context."""
         units, model = found.unit_devices(), self.inner.model
-        self._placement.move(units, otherwise=self.device)
+        place(model, units, otherwise=self.device)
         with Staged(model, units, self.device) as stages:
             yield Pipeline(
                 inner=self.inner,
@@ -169,7 +169,6 @@ class BalancedEngine(Engine):
             devices=self.devices,
             output_device=self.device,
             options=self.options,
-            placement=self._placement,
             running=self._running,
         ).plan(inputs)
 

@@ -77,7 +77,7 @@ class Staged(contextlib.ExitStack):
             yield
             is_done = is_counted and self.counts
         finally:
-            self._copies.forget()
+            self._copies.known.clear()
             self.norms.update(is_counted=is_done)
 
     def run(self, call: Callable[..., Any], inputs: Any) -> Any:
@@ -96,7 +96,6 @@ class Staged(contextlib.ExitStack):
                 raise
             self._moves_operands = True
         finally:
-            self._copies.known.clear()
             self._is_running = False
             if current is not None:
                 torch.accelerator.set_device_index(current)
@@ -115,5 +114,5 @@ class Staged(contextlib.ExitStack):
                 torch.accelerator.set_device_index(device.index)
         moved = self._copies.moved((args, kwargs), device)
         if not self._is_running:
-            self._copies.forget()
+            self._copies.known.clear()
         return moved

@@ -58,7 +58,7 @@ from parallelize.backends.balanced.profiling import (
     trained_share,
 )
 from parallelize.backends.balanced.state import ModelState
-from parallelize.backends.balanced.transfer import Placement
+from parallelize.backends.balanced.transfer import place
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
 
@@ -93,7 +93,6 @@ class Planner:
         devices: in the user's order.
         output_device: device of the inputs and of the outputs.
         options: the user's options.
-        placement: moves the model.
         running: returns a context in which a callable runs the model by a plan; its `refusal` is why it did not split
             the batch.
     """
@@ -102,7 +101,6 @@ class Planner:
     devices: Sequence[torch.device]
     output_device: torch.device
     options: BalancedBackend
-    placement: Placement
     running: Callable[[Plan], contextlib.AbstractContextManager[Any]]
     _why: str = ""  # the batch is not split
 
@@ -159,7 +157,7 @@ class Planner:
         """Profile micro-batches of two sizes that fit, or the whole batch if forward fails on parts of it."""
         model, device = self.inner.model, self.output_device
         placed = initial_devices(model, self._specs, self.options, output_device=device)
-        self.placement.move(placed, otherwise=device)
+        place(model, placed, otherwise=device)
         norms = any(isinstance(each, _BatchNorm) for each in model.modules())
         samples, least = self._batch.size, 1
         if norms and samples >= 4:
@@ -213,7 +211,7 @@ class Planner:
         self._predicted = dict(zip(plan.devices, plan.memory_bytes, strict=True))
         if fits:
             why = f"{plan.why}; the model fits on one device, where backend='ddp' is normally faster"
-            self.placement.move({}, otherwise=self.output_device)
+            place(self.inner.model, {}, otherwise=self.output_device)
             with (
                 contextlib.suppress(torch.OutOfMemoryError),  # it does not fit
                 Staged(self.inner.model, {}, self.output_device),  # keeps batch norm's statistics

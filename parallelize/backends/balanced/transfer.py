@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from parallelize.runtime.containers import leaves, map_leaves
 from parallelize.torch_patches import step
 
-__all__ = ["Copies", "Placement", "named_tensors", "owners", "tensors_in", "to_device"]
+__all__ = ["Copies", "named_tensors", "owners", "place", "restoring_placement", "tensors_in", "to_device"]
 
 _Tensor: Any = torch.Tensor
 _NEVER_MOVED = frozenset({torch.autograd.grad, torch.autograd.backward, _Tensor.backward})
@@ -41,15 +41,13 @@ class Copies(TorchFunctionMode):
 
     Attributes:
         device: of the last unit.
-        known: copies made of a micro-batch.
+        known: copies made of the tensors of a batch, and of parameters, which all of its micro-batches share.
     """
 
     def __init__(self, devices: Collection[torch.device], device: torch.device) -> None:
         super().__init__()
         self.device, self._devices = device, frozenset(devices)
-        # Copies of a micro-batch; those of parameters, which all micro-batches of a batch share.
         self.known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._of_parameters: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run an operation with operands on one device."""
@@ -73,53 +71,42 @@ class Copies(TorchFunctionMode):
             return _copied(tensor, device)
         # After a change in place, a tensor is copied again. It is held so that its id stays valid.
         key = id(tensor), tensor._version, device, torch.is_grad_enabled()
-        all_known = self._of_parameters if isinstance(tensor, nn.Parameter) else self.known
-        known = all_known.get(key)  # not read twice: an activation checkpoint may run in another thread
+        known = self.known.get(key)  # not read twice: an activation checkpoint may run in another thread
         if known is None:
-            known = all_known[key] = tensor, _copied(tensor, device)
+            known = self.known[key] = tensor, _copied(tensor, device)
         return known[1]
 
-    def forget(self) -> None:
-        """Forget the copies at the end of a batch."""
-        self.known.clear()
-        self._of_parameters.clear()
 
+@contextlib.contextmanager
+def restoring_placement(model: nn.Module) -> Iterator[None]:
+    """Let a model's tensors be moved between devices; on exit, move all of them to their original devices.
 
-class Placement:
-    """Moves a model's tensors between devices during a block, and back at its end.
-
-    Parameters stay the same objects, so optimizers created before the block keep working. Before each optimizer step,
-    the optimizer's state is moved to the devices of its parameters.
+    Parameters stay the same objects, so optimizers created before keep working. Before each optimizer step, the
+    optimizer's state is moved to the devices of its parameters.
     """
+    original = [(each, each.device) for each in named_tensors(model).values()]
+    optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        optimizers.add(optimizer)
+        _move_optimizer_state(optimizer)
 
-    @contextlib.contextmanager
-    def restoring(self) -> Iterator[None]:
-        """Keep optimizer state on its parameters' devices; on exit, move all tensors to their original devices."""
-        original = [(each, each.device) for each in named_tensors(self._model).values()]
-        optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-        def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-            optimizers.add(optimizer)
+    handle = step.before_step(before_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for tensor, device in original:
+            _move_tensor(tensor, device)
+        for optimizer in optimizers:
             _move_optimizer_state(optimizer)
 
-        handle = step.before_step(before_step)
-        try:
-            yield
-        finally:
-            handle.remove()
-            for tensor, device in original:
-                _move_tensor(tensor, device)
-            for optimizer in optimizers:
-                _move_optimizer_state(optimizer)
 
-    def move(self, unit_devices: Mapping[str, torch.device], *, otherwise: torch.device) -> None:
-        """Move each parameter and buffer to the device of its unit; without units, to `otherwise`."""
-        for tensor, unit in owners(self._model, [*unit_devices]):
-            _move_tensor(tensor, unit_devices.get(unit, otherwise))
-        torch.clear_autocast_cache()  # of casts on the former devices
+def place(model: nn.Module, unit_devices: Mapping[str, torch.device], *, otherwise: torch.device) -> None:
+    """Move each parameter and buffer to the device of its unit; without units, to `otherwise`."""
+    for tensor, unit in owners(model, [*unit_devices]):
+        _move_tensor(tensor, unit_devices.get(unit, otherwise))
+    torch.clear_autocast_cache()  # of casts on the former devices
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
