@@ -256,26 +256,24 @@ def test_a_batch_that_no_device_can_hold(memory: int | None) -> None:
 
 @pytest.mark.gpu2
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_step_that_runs_out_of_memory() -> None:
+@pytest.mark.parametrize("what", ["forward", "backward", "step"])
+def test_a_step_that_runs_out_of_memory(what: str) -> None:
     """An error in forward, backward or an optimizer step names the device, the predicted bytes, and options."""
     model = seeded(Wide)
+    with pytest.raises(torch.OutOfMemoryError, match=r"GPU [01] (.|\n)*bytes: \d+ on cuda:0, \d+(.|\n)*memory="):
+        run_without_memory(model, what)
+    assert {each.device for each in model.parameters()} == {torch.device("cpu")}
+
+
+def run_without_memory(model: nn.Module, what: str) -> None:
     x = torch.randn(64, 2**13, device="cuda:0")
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     with parallel_model(model, backend=BalancedBackend(devices=("cuda:1", "cuda:0"), microbatches=4)):
-        loss, limit = loss_of(model(x[:8])), allocated(0) + 0.06
-        with limited(limit), pytest.raises(torch.OutOfMemoryError, match=r"cuda:[01] .*\n.*bytes: \d+ on cuda:0, \d+"):
-            model(x)
-        with limited(limit), pytest.raises(torch.OutOfMemoryError, match=r"predicted bytes(.|\n)*memory="):
+        loss = loss_of(model(x[:8]))
+        if what == "step":
             loss.backward()
-        model(x)
-    with pytest.raises(torch.OutOfMemoryError, match="predicted bytes"):
-        optimize_without_memory(model, x[:8])
-
-
-def optimize_without_memory(model: nn.Module, x: torch.Tensor) -> None:
-    with parallel_model(model, backend=BalancedBackend(devices=("cuda:1", "cuda:0"), microbatches=4)):
-        loss_of(model(x)).backward()
         with limited(allocated(0) + 0.06):
-            torch.optim.Adam(model.parameters(), foreach=False).step()
+            {"forward": lambda: model(x), "backward": loss.backward, "step": optimizer.step}[what]()
 
 
 def moving_average(model: nn.Module, average: nn.Module) -> None:

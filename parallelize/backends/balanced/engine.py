@@ -15,21 +15,18 @@ from typing_extensions import override
 from parallelize.backends.balanced.batch import seeing_joined_outputs
 from parallelize.backends.balanced.microbatch import OTHER_DEVICE, Staged
 from parallelize.backends.balanced.pipeline import Pipeline
-from parallelize.backends.balanced.plan import Plan, full_device, plan, remember
+from parallelize.backends.balanced.plan import Plan, plan, remember
 from parallelize.backends.balanced.planner import Planner
 from parallelize.backends.balanced.transfer import named_tensors, place, restoring_placement, to_device
 from parallelize.backends.ddp_engine import ReplicatedEngine
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Engine, Inner
 from parallelize.runtime.startup_summary import announced
-from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 
 if TYPE_CHECKING:
     from parallelize.backends.balanced.plugin import BalancedBackend
 
 __all__ = ["BalancedEngine"]
-
-_BYTES = "predicted bytes:"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -64,12 +61,15 @@ class BalancedEngine(Engine):
         inputs = to_device((args, kwargs), self.device)
         if self._runner is None:
             self._set_up(inputs)
-        return self._run(self._runner if self._replicated is None else self._replicated.module, inputs)
+        args, kwargs = inputs
+        runner: Any = self._runner if self._replicated is None else self._replicated.module
+        return runner(*args, **kwargs)
 
     @override
     def local(self, *args: Any, **kwargs: Any) -> Any:
         if self._runner is not None:
-            return self._run(self._runner, to_device((args, kwargs), self.device))
+            args, kwargs = to_device((args, kwargs), self.device)
+            return self._runner(*args, **kwargs)
         if self.is_alone:
             return self.module(*args, **kwargs)
         # The plan needs all ranks: until then, the model is where it was.
@@ -87,24 +87,18 @@ class BalancedEngine(Engine):
         """Remove the pipeline, and move the model back.
 
         Raises:
-            ConfigError: the block has failed by an operation on parameters of several devices.
-            OutOfMemoryError: the block has run out of memory, as in an optimizer step; names the predicted bytes.
+            ConfigError: the block has failed by an operation on tensors of several devices.
+            OutOfMemoryError: the block has run out of memory; names the predicted bytes.
         """
-        error = sys.exc_info()[1]
-        with contextlib.nullcontext() if self._runner is None else self._explaining():
-            try:
-                if self._replicated is not None:
-                    self._replicated.close(failed=failed)
-            finally:
-                self._cleanup.close()
-                self._runner = None
-            if failed and error is not None:
-                raise error
-
-    def _run(self, runner: Any, inputs: Any) -> Any:
-        args, kwargs = inputs
-        with self._explaining():
-            return runner(*args, **kwargs)
+        error, is_split = sys.exc_info()[1], self._runner is not None
+        try:
+            if self._replicated is not None:
+                self._replicated.close(failed=failed)
+        finally:
+            self._cleanup.close()
+            self._runner = None
+        if failed and is_split:
+            self._explain(error)
 
     def _set_up(self, inputs: Any) -> None:
         model = self.inner.model
@@ -116,7 +110,6 @@ class BalancedEngine(Engine):
         if found.is_split:
             runner = self._cleanup.enter_context(self._running(found))
             self._cleanup.enter_context(seeing_joined_outputs())
-            self._cleanup.enter_context(subscribed(Order.BEGIN, self._backward))
         else:
             place(model, {}, otherwise=self.device)
         if not self.is_alone:
@@ -147,60 +140,46 @@ class BalancedEngine(Engine):
                 why="a plan refers to submodules by name",
                 fix="drop plan=, to profile this model",
             )
-        if self.is_alone:
-            return self._plan(inputs)
-        found: list[Any] = [None]  # rank 0's plan, with numbers of devices in place of their names; or its error
-        names = [*map(str, (*self.devices, self.device))]
-        if dist.get_rank() == 0:
-            try:
-                made = self._plan(inputs)
-                found = [replace(made, devices=tuple(str(names.index(each)) for each in made.devices))]
-            except Exception as error:  # noqa: BLE001  # raised below, on every rank
-                found = [error]
-        dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        shared: Plan = found[0]
-        return replace(shared, devices=tuple(names[int(each)] for each in shared.devices))
-
-    def _plan(self, inputs: Any) -> Plan:
-        return Planner(
+        planner = Planner(
             inner=self.inner,
             devices=self.devices,
             output_device=self.device,
             options=self.options,
             running=self._running,
-        ).plan(inputs)
+        )
+        if self.is_alone:
+            return planner.plan(inputs)
+        names = [*map(str, (*self.devices, self.device))]
+        found: list[Any] = [None]  # rank 0's plan and names of devices, or its error
+        if dist.get_rank() == 0:
+            try:
+                found = [(planner.plan(inputs), names)]
+            except Exception as error:  # noqa: BLE001  # raised below, on every rank
+                found = [error]
+        dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        shared: Plan
+        shared, names_there = found[0]
+        return replace(shared, devices=tuple(names[names_there.index(each)] for each in shared.devices))
 
-    def _backward(self, each: Pass, run: Run) -> None:
-        with self._explaining():
-            run(each)
-
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Explain errors of several devices, and of memory."""
-        made = plan(self.inner.model)
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            if _BYTES in str(error):
-                raise
+    def _explain(self, error: BaseException | None) -> None:
+        """Raise an explanation of an error of memory, or of several devices."""
+        made, text = plan(self.inner.model), str(error).partition("\n")[0]
+        # The explanation has a cause: a block of two models explains an error once.
+        if isinstance(error, torch.OutOfMemoryError) and error.__cause__ is None:
             pairs = zip(made.devices, made.memory_bytes, strict=False)
-            predicted = ", ".join(f"{size:.0f} on {device}" for device, size in pairs)
-            text = ConfigError(
-                f"{full_device(error) or 'a device'} is out of memory in a step of backend='balanced'",
-                why=f"{_BYTES} {predicted or 'not known'}, for batches of {made.samples} samples "
-                f"like the first one; {str(error).splitlines()[0]}",
-                fix="use smaller batches, torch.utils.checkpoint in the model, the true "
-                "optimizer_state=, or a smaller memory= than these bytes, for which the model is "
-                "planned again",
+            predicted = ", ".join(f"{size:.0f} on {device}" for device, size in pairs) or "not known"
+            explained = ConfigError(
+                f"out of memory under backend='balanced': {text}",
+                why=f"predicted bytes: {predicted}, for batches of {made.samples} samples like the first one",
+                fix="use smaller batches, torch.utils.checkpoint in the model, the true optimizer_state=, or a smaller "
+                "memory= than these bytes, for which the model is planned again",
             )
-            raise torch.OutOfMemoryError(str(text)) from error
-        except (RuntimeError, TypeError) as error:
-            if len({*made.devices}) == 1 or not OTHER_DEVICE.search(str(error)):
-                raise
+            raise torch.OutOfMemoryError(str(explained)) from error
+        if isinstance(error, (RuntimeError, TypeError)) and len({*made.devices}) > 1 and OTHER_DEVICE.search(text):
             raise ConfigError(
-                f"an operation has operands on several devices: {str(error).splitlines()[0]}",
+                f"an operation has operands on several devices: {text}",
                 why=f"backend='balanced' has moved the model's parameters to {', '.join(made.devices)}, and moves "
                 "tensors only where forward, or torch.utils.checkpoint in backward, calls submodules",
                 fix="move the other operand: average.lerp_(p.to(average.device), 0.1), p.grad.norm().to(device()); use "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import weakref
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from parallelize.errors import ConfigError
 
-__all__ = ["Plan", "full_device", "ideal_speedup", "plan", "remember"]
+__all__ = ["Plan", "ideal_speedup", "plan", "remember"]
 
 _plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
@@ -119,9 +118,3 @@ def remember(model: nn.Module, found: Plan) -> None:
 def ideal_speedup(stages: int, microbatches: int) -> float:
     """Return the speedup of equal stages over one device if only filling and draining the pipeline costs time."""
     return stages * microbatches / (microbatches + stages - 1)
-
-
-def full_device(error: torch.OutOfMemoryError) -> str | None:
-    """Return the name of the device that has run out of memory; None: the error does not tell."""
-    found = re.search(r"GPU (\d+)", str(error))
-    return None if found is None else f"cuda:{found[1]}"

@@ -32,6 +32,7 @@ import functools
 import itertools
 import logging
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from parallelize.backends.balanced.batch import Batch, RunsWhole
 from parallelize.backends.balanced.microbatch import Staged
 from parallelize.backends.balanced.partition import split, sums
-from parallelize.backends.balanced.plan import Plan, full_device
+from parallelize.backends.balanced.plan import Plan
 from parallelize.backends.balanced.profiling import (
     DeviceSpec,
     Line,
@@ -145,10 +146,11 @@ class Planner:
         try:
             return self._choose(profile)
         except torch.OutOfMemoryError as error:
-            full, text = full_device(error), str(error).splitlines()[0]
+            text = str(error).partition("\n")[0]
         _log.info("more memory was needed than predicted (%s): planning again", text)
+        full = re.search(r"GPU (\d+)", text)  # the error of others does not tell the device
         for index, each in enumerate(self._specs):
-            if full in {None, each.device}:
+            if full is None or each.device == f"cuda:{full[1]}":
                 used = self._predicted.get(each.device, each.cap_bytes)
                 self._specs[index] = replace(each, cap_bytes=_SHRUNK * used)
         return self._choose(profile)
