@@ -34,7 +34,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +54,10 @@ from parallelize.backends.balanced.profiling import (
     find_units,
     measure_units,
     parameter_bytes,
-    run_backward,
     seconds_of,
-    trained_share,
 )
 from parallelize.backends.balanced.state import ModelState
-from parallelize.backends.balanced.transfer import place
+from parallelize.backends.balanced.transfer import place, tensors_in
 from parallelize.errors import ConfigError
 from parallelize.plugins.base import Inner
 
@@ -77,8 +75,6 @@ _SHRUNK = 0.8
 _BACKWARD_WEIGHTS = (1.0, 0.5, 2.0, 0.25, 4.0)
 """The slowest forward stage and the slowest backward stage limit a step: in most models the same one, but not if parts
 are frozen. So chains are split by forward + weight * backward, and the shortest of these steps is chosen."""
-_INSIDE = 0.02
-"""What a stage that begins inside a module's own forward costs per level, as a fraction of an equal stage."""
 _BYTES_PER_S = 2e10
 """Rate at which tensors are taken to move between devices: that of PCIe."""
 _MOST_PLACES = 1000
@@ -241,7 +237,7 @@ class Planner:
         """Return the seconds of forward and backward of the batch."""
         self._state.restore()
         args, kwargs = self._batch.trial(self._batch.size).inputs
-        return seconds_of(lambda: run_backward(self.inner.model, call(*args, **kwargs)), self._used)
+        return seconds_of(lambda: _run_backward(self.inner.model, call(*args, **kwargs)), self._used)
 
     def _leave_unsplit(self, why: str) -> Plan:
         return Plan(
@@ -265,16 +261,15 @@ def initial_devices(
     names = [name for name, each in model.named_modules() if name and not [*each.children()]]
     if not names:
         return {}
-    sizes = torch.tensor(parameter_bytes(model, names), dtype=torch.float64, device="cpu")
+    sizes, trained = parameter_bytes(model, names)
     none = torch.zeros_like(sizes)
     profile = Profile(
         units=tuple(names),
         places=tuple(range(len(names))),
-        depth=none,
         moved=none,
         parameters=sizes,
+        trained=trained,
         costs={"forward": Line(none, sizes), "backward": Line(none, none), "saved": Line(none, none)},
-        trained_share=trained_share(model),
     )
     search = Search(profile, [replace(each, speed=each.cap_bytes) for each in specs], options)
     return {} if search.fits(output_device) else search.best().unit_devices()
@@ -293,21 +288,18 @@ class Search:
 
     def __init__(self, profile: Profile, specs: Sequence[DeviceSpec], options: BalancedBackend) -> None:
         self.profile, self._order = profile, [*specs[1:], specs[0]]
-        samples, given, trained = profile.samples, options.microbatches, profile.trained_share
-        # More than 64 micro-batches only add overhead. Smaller ones than measured may behave differently.
-        most = max(1, samples // profile.least_samples)
-        powers = [2**power for power in range(7) if 2**power <= most]
-        self._counts = powers if given == "auto" else [min(given, samples)]
+        samples, given = profile.samples, options.microbatches
+        # More than 16 micro-batches would be smaller than measured.
+        counts = (1, 2, 4, 8, 16) if given == "auto" else (given,)
+        self._counts = {min(count, samples) for count in counts}
         every = len(profile.places) // _MOST_PLACES + 1
         self._places = [*profile.places[::every], len(profile.units)]
-        begins, moved = self._places[:-1], profile.moved * samples
-        held = sums(profile.costs["saved"].at(samples), self._places) + moved[begins, None]
+        moved = profile.moved[self._places[:-1], None] * samples
+        held = sums(profile.costs["saved"].at(samples), self._places) + moved
         held[:, -1] += profile.output_bytes * samples  # all outputs are joined there
-        weights = (1 + trained * (1 + options.optimizer_state)) * profile.parameters
-        self.needed = sums(weights, self._places)
-        self.needed += held.maximum(sums(trained * profile.parameters, self._places))
-        self._moved_s = moved[begins, None] / _BYTES_PER_S
-        self._depth = profile.depth[begins, None]
+        weights = profile.parameters + (1 + options.optimizer_state) * profile.trained
+        self.needed = sums(weights, self._places) + held.maximum(sums(profile.trained, self._places))
+        self._moved_s = moved / _BYTES_PER_S
 
     def fits(self, device: torch.device) -> bool:
         """Return whether the unsplit model fits on a device, which the pipeline uses."""
@@ -319,8 +311,19 @@ class Search:
         Raises:
             ConfigError: no split fits the devices.
         """
-        found = [each for m in self._counts for each in self._plans(m)]
-        if not found:
+        found = [self._plan(m, weight) for m in self._counts for weight in _BACKWARD_WEIGHTS]
+        return min(found, key=lambda each: each.predicted_s or 0.0)
+
+    def _plan(self, m: int, weight: float) -> Plan:
+        """Return a good plan with m micro-batches."""
+        part, moved_s = self.profile.samples / m, self._moved_s / m
+        phases = [sums(self.profile.costs[phase].at(part), self._places) for phase in ("forward", "backward")]
+        seconds = phases[0] + weight * phases[1]
+        bounds = split(
+            (seconds / spec.speed + (1 + weight) * moved_s).masked_fill(self.needed > spec.cap_bytes, math.inf)
+            for spec in self._order
+        )
+        if bounds is None:
             bounds = split([self.needed] * len(self._order)) or ()
             size = max(float(self.needed[pair]) for pair in itertools.pairwise(bounds) if pair[0] < pair[1])
             raise ConfigError(
@@ -329,43 +332,39 @@ class Search:
                 fix="use more or larger devices or a smaller batch, raise memory=, or save memory: "
                 "torch.utils.checkpoint in the model, the true optimizer_state=",
             )
-        return min(found, key=lambda each: each.predicted_s or 0.0)
-
-    def _plans(self, m: int) -> Iterator[Plan]:
-        """Yield good plans with m micro-batches."""
-        part, moved_s = self.profile.samples / m, self._moved_s / m
-        phases = [sums(self.profile.costs[phase].at(part), self._places) for phase in ("forward", "backward")]
-        for weight in _BACKWARD_WEIGHTS:
-            both = phases[0] + weight * phases[1]
-            inside = _INSIDE * both[0, -1] / len(self._order) * self._depth
-            bounds = split(
-                (both / spec.speed + (1 + weight) * moved_s + inside).masked_fill(
-                    self.needed > spec.cap_bytes, math.inf
-                )
-                for spec in self._order
-            )
-            if bounds is None:
-                continue
-            pairs = zip(self._order, itertools.pairwise(bounds), strict=True)
-            stages = [(spec, *pair) for spec, pair in pairs if pair[0] < pair[1]]
-            forward_s, backward_s = (
-                tuple(float(phase[begin, end] / spec.speed + moved_s[begin]) for spec, begin, end in stages)
-                for phase in phases
-            )
-            yield Plan(
-                samples=self.profile.samples,
-                units=self.profile.units,
-                bounds=(0, *(self._places[end] for *_, end in stages)),
-                devices=tuple(spec.device for spec, *_ in stages),
-                microbatches=m,
-                forward_s=forward_s,
-                backward_s=backward_s,
-                memory_bytes=tuple(float(self.needed[begin, end]) for _, begin, end in stages),
-                predicted_s=step_s(forward_s, backward_s, m),
-            )
+        pairs = zip(self._order, itertools.pairwise(bounds), strict=True)
+        stages = [(spec, *pair) for spec, pair in pairs if pair[0] < pair[1]]
+        forward_s, backward_s = (
+            tuple(float(phase[begin, end] / spec.speed + moved_s[begin]) for spec, begin, end in stages)
+            for phase in phases
+        )
+        return Plan(
+            samples=self.profile.samples,
+            units=self.profile.units,
+            bounds=(0, *(self._places[end] for *_, end in stages)),
+            devices=tuple(spec.device for spec, *_ in stages),
+            microbatches=m,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            memory_bytes=tuple(float(self.needed[begin, end]) for _, begin, end in stages),
+            predicted_s=step_s(forward_s, backward_s, m),
+        )
 
 
 def step_s(forward_s: Sequence[float], backward_s: Sequence[float], microbatches: int) -> float:
     """Return the predicted seconds of a step, given the seconds of each stage for one micro-batch."""
     phases = (forward_s, backward_s)
     return sum(math.fsum(each) + (microbatches - 1) * max(each) for each in phases)
+
+
+def _run_backward(model: nn.Module, output: Any) -> None:
+    """Compute and discard the gradients of a model's parameters, where this can be done."""
+    wanted = [each for each in model.parameters() if each.requires_grad]
+    sums = [each.sum().real for each in tensors_in(output) if each.grad_fn is not None]
+    if not sums or not wanted:
+        return
+    try:
+        torch.autograd.grad(sums, wanted, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):  # torch's message: such a checkpoint stores gradients
+            raise

@@ -1,14 +1,16 @@
-"""Profiling on the first batch: units, their seconds in forward and backward, and the bytes that autograd saves.
+"""Profiling on the first batch: units, the seconds of their forward and backward, and the bytes that autograd saves.
 
-A unit is a submodule in which no other one is called, or which is called more than once. Micro-batches of two sizes
-run. A unit's forward lasts until the next unit begins. Its backward begins when the gradient of the next unit's input
-is computed, and ends when that of its own input is.
+A unit is a submodule in which no other one is called, or which is called more than once. The forward passes of
+micro-batches of two sizes are timed; a unit's lasts until the next unit begins.
 
     seconds   │            x        A line through both gives the time for a micro-batch of b samples:
               │     x      ╎            fixed + per_sample * b
         fixed │     ╎      ╎
               └─────┴──────┴── b
                  small   large
+
+A backward is not timed: it takes about twice as long as its forward, since it computes the gradients of a unit's
+parameters and of its input. Units before the first trained one have no backward.
 
 On an accelerator, events on its stream measure these times, so that the host does not wait between units.
 """
@@ -19,8 +21,8 @@ import contextlib
 import functools
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -38,9 +40,7 @@ __all__ = [
     "find_units",
     "measure_units",
     "parameter_bytes",
-    "run_backward",
     "seconds_of",
-    "trained_share",
 ]
 
 _USABLE = 0.9
@@ -86,19 +86,15 @@ class Profile:
     """Names in the order of first calls; each unit is named after the largest module that begins with it."""
     places: tuple[int, ...]
     """Units at which a stage may begin: not those that change arguments, which are read on the former device, too."""
-    depth: torch.Tensor
-    """Number of modules inside of which a unit begins, and whose operands are moved if a stage does."""
     moved: torch.Tensor
-    """Bytes per sample to move if a stage begins at a unit."""
+    """Bytes per sample to move if a stage begins at a unit: the arguments of its call, and of the calls around it."""
     parameters: torch.Tensor
     """Bytes of parameters and buffers."""
+    trained: torch.Tensor
+    """Bytes of the parameters that require grad."""
     costs: Mapping[str, Line] = field(default_factory=dict)
     """Seconds of "forward" and "backward", and bytes that autograd has "saved"."""
     samples: int = 1
-    trained_share: float = 1.0
-    """Fraction of the parameters that require grad."""
-    least_samples: int = 1
-    """Size of the smallest measured micro-batch."""
     output_bytes: float = 0.0
     """Bytes per sample of outputs, and of a loss of them, on the device of the last stage."""
 
@@ -119,22 +115,23 @@ def find_units(model: nn.Module, run: Callable[[], object], *, samples: int) -> 
     with _calling(modules, enter):
         outputs = tensors_in(run())  # which keep tensors alive
     changing = {name for name, ref, version in versions if ref() is not None and ref()._version != version}
-    units, depth = _units(modules, calls)
+    units = _units(modules, calls)
+    moved = [sum(size for name, size in sizes.items() if f"{each}.".startswith(f"{name}.")) for each in units]
+    parameters, trained = parameter_bytes(model, units)
     # A loss that the user computes saves as many fp32 values as cross_entropy, and has two gradients.
     values = 4 if any(each.dim() == 0 for each in outputs) else 16
     return Profile(
         units=tuple(units),
         places=tuple(index for index, each in enumerate(units) if not index or each not in changing),
-        depth=_vector(depth),
-        moved=_vector([sizes[each] / samples for each in units]),
-        parameters=_vector(parameter_bytes(model, units)),
-        trained_share=trained_share(model),
+        moved=_vector(moved) / samples,
+        parameters=parameters,
+        trained=trained,
         output_bytes=values * sum(each.numel() for each in outputs) / samples,
     )
 
 
-def _units(modules: Mapping[str, nn.Module], calls: Counter[str]) -> tuple[list[str], list[int]]:
-    """Return the names of the units, by the number of calls of each module, and in how many modules each begins."""
+def _units(modules: Mapping[str, nn.Module], calls: Counter[str]) -> list[str]:
+    """Return the names of the units, by the number of calls of each module."""
     around = {name: [each for each in calls if name.startswith(f"{each}.")] for name in calls}
     inside = {each for names in around.values() for each in names}
     names = [
@@ -148,7 +145,7 @@ def _units(modules: Mapping[str, nn.Module], calls: Counter[str]) -> tuple[list[
         found = [index for index, each in enumerate(names) if f"{each}.".startswith(f"{name}.")]
         if found and found[-1] - found[0] == len(found) - 1:
             units[found[0]] = name
-    return units, [len(around[each]) for each in units]
+    return units
 
 
 @contextlib.contextmanager
@@ -161,12 +158,13 @@ def _calling(modules: Mapping[str, nn.Module], enter: Callable[..., None]) -> It
         yield
 
 
-def parameter_bytes(model: nn.Module, units: Sequence[str]) -> list[int]:
-    """Return the bytes of the parameters and buffers of each unit, those of other modules with a unit near them."""
-    found = dict.fromkeys(units, 0)
-    for tensor, unit in owners(model, units) if units else ():
-        found[unit] += _bytes(tensor)  # tied ones count once
-    return [*found.values()]
+def parameter_bytes(model: nn.Module, units: Sequence[str]) -> list[torch.Tensor]:
+    """Return each unit's bytes of parameters and buffers, and of those that require grad; tied ones count once."""
+    held, trained = Counter[str](), Counter[str]()
+    for tensor, unit in owners(model, units):
+        held[unit] += _bytes(tensor)
+        trained[unit] += _bytes(tensor) * tensor.requires_grad
+    return [_vector([each[unit] for unit in units]) for each in (held, trained)]
 
 
 def _visible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -179,71 +177,41 @@ def _visible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 hidden.update(map(id, module.modules()))
 
 
-class _Clock:
-    """Records which unit runs when: in forward by hooks before calls, in backward by hooks of their arguments."""
+def _costs(
+    model: nn.Module, units: Sequence[str], call: Callable[[], Any], device: torch.device
+) -> dict[tuple[str, str], float]:
+    """Run a forward; return the seconds of each unit's "forward", and the bytes that autograd has "saved"."""
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    laps: list[tuple[str, Any, Any]] = []
+    # Each storage counts once, those of parameters never.
+    seen = {each.untyped_storage().data_ptr() for each in model.parameters() if each.layout is torch.strided}
+    # What runs, on which device and since when. The first unit begins before it is called.
+    running = units[0], device, _now(device)
 
-    def __init__(self, model: nn.Module, profile: Profile, device: torch.device) -> None:
-        self._model, self._profile = model, profile
-        self._calls: list[tuple[str, torch.device]] = []
-        self._last = 0  # index of the call whose backward runs
-        self._device = device
-        self._laps: list[tuple[tuple[str, str], Any, Any]] = []
-        self._saved = Counter[str]()
-        self._seen = {each.untyped_storage().data_ptr() for each in model.parameters() if each.layout is torch.strided}
+    def begin(name: str, _module: Any, args: Any, kwargs: Any) -> None:
+        nonlocal running
+        before, where, began = running
+        laps.append((before, began, _now(where)))
+        where = next((each.device for each in tensors_in((args, kwargs))), where)
+        running = name, where, _now(where)
 
-    def run(self, call: Callable[[], Any]) -> dict[tuple[str, str], float]:
-        """Run forward and backward; return the seconds of each unit in both, and the bytes that it has "saved"."""
-        # What runs: a unit and a phase, the device and since when. The first unit begins before it is called.
-        self._running = (self._profile.units[0], "forward"), self._device, _now(self._device)
-        with (
-            _calling({name: self._model.get_submodule(name) for name in self._profile.units}, self._begin),
-            torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor),
-        ):
-            output = call()
-        self._last = len(self._calls)
-        self._end_backward(self._last)
-        run_backward(self._model, output)
-        self._end_backward(0)
-        _synchronize({device for _, device in self._calls})
-        costs = {(name, "saved"): float(size) for name, size in self._saved.items()}
-        for key, began, ended in self._laps:
-            costs[key] = costs.get(key, 0.0) + _seconds(began, ended)
-        return costs
-
-    def _begin(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = tensors_in((args, kwargs))
-        device = tensors[0].device if tensors else self._running[1]
-        self._switch((name, "forward"), device)
-        end = functools.partial(self._end_backward, len(self._calls))
-        self._calls.append((name, device))
-        for each in tensors:
-            if each.requires_grad and not each.is_leaf:
-                each.register_hook(end)  # type: ignore[no-untyped-call]  # torch's
-
-    def _end_backward(self, index: int, _: Any = None) -> None:
-        """End the backward of a call; those of later calls that no gradient has ended are a part of it."""
-        if index > self._last:
-            return
-        if index < self._last:
-            self._running = (self._calls[index][0], "backward"), *self._running[1:]
-        self._last = max(0, index - 1)
-        name, device = self._calls[self._last]
-        self._switch((name, "backward"), device)
-
-    def _switch(self, key: tuple[str, str], device: torch.device) -> None:
-        """End what has run until now, and begin another."""
-        before, where, began = self._running
-        self._laps.append((before, began, _now(where)))
-        self._running = key, device, _now(device)
-
-    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor that autograd saves: each storage once, those of parameters never."""
+    def save(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._seen:
-                self._seen.add(storage.data_ptr())
-                self._saved[self._running[0][0]] += storage.nbytes()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[running[0], "saved"] += storage.nbytes()
         return tensor.detach()  # makes no reference cycle
+
+    with (
+        _calling({name: model.get_submodule(name) for name in units}, begin),
+        torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
+    ):
+        output = call()  # keeps what is saved, so that no two storages have one address
+    begin("", model, output, None)
+    for name, began, ended in laps:
+        found[name, "forward"] += _seconds(began, ended)
+    return found
 
 
 def measure_units(
@@ -263,7 +231,7 @@ def measure_units(
         sizes: numbers of samples of the smaller and of the larger micro-batch.
         device: that of the inputs.
     """
-    runs = [[_Clock(model, found, device).run(prepare(size)) for _ in range(_REPEATS)] for size in sizes]
+    runs = [[_costs(model, found.units, prepare(size), device) for _ in range(_REPEATS)] for size in sizes]
 
     def line(kind: str) -> Line:
         values = [_vector([min(run.get((name, kind), 0.0) for run in each) for name in found.units]) for each in runs]
@@ -271,50 +239,24 @@ def measure_units(
 
     # The gradients of each micro-batch are added to those of the ones before it.
     block = torch.ones(2**20, device=device)
-    seconds = _shortest(lambda: block.add_(block), device) / block.nbytes
-    fixed, per_sample = line("backward")
-    backward = Line(fixed + seconds * found.trained_share * found.parameters, per_sample)
-    costs = {"forward": line("forward"), "backward": backward, "saved": line("saved")}
-    return replace(found, costs=costs, least_samples=sizes[0])
-
-
-def run_backward(model: nn.Module, output: Any) -> None:
-    """Compute and discard the gradients of a model's parameters, where this can be done."""
-    wanted = [each for each in model.parameters() if each.requires_grad]
-    sums = [each.sum().real for each in tensors_in(output) if each.grad_fn is not None]
-    if not sums or not wanted:
-        return
-    try:
-        torch.autograd.grad(sums, wanted, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):  # torch's message: such a checkpoint stores gradients
-            raise
-
-
-def trained_share(model: nn.Module) -> float:
-    """Return the fraction of a model's parameters that require grad."""
-    total = sum(each.numel() for each in model.parameters())
-    return sum(each.numel() for each in model.parameters() if each.requires_grad) / max(1, total)
+    adding = found.trained * (_shortest(lambda: block.add_(block), device) / block.nbytes)
+    forward, passes = line("forward"), 2.0 * (found.trained.cumsum(0) > 0)
+    backward = Line(passes * forward.fixed + adding, passes * forward.per_sample)
+    costs = {"forward": forward, "backward": backward, "saved": line("saved")}
+    return replace(found, costs=costs)
 
 
 def seconds_of(call: Callable[[], object], devices: Sequence[torch.device]) -> float:
     """Return the seconds from the begin of a call to the end of its work on all devices."""
-    _synchronize(devices)
     accelerators = [each for each in devices if each.type != "cpu"]
+    for each in accelerators:
+        torch.accelerator.synchronize(each)
     first = [*accelerators, torch.device("cpu")][0]
     began = _now(first)
     call()
     for other in accelerators:
         torch.accelerator.current_stream(first).wait_event(_now(other))
-    ended = _now(first)
-    _synchronize(devices)
-    return _seconds(began, ended)
-
-
-def _synchronize(devices: Collection[torch.device]) -> None:
-    for device in devices:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+    return _seconds(began, _now(first))
 
 
 def _now(device: torch.device) -> Any:
@@ -327,8 +269,10 @@ def _now(device: torch.device) -> Any:
 
 
 def _seconds(began: Any, ended: Any) -> float:
-    seconds: float = ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1000
-    return seconds
+    if isinstance(began, float):
+        return float(ended - began)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1000
 
 
 def _bytes(tensor: torch.Tensor) -> int:
