@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -25,7 +24,6 @@ from parallelize.runtime.autograd_graph import MODELS_KEY, mark_outputs, node_of
 from parallelize.runtime.batch_weights import Weight, batch_weight, weighted
 from parallelize.runtime.context import Runtime
 from parallelize.runtime.loss_counts import loss_counts, required_count
-from parallelize.runtime.user_line import user_stacklevel
 from parallelize.torch_patches.backward import Order, Pass, Roots, Run, subscribed
 
 __all__ = ["Average", "Averaging"]
@@ -51,7 +49,7 @@ class Averaging:
         self.marks = self._size > 1 or average == "tokens"
         self._subscription = contextlib.ExitStack()
         self._weight: Weight | None = None  # of the latest loss
-        self._count: Any = None  # of the first step's latest loss, for average="ranks"
+        self._count: Any = math.nan  # of the first step's latest loss, for average="ranks"
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -76,7 +74,7 @@ class Averaging:
         elif self._average == "ranks":
             counts: list[Any] = [found.count for found in loss_counts(each.roots) if found.count is not None]
             weight = batch_weight()  # that of a batch makes up for a smaller count
-            self._count = counts[0] / weight if counts and weight else None
+            self._count = counts[0] / weight if counts and weight else math.nan
             run(each)
         else:
             self._weight = self._weight_of(each.roots)
@@ -103,22 +101,9 @@ class Averaging:
             weight: torch.Tensor = count * self._size / total.clamp(min=1e-9)
             return weight
 
-    def compare_counts(self) -> None:
-        """Warn if the losses of the first step average over different numbers of targets on the ranks."""
-        if self._average != "ranks":
-            return
-        self.marks = False
-        self._subscription.close()
-        bounds = torch.full((2,), -math.inf, dtype=torch.float64, device=self._run.device)
-        if self._count is not None:
-            bounds[0], bounds[1] = self._count, -self._count
-        dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        most, least = bounds[0].item(), -bounds[1].item()
-        if math.isfinite(most) and most > least * (1 + 1e-6) and self._run.world.is_main:
-            warnings.warn(
-                f"losses average over different numbers of targets: {least:g} to {most:g} on different ranks in the "
-                "first step. Gradients are averaged with equal weights, so that a target in a small batch counts up "
-                f"to {most / max(least, 1):.3g} times as much as another, unlike in one batch of one process. "
-                "parallel_model(model, average='tokens') weights them by the number of targets.",
-                stacklevel=user_stacklevel(),
-            )
+    def end_first_step(self) -> float:
+        """Return the number of targets of the first step's latest loss if ranks weigh equally; nan: not known."""
+        if self._average == "ranks":
+            self.marks = False
+            self._subscription.close()
+        return float(self._count)

@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from parallelize.backends.broadcast import broadcast_from_rank_0
 from parallelize.block.averaging import Average, Averaging
+from parallelize.block.first_step import FirstStep
 from parallelize.block.models import methods_of
 from parallelize.block.reducer import Reducer
-from parallelize.block.same_data import SameData
 from parallelize.block.verification import Verification
 from parallelize.errors import SyncError
 from parallelize.plugins.base import Engine, Inner, Reduction, Session
@@ -69,7 +69,7 @@ class Block:
         self.averaging = Averaging(average, run=run, models=models)
         self.summary = StartupSummary(run)
         # Models of an inner block may be called with equal inputs, such as features of all ranks.
-        self.same_data = SameData(models, is_over=run.world.world_size == 1 or bool(routed_models()))
+        self.first_step = FirstStep(models, is_over=run.world.world_size == 1 or bool(routed_models()))
         self.reducer: Reducer | None = None
         self.verification: Verification | None = None
         self.is_over = False
@@ -113,14 +113,10 @@ class Block:
             reducer=self.reducer,
             warns_of_buffers=not self._buffers and getattr(self.run.config.backend, "broadcast_buffers", True),
             loss_weight=self.averaging.loss_weight,
-            before_first_step=self._compare_first_step,
+            before_first_step=lambda: self.first_step.compare(self.averaging.end_first_step()),
         )
         stack.enter_context(verification.active())
         self.verification = verification
-
-    def _compare_first_step(self) -> None:
-        self.same_data.compare()
-        self.averaging.compare_counts()
 
     def _reduced(self) -> list[tuple[nn.Module, Reduction]]:
         return [(each.replicas, each.engine.reduction) for each in self._routed if each.engine.reduction is not None]
@@ -197,8 +193,8 @@ class _RoutedModel:
 
     def _before_forward(self, inputs: Any) -> None:
         block = self._block
-        if not block.same_data.is_over:
-            block.same_data.add(inputs)
+        if not block.first_step.is_over:
+            block.first_step.add(inputs)
         if not block.summary.is_over:
             block.summary.log_once()
         if self._changes:

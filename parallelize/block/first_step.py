@@ -1,0 +1,68 @@
+"""Warnings about the first optimizer step: ranks that read the same data, and losses over unequal numbers of targets."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.collectives import all_gather
+from parallelize.runtime.containers import leaves
+from parallelize.runtime.context import is_capturing, is_main, rank
+from parallelize.runtime.fingerprint import fingerprint
+from parallelize.runtime.user_line import user_stacklevel
+
+__all__ = ["FirstStep"]
+
+
+class FirstStep:
+    """The inputs of a block's forwards until the first optimizer step.
+
+    Args:
+        models: the models of the block.
+        is_over: whether inputs are not compared.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], *, is_over: bool) -> None:
+        self._models, self._fingerprints = models, list[int]()
+        self.is_over = is_over
+
+    def add(self, inputs: Any) -> None:
+        """Hash the tensors of a forward's inputs, of which any has more than one element."""
+        tensors = [each for each in leaves(inputs) if type(each) is torch.Tensor]
+        if is_capturing() or torch.compiler.is_compiling() or not any(each.numel() > 1 for each in tensors):
+            return
+        try:
+            self._fingerprints.append(int(fingerprint(tensors)))
+        except RuntimeError:  # e.g. a tensor inside torch.func.vmap
+            self.is_over = True
+
+    def compare(self, count: float) -> None:
+        """Compare the inputs of the ranks, and the numbers of targets of their losses; nan: not known."""
+        self.is_over = True
+        inputs = hash(tuple(self._fingerprints)) if self._fingerprints else rank()  # unequal: not known
+        all_inputs, counts = all_gather((inputs, count))
+        known = sorted(each for each in counts if not math.isnan(each))
+        if not is_main():
+            return
+        if len({*all_inputs}) == 1:
+            warnings.warn(
+                f"{len(counts)} ranks read the same data: the inputs of "
+                f"{' + '.join(type(each).__name__ for each in self._models)} were bitwise equal on all ranks in the "
+                "first step. Wrap the loader in shard_loader; if the data is drawn from a generator, seed it "
+                "differently on each rank; if equal inputs are intended, call "
+                "warnings.filterwarnings('ignore', '.*ranks read the same data')",
+                stacklevel=user_stacklevel(),
+            )
+        if known and known[-1] > known[0] * (1 + 1e-6):
+            warnings.warn(
+                f"losses average over different numbers of targets: {known[0]:g} to {known[-1]:g} on different ranks "
+                "in the first step. Gradients are averaged with equal weights, so that a target in a small batch "
+                f"counts up to {known[-1] / max(known[0], 1):.3g} times as much as another, unlike in one batch of one "
+                "process. parallel_model(model, average='tokens') weights them by the number of targets.",
+                stacklevel=user_stacklevel(),
+            )
