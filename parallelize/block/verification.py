@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from parallelize.block.reducer import Reducer, Slot
-from parallelize.collectives import all_reduce
+from parallelize.collectives import all_reduce, broadcast
 from parallelize.errors import SyncError
 from parallelize.runtime.batch_weights import Weight
 from parallelize.runtime.containers import map_leaves
 from parallelize.runtime.context import Runtime, is_capturing
-from parallelize.runtime.fingerprint import differences, digest, fingerprint, largest_difference
+from parallelize.runtime.fingerprint import differences, digest, fingerprint
 from parallelize.runtime.group_abort import is_interrupted
 from parallelize.runtime.user_line import user_stacklevel
 from parallelize.torch_patches.backward import is_in_backward
@@ -74,7 +74,7 @@ class Verification:
         self.compare("at the end of the block")
 
     def compare(self, when: str) -> None:
-        """Compare the models across the ranks: two collectives of 16 bytes, of which one is for buffers.
+        """Compare the models across the ranks: two collectives of 8 bytes per rank, of which one is for buffers.
 
         Raises:
             SyncError: some parameters differ.
@@ -188,7 +188,7 @@ class Verification:
             raise _not_averaged(what, found, is_unknown=any(tensor is each for each in unknown))
 
     def compare_parameters(self, when: str) -> None:
-        """Compare the parameters across the ranks: one collective of 16 bytes.
+        """Compare the parameters across the ranks: one collective of 8 bytes per rank.
 
         Raises:
             SyncError: some differ.
@@ -196,7 +196,7 @@ class Verification:
         parameters = _named(self._models(), nn.Module.named_parameters)
         wrong = _different(parameters)
         if wrong:
-            shown = [f"{name} by up to {largest_difference(each):.3g}" for name, each in wrong[:3]]
+            shown = [f"{name} by up to {_largest_difference(each):.3g}" for name, each in wrong[:3]]
             raise SyncError(
                 f"{len(wrong)} of {len(parameters)} parameters differ between the ranks {when}: {', '.join(shown)}",
                 why="code that only some ranks run, or that draws random numbers, has changed gradients "
@@ -234,6 +234,11 @@ def _different(named: Sequence[_Named]) -> list[_Named]:
     if not tensors or not any(differences([fingerprint(tensors)])):
         return []
     return [named[index] for index, _ in differences(tensors)]
+
+
+def _largest_difference(tensor: torch.Tensor) -> float:
+    values = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return float(all_reduce((values - broadcast(values)).abs().max(), "max"))
 
 
 def _listed(named: Sequence[_Named], most: int = 3) -> str:

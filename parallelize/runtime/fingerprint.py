@@ -1,4 +1,4 @@
-"""Comparison of tensors across ranks: a 64-bit fingerprint of them, and one all-reduce of its extrema.
+"""Comparison of tensors across ranks: a 64-bit fingerprint of them, gathered from all ranks.
 
 Comparisons have a group of their own. A rank that makes another call instead is in another group, so that hang
 detection tells where both are, and no collective gets the data of another one.
@@ -10,8 +10,7 @@ import hashlib
 import itertools
 import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from parallelize.runtime import context
 from parallelize.runtime.process_group import separate_group
 from parallelize.runtime.user_line import user_stacklevel
 
-__all__ = ["differences", "digest", "fingerprint", "largest_difference", "require_same_model", "warn_if_trained_apart"]
+__all__ = ["differences", "digest", "fingerprint", "require_same_model", "warn_if_trained_apart"]
 
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64  # of the splitmix64 generator, as int64
@@ -35,27 +34,14 @@ _entered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a 0-dim int64 tensor that depends on all elements of the tensors and their positions; 0 for zeros."""
-    sums = [torch.zeros((), dtype=torch.int64), *map(_weighted_sum, _parts(tensors))]
+    parts = [part for each in tensors for part in torch.split(_flat(each.detach()), _MAX_ELEMENTS)]
+    sums = [torch.zeros((), dtype=torch.int64), *map(_weighted_sum, parts)]
     return _weighted_sum(torch.stack([each.to(sums[-1].device) for each in sums]))
 
 
-def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield all elements in flat tensors of one dtype and device: small ones joined, as kernels cost most."""
-    joined = defaultdict[Any, list[torch.Tensor]](list)
-    size = 0
-    for each in tensors:
-        dense = each.detach().to_dense() if each.layout is not torch.strided else each.detach()
-        flat = (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).reshape(-1)
-        if flat.numel() > _MAX_ELEMENTS:
-            yield from torch.split(flat, _MAX_ELEMENTS)
-            continue
-        joined[flat.dtype, flat.device].append(flat)
-        size += flat.numel()
-        if size > _MAX_ELEMENTS:
-            yield from map(torch.cat, joined.values())
-            joined.clear()
-            size = 0
-    yield from map(torch.cat, joined.values())
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).reshape(-1)
 
 
 def _weighted_sum(values: torch.Tensor) -> torch.Tensor:
@@ -67,41 +53,24 @@ def _weighted_sum(values: torch.Tensor) -> torch.Tensor:
     return ((bits ^ (bits >> 29)) * ((weights ^ (weights >> 31)) * _FACTORS[1] | 1)).sum()
 
 
-def differences(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Compare tensors bitwise across ranks; a collective of 16 bytes per tensor.
+def differences(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Compare tensors bitwise across ranks; a collective in which each rank sends 8 bytes per tensor.
 
     Args:
         tensors: equally many on every rank.
 
-    Yields:
-        (index, rank): each tensor that differs, with the first rank where it differs from rank 0's. Every rank must
-        take equally many, as each is a collective.
+    Returns:
+        (index, rank) of each tensor that differs, with the first rank where it differs from rank 0's.
     """
     if not tensors:
-        return
-    group, found = _group(), [fingerprint([each]) for each in tensors]
+        return []
+    run, found = context.current(), [fingerprint([each]) for each in tensors]
     # Read in one piece: each copy from a device waits for it.
     local = torch.stack([each.to(found[-1].device) for each in found]).cpu()
-    extrema = torch.stack([local, ~local])  # the maximum of ~x is that of the smallest x
-    dist.all_reduce(extrema, dist.ReduceOp.MAX, group=group)
-    for index in (extrema[0] != ~extrema[1]).nonzero().flatten().tolist():
-        rows = [torch.empty_like(local[index]) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, local[index].clone(), group=group)
-        all_ranks = torch.stack(rows)
-        yield index, int((all_ranks != all_ranks[0]).nonzero()[0])
-
-
-def _group() -> Any:
-    run = context.current()
-    return separate_group(run.world, run.device, backend="gloo")
-
-
-def largest_difference(tensor: torch.Tensor) -> float:
-    """Return how far a tensor is apart across the ranks; a collective of twice its size."""
-    values = tensor.detach().to("cpu", torch.float64 if tensor.dtype.itemsize > 4 else torch.float32)
-    extrema = torch.stack([values, -values])
-    dist.all_reduce(extrema, dist.ReduceOp.MAX, group=_group())
-    return float(extrema.sum(0).max()) if extrema.numel() else 0.0
+    rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, local, group=separate_group(run.world, run.device, backend="gloo"))
+    is_other = torch.stack(rows) != rows[0]  # (ranks, tensors)
+    return [(index, int(is_other[:, index].nonzero()[0])) for index in is_other.any(0).nonzero().flatten().tolist()]
 
 
 def require_same_model(model: nn.Module) -> None:
@@ -114,18 +83,16 @@ def require_same_model(model: nn.Module) -> None:
         f"{name} ({_kind(each)}, {tuple(each.shape)}, {each.dtype})"
         for name, each in (*model.named_parameters(), *model.named_buffers())
     ]
-    rank = next((rank for _, rank in differences([digest(repr(parts))])), None)
-    if rank is None:
-        return
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, parts)
-    for first, other in itertools.zip_longest(found[0], found[rank], fillvalue="nothing more"):
-        if first != other:
-            raise SyncError(
-                f"{type(model).__name__} on rank {rank} has {other} where rank 0 has {first}",
-                why="parallel training needs the same model on every rank",
-                fix="build the model from the same arguments on every rank; freeze the same parameters",
-            )
+    for _, rank in differences([digest(repr(parts))]):
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, parts)
+        pairs = itertools.zip_longest(found[0], found[rank], fillvalue="nothing more")
+        first, other = next(pair for pair in pairs if pair[0] != pair[1])
+        raise SyncError(
+            f"{type(model).__name__} on rank {rank} has {other} where rank 0 has {first}",
+            why="parallel training needs the same model on every rank",
+            fix="build the model from the same arguments on every rank; freeze the same parameters",
+        )
 
 
 def warn_if_trained_apart(models: Sequence[nn.Module]) -> None:
