@@ -8,6 +8,8 @@ What is averaged is `.grad` itself. The part from earlier passes is equal on all
 it is: mean(old + new) = old + mean(new). What was accumulated under `no_sync` is averaged by the
 next pass outside of it.
 
+Sparse gradients are sent as dense ones, which every process group can average.
+
 A flat tensor ends with flags: whether this rank has a gradient of each parameter. A parameter that
 no rank has used keeps `grad=None`; a rank reads the flags only where it lacks a gradient. A pass
 that reaches a parameter of a model sends all buckets of that model, in one order on all ranks,
@@ -51,8 +53,8 @@ _NOT_AVERAGED: Any = type(None)  # as a reference to nothing, its call returns N
 class Slot:
     """A parameter, its name, and a reference to the gradient that was averaged."""
 
-    def __init__(self, name: str, parameter: Any) -> None:
-        self.name, self.parameter = name, parameter
+    def __init__(self, name: str, parameter: Any, *, is_sparse: bool) -> None:
+        self.name, self.parameter, self.is_sparse = name, parameter, is_sparse
         self.averaged = _NOT_AVERAGED
         self.model: Any = None
         self.bucket: Any = None
@@ -62,11 +64,11 @@ class _Bucket:
     """Parameters whose gradients are sent together."""
 
     handle: Any = None  # of the hook on the last parameter
-    has_all = True  # whether this rank has a gradient of each parameter
+    is_plain = True  # whether this rank has a dense gradient of each parameter
     accumulates_twice = False  # in one pass, as under a reentrant checkpoint: never sent early
 
-    def __init__(self, slots: list[Slot], *, is_sparse: bool) -> None:
-        self.slots, self.is_sparse = slots, is_sparse
+    def __init__(self, slots: list[Slot]) -> None:
+        self.slots = slots
         for each in slots:
             each.bucket = self
 
@@ -87,10 +89,9 @@ class _Bucket:
 class _Model:
     """The buckets of one model, for the parameters that have been trained in the block."""
 
-    def __init__(self, model: nn.Module, slots: list[Slot], reduction: Reduction) -> None:
+    def __init__(self, slots: list[Slot], reduction: Reduction) -> None:
         self.slots, self.reduction = slots, reduction
         self.untrained = slots  # those that have never been
-        self.sparse = {id(each.weight) for each in model.modules() if has_sparse_gradient(each)}
         self.buckets: list[_Bucket] = []
         self.trained: list[_Bucket] = []  # in the running pass
         self.next = 0  # number of the bucket to send
@@ -118,14 +119,13 @@ class _Model:
         for slot in reversed(self.slots):
             each = slot.parameter
             if each.requires_grad or slot.bucket is not None:
-                kind = id(each) if id(each) in self.sparse else (each.dtype, each.device)
+                kind = each.dtype, each.device
                 members = filling.setdefault(kind, [])
                 members.append(slot)
                 limit = self.reduction.bucket_bytes
                 if sum(each.parameter.nbytes for each in members) >= (limit if full else min(_FIRST_BYTES, limit)):
                     full.append(filling.pop(kind))
-        groups = [*full, *filling.values()]
-        return [_Bucket(slots, is_sparse=id(slots[0].parameter) in self.sparse) for slots in groups]
+        return [_Bucket(slots) for slots in (*full, *filling.values())]
 
     def remove_hooks(self) -> None:
         """Remove the hooks of the buckets."""
@@ -162,14 +162,15 @@ class Reducer:
         self.close()
         for model, reduction in models:
             own = []
+            sparse = {id(each.weight) for each in model.modules() if has_sparse_gradient(each)}
             for name, each in model.named_parameters():
                 is_trainable = each.is_floating_point() or each.is_complex()
                 if is_trainable and id(each) not in self.slots:
-                    slot = Slot(f"{name} of {type(model).__name__}", each)
+                    slot = Slot(f"{name} of {type(model).__name__}", each, is_sparse=id(each) in sparse)
                     self.slots[id(each)] = slot
                     own.append(slot)
                     self._hooks.callback(_add_hook(each, self._log.append).remove)
-            self.models[id(model)] = _Model(model, own, reduction)
+            self.models[id(model)] = _Model(own, reduction)
 
     def close(self) -> None:
         """Remove the hooks, and the references in cycles: parameters are freed with the last one of the user's."""
@@ -297,50 +298,33 @@ class Reducer:
     def _send(self, entry: _Model, bucket: _Bucket) -> None:
         gradients = list(map(_grad, bucket.members))
         present = tuple([each is not None for each in gradients])
-        if bucket.is_sparse:
-            gradient = gradients[0] if present[0] else torch.zeros_like(bucket.members[0])
-            rows = gradient if gradient.is_sparse else gradient.to_sparse(1)
-            bucket.flat = rows.coalesce() / self._size
-        else:
-            bucket.has_all = all(present)
-            if not bucket.has_all:
-                pairs = zip(gradients, bucket.members, strict=True)
-                gradients = [torch.zeros_like(each) if found is None else found for found, each in pairs]
-            bucket.sent = gradients
-            flat = _flatten([*gradients, _flags(present, gradients[0].dtype, gradients[0].device)])
-            dtype = entry.reduction.dtype
-            bucket.flat = flat if dtype is None or flat.is_complex() else flat.to(dtype)
-            bucket.flat.mul_(1.0 / self._size)
+        bucket.is_plain = all([each is not None and not each.is_sparse for each in gradients])
+        if not bucket.is_plain:
+            pairs = zip(gradients, bucket.members, strict=True)
+            gradients = [torch.zeros_like(each) if found is None else found.to_dense() for found, each in pairs]
+        bucket.sent = gradients
+        flat = _flatten([*gradients, _flags(present, gradients[0].dtype, gradients[0].device)])
+        dtype = entry.reduction.dtype
+        bucket.flat = flat if dtype is None or flat.is_complex() else flat.to(dtype)
+        bucket.flat.mul_(1.0 / self._size)
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
 
 @torch.no_grad()
 def _receive(bucket: _Bucket) -> None:
-    """Keep the means that a bucket has received."""
+    """Copy the means to `.grad`; give one to a parameter without, if another rank has used it."""
     bucket.work.wait()
-    (_keep_sparse if bucket.is_sparse else _keep)(bucket)
+    torch._foreach_copy_(bucket.sent, _unflatten(bucket.flat, bucket.sent))
+    if not bucket.is_plain:
+        flags = bucket.flat[-len(bucket.members) :].abs().tolist()  # waits for the device
+        for slot, mean, flag in zip(bucket.trained, bucket.sent, flags, strict=True):
+            gradient = slot.parameter.grad
+            if flag and (gradient is None or gradient.is_sparse):
+                is_sparse = slot.is_sparse or gradient is not None
+                slot.parameter.grad = mean.to_sparse(1) if is_sparse else mean
     for slot, gradient in zip(bucket.trained, map(_grad, bucket.members), strict=True):
         slot.averaged = _NOT_AVERAGED if gradient is None else ref(gradient)
     bucket.end()
-
-
-def _keep_sparse(bucket: _Bucket) -> None:
-    parameter, mean = bucket.members[0], bucket.flat
-    if parameter.grad is not None and not parameter.grad.is_sparse:
-        mean = mean.to_dense()  # e.g. of a weight that another module uses, too
-    if parameter.grad is not None or bucket.flat._nnz():
-        parameter.grad = mean
-
-
-def _keep(bucket: _Bucket) -> None:
-    """Copy the means to `.grad`; give one to a parameter without, if another rank has used it."""
-    torch._foreach_copy_(bucket.sent, _unflatten(bucket.flat, bucket.sent))
-    if bucket.has_all:
-        return
-    flags = bucket.flat[-len(bucket.members) :].abs().tolist()  # waits for the device
-    for parameter, mean, flag in zip(bucket.members, bucket.sent, flags, strict=True):
-        if parameter.grad is None and flag:
-            parameter.grad = mean
 
 
 @functools.lru_cache(maxsize=64)  # a copy to a device would wait for it
