@@ -18,16 +18,17 @@ from parallelize.config.layout import Layout
 from parallelize.data.source import merged_ranks
 from parallelize.errors import ConfigError, WorkerError
 from parallelize.runtime.context import active, world_size
-from parallelize.runtime.signed_means import signed_means
 from parallelize.torch_patches.backward import Order, Pass, Run, subscribed
 from parallelize.torch_patches.forward import routed_models
 from parallelize.torch_patches.step import after_step, parameters_of
 from parallelize.worker.preemption import handle_stop_signals
 
-__all__ = ["ComparedStep", "Comparison", "compare_runs"]
+__all__ = ["ComparedStep", "Comparison", "compare_runs", "signed_means"]
 
 _SMALL = 0.01  # a tensor whose norm is a smaller part of all is compared with this part: it may be rounding alone
 _HEADER = "step         alone      together  largest differences"
+_PARTS = 4096  # numbers in which a tensor is compared
+_NOT_FINITE = 1e4  # so that two tensors that overflow alike differ by nothing
 _TRY = """Try in turn:
   take the batches from shard_loader, with one batch size for any world_size() (or batch='global') and a seed
   turn off what draws random numbers or mixes samples: dropout (p=0), augmentation, batch norm, contrastive losses
@@ -170,6 +171,17 @@ def _difference(tensors: Any, others: Any) -> tuple[float, str]:
 
 
 # Recording of the steps in a process
+
+
+def signed_means(value: Any) -> torch.Tensor:
+    """Return the means of a tensor's parts on the CPU, in its dtype; a collective if the tensor is sharded.
+
+    Each element has a sign, drawn for its index: else, errors of opposite signs in one part would cancel.
+    """
+    flat = value.detach().to_dense().cpu().double().reshape(1, -1)
+    signs = torch.randn(flat.shape, generator=torch.Generator().manual_seed(0)).sign()
+    means = torch.adaptive_avg_pool1d(flat * signs, min(flat.numel(), _PARTS))
+    return means.nan_to_num(_NOT_FINITE, _NOT_FINITE, -_NOT_FINITE).to(value.dtype)
 
 
 class _EndOfRecording(BaseException):

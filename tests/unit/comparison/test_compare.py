@@ -1,13 +1,16 @@
-"""`train.compare` refuses calls that it cannot compare, before it starts a process."""
+"""`train.compare`: refused calls, and means of a tensor's parts, in which opposite errors do not cancel."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+import torch
 from ranks import as_rank
 
 from parallelize import ConfigError, distributed
+from parallelize.comparison.compare import signed_means
 
 
 @distributed(processes=2)
@@ -39,3 +42,26 @@ def test_ranks_cannot_compare(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
     with pytest.raises(ConfigError, match="without torchrun"):
         train.compare(5)
+
+
+def difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((signed_means(first) - signed_means(second)).norm())
+
+
+@pytest.mark.parametrize("size", [16, 1_000_000])
+def test_opposite_errors_do_not_cancel(size: int) -> None:
+    """Neither in a small tensor, whose elements are all kept, nor in the parts of a large one."""
+    right = torch.ones(size)
+    wrong = right.clone()
+    wrong[:8] += 1
+    wrong[8:16] -= 1
+    assert difference(right, right.clone()) == 0
+    assert difference(right, wrong) > 0.001
+    assert len(signed_means(right).flatten()) == min(size, 4096)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_tensors_that_overflow_alike_are_equal(value: float) -> None:
+    """Of two runs that diverge in the same step, neither is wrong."""
+    assert difference(torch.tensor([value, 1.0]), torch.tensor([value, 1.0])) == 0
+    assert difference(torch.tensor([value, 1.0]), torch.ones(2)) > 1
