@@ -1,4 +1,4 @@
-"""Warnings about the first optimizer step: ranks that read the same data, and losses over unequal numbers of targets."""
+"""Warnings about the first optimizer step: equal inputs of the ranks, and losses over unequal numbers of targets."""
 
 from __future__ import annotations
 

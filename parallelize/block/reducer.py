@@ -298,7 +298,7 @@ class Reducer:
     def _send(self, entry: _Model, bucket: _Bucket) -> None:
         gradients = list(map(_grad, bucket.members))
         present = tuple([each is not None for each in gradients])
-        bucket.is_plain = all([each is not None and not each.is_sparse for each in gradients])
+        bucket.is_plain = not [each for each in gradients if each is None or each.is_sparse]
         if not bucket.is_plain:
             pairs = zip(gradients, bucket.members, strict=True)
             gradients = [torch.zeros_like(each) if found is None else found.to_dense() for found, each in pairs]
