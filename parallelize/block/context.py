@@ -23,7 +23,7 @@ M = TypeVar("M")
 _open: list[Any] = []  # contexts of this process, in the order of their beginning
 
 
-class ModelContext(contextlib.AbstractContextManager[M], contextlib.ContextDecorator, Generic[M]):
+class ModelContext(contextlib.AbstractContextManager[M], Generic[M]):
     """Block in which models run in parallel: `with parallel_model(model):`, or `parallel_model(model).start()`.
 
     Args:
@@ -92,9 +92,9 @@ class ModelContext(contextlib.AbstractContextManager[M], contextlib.ContextDecor
         while self._entered:
             self.__exit__(*error)
 
-    def __call__(self, function: Any) -> Any:
-        """Decorate a function, which then runs in the block."""
-        return super().__call__(function) if isinstance(function, types.FunctionType) else self._refuse("is called")
+    def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Refuse the use as a model."""
+        self._refuse("is called")
 
     def __getattr__(self, name: str) -> Any:
         """Refuse the use as a model."""
