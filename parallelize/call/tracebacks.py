@@ -63,21 +63,21 @@ def print_with_notes(kind: type[BaseException], error: BaseException, _trace: Tr
 
 
 def shorten_chain(error: BaseException) -> None:
-    """Remove this package's frames from the tracebacks of an exception, its causes and its contexts.
+    """Remove this package's frames from the tracebacks of an exception, its causes and contexts.
 
-    The frame that raises an exception which this package does not document is kept: it may be a defect of the package.
-    It is not kept in what a ParallelizeError explains.
+    The frame that raises an exception which this package does not document is kept: it may be a
+    defect of the package.
     """
-    shared, seen, left = error.__traceback__, set[int](), [(error, False)]
-    while left:
-        each, is_explained = left.pop()
+    shared, pending, seen = error.__traceback__, [error], set[int]()
+    while pending:
+        each = pending.pop()
         seen.add(id(each))
-        keeps_last = not is_explained and _may_be_a_defect(each)
-        trace = in_users_code(each.__traceback__, keeps_last=keeps_last)
+        trace = in_users_code(each.__traceback__, keeps_last=_may_be_a_defect(each))
         # Assigning __traceback__ would fail on an exception that is a frozen dataclass.
-        BaseException.with_traceback(each, None if each is not error and each.__traceback__ is shared else trace)
-        links = [link for link in (each.__cause__, each.__context__) if link is not None and id(link) not in seen]
-        left += [(link, isinstance(each, ParallelizeError)) for link in links]
+        is_shared = each is not error and each.__traceback__ is shared
+        BaseException.with_traceback(each, None if is_shared else trace)
+        links = (each.__cause__, each.__context__)
+        pending += [link for link in links if link is not None and id(link) not in seen]
 
 
 def _may_be_a_defect(error: BaseException) -> bool:
@@ -93,16 +93,13 @@ def in_users_code(trace: TracebackType | None, *, keeps_last: bool = False) -> T
         trace: the traceback; not modified.
         keeps_last: whether the last frame is kept if it is this package's.
     """
-    entries = list(enumerate(_entries(trace), start=1))
-    is_last_kept = len(entries) if keeps_last else 0
-    own = [number for number, each in entries if _is_own(each) and number != is_last_kept]
-    if not own:
-        return trace
-    kept = [each for number, each in entries if number not in own and (number > own[-1] or not _is_underneath(each))]
-    inner = None
-    for each in reversed(kept):
-        inner = TracebackType(inner, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return inner
+    inner, is_inside, entries = None, False, list(_entries(trace))
+    for each in reversed(entries):
+        is_hidden = _is_own(each) and not (keeps_last and each is entries[-1])
+        is_inside = is_inside or is_hidden
+        if not (is_hidden or (is_inside and _is_underneath(each))):
+            inner = TracebackType(inner, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return inner if is_inside else trace
 
 
 def _is_own(entry: TracebackType) -> bool:
