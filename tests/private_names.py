@@ -70,9 +70,6 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_will_engine_execute_node": ("refuse a backward after the block", "such a backward fails"),
         "_current_graph_task_id": ("identify the running backward, if any", "every backend with gradients fails"),
     },
-    "torch.overrides": {
-        "_get_current_function_mode_stack": ("read and replace the function modes of a thread", "calls and amp fail"),
-    },
     "torch.UntypedStorage": {
         "_cdata": ("find views of gathered parameters", 'writes to them under backend="fsdp" are lost'),
     },
@@ -84,7 +81,7 @@ PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "_schema": ("find the arguments that an operation writes", 'backend="balanced" fails'),
     },
     "torch.utils._device": {
-        "DeviceContext": ("read the default device", "calls fail"),
+        "CURRENT_DEVICE": ("read the default device", "calls fail"),
     },
     "torch.utils._pytree": {
         "tree_leaves": ("find the tensors in a model's output", "ddp with static_graph fails"),

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing
-from torch import overrides
-from torch.utils._device import DeviceContext
+import torch.utils._device
 
 __all__ = ["LogSettings", "Settings", "handle_records", "without_log_files"]
 
@@ -67,6 +66,7 @@ _ATTRIBUTES = (
     "backends.opt_einsum.strategy",
     "utils.deterministic.fill_uninitialized_memory",
 )
+_PATHS = (*_FUNCTIONS, *_ATTRIBUTES)
 
 
 def _get(path: str) -> Any:
@@ -152,17 +152,18 @@ class Settings:
     @classmethod
     def capture(cls) -> Settings:
         """Return the settings of this process, and of this thread for those that torch keeps so."""
-        stack: Any = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch has no type for it
-        device = next((mode.device.type for mode in stack if isinstance(mode, DeviceContext)), None)
+        # torch.get_default_device would initialize a GPU.
+        device = torch.utils._device.CURRENT_DEVICE
         values = {name: read() for name, (read, _) in _OTHERS.items()}
         with _ignoring_warnings():
-            values |= {path: _get(path) for path in (*_FUNCTIONS, *_ATTRIBUTES)}
-        return cls({name: value for name, value in values.items() if value is not None}, device)
+            values |= {path: _get(path) for path in _PATHS}
+        known = {name: value for name, value in values.items() if value is not None}
+        return cls(known, None if device is None else device.type)
 
     def apply(self) -> None:
         """Apply all settings except the default device to this new process."""
         with _ignoring_warnings():
-            for path in (*_FUNCTIONS, *_ATTRIBUTES):
+            for path in _PATHS:
                 if self.values.get(path) not in (None, _get(path)):
                     _set(path, self.values[path])
         for name, (_, write) in _OTHERS.items():
