@@ -19,9 +19,8 @@ import math
 import pickle
 import pkgutil
 import sys
-import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,9 @@ from torch.optim import Optimizer
 from parallelize.call.reachable import (
     CONTAINERS,
     PROXY,
-    free_variables,
-    global_variables,
     is_a,
     is_user_code,
+    variables_of,
 )
 from parallelize.errors import ConfigError, ParallelizeError
 
@@ -47,8 +45,8 @@ __all__ = [
     "is_found",
     "is_importable",
     "load",
+    "pickle_by_value_unless_importable",
     "pickle_main_by_value",
-    "pickling_module_by_value",
     "populate_main",
 ]
 
@@ -82,15 +80,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             # cloudpickle would send a copy of its content.
             raise TypeError(f"cannot pickle {kind.__name__!r} object: an open file")
         if isinstance(obj, Optimizer) and kind.__getstate__ is Optimizer.__getstate__:
-            # Optimizer.__getstate__ drops the attributes of subclasses.
-            of_torch = {*vars(torch.optim.SGD([torch.zeros(1)])), "step"}
-            own = {key: value for key, value in vars(obj).items() if key not in of_torch}
-            return object.__new__, (kind,), {**own, **obj.__getstate__()}
+            # It drops the attributes of subclasses. Hooks, and a scheduler's mark, are the process's own.
+            own = [key for key in vars(obj) if not key.endswith(("pre_hooks", "post_hooks"))]
+            return object.__new__, (kind,), {key: vars(obj)[key] for key in own if key != "step"}
         if isinstance(obj, BaseException) and kind.__reduce__ is _builtin_base(kind).__reduce__:
             reduced: Any = obj.__reduce__()
             return _rebuild_exception, (kind, reduced[1]), *reduced[2:]
         if hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__"):
-            return _setting_attributes(obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
+            # Unpickled without a look at its attributes: __getattr__ may need others.
+            reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            has_attributes = any(type(each) is dict for each in reduced[2:3])
+            return (*(*reduced, None, None)[:5], _set_attributes) if has_attributes else reduced
         return super().reducer_override(obj)
 
     def _path_of(self, obj: Any) -> str | None:
@@ -124,14 +124,6 @@ def is_found(obj: object, path: str) -> bool:
         return False
 
 
-def _setting_attributes(reduced: Any) -> Any:
-    """Let an object be unpickled without a look at its attributes: __getattr__ may need others."""
-    if len(reduced) < 3 or type(reduced[2]) is not dict:
-        return reduced
-    make, args, state, *items = (*reduced, None, None)[:5]
-    return make, args, state, *items, _set_attributes
-
-
 def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
     vars(obj).update(attributes)
 
@@ -158,7 +150,6 @@ def dump(
     *,
     parts: Mapping[str, object],
     on_object: Callable[[Any], object] = id,
-    for_rank: bool = False,
     raises: type[ParallelizeError] = ConfigError,
     fix: str = _FIX,
 ) -> None:
@@ -166,16 +157,15 @@ def dump(
 
     Args:
         obj: object that cloudpickle can pickle; CUDA tensors are written by value.
-        file: buffer, or path in a folder that only this user can read.
+        file: path in a folder that only this user can read; or buffer, for another rank of the same
+            script, where each class of `__main__` exists.
         parts: name -> part of `obj`; an error names the part that cannot be pickled.
         on_object: called with each object but strings, numbers and built-in containers.
-        for_rank: whether the reader is another process of the same script: each class of `__main__`
-            exists there.
         raises: class of the exception, which names the variable, item or attribute that cannot be
             pickled.
         fix: how the user fixes that.
     """
-    attributes = {"on_object": staticmethod(on_object), "for_rank": for_rank}
+    attributes = {"on_object": staticmethod(on_object), "for_rank": not isinstance(file, Path)}
     pickler = type("Pickler", (_Pickler,), attributes)
     module = types.SimpleNamespace(Pickler=pickler, __name__=__name__)
     written = file.with_name(f"{file.name}.part") if isinstance(file, Path) else file
@@ -206,8 +196,7 @@ def load(source: Path | bytes, *, device: torch.device) -> Any:
         return storage if saved_on == "cpu" else storage.to(device=device)
 
     file = source if isinstance(source, Path) else io.BytesIO(source)
-    is_mapped = isinstance(source, Path)
-    return torch.load(file, mmap=is_mapped, weights_only=False, map_location=locate)
+    return torch.load(file, mmap=file is source, weights_only=False, map_location=locate)
 
 
 def _find_unpicklable(parts: Mapping[str, object], seen: tuple[int, ...] = ()) -> tuple[str, Exception] | None:
@@ -231,15 +220,13 @@ def _members(name: str, item: Any) -> dict[str, object]:
         return {f"{name}[{key!r}]": value for key, value in pairs}
     if is_a(item, types.FunctionType):
         module = sys.modules.get(item.__module__)
-        own = {key: value for at, key, value in global_variables(item) if at is module}
-        variables = {**own, **free_variables(item)} if is_user_code(item.__module__) else {}
-        return {f"the variable {key!r}": value for key, value in variables.items()}
-    if is_a(item, type):
-        return {}
+        variables = variables_of(item) if is_user_code(item.__module__) else ()
+        own = {key: value for at, key, value in variables if at in (None, module)}
+        return {f"the variable {key!r}": value for key, value in own.items()}
     is_own = is_user_code(type(item).__module__)
-    children = dict(item.named_children()) if is_a(item, torch.nn.Module) else {}
-    members = {f"{name}.{key}": value for key, value in {**vars(item), **children}.items()}
-    return {key: value for key, value in members.items() if is_own or f"{name}._" not in key}
+    members = {**vars(item), **vars(item).get("_modules", {})}
+    shown = {key: value for key, value in members.items() if is_own or not key.startswith("_")}
+    return {f"{name}.{key}": value for key, value in shown.items()}
 
 
 # Trials
@@ -270,20 +257,18 @@ class Trial(_Pickler):
         self._left, self._stand_in, self._hash = at_most, stand_in, hashlib.blake2b()
         self.code: list[Any] = []
         self.error: Exception | None = None
+        self.digest = b""
         try:
             self.dump(obj)
+            self.digest = self._hash.digest()
         except Exception as exc:  # noqa: BLE001 - a user's __reduce__ may raise anything
             self.error = exc
-        self.digest = b"" if self.error else self._hash.digest()
         self.clear_memo()
 
     def write(self, data: Any) -> None:
         """Count and hash a part of the pickle."""
-        self._count(memoryview(data).nbytes)
         self._hash.update(data)
-
-    def _count(self, size: int) -> None:
-        self._left -= size
+        self._left -= memoryview(data).nbytes
         if self._left < 0:
             raise OverflowError("too large")
 
@@ -295,7 +280,7 @@ class Trial(_Pickler):
     def persistent_id(self, obj: Any) -> object:
         """Count the bytes of a tensor, and return what stands for an object."""
         if is_a(obj, torch.Tensor) and not obj.requires_grad:
-            self._count(obj.nbytes)
+            self._left -= obj.nbytes
         return self._stand_in(obj)
 
 
@@ -305,20 +290,22 @@ class Trial(_Pickler):
 def check_is_plain_function(function: object) -> None:
     """Raise ConfigError for an object whose call returns no value from another process."""
     inner = inspect.unwrap(function) if callable(function) else function
-    inner = inner.__func__ if isinstance(inner, (classmethod, staticmethod)) else inner
-    kinds = {
-        "an async function": inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner),
-        "a generator function": inspect.isgeneratorfunction(inner),
-        "a class": inspect.isclass(inner),
-        f"a {type(inner).__name__}": not callable(inner),
-    }
-    for kind, is_so in kinds.items():
-        if is_so:
-            raise ConfigError(
-                f"@distributed on {kind}: {getattr(inner, '__qualname__', inner)!r}",
-                why="a call must run to completion in another process and return one value",
-                fix="decorate a plain function (def) that returns its result",
-            )
+    inner = getattr(inner, "__func__", inner)  # of a class method
+    if inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner):
+        kind = "an async function"
+    elif inspect.isgeneratorfunction(inner):
+        kind = "a generator function"
+    elif inspect.isclass(inner):
+        kind = "a class"
+    elif callable(inner):
+        return
+    else:
+        kind = f"a {type(inner).__name__}"
+    raise ConfigError(
+        f"@distributed on {kind}: {getattr(inner, '__qualname__', inner)!r}",
+        why="a call must run to completion in another process and return one value",
+        fix="decorate a plain function (def) that returns its result",
+    )
 
 
 def is_importable(module: types.ModuleType | None) -> bool:
@@ -340,22 +327,11 @@ def is_importable(module: types.ModuleType | None) -> bool:
     return found is not None and found.origin == spec.origin
 
 
-_by_value_lock = threading.Lock()  # all threads share cloudpickle's registry of modules
-
-
-@contextlib.contextmanager
-def pickling_module_by_value(function: Any) -> Iterator[None]:
-    """Make cloudpickle pickle a function's module by value if workers cannot import the module."""
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    if module is None or module.__name__ == "__main__" or is_importable(module):
-        yield
-        return
-    with _by_value_lock:
+def pickle_by_value_unless_importable(function: Any) -> None:
+    """Let cloudpickle pickle a function's module by value if workers cannot import the module."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
+    if module not in (None, sys.modules["__main__"]) and not is_importable(module):
         cloudpickle.register_pickle_by_value(module)
-        try:
-            yield
-        finally:
-            cloudpickle.unregister_pickle_by_value(module)
 
 
 def populate_main(function: Any) -> None:

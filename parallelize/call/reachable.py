@@ -25,15 +25,15 @@ __all__ = [
     "GENERATORS",
     "PROXY",
     "free_variables",
-    "global_variables",
     "is_a",
     "is_stateful",
     "is_user_code",
     "namespace",
+    "variables_of",
 ]
 
-CODE: tuple[Any, ...] = (types.FunctionType, types.BuiltinFunctionType, type)
 PROXY: Any = wrapt.CallableObjectProxy.__base__  # of decorated functions
+CODE: tuple[Any, ...] = (types.FunctionType, types.BuiltinFunctionType, type, PROXY)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 # NumPy's new generators draw from a bit generator, which has their state.
 GENERATORS = (torch.Generator, random.Random, np.random.BitGenerator, np.random.RandomState)
@@ -91,11 +91,27 @@ def free_variables(function: types.FunctionType) -> dict[str, object]:
     return found
 
 
-def global_variables(function: types.FunctionType) -> Iterator[tuple[Any, str, object]]:
-    """Yield (module, name, value) of the global variables that a function mentions.
+def variables_of(code: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield (owner, name, value) of each variable that a function mentions or a class has.
 
+    The owner is a module, class or function, or None for a closure's variables and a class's bases.
     `config.lr` of a user module `config` is one of them.
     """
+    if is_a(code, type):
+        yield from ((None, "", base) for base in code.__bases__)
+        for name, value in list(vars(code).items()):
+            if is_a(value, types.FunctionType) or not name.startswith("__"):
+                yield code, name, value
+    if is_a(code, types.FunctionType):
+        yield from ((None, name, value) for name, value in free_variables(code).items())
+        yield from _global_variables(code)
+        for name in ("__defaults__", "__kwdefaults__"):
+            value = getattr(code, name) or ()
+            if any(map(is_stateful, value.values() if is_a(value, dict) else value)):
+                yield code, name, value
+
+
+def _global_variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
     attributes = _names(function.__code__)
     names = cloudpickle.cloudpickle._extract_code_globals(function.__code__).keys()
     pending, seen = [function.__globals__], set[int]()

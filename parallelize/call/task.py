@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from parallelize.call.module_values import ModuleValues
-from parallelize.call.pickling import dump, load, pickling_module_by_value
-from parallelize.call.reachable import CODE, PROXY, free_variables, is_a, is_stateful, namespace
+from parallelize.call.pickling import dump, load, pickle_by_value_unless_importable
+from parallelize.call.reachable import CODE, free_variables, is_a, is_stateful, namespace
 from parallelize.call.returned import data_of
 from parallelize.call.tracebacks import shorten_chain
 from parallelize.cluster.world import World
@@ -46,9 +46,9 @@ class Task:
         kwargs: keyword arguments; workers get copies.
         layout: number and devices of the processes, and the config.
         all_ranks: whether the caller gets the return values of all ranks; False: only that of rank 0.
+        values: variables of modules that are sent with the call.
         stateful: the call's stateful objects; found by `write`, and in the same order by `read`.
         not_set: variables of modules that the program has set to what a worker cannot get; found by `read`.
-        values: variables of modules that are sent with the call.
     """
 
     function: Callable[..., Any]
@@ -56,9 +56,10 @@ class Task:
     kwargs: dict[str, Any]
     layout: Layout
     all_ranks: bool = False
+    # What is found while the attributes above are pickled; pickled last.
+    values: ModuleValues = field(default_factory=ModuleValues, compare=False)
     stateful: list[Any] = field(default_factory=list, compare=False)
     not_set: list[str] = field(default_factory=list, compare=False)
-    values: ModuleValues = field(default_factory=ModuleValues, compare=False)
 
     @property
     def name(self) -> str:
@@ -98,25 +99,24 @@ class Task:
             **{f"argument {name!r}": value for name, value in self.kwargs.items()},
             **{f"option {name!r}": value for name, value in vars(self.layout.config).items()},
         }
-        call = (self.function, self.args, self.kwargs, self.layout, self.all_ranks)
+        call, known = dataclasses.replace(self, values=ModuleValues()), set[int]()
         self.stateful.clear()
-        values, known = ModuleValues(), set[int]()
 
         def see(item: object) -> None:
             if is_stateful(item) and id(item) not in known:
                 known.update(map(id, item.modules() if isinstance(item, nn.Module) else [item]))
                 self.stateful.append(item)
-            values.code.extend([item] if is_a(item, (*CODE, PROXY)) else ())
+            call.values.code.extend([item] if is_a(item, CODE) else ())
 
-        with pickling_module_by_value(self.function):
-            # The last two parts are pickled when they are complete.
-            dump((call, values, self.stateful), path, parts=parts, on_object=see)
+        pickle_by_value_unless_importable(self.function)
+        dump(call, path, parts=parts, on_object=see)
 
     @classmethod
     def read(cls, path: Path, *, device: torch.device) -> Task:
         """Read the call in a worker; tensors that were on an accelerator are moved to `device`."""
-        (function, args, kwargs, layout, all_ranks), values, stateful = load(path, device=device)
-        return cls(function, args, kwargs, layout, all_ranks, stateful, values.install(), values)
+        task: Task = load(path, device=device)
+        task.not_set.extend(task.values.install())
+        return task
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ class Outcome:
     unreturned: Sequence[str] = ()
 
     @classmethod
-    def returned(cls, world: World, value: object, **changes: Any) -> Outcome:
-        """Build the outcome of a function that returned; `changes` are the last two attributes."""
-        return cls(world.rank, socket.gethostname(), os.getpid(), value=value, **changes)
+    def returned(cls, world: World, value: object, **others: Any) -> Outcome:
+        """Build the outcome of a function that returned, with other attributes."""
+        return cls(world.rank, socket.gethostname(), os.getpid(), value=value, **others)
 
     @classmethod
     def raised(cls, world: World, error: BaseException) -> Outcome:
@@ -156,10 +156,9 @@ class Outcome:
         trace, now = error.__traceback__, time.time()
         shorten_chain(error)
         text = format_error(error, error.__traceback__ or trace)
-        outcome = cls.returned(world, None)
-        return dataclasses.replace(outcome, error=error, traceback=text, failed_at=now)
+        return cls.returned(world, None, error=error, traceback=text, failed_at=now)
 
-    def write(self, file: Path | io.BytesIO, *, for_rank: bool = False) -> None:
+    def write(self, file: Path | io.BytesIO) -> None:
         """Write the outcome; a WorkerError replaces an exception that cannot be pickled.
 
         Raises:
@@ -167,19 +166,28 @@ class Outcome:
         """
         parts = {"the returned value": self.value, "the state of an optimizer": self.states}
         try:
-            dump(self, file, parts=parts, for_rank=for_rank, raises=WorkerError, fix=_FIX_VALUE)
+            dump(self, file, parts=parts, raises=WorkerError, fix=_FIX_VALUE)
             if self.error is not None and isinstance(file, Path):
                 load(file, device=_CPU)
         except Exception as exc:
             if self.error is None:
                 raise
             # A failure must reach the caller whatever its exception is.
-            dump(dataclasses.replace(self, error=_picklable(self.error, exc)), file, parts={})
+            why = f"{type(exc).__name__}: {error_text(exc)}"
+            if isinstance(exc, ParallelizeError):
+                why = exc.faults[0].why
+            error = WorkerError(
+                f"{type(self.error).__name__}: {error_text(self.error)}",
+                why=f"a worker raised this exception, which cannot be pickled: {why}",
+                fix="see the worker's traceback; to catch the exception by its type, keep only "
+                "plain values in its attributes",
+            )
+            dump(dataclasses.replace(self, error=error), file, parts={})
 
     def dumps(self) -> bytes:
         """Pickle the outcome for another rank of this program; raise the same errors as `write`."""
         buffer = io.BytesIO()
-        self.write(buffer, for_rank=True)
+        self.write(buffer)
         return buffer.getvalue()
 
     @classmethod
@@ -220,18 +228,6 @@ def error_text(error: BaseException) -> str:
         return str(error)
     except Exception as exc:  # noqa: BLE001 - a user's __str__ may raise anything
         return f"(no text: its __str__ raised {type(exc).__name__})"
-
-
-def _picklable(error: BaseException, reason: Exception) -> WorkerError:
-    """Return what replaces an exception in the caller."""
-    why = f"{type(reason).__name__}: {error_text(reason)}"
-    if isinstance(reason, ParallelizeError):
-        why = reason.faults[0].why
-    return WorkerError(
-        f"{type(error).__name__}: {error_text(error)}",
-        why=f"a worker raised this exception, which cannot be pickled: {why}",
-        fix="see the worker's traceback; to catch the exception by its type, keep only plain values in its attributes",
-    )
 
 
 def name_of(function: object) -> str:

@@ -266,6 +266,7 @@ PROCESS = """
     import logging
     import types
     from os import environ
+    from sys import version_info
 
     class Lazy(types.ModuleType):
         def __reduce__(self):  # as the module of transformers, which imports its parts when they are used
@@ -276,17 +277,18 @@ PROCESS = """
     RANK = int(os.environ.get("RANK", -1))
     rng = random.Random(RANK)
     _ready = False
-    chosen = None
+    chosen = log = None
 
     class Place:
         rank = int(os.environ.get("RANK", -1))
 
     def choose(value):
-        global chosen
+        global chosen, log
         if chosen is not None:
             raise RuntimeError("chosen before")
         rank = RANK
         chosen = value
+        log = logging.getLogger(f"run {value}")
         lazy.parts.append(value)
 
     def set_up():
@@ -298,13 +300,14 @@ PROCESS = """
     def values():
         set_up()
         is_own = rng.random() == random.Random(RANK).random()
-        return logging.getLevelName(7), RANK, Place.rank, is_own, environ["RANK"], chosen, lazy.parts
+        names = logging.getLevelName(7), log.name, version_info > (3,)
+        return *names, RANK, Place.rank, is_own, environ["RANK"], chosen, lazy.parts
 """
 
 
 @pytest.mark.slow
 def test_what_a_process_sets_up_itself_stays_that_of_the_worker(write: Callable[..., None], run_script: Run) -> None:
-    """A private flag says that this process has set something up; rank, environment and modules are its own."""
+    """A private flag says that this process is set up; rank, environment, modules and loggers are its own."""
     write(process=PROCESS)
     script = """
         import os
@@ -322,4 +325,4 @@ def test_what_a_process_sets_up_itself_stays_that_of_the_worker(write: Callable[
         if __name__ == "__main__":
             print(train())
     """
-    assert ast.literal_eval(run_script(script).stdout) == ("ready", 0, 0, True, "0", 3, [])
+    assert ast.literal_eval(run_script(script).stdout) == ("ready", "run 3", True, 0, 0, True, "0", 3, [])
