@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,44 +24,33 @@ from parallelize.call.reachable import (
     CODE,
     CONTAINERS,
     GENERATORS,
-    PROXY,
     is_a,
     is_stateful,
     is_user_code,
     namespace,
 )
+from parallelize.torch_patches.step import parameters_of
 
 __all__ = ["Changes", "data_of", "restore", "unreturned_warning"]
 
 # Attributes of modules and optimizers that come back, or never change.
 _OF_TORCH = frozenset({"training", "defaults", "param_groups", "state"})
 # Not data. What datasets, samplers and loaders count or cache is not the result of a call.
-_IGNORED = (*CODE, types.ModuleType, PROXY, Dataset, Sampler, DataLoader)
+_IGNORED = (*CODE, types.ModuleType, Dataset, Sampler, DataLoader)
 _MAX_BYTES = 2**17  # larger objects are data, and not compared
 _MAX_SHOWN = 5
-
-
-class _State(NamedTuple):
-    """Parameters and buffers of an object by name, and what its kind has besides."""
-
-    tensors: Mapping[str, torch.Tensor]
-    rest: Any
 
 
 def _tensors(item: object) -> dict[str, Any]:
     """Return parameters and buffers of a module, or parameters of an optimizer, by name."""
     if is_a(item, nn.Module):
         return {**dict(item.named_parameters()), **dict(item.named_buffers())}
-    groups = item.param_groups if is_a(item, Optimizer) else ()
-    return {
-        f"param_groups[{number}]['params'][{index}]": parameter
-        for number, group in enumerate(groups)
-        for index, parameter in enumerate(group["params"])
-    }
+    parameters = parameters_of(item) if is_a(item, Optimizer) else ()
+    return {f"parameter {index}": parameter for index, parameter in enumerate(parameters)}
 
 
-def _state_of(item: Any) -> _State | None:
-    """Return the state of a stateful object; None if it cannot be read."""
+def _state_of(item: Any) -> tuple[dict[str, torch.Tensor], Any] | None:
+    """Return the tensors of a stateful object and the rest of its state; None: it is unreadable."""
     # A model that a block with restore=False left sharded has DTensors, which only all ranks
     # together can gather.
     tensors = {
@@ -70,10 +59,9 @@ def _state_of(item: Any) -> _State | None:
         if not (is_lazy(each) or hasattr(each, "full_tensor"))
     }
     if is_a(item, nn.Module):
-        return _State(tensors, {name: each.training for name, each in item.named_modules()})
+        return tensors, {name: each.training for name, each in item.named_modules()}
     with contextlib.suppress(Exception):  # a user's class may raise anything
-        is_generator = is_a(item, GENERATORS)
-        return _State(tensors, item.__reduce__()[2] if is_generator else item.state_dict())
+        return tensors, item.__reduce__()[2] if is_a(item, GENERATORS) else item.state_dict()
     return None
 
 
@@ -121,17 +109,17 @@ def _parts(item: Any) -> Iterable[object]:
 
 def data_of(name: str, item: object) -> dict[str, object]:
     """Return the data of an object by name as shown: its attributes, but not those that come back."""
-    attributes = dict(namespace(item))
+    attributes = namespace(item)
     if name.startswith("__") or is_a(item, _IGNORED):
         return {}
     if is_stateful(item):
         is_own = is_user_code(type(item).__module__) and is_a(item, (nn.Module, Optimizer))
-        names = {key for key in attributes if is_own and not key.startswith("_")} - _OF_TORCH
+        public = {key for key in attributes if is_own and not key.startswith("_")}
+        attributes = {key: attributes[key] for key in public - _OF_TORCH}
     elif not attributes or is_a(item, CONTAINERS):
         return {name: item}
-    else:
-        names = set(attributes)
-    return {f"{name}.{key}": attributes[key] for key in names if not is_a(attributes[key], _IGNORED)}
+    shown = {f"{name}.{key}": value for key, value in attributes.items()}
+    return {key: value for key, value in shown.items() if not is_a(value, _IGNORED)}
 
 
 def unreturned_warning(names: Sequence[str]) -> list[str]:
@@ -155,7 +143,7 @@ def restore(objects: Sequence[Any], states: Mapping[int, Any]) -> list[str]:
     for index, state in states.items():
         name = type(objects[index]).__name__
         try:
-            missing = _write(objects[index], state)
+            missing = _write(objects[index], *state)
         except Exception as exc:  # noqa: BLE001 - a user's class may raise anything
             problems.append(
                 f"the state of {name} after the call does not fit the caller's ({exc}): not copied "
@@ -171,51 +159,46 @@ def restore(objects: Sequence[Any], states: Mapping[int, Any]) -> list[str]:
     return problems
 
 
-def _write(item: Any, state: _State) -> list[str]:
+def _write(item: Any, trained: dict[str, torch.Tensor], rest: Any) -> list[str]:
     """Write a state; return the names of tensors that cannot be written."""
-    trained, targets, copied = state.tensors, _tensors(item), set[str]()
-    for name in trained.keys() & targets.keys():
-        target, tensor = targets[name], trained[name]
-        if is_lazy(target):  # initialized during the call
-            target.materialize(tensor.shape, dtype=tensor.dtype)
-        if target.shape == tensor.shape and _copy(target, tensor):
-            copied.add(name)
+    targets = _tensors(item)
+    known = trained.keys() & targets.keys()
+    copied = {name for name in known if _copy(targets[name], trained[name])}
     if is_a(item, nn.Module):
         for name, module in item.named_modules():
-            module.training = state.rest.get(name, module.training)
-    elif is_a(item, Optimizer):
-        _load_optimizer(item, state.rest)
+            module.training = rest.get(name, module.training)
+    elif is_a(item, Optimizer) and type(item).load_state_dict is Optimizer.load_state_dict:
+        _load_optimizer(item, rest)
     else:
         name = "__setstate__" if is_a(item, GENERATORS) else "load_state_dict"
-        getattr(item, name)(state.rest)
+        getattr(item, name)(rest)
     lazy = {name for name, target in targets.items() if is_lazy(target)}
     return sorted({*trained, *targets} - copied - lazy)
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load a state into the optimizer's dictionaries: wrappers, such as SAM's, hold them, too."""
-    groups, states = optimizer.param_groups, optimizer.state
-    optimizer.load_state_dict(state)
-    is_own = type(optimizer).load_state_dict is not Optimizer.load_state_dict
-    if optimizer.state is states or is_own:
-        return
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        group.update(loaded)
-    states.clear()
-    states.update(optimizer.state)
-    optimizer.param_groups, optimizer.state = groups, states
+    loaded = object.__new__(type(optimizer))
+    vars(loaded).update(vars(optimizer))
+    loaded.load_state_dict(state)
+    for group, new in zip(optimizer.param_groups, loaded.param_groups, strict=True):
+        group.update(new)
+    optimizer.state.clear()
+    optimizer.state.update(loaded.state)
 
 
 def _copy(target: torch.Tensor, trained: torch.Tensor) -> bool:
     """Copy `trained` into `target` in place; return whether the copy succeeded."""
-    if target.is_meta or trained.is_meta:
-        return target.is_meta and trained.is_meta
+    if is_lazy(target):  # initialized during the call
+        target.materialize(trained.shape, dtype=trained.dtype)
+    if target.shape != trained.shape or target.is_meta != trained.is_meta:
+        return False
     try:
         # inference_mode(False) enables gradients.
         with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.copy_(trained)
     except RuntimeError:  # an expanded tensor: several elements share one memory location
         return torch.equal(target, trained.to(target.device, target.dtype))
-    if target.is_leaf and target.requires_grad != trained.requires_grad:
+    if target.is_leaf:
         target.requires_grad_(trained.requires_grad)
     return True
