@@ -191,7 +191,7 @@ def failure(num_nodes: int) -> dict[str, float]:
 
     with ThreadPoolExecutor(num_nodes) as threads:
         nodes = list(threads.map(join, range(num_nodes)))
-        list(threads.map(lambda node: node.start(0), nodes))
+        list(threads.map(lambda node: node.start(), nodes))
         ends = [threads.submit(run_node, node) for node in nodes[:-1]]
         failed_at = time.monotonic()
         nodes[-1].stop()

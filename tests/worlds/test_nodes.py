@@ -352,6 +352,18 @@ def test_killed_agent_ends_the_run(nodes: Nodes, port: int, killed: int) -> None
     wait_for(lambda: not running_pids(pids))
 
 
+def test_a_killed_node_0_ends_the_others(nodes: Nodes, port: int) -> None:
+    """Of three nodes the other two cannot hear each other any more; neither waits for the other's report."""
+    options = {"processes": 1, "num_nodes": 3}
+    started = [nodes.start("sleep", options=options, environ=on_loopback(number, port)) for number in range(3)]
+    pids = nodes.worker_pids(3)
+    started[0].send_signal(signal.SIGKILL)
+    for process in started[1:]:
+        result = nodes.result(process)
+        assert (result["error"], "node 0 is gone" in result["text"]) == ("LaunchError", True), result
+    wait_for(lambda: not running_pids(pids))
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("stopped", [0, 1], ids=["node 0", "node 1"])

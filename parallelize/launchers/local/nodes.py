@@ -1,7 +1,7 @@
 """The nodes of a call, on each of which the same script runs: they meet, and exchange one report each.
 
-    node 1 ──┐
-    node 2 ──┴── node 0, which passes what a node says on to the others
+    node 1 ── what it says ──> node 0, which keeps all that was said, in one order
+    node 2 <── what it has not heard yet ── node 0
     ...
 
     start     by node 0: who has joined, with which request, and the port of rank 0's store
@@ -9,7 +9,7 @@
     report    outcomes and exits of a node: all nodes find the same value or root cause
     lost      a node is gone: its connection is closed, or it was silent for some time
 
-A node sends a heartbeat each second, which node 0 answers.
+Each node asks node 0 several times a second, which is its heartbeat, and the answer is node 0's.
 
 Whoever connects proves first that it knows PARALLELIZE_KEY, as multiprocessing does it; what others send is not read.
 A call meets those that wait for it now, so a node whose call has failed alone may call again.
@@ -21,13 +21,12 @@ import contextlib
 import dataclasses
 import inspect
 import json
-import math
 import socket
 import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -42,11 +41,13 @@ from parallelize.launchers.failures import WorkerExit
 
 __all__ = ["Nodes", "Report"]
 
-_BEAT_EVERY_S = 1.0
+_ASK_EVERY_S = 0.1
 _REFUSED_FOR_S = 10.0  # node 0 may take this long to leave its last call
 _CLOSE_TIMEOUT_S = 5.0
 _POLL_EVERY_S = 0.05  # waits are short, so that signal handlers run
 _GONE = (EOFError, OSError, AuthenticationError)
+
+_Message = tuple[str, int, Any]  # what is said, of which node, its value
 
 
 @dataclass
@@ -64,39 +65,6 @@ class Report:
     exits: list[WorkerExit] = field(default_factory=list)
 
 
-class _Peer(Connection):
-    """A connection to another node that knows the key.
-
-    Args:
-        connected: the socket.
-        patience_s: seconds after which a read without progress raises BlockingIOError.
-        key: the secret of the run.
-        is_caller: whether this node has connected; the other one then asks for the key first.
-    """
-
-    def __init__(self, connected: socket.socket, patience_s: float, key: bytes, *, is_caller: bool) -> None:
-        seconds, rest = divmod(patience_s, 1)
-        connected.settimeout(None)
-        limit = struct.pack("ll", int(seconds), int(rest * 1e6))
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        super().__init__(connected.detach())
-        self._lock = threading.Lock()
-        for prove in (answer_challenge, deliver_challenge) if is_caller else (deliver_challenge, answer_challenge):
-            prove(self, key)
-
-    def send(self, obj: Any) -> None:
-        """Send an object, if the other node is there: the thread that reads from it finds that it is gone."""
-        with self._lock, contextlib.suppress(OSError):
-            super().send(obj)
-
-    def shut(self, how: int) -> None:
-        """End the connection, or one direction: SHUT_WR lets the other end read what it has not read yet."""
-        connected = socket.socket(fileno=self.fileno())
-        with contextlib.suppress(OSError):
-            connected.shutdown(how)
-        connected.detach()
-
-
 class Nodes:
     """All nodes of a call, as one of them sees them.
 
@@ -110,7 +78,6 @@ class Nodes:
         node_rank: rank of this node.
         address: address of node 0.
         stamp: a name for this call, by its time; all nodes get node 0's.
-        lost: nodes that are gone, and why.
 
     Raises:
         LaunchError: node 0 was not reached in time, or cannot listen at its address.
@@ -122,12 +89,12 @@ class Nodes:
         self._patience_s, self._key = patience_s, key.encode()
         self.address = loopback() if node is None else node.master_addr
         self.stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns()}"
-        self.node_rank, self.lost = 0, dict[int, str]()
+        self.node_rank = 0
+        self._said = list[_Message]()  # by this node; at node 0 by all
         self._heard = defaultdict[str, dict[int, Any]](dict)  # what -> node -> value
         self._joined = {0: (socket.gethostname(), _request(task))}  # node 0 keeps the others', too
-        self._peers: dict[int, _Peer] = {}  # node 0: all others; others: node 0
         self._store: Any = None  # of the workers
-        self._lock, self._has_started, self._is_closed = threading.Lock(), False, threading.Event()
+        self._lock, self._is_closed = threading.Lock(), threading.Event()
         self._threads: list[threading.Thread] = []
         if node is not None:
             listener = _listen(node)
@@ -147,12 +114,10 @@ class Nodes:
         if self.node_rank == 0:
             while len(self._joined) < self._num_nodes and time.monotonic() < end:
                 time.sleep(_POLL_EVERY_S)
-            with self._lock:  # who leaves from here on is lost
-                self._has_started, joined = True, dict(self._joined)
             self._store = serve_store(self.address, 0, self._timeout)
-            self._tell("start", (self._store.port, self.stamp, joined))
+            self._say("start", 0, (self._store.port, self.stamp, dict(self._joined)))
         while not (started := self._heard["start"]):
-            if self.lost:
+            if self._heard["lost"]:
                 raise self.lost_error()
             time.sleep(_POLL_EVERY_S)
         port, self.stamp, joined = started[0]
@@ -163,39 +128,38 @@ class Nodes:
 
     def is_stopped(self) -> bool:
         """Return whether the call has failed on any node."""
-        return bool(self.lost or self._heard["stop"])
+        return bool(self._heard["lost"] or self._heard["stop"])
 
     def stop(self) -> None:
         """Tell all nodes that the call has failed."""
-        self._tell("stop")
+        self._say("stop", self.node_rank)
 
     def exchange(self, report: Report) -> list[Report]:
-        """Return the reports of all nodes that are not lost; wait for them."""
+        """Return the reports of all nodes; wait for them until a node is lost."""
         if self._num_nodes > 1:
             files = {rank: path.read_bytes() for rank, path in report.outcomes.items()}
             report = dataclasses.replace(report, outcomes=files)
-        self._tell("report", report)
-        found, nodes = self._heard["report"], set(range(self._num_nodes))
-        # A node that the others have given up waits for none.
-        while nodes - found.keys() - self.lost.keys() and self.node_rank not in self.lost:
+        self._say("report", self.node_rank, report)
+        found, lost, nodes = self._heard["report"], self._heard["lost"], set(range(self._num_nodes))
+        # Without node 0 none is heard, and a node that the others have given up waits for none.
+        while nodes - found.keys() - lost.keys() and not lost.keys() & {0, self.node_rank}:
             time.sleep(_POLL_EVERY_S)
-        return list(found.values())
+        return list({self.node_rank: report, **found}.values())
 
     def close(self) -> None:
-        """Leave the other nodes; wait until they have what was sent, or some seconds."""
+        """Leave the other nodes; wait until they have what was said, or some seconds."""
         self._store = None  # a process that is forked later lacks its thread, and would crash when it frees it
         self._is_closed.set()
-        for peer in list(self._peers.values()):
-            peer.shut(socket.SHUT_WR)
         end = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
 
     def lost_error(self) -> LaunchError:
-        """Return the error for the nodes that are lost."""
+        """Return the error for the node that is lost."""
+        ((rank, why),) = self._heard["lost"].items()
         return LaunchError(
-            f"node {', '.join(map(str, sorted(self.lost)))} is gone",
-            why="; ".join(dict.fromkeys(self.lost.values())),
+            f"node {rank} is gone",
+            why=why,
             fix="see that node's output: its process was killed or stopped, its machine failed, or the network between "
             "them did; LocalLauncher(heartbeat_timeout=) allows longer pauses",
         )
@@ -212,45 +176,41 @@ class Nodes:
 
     # What a node says, and hears
 
-    def _tell(self, what: str, value: Any = None) -> None:
+    def _say(self, what: str, of: int, value: Any = None) -> None:
         """Say something to all nodes, this one included."""
-        self._spread((what, self.node_rank, value), is_passed_on=True)
+        self._said.append((what, of, value))
+        if self.node_rank == 0:
+            self._hear([(what, of, value)])
 
-    def _spread(self, message: tuple[str, int, Any], *, is_passed_on: bool) -> None:
-        what, rank, value = message
-        if what == "lost":
-            self.lost.setdefault(*value)
-        else:
-            self._heard[what][rank] = value
-        for other, peer in self._peers.copy().items() if is_passed_on else ():
-            if other != rank:
-                peer.send(message)
+    def _hear(self, messages: Sequence[_Message]) -> None:
+        for what, of, value in messages:
+            if what != "lost" or not self._heard["lost"]:  # a node that leaves after that is not lost
+                self._heard[what][of] = value
 
-    def _read(self, rank: int, peer: _Peer) -> None:
-        """Hear what a node says, until it is gone."""
-        is_node_0, why = self.node_rank == 0, f"no heartbeat for {self._patience_s:g} s"
-        try:
-            while True:
-                message = peer.recv()
-                if message != "beat":
-                    self._spread(message, is_passed_on=is_node_0)
-                elif is_node_0:
-                    peer.send(message)
-        except BlockingIOError:
-            pass
-        except _GONE as exc:
-            why = str(exc) or "its connection was closed"
-        with self._lock:
-            if is_node_0 and not self._has_started:
-                del self._peers[rank], self._joined[rank]  # it may join again
+    def _talk(self, other: int, peer: Connection) -> None:
+        """Hear what another node says, and tell it what it has not heard, until one of the two leaves."""
+        is_node_0, told, why = self.node_rank == 0, 0, f"no heartbeat for {self._patience_s:g} s"
+        with peer:
+            try:
+                while not (self._is_closed.is_set() and told == len(self._said)):
+                    for message in peer.recv() if is_node_0 else ():
+                        self._say(*message)
+                    news = self._said[told:]
+                    peer.send(news)
+                    told += len(news)
+                    if not is_node_0:
+                        self._hear(peer.recv())
+                        self._is_closed.wait(_ASK_EVERY_S)
+            except BlockingIOError:
+                pass
+            except _GONE as exc:
+                why = str(exc) or "its connection was closed"
+            else:
                 return
-        if not (self._is_closed.is_set() or self.lost):
-            self._tell("lost", (rank, why))  # also to that node, if it was only stopped
-        peer.shut(socket.SHUT_RDWR)  # ends a `send`
-
-    def _beat(self, peer: _Peer) -> None:
-        while not self._is_closed.wait(_BEAT_EVERY_S):
-            peer.send("beat")
+            self._say("lost", other, why)
+            self._hear([("lost", other, why)])
+            with contextlib.suppress(OSError):  # if it was only stopped, it hears that
+                peer.send(self._said[told:])
 
     # How they join
 
@@ -264,7 +224,7 @@ class Nodes:
     def _admit(self, connected: socket.socket) -> None:
         """Let a node join that asks for a free rank, or for any; refuse others, which may try again."""
         with contextlib.suppress(*_GONE):
-            peer = _Peer(connected, self._patience_s, self._key, is_caller=False)
+            peer = self._peer(connected, deliver_challenge, answer_challenge)
             wanted, *node = peer.recv()
             with self._lock:
                 free = set(range(self._num_nodes)) - self._joined.keys()
@@ -272,31 +232,41 @@ class Nodes:
                 peer.send(rank)
                 if rank is None:
                     return
-                self._joined[rank], self._peers[rank] = tuple(node), peer
+                self._joined[rank] = tuple(node)
                 self._threads.append(threading.current_thread())
-            self._read(rank, peer)
+            self._talk(rank, peer)
+
+    def _peer(self, connected: socket.socket, *prove: Callable[[Connection, bytes], None]) -> Connection:
+        """Return the connection to a node that knows the key; waiting for it too long raises BlockingIOError."""
+        seconds, rest = divmod(self._patience_s, 1)
+        connected.settimeout(None)
+        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connected.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", int(seconds), int(rest * 1e6)))
+        peer = Connection(connected.detach())
+        for each in prove:
+            each(peer, self._key)
+        return peer
 
     def _join(self, node: Node) -> None:
         """Connect to node 0, again until its call takes this node."""
         at, timeout_s = (node.master_addr, node.master_port), self._timeout.total_seconds()
-        end, refused_until, why = time.monotonic() + timeout_s, math.inf, ""
-        while time.monotonic() < min(end, refused_until):
+        end, is_refused, why = time.monotonic() + timeout_s, False, ""
+        while time.monotonic() < end:
             try:
-                connected = socket.create_connection(at, self._patience_s)
-                peer = _Peer(connected, self._patience_s, self._key, is_caller=True)
+                peer = self._peer(socket.create_connection(at, self._patience_s), answer_challenge, deliver_challenge)
                 peer.send((node.node_rank, *self._joined[0]))
                 rank = peer.recv()
             except _GONE as exc:
                 why = str(exc)
             else:
                 if rank is not None:
-                    self.node_rank, self._peers[0] = rank, peer
-                    self._threads.append(_thread(self._read, 0, peer))
-                    _thread(self._beat, peer)
+                    self.node_rank = rank
+                    self._threads.append(_thread(self._talk, 0, peer))
                     return
-                refused_until = min(refused_until, time.monotonic() + _REFUSED_FOR_S)
+                if not is_refused:
+                    is_refused, end = True, min(end, time.monotonic() + _REFUSED_FOR_S)
             time.sleep(_POLL_EVERY_S)
-        if refused_until < math.inf:
+        if is_refused:
             raise ConfigError(
                 f"node {node.node_rank} on {self._joined[0][0]}",
                 why="another node has the same NODE_RANK, or more nodes were started than num_nodes",
