@@ -111,11 +111,9 @@ class MissingDependencyError(ParallelizeError, ImportError):
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an exception, also on Python 3.10, which has no add_note."""
-    if hasattr(error, "add_note"):
-        error.add_note(text)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", []), text]  # type: ignore[attr-defined]  # not in 3.10's stub
+    """Add a note to an exception, also on Python 3.10, or of a class that refuses notes, as frozen dataclasses do."""
+    notes = vars(error).get("__notes__")
+    vars(error)["__notes__"] = [*(notes if isinstance(notes, list) else []), text]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -78,7 +78,8 @@ def caller_exception(
     texts = {rank: _describe_rank(by_rank.get(rank), silent.get(rank)) for rank in others}
     notes.append(f"the others: {_group_ranks(texts)}" if texts else "no other rank exists")
     notes += (f"attempt {attempt} had failed with {_one_line(before)}" for attempt, before in enumerate(earlier))
-    error = _with_notes(error, notes)
+    for note in notes:
+        add_note(error, note)
     if isinstance(error, WorkerError):
         error.rank, error.host = cause.rank, cause.host
     return error
@@ -192,18 +193,3 @@ def _group_ranks(texts: dict[int, str]) -> str:
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
     return "; ".join(f"{list_ranks(each)}: {text}" for text, each in ranks.items())
-
-
-def _with_notes(error: BaseException, notes: Sequence[str]) -> BaseException:
-    """Return the error with the notes added, or a WorkerError in its place if its class refuses notes."""
-    try:
-        for note in notes:
-            add_note(error, note)
-    except Exception as exc:  # noqa: BLE001 - a user's class may raise anything
-        stand_in = WorkerError(
-            f"{type(error).__name__}: {error_text(error)}",
-            why=f"a worker raised it, and it accepts no notes: {_one_line(exc)}",
-            fix="see the worker's traceback; to catch it by its type, do not override add_note and __notes__",
-        )
-        return _with_notes(stand_in, notes)
-    return error

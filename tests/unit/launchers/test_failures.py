@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -177,21 +176,19 @@ class OddNotesError(Exception):
         self.__notes__ = 3
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 knows no add_note")
-def test_an_exception_whose_add_note_raises_is_replaced() -> None:
-    """A WorkerError with its text is raised in its place."""
-    error = error_of([raised(2, 1.0, NotelessError("full"))], [])
-    assert str(error).startswith("NotelessError: full\n")
-    assert "it accepts no notes: RuntimeError: no notes" in str(error)
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    text: str
 
 
-def test_an_exception_that_accepts_no_notes_is_replaced() -> None:
-    """The WorkerError in its place has the text, rank, host and notes of the original."""
-    error = error_of([raised(2, 1.0, OddNotesError("full"))], [])
-    assert isinstance(error, WorkerError)
-    assert (error.rank, error.host) == (2, "host2")
-    assert str(error).startswith("OddNotesError: full\n")
+@pytest.mark.parametrize("kind", [NotelessError, OddNotesError, FrozenError])
+def test_an_exception_whose_class_refuses_notes_has_them(kind: type[Exception]) -> None:
+    """The caller's `except` finds it by its type."""
+    own = kind("full")
+    error = error_of([raised(2, 1.0, own)], [])
+    assert error is own
     assert error.__notes__[0] == "rank 2 of 4 on host2 (pid 102) raised it:"
+    assert error.__notes__[-1].startswith("the others: ")
 
 
 class UnprintableError(Exception):
