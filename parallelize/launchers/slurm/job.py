@@ -5,10 +5,9 @@ The folder of a submission is on a file system that the login node and the job's
     <folder>/train-k3x9/      only this user can access it, since its files are unpickled
         job.sh, rank.sh       the scripts
         call.0, call.1, ...   the calls: one, or one per element of a job array
-        12_0.log              output of job 12_0, of all attempts
-        12_0.1/               after the first requeue; stop in it asks the ranks to stop
-        12_0.1/0/             what the ranks write, before any restart
-        result.12_0           exit code, number of ranks, folder and last attempt, once the job will not be requeued
+        12_0.log              output of job 12_0, also of its requeues
+        12_0.1/               what the ranks write after the first requeue; stop in it asks them to stop
+        result.12_0           exit code, number of ranks and last folder, once the job will not be requeued
     <folder>/12               link to the submission, by job ID
 """
 
@@ -223,24 +222,24 @@ class Job(BatchJob[R]):
 
     def _wait(self, timeout_s: float | None = None, *, shows: bool = False) -> list[Outcome]:
         """Wait for the outcomes of all ranks, or of rank 0, and return them. Raises the same errors as `result`."""
-        state, queried_at, alive_at = "submitted", 0.0, time.monotonic()
+        state, queried_at, alive_at = "", float("-inf"), time.monotonic()
         end = float("inf") if timeout_s is None else alive_at + timeout_s
         while (found := self._read_result()) is None:
-            now, name = time.monotonic(), state.split(maxsplit=1)[0]
+            now = time.monotonic()
             if now > end:
                 raise TimeoutError(f"job {self.id} has no result after {timeout_s:g} s; it is {self.state}")
-            delay = _QUERY_EVERY_S if name in _FIX_BY_STATE else _RESULT_DELAY_S
-            if name in _END_STATES and now - alive_at > delay:
+            if now - queried_at > _QUERY_EVERY_S:
+                last, state, queried_at = state, query_state(self.id), now
+                if state != last and (shows or state.startswith("UNREACHABLE")):
+                    self._tell(state)
+            name = state.split()[0]
+            if name not in _END_STATES:
+                alive_at = now
+            elif now - alive_at > (_QUERY_EVERY_S if name in _FIX_BY_STATE else _RESULT_DELAY_S):
                 what = f"job {self.id} " + ("is unknown to Slurm" if name == "UNKNOWN" else f"ended as {state}")
                 why, fix = "none of its processes says why", _FIX_BY_STATE.get(name, "see its output")
                 found = WorkerError(f"{what} and left no result", why=why, fix=fix)
                 break
-            if now - queried_at > _QUERY_EVERY_S:
-                last, state, queried_at = state, query_state(self.id), now
-                if state.split()[0] not in _END_STATES:
-                    alive_at = now
-                if state != last and (shows or state.startswith("UNREACHABLE")):
-                    self._tell(state)
             if shows:
                 self._tail.forward(is_last=False)
             time.sleep(_POLL_EVERY_S)
@@ -261,31 +260,29 @@ class Job(BatchJob[R]):
         path = self._folder / f"result.{self.id}"
         if not path.exists():
             return None
-        code, size, run, attempt = json.loads(path.read_text())
+        code, size, run = json.loads(path.read_text())
         if code:
-            return _failure(self._folder / run, size, attempt)
+            return _failure(self._folder / run, size)
         ranks = range(size if self._all_ranks else 1)
-        return [Outcome.read(outcome_paths(self._folder / run / str(attempt), rank)[0]) for rank in ranks]
+        return [Outcome.read(outcome_paths(self._folder / run, rank)[0]) for rank in ranks]
 
 
-def _failure(run: Path, size: int, attempt: int) -> BaseException | None:
-    """Return the exception of the first rank to fail in an attempt; None: the ranks were stopped, or lost each other.
+def _failure(run: Path, size: int) -> BaseException | None:
+    """Return the exception of the first rank to fail; None: the ranks were stopped, or lost each other.
 
     Args:
         run: folder in which the ranks have written.
         size: number of ranks.
-        attempt: number of restarts before the attempt.
     """
-    folder, outcomes, exits = run / str(attempt), list[Outcome](), list[WorkerExit]()
+    outcomes, exits = list[Outcome](), list[WorkerExit]()
     for rank in range(size):
-        outcome = next(filter(Path.exists, outcome_paths(folder, rank)), None)
-        exited = folder / f"exit.{rank}"
+        outcome = next(filter(Path.exists, outcome_paths(run, rank)), None)
+        exited = run / f"exit.{rank}"
         if outcome is not None:
             outcomes.append(Outcome.read(outcome))
         elif exited.exists():
-            exits.append(WorkerExit(**json.loads(exited.read_text()), output=read_output(folder, rank)))
+            exits.append(WorkerExit(**json.loads(exited.read_text()), output=read_output(run, rank)))
     exits = [each for each in exits if each.exitcode != -signal.SIGTERM]  # it was stopped before it could handle it
     if not exits and not any(map(is_cause, outcomes)):
         return None
-    earlier = filter(None, (_failure(run, size, each) for each in range(attempt)))
-    return caller_exception(outcomes, exits, world_size=size, earlier=list(earlier))
+    return caller_exception(outcomes, exits, world_size=size)

@@ -33,7 +33,6 @@ from parallelize.launchers.slurm.step import write_call
 
 __all__ = ["SlurmLauncher"]
 
-_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED_OPTIONS = frozenset(
     [
         *("nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu", "gpus-per-task", "gpu-bind"),
@@ -84,7 +83,8 @@ class SlurmLauncher(BatchLauncher):
         mail_type: events to notify about, as for sbatch, such as "END,FAIL".
         stop_before: how long before the time limit `should_stop()` becomes true, such as "5min"; Slurm may signal a
             minute early.
-        max_requeues: how often to requeue a job whose function returns after `should_stop()` was true; 0: never.
+        max_requeues: how often to requeue a job whose function returns after `should_stop()` was true; 0: never. A job
+            that fails is requeued if it was requeued less often than `@distributed(max_restarts=)`.
         python: command that starts Python on the nodes; None: this interpreter.
 
     Raises:
@@ -125,9 +125,6 @@ class SlurmLauncher(BatchLauncher):
         for name in ("modules", "setup"):
             if isinstance(value := getattr(self, name), str):
                 yield Fault(f"{name}={value!r}", "it must be a list of strings", f"use {name}=[{value!r}]")
-        for name in self.env:
-            if not _VARIABLE_NAME.fullmatch(name):
-                yield Fault(f"env={{{name!r}: ...}}", "it is not a valid variable name", "use letters, digits and _")
         for name in self.sbatch:
             if name.lstrip("-").replace("_", "-") in _RESERVED_OPTIONS:
                 fix = "use num_nodes=, gpus=, processes=, folder=, stop_before= or submit_many() instead"

@@ -15,7 +15,7 @@ _OPTION_NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 
 RANK_SCRIPT = f"""\
 #!/bin/bash
-# srun starts this script for each rank, with the folder of the attempt, logs=, and the command of a rank.
+# srun starts this script for each rank, with the folder of the run, logs=, and the command of a rank.
 run="$1" logs="$2"
 shift 2
 if [ "$logs" = all ]; then
@@ -62,26 +62,23 @@ cores="${{SLURM_CPUS_PER_TASK:-$((cores / tasks))}}"
 # Slurm signals this script (B:) before the time limit and on preemption; should_stop() sees the file.
 export {STOP_FILE_VARIABLE}="$run/stop"
 trap 'touch "$run/stop"' USR2
-export TORCHELASTIC_RESTART_COUNT=0
-while true; do
-    attempt="$run/$TORCHELASTIC_RESTART_COUNT"
-    mkdir -p "$attempt"
-    ln -sf "$folder/call.${{SLURM_ARRAY_TASK_ID:-0}}/"* "$attempt/"
-    srun --kill-on-bad-exit=1 --cpus-per-task="$cores" \\
-        bash "$folder/rank.sh" "$attempt" "$logs" "${{command[@]}}" &
-    step=$!
-    while kill -0 "$step" 2> /dev/null; do wait "$step"; done  # a trapped signal interrupts wait
-    wait "$step"
-    code=$?
-    if [ "$code" -eq 0 ] || [ "$TORCHELASTIC_RESTART_COUNT" -ge "$max_restarts" ]; then break; fi
-    TORCHELASTIC_RESTART_COUNT=$((TORCHELASTIC_RESTART_COUNT + 1))
-    echo "restart $TORCHELASTIC_RESTART_COUNT of $max_restarts after exit code $code" >&2
-done
+export TORCHELASTIC_RESTART_COUNT="${{SLURM_RESTART_COUNT:-0}}"
+mkdir -p "$run"
+ln -sf "$folder/call.${{SLURM_ARRAY_TASK_ID:-0}}/"* "$run/"
+srun --kill-on-bad-exit=1 --cpus-per-task="$cores" \\
+    bash "$folder/rank.sh" "$run" "$logs" "${{command[@]}}" &
+step=$!
+while kill -0 "$step" 2> /dev/null; do wait "$step"; done  # a trapped signal interrupts wait
+wait "$step"
+code=$?
 
-if [ "$code" -eq 0 ] && [ -e "$run/stop.acknowledged" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt "$max_requeues" ]; then
+most=0
+if [ "$code" -ne 0 ]; then most="$max_restarts"; elif [ -e "$run/stop.acknowledged" ]; then most="$max_requeues"; fi
+if [ "$TORCHELASTIC_RESTART_COUNT" -lt "$most" ]; then
+    echo "requeue $((TORCHELASTIC_RESTART_COUNT + 1)) of $most after exit code $code" >&2
     scontrol requeue "$job" && sleep 60  # until Slurm kills this script: returning earlier would end the job
 fi
-echo "[$code, $SLURM_NTASKS, \\"$job.${{SLURM_RESTART_COUNT:-0}}\\", $TORCHELASTIC_RESTART_COUNT]" > "$run/result"
+echo "[$code, $SLURM_NTASKS, \\"$job.$TORCHELASTIC_RESTART_COUNT\\"]" > "$run/result"
 mv "$run/result" "$folder/result.$job"
 exit "$code"
 """
@@ -93,7 +90,7 @@ def job_script(options: Mapping[str, object], lines: Sequence[str]) -> str:
     Args:
         options: options of sbatch, by long name and in order; True: a flag without a value; False and None: omitted.
         lines: shell lines, copied unchanged. They set what follows uses: folder of the submission, tasks of each node,
-            max_restarts of the ranks, max_requeues of the job, logs, and the array command, which runs a rank.
+            max_restarts after failures, max_requeues after a stop, logs, and the array command, which runs a rank.
 
     Raises:
         ConfigError: an option contains a line break.
