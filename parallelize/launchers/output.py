@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import ctypes
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,6 @@ __all__ = ["OutputTail", "RecordTail", "forwarded", "open_standard_streams", "ra
 
 _POLL_EVERY_S = 0.03
 _END_BYTES = 64 << 10
-_KEPT_BYTES = 1 << 20
-_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2  # of <linux/falloc.h>
 
 
 def open_standard_streams() -> None:
@@ -54,13 +51,6 @@ def _read_end(path: Path) -> str:
         return ""  # the worker was ended before it opened its files
 
 
-def _punch_hole(number: int, end: int) -> None:
-    """Free the blocks of an open file before `end`. Where the file system cannot, the file grows."""
-    fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
-    if fallocate is not None:
-        fallocate(number, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(end))
-
-
 @dataclass
 class OutputTail:
     """Copies new text of a file to a stream.
@@ -69,15 +59,12 @@ class OutputTail:
         path: the file; may not exist yet.
         to: the stream; None: the text is not shown, or this process has no such stream.
         prefix: added to each line; "": text is copied unchanged, which keeps progress bars intact.
-        frees: whether the disk space of all but the last MiB is freed; sizes do not change.
     """
 
     path: Path
     to: TextIO | None
     prefix: str = ""
-    frees: bool = False
     _offset: int = 0
-    _kept_from: int = 0
     _pending: str = ""
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
@@ -86,15 +73,12 @@ class OutputTail:
     def forward(self, *, is_last: bool) -> None:
         """Copy new text: complete lines if there is a prefix, else complete characters; everything if `is_last`."""
         try:
-            with self.path.open("r+b" if self.frees else "rb") as file:
+            with self.path.open("rb") as file:
                 file.seek(self._offset)
                 new = file.read()
-                self._offset += len(new)
-                if self.frees and self._offset - self._kept_from > 2 * _KEPT_BYTES:
-                    self._kept_from = self._offset - _KEPT_BYTES
-                    _punch_hole(file.fileno(), self._kept_from)
         except FileNotFoundError:
             return
+        self._offset += len(new)
         text = self._pending + self._decoder.decode(new, final=is_last)
         end = len(text) if is_last or not self.prefix else max(text.rfind("\n"), text.rfind("\r")) + 1
         self._pending = text[end:]

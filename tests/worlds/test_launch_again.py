@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import os
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
@@ -182,22 +180,6 @@ def test_the_callers_process_group_stays() -> None:
         assert dist.get_world_size() == 1
     finally:
         dist.destroy_process_group()
-
-
-def test_folders_of_dead_callers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the next call of the same user; the folders of running calls are locked."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("dead", "running"):
-        folder = tmp_path / f"parallelize-call-{name}"
-        folder.mkdir()
-        os.utime(folder, (0, 0))
-    lock = os.open(tmp_path / "parallelize-call-running", os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert total(1) == (2, 2)
-    finally:
-        os.close(lock)
-    assert [each.name for each in tmp_path.iterdir()] == ["parallelize-call-running"]
 
 
 def test_a_dead_fork_server_is_replaced() -> None:

@@ -6,7 +6,6 @@ caller ── pickles the call ──> nodes meet ──> Workers ──> outcom
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -14,7 +13,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,7 +38,6 @@ from parallelize.worker.main import WorkerSetup, task_path
 __all__ = ["LocalLauncher", "worker_environ"]
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_FOLDERS = "parallelize-call-"
 
 _log = logging.getLogger("parallelize")
 
@@ -111,7 +108,8 @@ class LocalLauncher(Launcher):
     ) -> tuple[list[Outcome], BaseException | None]:
         """Run the task once; return the outcomes, or the error that one of its ranks has raised."""
         # The folder is removed before a stop signal is delivered to the caller's handler, which may end this process.
-        with _run_folder() as folder:
+        with tempfile.TemporaryDirectory(prefix="parallelize-call-", ignore_cleanup_errors=True) as name:
+            folder = Path(name)
             task.write(task_path(folder))
             keyboard = open_keyboard(folder, task.layout.world_size) if task.layout.num_nodes == 1 else None
             with contextlib.closing(self._nodes(task, node, environ)) as nodes, keyboard or contextlib.nullcontext():
@@ -184,9 +182,7 @@ def _tails(folder: Path, rank: int, logs: str) -> Iterator[OutputTail]:
     is_shown, prefix = rank == 0 or logs == "all", f"[rank {rank}] "
     for stream, to in (("out", sys.stdout), ("err", sys.stderr)):
         path = rank_file(folder, rank, stream)
-        yield OutputTail(
-            path, to if is_shown else None, prefix if logs == "all" else "", frees=logs in ("rank0", "all")
-        )
+        yield OutputTail(path, to if is_shown else None, prefix if logs == "all" else "")
     at_least = logging.NOTSET if is_shown else logging.WARNING
     yield RecordTail(rank_file(folder, rank, "log"), None, prefix, at_least=at_least)
 
@@ -278,31 +274,6 @@ class _StopSignals:
             why="this process's own handler of the signal returned, after the workers had been stopped",
             fix="raise an exception in that handler to end the program, or call the function again",
         )
-
-
-@contextlib.contextmanager
-def _run_folder() -> Iterator[Path]:
-    """Make a folder for the call, which it locks; remove those whose callers are gone."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
-        with contextlib.suppress(OSError), _locked(left):  # fails for another user's, and those of running calls
-            if time.time() - left.stat().st_mtime > 60:  # a new one may not be locked yet
-                shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDERS))  # with mode 0700
-    try:
-        with _locked(folder):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(lock)
 
 
 def worker_environ(
