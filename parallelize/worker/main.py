@@ -16,7 +16,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -26,7 +25,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from torch import nn
 
 from parallelize.call.pickling import pickle_main_by_value, populate_main
 from parallelize.call.returned import Changes
@@ -35,11 +33,11 @@ from parallelize.call.task import Outcome, Task
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import World
 from parallelize.config.layout import RUN_ID, Layout
-from parallelize.errors import LaunchError, add_note
+from parallelize.errors import LaunchError
 from parallelize.runtime.context import Runtime, activate, current
 from parallelize.runtime.user_process_group import replace_group_functions
 from parallelize.worker.debugger import debug_with_caller, inspect_error
-from parallelize.worker.shutdown import StopHandler, WorkerShutdown, flush, report_leftover_threads
+from parallelize.worker.shutdown import StopHandler, WorkerShutdown
 
 __all__ = [
     "WorkerSetup",
@@ -55,8 +53,6 @@ __all__ = [
 _POST_MORTEM = "PARALLELIZE_POST_MORTEM"
 
 _is_loading_task: ContextVar[bool] = ContextVar("parallelize_is_loading_task", default=False)
-
-_ONE_PROCESS = "run in one process, where it works: PARALLELIZE_PROCESSES=1 (or PARALLELIZE_GPUS=1) before the command"
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,9 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
         _set_up_process(setup, world)
         with replace_group_functions():  # before the task's modules import them by name
             with without_log_files():
-                task = _load_task(task_path(folder), device=setup.devices[world.local_rank])
+                _is_loading_task.set(True)
+                task = Task.read(task_path(folder), device=setup.devices[world.local_rank])
+                _is_loading_task.set(False)
             setup.logs.apply(Path(files[1]).with_suffix(".log") if files else None)
             if task.not_set and world.is_main:
                 text = f"not sent to the workers: {', '.join(task.not_set)}; set it in the function"
@@ -134,17 +132,8 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
             populate_main(task.function)
             pickle_main_by_value()
             _perform(task, world, shutdown, setup)
-        threading.Thread(target=report_leftover_threads, args=[world.rank], name="parallelize-end", daemon=True).start()
     except BaseException as error:  # noqa: BLE001 - any exception that ends a rank is its outcome
         shutdown.fail(error)
-
-
-def _load_task(path: Path, *, device: torch.device) -> Task:
-    token = _is_loading_task.set(True)
-    try:
-        return Task.read(path, device=device)
-    finally:
-        _is_loading_task.reset(token)
 
 
 def refuse_during_task_load(name: str) -> None:
@@ -181,14 +170,12 @@ def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSe
             Outcome.returned(world, returned, **(changes.found() if changes else {})).write(shutdown.path)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if stop.exit is not None:  # the group may be interrupted
-                flush()
                 os._exit(0)
         except BaseException as error:  # noqa: BLE001 - before the process group is destroyed
             is_uncaught = isinstance(error, Exception) and not isinstance(error, bdb.BdbQuit)
             if setup.has_keyboard and is_uncaught and os.environ.get(_POST_MORTEM, "0") != "0":
                 inspect_error(error)
             shutdown.fail(runtime.watchdog.explain(error))
-    flush()
 
 
 def _call(task: Task, stop: StopHandler) -> Any:
@@ -209,12 +196,7 @@ def _call(task: Task, stop: StopHandler) -> Any:
 def call_function(task: Task) -> Any:
     """Return the function's value; blocks that it has started end before."""
     with current().ending_blocks():
-        try:
-            return task.function(*task.args, **task.kwargs)
-        except AttributeError as error:
-            if error.name == "module" and isinstance(error.obj, nn.Module):
-                add_note(error, "a model in parallel_model is not wrapped: write model instead of model.module")
-            raise
+        return task.function(*task.args, **task.kwargs)
 
 
 @contextlib.contextmanager
@@ -259,19 +241,9 @@ def _set_up_output(world: World, setup: WorkerSetup) -> None:
     faulthandler.enable()
     if setup.has_keyboard:
         debug_with_caller(Path(setup.folder), world.rank)
-    elif not os.environ.get("PYTHONBREAKPOINT"):  # another debugger may need no keyboard
-        sys.breakpointhook = _refuse_breakpoint
     if not world.is_main:
         # Rank 0 shows the same warnings. Warning filters are kept: -W error still raises on every rank.
         warnings.showwarning = lambda *_args, **_kwargs: None
-
-
-def _refuse_breakpoint(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise LaunchError(
-        "breakpoint() in a worker process",
-        why="this program was started without a terminal, or on several nodes: no user can answer the debugger",
-        fix=f"start it on one node from a terminal or a notebook; or {_ONE_PROCESS}",
-    )
 
 
 class _NoInput(io.FileIO):
@@ -279,9 +251,12 @@ class _NoInput(io.FileIO):
 
     def readinto(self, *_args: Any) -> NoReturn:
         raise LaunchError(
-            "input(), or a read from sys.stdin, in a worker process",
-            why="several processes cannot share the terminal or the pipe that the caller reads",
-            fix=f"read it before the call, and pass it as an argument; or {_ONE_PROCESS}",
+            "input(), or a read from sys.stdin, or breakpoint() in a worker process",
+            why="several processes cannot share what the caller reads; and for a debugger, this program was started "
+            "without a terminal, or on several nodes",
+            fix="read it before the call, and pass it as an argument; debug on one node, from a terminal or a "
+            "notebook; or run in one process, where both work: PARALLELIZE_PROCESSES=1 (or PARALLELIZE_GPUS=1) before "
+            "the command",
         )
 
     readall = readinto

@@ -19,9 +19,8 @@ from parallelize.call.task import Outcome
 from parallelize.cluster.world import World
 from parallelize.runtime.group_abort import interrupt_collectives, mark_as_interrupted
 
-__all__ = ["StopHandler", "WorkerShutdown", "flush", "report_leftover_threads"]
+__all__ = ["StopHandler", "WorkerShutdown"]
 
-_THREADS_TIMEOUT_S = 1.0
 _HANDLER_TIMEOUT_S = 0.1  # a main thread that runs Python calls the handler within milliseconds
 
 
@@ -60,7 +59,6 @@ class WorkerShutdown:
             with contextlib.suppress(OSError, ValueError):
                 traceback.print_exception(error)
         finally:
-            flush()
             os.killpg(0, signal.SIGKILL)
         os._exit(1)  # never reached
 
@@ -71,21 +69,7 @@ class WorkerShutdown:
         code = error.code if isinstance(error, SystemExit) else int(error is not None)
         if code not in (None, 0):
             traceback.print_exception(error)
-        flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-def report_leftover_threads(rank: int) -> None:
-    """Print which non-daemon threads keep this process alive after the function has returned; in a daemon thread."""
-    threading.main_thread().join()  # from here on only threads keep the process alive
-    threading.Event().wait(_THREADS_TIMEOUT_S)
-    names = [each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
-    text = (
-        f"parallelize: rank {rank} has returned, but its process waits for threads that the function started: "
-        f"{', '.join(names)}. It is ended 5 s after the last rank has returned: join them in the function\n"
-    )
-    with contextlib.suppress(OSError, ValueError):  # as in `flush`
-        sys.stderr.write(text if names else "")
 
 
 class StopHandler:
@@ -152,10 +136,3 @@ class StopHandler:
                 interrupt_collectives(store_port=store_port)
                 store_port = self._store_port
             self._is_handled.clear()
-
-
-def flush() -> None:
-    """Flush stdout and stderr."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the other end of the pipe may be closed
-            stream.flush()

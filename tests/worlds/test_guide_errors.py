@@ -50,10 +50,6 @@ def kill_rank_1() -> None:
     time.sleep(30)
 
 
-def call_breakpoint() -> None:
-    breakpoint()
-
-
 FAILING = """\
 from parallelize import barrier, distributed, rank
 
@@ -91,7 +87,6 @@ MISTAKES: list[tuple[dict[str, Any], Callable[[], None]]] = [
     ({"processes": 2}, assign_gradients),
     ({"processes": 2}, add_noise),
     ({"processes": 2}, kill_rank_1),
-    ({"processes": 2}, call_breakpoint),
     ({"processes": 2}, ask),
     ({"processes": 2}, unwrap),
 ]

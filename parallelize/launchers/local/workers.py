@@ -167,7 +167,8 @@ class Workers:
     def _report_ends(self) -> None:
         """Log what ended processes, or keeps them, after their outcomes were written."""
         for rank, exitcode in zip(self._ranks, self._exitcodes, strict=True):
+            how, why = f"ended with code {exitcode}", read_output(self._output, rank)[1].strip().rpartition("\n")[2]
+            if exitcode is None:
+                how, why = f"is ended {_LEAVE_GRACE_S:g} s", "join the threads that the function has started"
             if exitcode != 0:
-                how = f"ended with code {exitcode}" if exitcode is not None else f"is ended {_LEAVE_GRACE_S:g} s"
-                text = read_output(self._output, rank)[1].strip().rpartition("\n")[2]
-                _log.warning("the process of rank %d %s after the call had its values: %s", rank, how, text)
+                _log.warning("the process of rank %d %s after the call had its values: %s", rank, how, why)
