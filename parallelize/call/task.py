@@ -130,7 +130,7 @@ class Outcome:
         value: the function's return value.
         error: the exception that the function raised, or a WorkerError that replaces it; None: the function returned.
         traceback: the worker's traceback as text; "" if the function returned.
-        failed_at: time of the exception in seconds since the epoch, taken before any teardown.
+        failed_at: time of the exception in seconds since the epoch, taken before any teardown; inf: there was none.
         states: states of what the call trained, by their index in Task.stateful; rank 0 only.
         unreturned: names of other things that the call changed; rank 0 only.
     """
@@ -141,7 +141,7 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     traceback: str = ""
-    failed_at: float | None = None
+    failed_at: float = float("inf")
     states: Mapping[int, Any] = field(default_factory=dict)
     unreturned: Sequence[str] = ()
 

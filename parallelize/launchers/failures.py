@@ -87,15 +87,11 @@ def caller_exception(
 
 def _first_cause(failed: Sequence[Outcome], silent: Sequence[WorkerExit]) -> Outcome | WorkerExit:
     """Return the earliest failure that is not secondary; an exit may be noticed after secondary errors it causes."""
-    first_cause = min(filter(is_cause, failed), key=_failed_at, default=None)
+    first_cause = min(filter(is_cause, failed), key=lambda each: each.failed_at, default=None)
     first_exit = min(silent, key=lambda each: each.seen_at, default=None)
-    if first_cause is not None and (first_exit is None or _failed_at(first_cause) <= first_exit.seen_at):
+    if first_cause is not None and (first_exit is None or first_cause.failed_at <= first_exit.seen_at):
         return first_cause
-    return first_exit or min(failed, key=_failed_at)
-
-
-def _failed_at(outcome: Outcome) -> float:
-    return float("inf") if outcome.failed_at is None else outcome.failed_at
+    return first_exit or min(failed, key=lambda each: each.failed_at)
 
 
 def was_stopped(outcome: Outcome) -> bool:

@@ -227,7 +227,10 @@ def _serve_call(connection: Connection, control: socket.socket) -> None:
         if not is_ending and os.getppid() != server:
             connection.close()  # from which the caller hears that the server has ended
         if not is_ending and (connection.closed or connection.poll()):
-            grace_s, is_alone = _read_grace(connection)
+            try:
+                grace_s = connection.recv()
+            except (EOFError, OSError):
+                grace_s, is_alone = _END_GRACE_S, True
             kill_at = time.monotonic() + grace_s
             for each in workers:
                 each.terminate()
@@ -240,14 +243,6 @@ def _serve_call(connection: Connection, control: socket.socket) -> None:
         each.join()
     if is_alone:
         shutil.rmtree(start["folder"], ignore_errors=True)
-
-
-def _read_grace(connection: Connection) -> tuple[float, bool]:
-    """Return the time that the caller gives the workers to end, and whether it has ended itself."""
-    try:
-        return connection.recv(), False
-    except (EOFError, OSError):
-        return _END_GRACE_S, True
 
 
 def _work(connection: Connection, start: Mapping[str, Any], request: bytes) -> None:

@@ -188,19 +188,11 @@ class Nodes:
                 self._heard[what][of] = value
 
     def _talk(self, other: int, peer: Connection) -> None:
-        """Hear what another node says, and tell it what it has not heard, until one of the two leaves."""
-        is_node_0, told, why = self.node_rank == 0, 0, f"no heartbeat for {self._patience_s:g} s"
+        """Talk with another node until one of the two leaves; if that is the other one, it is lost."""
+        why = f"no heartbeat for {self._patience_s:g} s"
         with peer:
             try:
-                while not (self._is_closed.is_set() and told == len(self._said)):
-                    for message in peer.recv() if is_node_0 else ():
-                        self._say(*message)
-                    news = self._said[told:]
-                    peer.send(news)
-                    told += len(news)
-                    if not is_node_0:
-                        self._hear(peer.recv())
-                        self._is_closed.wait(_ASK_EVERY_S)
+                self._exchange_news(peer)
             except BlockingIOError:
                 pass
             except _GONE as exc:
@@ -210,7 +202,21 @@ class Nodes:
             self._say("lost", other, why)
             self._hear([("lost", other, why)])
             with contextlib.suppress(OSError):  # if it was only stopped, it hears that
-                peer.send(self._said[told:])
+                peer.send([("lost", other, why)])
+
+    def _exchange_news(self, peer: Connection) -> None:
+        """Hear what another node says, and tell it what it has not heard, until this node leaves."""
+        told = 0
+        while not (self._is_closed.is_set() and told == len(self._said)):
+            if self.node_rank == 0:
+                for message in peer.recv():
+                    self._say(*message)
+            news = self._said[told:]
+            peer.send(news)
+            told += len(news)
+            if self.node_rank != 0:
+                self._hear(peer.recv())
+                self._is_closed.wait(_ASK_EVERY_S)
 
     # How they join
 

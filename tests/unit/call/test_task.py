@@ -78,7 +78,7 @@ def test_the_outcome_of_an_exception_has_error_traceback_and_time(tmp_path: Path
     outcome = Outcome.read(tmp_path / "outcome")
     assert outcome.error.args == ("lr",)
     assert 'raise KeyError("lr")' in outcome.traceback
-    assert outcome.failed_at is not None
+    assert outcome.failed_at < float("inf")
 
 
 def test_an_error_with_its_causes_traceback_shows_it_once() -> None:

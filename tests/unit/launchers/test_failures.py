@@ -89,7 +89,7 @@ def test_an_exception_before_an_exit_wins_and_after_it_does_not() -> None:
     assert str(error_of([raised(0, 1.0)], [exited(1, 2.0)])) == "of 0"
     assert error_of([raised(0, 3.0)], [exited(1, 2.0)]).rank == 1
     assert str(error_of([raised(0, 2.0)], [exited(1, 2.0)])) == "of 0"
-    undated = dataclasses.replace(raised(0, 1.0), failed_at=None)
+    undated = dataclasses.replace(raised(0, 1.0), failed_at=float("inf"))
     assert str(error_of([undated, raised(1, 2.0)], [])) == "of 1"
     assert error_of([undated], [exited(1, 2.0)]).rank == 1
 
