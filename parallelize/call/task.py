@@ -141,7 +141,7 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
     traceback: str = ""
-    failed_at: float = float("inf")
+    failed_at: float = torch.inf
     states: Mapping[int, Any] = field(default_factory=dict)
     unreturned: Sequence[str] = ()
 
