@@ -72,7 +72,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "call.tracebacks": "a variable of the process in which an exception is shown; exceptions pass no mapping on",
     "cli.main": "public entry point: passes the variables to its commands as a mapping",
     "decorator": "public entry point: passes the variables to config and world as a mapping",
-    "launchers.ray": "its actors are processes on other machines: pass their variables on",
+    "launchers.batch_launcher": "a node of a call, on another machine: passes its variables on",
     "launchers.slurm.step": "a separate program that srun starts: passes its variables on",
     "model": "public entry point: passes the variables to config and world as a mapping",
     "runtime.context": "entry point of rank(), device(), ...: passes the variables on as a mapping",

@@ -1,24 +1,86 @@
-"""Base classes of launchers whose calls run as jobs on the nodes of a cluster, and of these jobs."""
+"""Base classes of launchers whose calls run on other machines, and of their jobs; a call as it is sent there."""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
+
+from parallelize.call.settings import LogSettings, Settings
 from parallelize.call.task import Outcome, Task
 from parallelize.call.tracebacks import folded_traceback
-from parallelize.cluster.devices import Hardware
+from parallelize.cluster.devices import Hardware, probe
+from parallelize.cluster.world import Node, World
 from parallelize.config.config import Config
 from parallelize.config.layout import Layout, compute_layout
 from parallelize.config.options import ALL_GPUS, gpus_text
 from parallelize.errors import ConfigError
+from parallelize.plugins import registry
 from parallelize.plugins.base import Launcher
 
-__all__ = ["BatchJob", "BatchLauncher"]
+__all__ = ["BatchJob", "BatchLauncher", "NodeCall", "outcomes_of"]
 
 R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class NodeCall:
+    """A call as it is sent to the machines that make it.
+
+    Args:
+        task: the pickled call.
+        settings: the caller's settings of torch, warnings and random numbers.
+        logs: the caller's loggers.
+    """
+
+    task: bytes
+    settings: Settings
+    logs: LogSettings
+
+    @classmethod
+    def of(cls, task: Task) -> NodeCall:
+        """Pickle a call.
+
+        Raises:
+            ConfigError: an argument, or a variable that the function uses, cannot be pickled.
+        """
+        with tempfile.NamedTemporaryFile() as file:
+            task.write(Path(file.name))
+            return cls(Path(file.name).read_bytes(), Settings.capture(), LogSettings.capture())
+
+    def run(self, node: Node) -> bytes:
+        """Make the call on this machine, as a node of it, by the default launcher; return what `outcomes_of` reads."""
+        self.settings.apply()
+        self.settings.apply_default_device()
+        self.logs.apply()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "call")
+            path.write_bytes(self.task)
+            try:
+                task = Task.read(path, device=torch.device("cpu"))
+                task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
+                local = registry.find("launchers", "local")()
+                outcome = Outcome.returned(World(), local.launch(task, node=node, environ=os.environ))
+            except BaseException as error:  # noqa: BLE001 - any error is the result of the call
+                outcome = Outcome.raised(World(), error)
+            outcome.write(path)
+            return path.read_bytes()
+
+
+def outcomes_of(result: bytes) -> list[Outcome]:
+    """Return the outcomes of a call that `NodeCall.run` has made, or raise what it has raised."""
+    outcome = Outcome.read(result)
+    if outcome.error is not None:
+        raise outcome.error
+    outcomes: list[Outcome] = outcome.value
+    return outcomes
 
 
 class BatchJob(abc.ABC, Generic[R]):

@@ -1,39 +1,29 @@
 """The Ray launcher: runs calls on a Ray cluster, with one actor per node.
 
-caller      placement group, one bundle per node     task                   output
-              │                                        │                      │
-node 0..n   actor ── the default launcher: a process per device, on all nodes ┘
-              │
-caller      outcomes, or the exception of the first rank to fail; a lost node restarts the call
+caller      placement group, one bundle per node     task
+              │                                        │
+node 0..n   actor ── the default launcher: a process per device, on all nodes
+              │                                        │
+caller      outcomes, or the exception of the first    output, as Ray shows that of actors
+            rank to fail; a lost node restarts the call
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
-import io
 import logging
-import os
 import secrets
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from parallelize.call.settings import LogSettings, Settings
 from parallelize.call.task import Outcome, Task
-from parallelize.cluster.devices import probe
-from parallelize.cluster.world import Node, World
-from parallelize.config.layout import compute_layout
+from parallelize.cluster.world import Node
 from parallelize.errors import ConfigError, LaunchError, MissingDependencyError, WorkerError
-from parallelize.launchers.batch_launcher import BatchJob, BatchLauncher
-from parallelize.plugins import registry
+from parallelize.launchers.batch_launcher import BatchJob, BatchLauncher, NodeCall, outcomes_of
 
 __all__ = ["RayLauncher"]
 
@@ -68,7 +58,7 @@ class RayLauncher(BatchLauncher):
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
 
     def launch(self, task: Task, *, node: Node | None, environ: Mapping[str, str]) -> list[Outcome]:
-        """Submit the call, show the state and output of its job until the job ends, and return the outcomes."""
+        """Submit the call, show the states of its job until the job ends, and return the outcomes."""
         del node, environ  # Ray chooses the nodes; runtime_env sets their variables
         job = _RayJob(task, self, shows=True)
         try:
@@ -94,7 +84,7 @@ class _RayJob(BatchJob[Any]):
     Args:
         task: the call.
         launcher: what the call needs of the cluster.
-        shows: whether its states and its output are shown.
+        shows: whether its states are shown.
 
     Attributes:
         state: PENDING, while the cluster lacks the resources; RUNNING, COMPLETED, FAILED or CANCELLED.
@@ -102,21 +92,15 @@ class _RayJob(BatchJob[Any]):
 
     def __init__(self, task: Task, launcher: RayLauncher, *, shows: bool = False) -> None:
         super().__init__(f"{task.name}-{secrets.token_hex(3)}", all_ranks=task.all_ranks)
-        self.state, self._layout, self._launcher, self._shows, self._text = "PENDING", task.layout, launcher, shows, ""
+        self.state, self._layout, self._launcher, self._shows = "PENDING", task.layout, launcher, shows
         self._ray = _connected(launcher.address)
-        with tempfile.NamedTemporaryFile() as file:
-            task.write(Path(file.name))
-            self._call = Path(file.name).read_bytes(), Settings.capture(), LogSettings.capture()
+        self._call = NodeCall.of(task)
         self._future, self._is_cancelled = concurrent.futures.Future[list[Outcome]](), threading.Event()
         threading.Thread(target=self._run, name="parallelize-ray", daemon=True).start()
 
     def done(self) -> bool:
         """Return whether the job has ended."""
         return self._future.done()
-
-    def logs(self) -> str:
-        """Return the job's output so far."""
-        return self._text
 
     def cancel(self) -> None:
         """Stop the job, waiting or running; do nothing if it has ended."""
@@ -165,13 +149,19 @@ class _RayJob(BatchJob[Any]):
             num_gpus=gpus,
             resources=dict(launcher.resources),
             runtime_env={**launcher.runtime_env, "env_vars": variables},
-            max_concurrency=2,  # `run` and `read`
         )(_NodeActor)
         actors = [kind.options(scheduling_strategy=place(group, node)).remote() for node in range(layout.num_nodes)]
         try:
             address = actors[0].rendezvous.remote()
-            runs = [each.run.remote(*self._call, address, node) for node, each in enumerate(actors)]
-            outcome = Outcome.read(self._follow(runs, actors, address))
+            runs = [each.run.remote(self._call, address, node) for node, each in enumerate(actors)]
+            while not ray.wait(runs, timeout=_POLL_EVERY_S)[0]:
+                if self._is_cancelled.is_set():
+                    what = f"job {self.id} was cancelled and left no result"
+                    raise WorkerError(what, why="by cancel() or Ctrl-C", fix="submit it again")
+                if ray.wait([address], timeout=0)[0]:
+                    self._show("RUNNING")
+            ended, _ = ray.wait(runs, num_returns=len(runs), timeout=_STOP_TIMEOUT_S)
+            result: bytes = ray.get(ended)[0]  # of all nodes it is the same, but one that is gone has none
         except ray.exceptions.RayError as error:
             raise LaunchError(
                 f"a node of job {self.id} is gone",
@@ -182,33 +172,7 @@ class _RayJob(BatchJob[Any]):
             for actor in actors:
                 ray.kill(actor)  # its ranks end with it
             ray.util.remove_placement_group(group)
-        if outcome.error is not None:
-            raise outcome.error
-        outcomes: list[Outcome] = outcome.value
-        return outcomes
-
-    def _follow(self, runs: Sequence[Any], actors: Sequence[Any], address: Any) -> bytes:
-        """Show the output until the first node returns: all nodes return the same outcomes, or the same error."""
-        wait, shown, is_over = self._ray.wait, [0] * len(actors), False
-        while not is_over:
-            is_over = bool(wait(runs, timeout=_POLL_EVERY_S)[0])
-            if is_over:
-                wait(runs, num_returns=len(runs), timeout=_STOP_TIMEOUT_S)
-            elif self._is_cancelled.is_set():
-                what = f"job {self.id} was cancelled and left no result"
-                raise WorkerError(what, why="by cancel() or Ctrl-C", fix="submit it again")
-            elif not wait([address], timeout=0)[0]:
-                continue
-            self._show("RUNNING")
-            for node, actor in enumerate(actors):
-                text = self._ray.get(actor.read.remote(shown[node]))
-                shown[node] += len(text)
-                self._text += text
-                if self._shows:
-                    sys.stdout.write(text)
-                    sys.stdout.flush()
-        result: bytes = self._ray.get(wait(runs)[0][0])
-        return result
+        return outcomes_of(result)
 
     def _show(self, state: str, needs: str = "") -> None:
         if self._shows and (state != self.state or needs):
@@ -219,9 +183,6 @@ class _RayJob(BatchJob[Any]):
 class _NodeActor:
     """Runs the call on one node of the cluster, by the default launcher."""
 
-    def __init__(self) -> None:
-        sys.stdout = sys.stderr = self._output = io.StringIO()
-
     def rendezvous(self) -> tuple[str, int]:
         """Return this node's address and a free port."""
         import ray
@@ -230,27 +191,9 @@ class _NodeActor:
         with socket.create_server((address, 0)) as free:
             return address, int(free.getsockname()[1])
 
-    def read(self, start: int) -> str:
-        """Return the output of the ranks that are shown, from character `start` on."""
-        return self._output.getvalue()[start:]
-
-    def run(self, call: bytes, settings: Settings, logs: LogSettings, address: tuple[str, int], node: int) -> bytes:
-        """Run the call; return an outcome, whose value is the list of the ranks' outcomes."""
-        settings.apply()
-        settings.apply_default_device()
-        logs.apply()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "call")
-            path.write_bytes(call)
-            try:
-                task = Task.read(path, device=torch.device("cpu"))
-                task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
-                local = registry.find("launchers", "local")()
-                outcome = Outcome.returned(World(), local.launch(task, node=Node(*address, node), environ=os.environ))
-            except BaseException as error:  # noqa: BLE001 - any error is the result of the call
-                outcome = Outcome.raised(World(), error)
-            outcome.write(path)
-            return path.read_bytes()
+    def run(self, call: NodeCall, address: tuple[str, int], node: int) -> bytes:
+        """Make the call; return what `outcomes_of` reads."""
+        return call.run(Node(*address, node))
 
 
 def _connected(address: str | None) -> Any:

@@ -101,7 +101,7 @@ def exception() -> dict[str, Any]:
 def submitted() -> dict[str, Any]:
     job = train.options(num_nodes=1).submit(torch.nn.Linear(1, 1))
     result = job.result()
-    return {"result": result, "state": job.state, "logs": job.logs()}
+    return {"result": result, "state": job.state}
 
 
 def killed_actor() -> str:
