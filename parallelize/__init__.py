@@ -1,7 +1,7 @@
 """Train a plain PyTorch function on every device, without changing its loop.
 
 - Calls: `distributed`, which makes a `DistributedFunction`; `Job` of a submitted call; launchers with options:
-  `SlurmLauncher`, `RayLauncher`
+  `SlurmLauncher`, `RayLauncher`, `SSHLauncher`
 - Models: `parallel_model`, `no_sync`; backends with options: `DDPBackend`, `DDP2Backend`, `DPBackend`, `FSDPBackend`,
   `BalancedBackend`, `plan`, `Plan`; mixed precision with options: `Amp`
 - Data: `shard_loader`, which makes a `ShardedLoader`
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from parallelize.launchers.ray import RayLauncher
     from parallelize.launchers.slurm.job import Job
     from parallelize.launchers.slurm.plugin import SlurmLauncher
+    from parallelize.launchers.ssh import SSHLauncher
     from parallelize.model import no_sync, parallel_model
     from parallelize.plugins.base import Amp
     from parallelize.runtime.context import device, is_main, local_rank, rank, world_size
@@ -61,6 +62,7 @@ __all__ = [
     "ParallelizeError",
     "Plan",
     "RayLauncher",
+    "SSHLauncher",
     "ShardedLoader",
     "SlurmLauncher",
     "SyncError",
@@ -103,6 +105,7 @@ _NAMES_BY_MODULE = {
     "launchers.ray": "RayLauncher",
     "launchers.slurm.job": "Job",
     "launchers.slurm.plugin": "SlurmLauncher",
+    "launchers.ssh": "SSHLauncher",
     "model": "no_sync parallel_model",
     "plugins.base": "Amp",
     "runtime.context": "device is_main local_rank rank world_size",

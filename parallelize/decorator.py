@@ -80,6 +80,7 @@ def distributed(function: Callable[P, R] | None = None, /, **options: Unpack[Opt
             - max_restarts (int, 0): how often all workers are restarted after a failure.
             - launcher (str | Launcher, None): how processes are started: `SlurmLauncher(...)`, `LocalLauncher(...)`;
               None: on this machine.
+            - hosts (list | str, None): machines to run on, by ssh: "gpu1", or "gpu1:8" for 8 GPUs; see `SSHLauncher`.
             - logs (str | path, "rank0"): whose output is shown: "rank0", "all", or a directory for a file per rank.
             - process_group_backend (str, None): torch's name, such as "nccl", "gloo" or "cpu:gloo,cuda:nccl"; None:
               chosen by device.
@@ -232,23 +233,25 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
     def _plan(self, hardware: Hardware | None = None) -> tuple[Layout, BatchLauncher | None]:
         """Return the layout of a call made now, and the launcher that queues it as a job, if one does."""
         config = self._self_config.merged(os.environ)
-        if isinstance(config.launcher, BatchLauncher) and detect(os.environ) is None:
-            return config.launcher.plan(config), config.launcher
+        launcher = config.starter
+        if isinstance(launcher, BatchLauncher) and detect(os.environ) is None:
+            return launcher.plan(config), launcher
         return place(config, hardware or probe(), os.environ), None
 
     def _jobs(self, calls: Sequence[tuple[Any, Any]]) -> tuple[BatchLauncher, list[Task]]:
         """Return the launcher with a queue, and the tasks of the jobs for these arguments."""
         config = self._self_config.merged(os.environ)
-        if not isinstance(config.launcher, BatchLauncher):
+        launcher = config.starter
+        if not isinstance(launcher, BatchLauncher):
             raise ConfigError(
-                f"no queue for {name_of(self.__wrapped__)}: launcher={config.launcher and config.launcher.name!r}",
+                f"no queue for {name_of(self.__wrapped__)}: launcher={launcher and launcher.name!r}",
                 why="only a batch launcher can submit a call as a job",
                 fix="use @distributed(launcher=SlurmLauncher(partition=...)), or call it without submit",
             )
-        layout = config.launcher.plan(config)
+        layout = launcher.plan(config)
         for warning in layout.warnings:
             warnings.warn(warning, stacklevel=4)
-        return config.launcher, [Task(*_unbind(self.__wrapped__, args), kwargs, layout) for args, kwargs in calls]
+        return launcher, [Task(*_unbind(self.__wrapped__, args), kwargs, layout) for args, kwargs in calls]
 
     def _submit(self, calls: Sequence[tuple[Any, Any]], *, at_most: int | None = None) -> list[Job[R]]:
         refuse_during_task_load(name_of(self.__wrapped__))

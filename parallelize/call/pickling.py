@@ -20,7 +20,7 @@ import pickle
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ __all__ = [
     "load",
     "pickle_by_value_unless_importable",
     "pickle_main_by_value",
+    "pickled_by_value",
     "populate_main",
 ]
 
@@ -317,6 +318,8 @@ def is_importable(module: types.ModuleType | None) -> bool:
     spec = getattr(module, "__spec__", None)
     if spec is None or module is sys.modules["__main__"] or getattr(spec, "_initializing", False):
         return False
+    if spec.name in cloudpickle.list_registry_pickle_by_value():
+        return False
     package = sys.modules.get(spec.name.rpartition(".")[0])
     if "." in spec.name and not is_importable(package):
         return False
@@ -332,6 +335,16 @@ def pickle_by_value_unless_importable(function: Any) -> None:
     module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
     if module not in (None, sys.modules["__main__"]) and not is_importable(module):
         cloudpickle.register_pickle_by_value(module)
+
+
+@contextlib.contextmanager
+def pickled_by_value(names: Iterable[str]) -> Iterator[None]:
+    """Let cloudpickle pickle the functions and classes of modules by value, and of what is below packages."""
+    with contextlib.ExitStack() as registered:
+        for module in [sys.modules[name] for name in names]:
+            cloudpickle.register_pickle_by_value(module)
+            registered.callback(cloudpickle.unregister_pickle_by_value, module)
+        yield
 
 
 def populate_main(function: Any) -> None:

@@ -70,6 +70,7 @@ class Config:
     timeout: Annotated[timedelta, parse.timeout] = timedelta(minutes=30)
     max_restarts: Annotated[int, parse.integer(0)] = 0
     launcher: Annotated[Launcher | None, parse.plugin("launchers", Launcher)] = None
+    hosts: Annotated[tuple[str, ...] | None, parse.hosts] = None
     logs: Annotated[str, parse.logs] = "rank0"
     process_group_backend: Annotated[str | None, parse.process_group_backend] = None
     init_connection: Annotated[Callable[..., Any] | None, parse.function] = None
@@ -101,6 +102,11 @@ class Config:
     def is_for_cpu(self) -> bool:
         """Whether the run is on the CPU of any machine."""
         return self.gpus == 0 or (self.gpus is None and self.processes is not None)
+
+    @property
+    def starter(self) -> Launcher | None:
+        """The launcher that is asked for, by `launcher` or by `hosts`; None: the one for this machine."""
+        return registry.find("launchers", "ssh")(hosts=self.hosts) if self.hosts else self.launcher
 
     def changed(self, **changes: Any) -> Config:
         """Return a copy with some options replaced.
@@ -182,6 +188,12 @@ def contradictions(config: Config, num_nodes: int, device_type: str | None) -> I
             f"{gpus_text(gpus)} with processes={processes}",
             "gpus= starts one process per GPU, and processes= starts processes on the CPU",
             "drop processes= to run on GPUs, or gpus= to run on the CPU, or use gpus='auto': GPUs if there are any",
+        )
+    if config.hosts and config.launcher is not None:
+        yield Fault(
+            f"hosts={list(config.hosts)} with launcher={config.launcher.name!r}",
+            "hosts= starts the processes by ssh",
+            "drop one of them, or use launcher=SSHLauncher(hosts=...) with options",
         )
     is_single = backend.process_per == "node" and backend.devices_per_process is None
     if is_single and gpus != ALL_GPUS and (processes or 1) > 1:

@@ -13,13 +13,13 @@ def explain(layout: Layout, *, name: str, queue: str | None = None) -> str:
     Args:
         layout: processes of the call and their devices.
         name: name of the function.
-        queue: name of the launcher that submits the call to a batch queue; None: the call runs now.
+        queue: name of the launcher that makes the call on other machines; None: it runs on this one.
     """
     config = layout.config
     count, launcher = config.backend.devices_per_process, config.launcher.name if config.launcher else "local"
     per = f"{count} devices" if count else config.backend.process_per
     if queue is not None:
-        starts = f"nothing here: a job of {layout.num_nodes} node(s), by {queue}"
+        starts = f"nothing here: {layout.num_nodes} node(s), by {queue}"
     elif layout.world is not None:
         world = layout.world
         starts = f"nothing: a launcher has started this process as rank {world.rank} of {world.world_size}"

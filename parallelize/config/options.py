@@ -37,6 +37,7 @@ __all__ = [
     "function",
     "gpus",
     "gpus_text",
+    "hosts",
     "integer",
     "logs",
     "plugin",
@@ -69,6 +70,7 @@ class Options(TypedDict, total=False):
     timeout: float | str | timedelta
     max_restarts: int
     launcher: str | Launcher | None
+    hosts: str | Sequence[str] | None
     logs: str | os.PathLike[str]
     process_group_backend: str | None
     init_connection: Callable[[World], object] | None
@@ -191,6 +193,14 @@ def timeout(name: str, value: Any) -> timedelta:
         f"it must be a time above 0, of at most {_MAX_TIMEOUT_S} seconds",
         "use seconds (a positive number), a text such as '10min', or a timedelta",
     )
+
+
+def hosts(name: str, value: Any) -> tuple[str, ...]:
+    """Parse names of hosts, each with or without a number of GPUs, as a list or as text with commas."""
+    found = value.split(",") if isinstance(value, str) else value
+    if found and isinstance(found, (list, tuple)) and all(isinstance(each, str) and each.strip() for each in found):
+        return tuple(each.strip() for each in found)
+    raise _invalid(name, value, "it does not name hosts", "use hosts=['gpu1', 'gpu2'] or hosts=['gpu1:8', 'gpu2:8']")
 
 
 def logs(name: str, value: Any) -> str:

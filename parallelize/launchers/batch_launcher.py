@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from parallelize.call.returned import Changes
 from parallelize.call.settings import LogSettings, Settings
 from parallelize.call.task import Outcome, Task
 from parallelize.call.tracebacks import folded_traceback
@@ -67,7 +68,11 @@ class NodeCall:
                 task = Task.read(path, device=torch.device("cpu"))
                 task = dataclasses.replace(task, layout=compute_layout(task.layout.config, probe()))
                 local = registry.find("launchers", "local")()
-                outcome = Outcome.returned(World(), local.launch(task, node=node, environ=os.environ))
+                try:
+                    outcomes = local.launch(task, node=node, environ=os.environ)
+                except KeyboardInterrupt:  # the launcher has brought back what was trained
+                    outcomes = [Outcome.returned(World(), None, **Changes(task.stateful, dict).found())]
+                outcome = Outcome.returned(World(), outcomes)
             except BaseException as error:  # noqa: BLE001 - any error is the result of the call
                 outcome = Outcome.raised(World(), error)
             outcome.write(path)
@@ -127,7 +132,7 @@ class BatchLauncher(Launcher):
         Raises:
             ConfigError: `config` lacks a number that the job needs, such as the GPUs per node.
         """
-        config = config.changed(launcher=None, num_nodes=config.num_nodes or 1)
+        config = config.changed(launcher=None, hosts=None, num_nodes=config.num_nodes or 1)
         gpus = config.gpus
         if isinstance(gpus, tuple):
             raise ConfigError(

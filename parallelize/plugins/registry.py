@@ -25,6 +25,7 @@ BUILTIN: Mapping[Kind, Mapping[str, str]] = {
         "local": "local.plugin:LocalLauncher",
         "ray": "ray:RayLauncher",
         "slurm": "slurm.plugin:SlurmLauncher",
+        "ssh": "ssh:SSHLauncher",
     },
     "precision": {"apex": "apex:ApexPrecision", "native": "native:NativePrecision"},
 }

@@ -9,15 +9,11 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from parallelize.call.returned import restore
 from parallelize.call.task import Outcome, Task
@@ -25,19 +21,19 @@ from parallelize.cluster.devices import MASKS, compose_visible_devices
 from parallelize.cluster.network import gloo_interface, resolvable_address
 from parallelize.cluster.world import Node, World
 from parallelize.config.layout import Layout
-from parallelize.errors import ConfigError, LaunchError
+from parallelize.errors import ConfigError
 from parallelize.launchers.failures import caller_exception
 from parallelize.launchers.local.debugger import Keyboard, open_keyboard
 from parallelize.launchers.local.nodes import Nodes, Report
 from parallelize.launchers.local.workers import STOP_GRACE_S, Workers
 from parallelize.launchers.output import OutputTail, RecordTail, forwarded, open_standard_streams, rank_file
+from parallelize.launchers.stop_signals import StopRequested, StopSignals
 from parallelize.plugins.base import Launcher
 from parallelize.runtime.startup_summary import announced
 from parallelize.worker.main import WorkerSetup, task_path
 
 __all__ = ["LocalLauncher", "worker_environ"]
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 _log = logging.getLogger("parallelize")
 
@@ -86,7 +82,7 @@ class LocalLauncher(Launcher):
         """
         open_standard_streams()
         earlier: list[BaseException] = []
-        with _StopSignals().handled() as signals:
+        with StopSignals().handled() as signals:
             while True:
                 outcomes, error = self._attempt(task, node, environ, signals, earlier)
                 if error is None:
@@ -103,7 +99,7 @@ class LocalLauncher(Launcher):
         task: Task,
         node: Node | None,
         environ: Mapping[str, str],
-        signals: _StopSignals,
+        signals: StopSignals,
         earlier: Sequence[BaseException],
     ) -> tuple[list[Outcome], BaseException | None]:
         """Run the task once; return the outcomes, or the error that one of its ranks has raised."""
@@ -135,7 +131,7 @@ class LocalLauncher(Launcher):
         return [], error
 
     def _run(
-        self, task: Task, setup: WorkerSetup, nodes: Nodes, signals: _StopSignals, keyboard: Keyboard | None
+        self, task: Task, setup: WorkerSetup, nodes: Nodes, signals: StopSignals, keyboard: Keyboard | None
     ) -> list[Report]:
         """Run the workers of this node, and show their output; return how those of all nodes have ended."""
         port, logs, size = nodes.start(), task.layout.config.logs, task.layout.local_world_size
@@ -188,7 +184,7 @@ def _tails(folder: Path, rank: int, logs: str) -> Iterator[OutputTail]:
 
 
 def _watched(
-    workers: Workers, nodes: Nodes, signals: _StopSignals, keyboard: Keyboard | None, *, all_ranks: bool
+    workers: Workers, nodes: Nodes, signals: StopSignals, keyboard: Keyboard | None, *, all_ranks: bool
 ) -> Report:
     """Wait for the end of the workers of this node; return how they have ended."""
 
@@ -205,75 +201,10 @@ def _watched(
         nodes.stop()
         exits = workers.stop()
         if signals.is_interrupted:  # and the function has not returned
-            raise _StopRequested
+            raise StopRequested
     found = workers.outcomes()
     wanted = {rank: path for rank, path in found.items() if rank == 0 or all_ranks or not has_returned}
     return Report(has_returned, wanted, exits)
-
-
-class _StopRequested(BaseException):
-    """Raised by our handler in the caller, which then ends the workers."""
-
-
-class _StopSignals:
-    """Handles SIGTERM, Ctrl-C etc. while workers run: the workers are ended first, then the caller's handler runs.
-
-    Python allows signal handlers in the main thread only: in another thread this class does nothing.
-
-    Attributes:
-        interrupt: interrupts the workers, which may then return: what the first Ctrl-C does; None: it ends them.
-        is_interrupted: whether Ctrl-C has interrupted the workers.
-    """
-
-    def __init__(self) -> None:
-        self.interrupt: Callable[[], None] | None = None
-        self.is_interrupted = False
-        self._callers_handlers: dict[int, Any] = {}
-        self._stopped_by: int | None = None
-
-    @contextlib.contextmanager
-    def handled(self) -> Iterator[_StopSignals]:
-        """Install our handlers for the block; then restore the caller's handlers and deliver a signal that arrived.
-
-        Raises:
-            LaunchError: a stop signal arrived, and the caller's handler returned instead of raising.
-        """
-        if threading.current_thread() is threading.main_thread():
-            self._callers_handlers = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
-            for number, handler in self._callers_handlers.items():
-                signal.signal(number, handler if handler == signal.SIG_IGN else self._stop)  # SIG_IGN: by nohup
-        try:
-            yield self
-        except BaseException:
-            if self._stopped_by is None:
-                raise
-        finally:
-            for number, handler in self._callers_handlers.items():
-                signal.signal(number, handler)
-        if self._stopped_by is not None:
-            self._deliver(self._stopped_by)
-
-    def _stop(self, number: int, _frame: FrameType | None) -> None:
-        self._stopped_by = number
-        if number == signal.SIGINT and self.interrupt is not None and not self.is_interrupted:
-            self.is_interrupted = True
-            self.interrupt()
-            return
-        for each in self._callers_handlers:
-            signal.signal(each, signal.SIG_IGN)  # ignore further signals while the workers are ended
-        raise _StopRequested
-
-    def _deliver(self, number: int) -> None:
-        try:
-            signal.raise_signal(number)
-        except BaseException as raised:
-            raised.__suppress_context__ = True  # our frames
-            raise
-        raise LaunchError(
-            f"stopped by {signal.Signals(number).name}",
-            why="this process's own handler of the signal returned, after the workers had been stopped",
-            fix="raise an exception in that handler to end the program, or call the function again",
-        )
 
 
 def worker_environ(

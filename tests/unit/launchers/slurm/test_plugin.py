@@ -151,7 +151,7 @@ def test_explain_describes_the_job() -> None:
     """explain() shows the processes of the job, and not the hardware of this machine."""
     text = distributed(launcher="slurm", gpus=4, num_nodes=2)(train).explain()
     assert "2 node(s) x 4 = 8" in text
-    assert "a job of 2 node(s), by slurm" in text
+    assert "2 node(s), by slurm" in text
 
 
 @pytest.mark.parametrize("method", ["submit", "submit_many", "sbatch_script"])
