@@ -245,11 +245,15 @@ def _operands(term: _Term) -> list[_Term] | None:
 
 def _scalars(operands: list[_Term]) -> list[_Term] | None:
     """Return the scalars that a mean or sum reduces: a scalar itself, or those of torch.stack; None: other tensors."""
-    (operand,) = operands
-    inner = operand.node.next_functions
-    if operand.operation in _LISTS and math.prod(operand.shape) == len(inner):
-        return [replace(operand, node=node, output=output) for node, output in inner if node is not None]
-    return operands if operand.shape == () else None
+    for each in operands:
+        inner = each.node.next_functions
+        if each.operation in _LISTS and math.prod(each.shape) == len(inner):
+            return [replace(each, node=node, output=output) for node, output in inner if node is not None]
+        # Another 0-dim value is one target, as of a batch of one.
+        is_followed = each.operation in _LINEAR | _SUMS or hasattr(each.node, "_saved_reduction")
+        if each.shape == () and (is_followed or _COUNTS_KEY in each.node.metadata):
+            return [each]
+    return None
 
 
 def _reduction(term: _Term) -> LossCount:

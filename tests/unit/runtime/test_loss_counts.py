@@ -40,6 +40,7 @@ LOSSES = {
     "equal terms": (lambda x: x.mean() + 2 * F.mse_loss(x, ONES), 30),
     "stacked terms": (lambda x: torch.stack([x.mean(), x.abs().mean()]).sum(), 30),
     "divided sum of sums": (lambda x: (x.sum() + x.abs().sum()) / 6, 6),
+    "a batch of one": (lambda x: (x[0, 0].squeeze() ** 2).mean(), 1),
     "one element": (lambda x: x.mean().view(1)[0], 30),
     "a penalty on weights": (lambda x: x.mean() + 0.1 * nn.Linear(2, 2).weight.pow(2).sum(), 30),
     "a learned weight": (lambda x: x.mean() * nn.Parameter(torch.zeros(())).exp(), 30),
