@@ -92,7 +92,7 @@ ROOMS: Mapping[str, int] = {
     "": 6_489,
     "backends": 9_707,
     "backends/balanced": 15_495,
-    "block": 7_979,
+    "block": 8_013,
     "call": 9_528,
     "checkpoint": 8_996,
     "cli": 3_129,
@@ -104,7 +104,7 @@ ROOMS: Mapping[str, int] = {
     "launchers": 17_089,
     "plugins": 1_545,
     "precision": 6_986,
-    "runtime": 11_482,
+    "runtime": 11_514,
     "torch_patches": 2_466,
     "worker": 3_405,
 }

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -147,6 +148,7 @@ class Reducer:
 
     def __init__(self, models: Sequence[tuple[nn.Module, Reduction]]) -> None:
         self._size = dist.get_world_size()
+        self._lock = threading.Lock()
         self._log: list[Any] = []  # parameters whose gradients have accumulated, in order
         self.slots: dict[int, Slot] = {}
         self.models: dict[int, _Model] = {}
@@ -252,6 +254,10 @@ class Reducer:
 
     def _on_last(self, entry: _Model, _parameter: Any) -> None:
         """Send the buckets that are complete; called after the gradient of a bucket's last parameter."""
+        with self._lock:  # autograd has a thread for each device
+            self._send_complete(entry)
+
+    def _send_complete(self, entry: _Model) -> None:
         if entry.is_no_sync or not self._is_running:
             return
         self._note()
