@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import nn
 
 from parallelize.call.pickling import pickle_main_by_value, populate_main
 from parallelize.call.returned import Changes
@@ -33,7 +35,7 @@ from parallelize.call.task import Outcome, Task
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import World
 from parallelize.config.layout import RUN_ID, Layout
-from parallelize.errors import LaunchError
+from parallelize.errors import LaunchError, add_note
 from parallelize.runtime.context import Runtime, activate, current
 from parallelize.runtime.user_process_group import replace_group_functions
 from parallelize.worker.debugger import debug_with_caller, inspect_error
@@ -47,6 +49,7 @@ __all__ = [
     "refuse_during_task_load",
     "run",
     "task_path",
+    "threads_path",
     "unbuffer_output",
 ]
 
@@ -98,6 +101,11 @@ def outcome_paths(folder: Path, rank: int) -> tuple[Path, Path]:
     return folder / f"outcome.{rank}", folder / f"error.{rank}"
 
 
+def threads_path(folder: Path, rank: int) -> Path:
+    """Return the path of the file with the names of the threads that a rank's function has left."""
+    return folder / f"threads.{rank}"
+
+
 def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None:
     """Run the task in a new worker process, which leads a process group.
 
@@ -132,6 +140,8 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
             populate_main(task.function)
             pickle_main_by_value()
             _perform(task, world, shutdown, setup)
+        left = [each.name for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
+        threads_path(folder, world.rank).write_text(", ".join(left))
     except BaseException as error:  # noqa: BLE001 - any exception that ends a rank is its outcome
         shutdown.fail(error)
 
@@ -196,7 +206,12 @@ def _call(task: Task, stop: StopHandler) -> Any:
 def call_function(task: Task) -> Any:
     """Return the function's value; blocks that it has started end before."""
     with current().ending_blocks():
-        return task.function(*task.args, **task.kwargs)
+        try:
+            return task.function(*task.args, **task.kwargs)
+        except AttributeError as error:
+            if error.name == "module" and isinstance(error.obj, nn.Module):
+                add_note(error, "a model in parallel_model is not wrapped: write model instead of model.module")
+            raise
 
 
 @contextlib.contextmanager

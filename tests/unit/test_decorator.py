@@ -196,6 +196,21 @@ def test_grad_mode_is_the_callers() -> None:
         assert not mode()
 
 
+@distributed(processes=1)
+def read_attribute(name: str) -> object:
+    return getattr(torch.nn.Linear(1, 1), name)
+
+
+@pytest.mark.parametrize(("name", "notes"), [("module", 1), ("modul", 0)])
+def test_ddps_attribute_module_is_explained(name: str, notes: int) -> None:
+    """Code that was written for DistributedDataParallel reads it; another missing attribute has no note."""
+    with pytest.raises(AttributeError) as caught:
+        read_attribute(name)
+    assert [*getattr(caught.value, "__notes__", [])] == [
+        "a model in parallel_model is not wrapped: write model instead of model.module"
+    ][:notes]
+
+
 def test_help_lists_every_option() -> None:
     """With its types, and its default."""
     documented = re.findall(r"- (\w+) \(.+, \S+\):", inspect.getdoc(distributed) or "")

@@ -22,7 +22,7 @@ from parallelize.errors import LaunchError
 from parallelize.launchers.failures import WorkerExit
 from parallelize.launchers.local.fork_server import connect, kill_group
 from parallelize.launchers.output import rank_file, read_output
-from parallelize.worker.main import WorkerSetup, outcome_paths, run
+from parallelize.worker.main import WorkerSetup, outcome_paths, run, threads_path
 
 __all__ = ["STOP_GRACE_S", "Workers"]
 
@@ -169,6 +169,9 @@ class Workers:
         for rank, exitcode in zip(self._ranks, self._exitcodes, strict=True):
             how, why = f"ended with code {exitcode}", read_output(self._output, rank)[1].strip().rpartition("\n")[2]
             if exitcode is None:
-                how, why = f"is ended {_LEAVE_GRACE_S:g} s", "join the threads that the function has started"
+                threads = threads_path(self._folder, rank)
+                names = threads.read_text() if threads.exists() else ""
+                how, why = f"is ended {_LEAVE_GRACE_S:g} s", f"it waits for threads that the function started: {names}"
+                why = why if names else "it does not end"
             if exitcode != 0:
                 _log.warning("the process of rank %d %s after the call had its values: %s", rank, how, why)
