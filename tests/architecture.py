@@ -73,6 +73,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "cli.main": "public entry point: passes the variables to its commands as a mapping",
     "decorator": "public entry point: passes the variables to config and world as a mapping",
     "launchers.batch_launcher": "a node of a call, on another machine: passes its variables on",
+    "launchers.ssh": "its agents are started by ssh, which sets variables, and get the key of the call",
     "launchers.slurm.step": "a separate program that srun starts: passes its variables on",
     "model": "public entry point: passes the variables to config and world as a mapping",
     "runtime.context": "entry point of rank(), device(), ...: passes the variables on as a mapping",

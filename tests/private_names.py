@@ -21,7 +21,6 @@ NCCL_ONLY = frozenset({"torch._C._distributed_c10d._dump_nccl_trace"})
 PRIVATE_NAMES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "torch.Tensor": {
         "_base": ("tell a view's base from a new tensor", 'backend="balanced" does not split some batches'),
-        "_nnz": ("whether any rank has values in a sparse gradient", "sparse gradients fail"),
         "_values": ("values of an uncoalesced sparse gradient", "sparse gradients fail under amp"),
         "_version": ("detect in-place writes to inputs and buffers", 'backend="balanced" and "fsdp" fail'),
         "_backward_hooks": ("refuse hooks under fp16; call them under fsdp", "hooks get scaled gradients"),
