@@ -20,7 +20,7 @@ __all__ = ["ModelState"]
 _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"}) - {"training"}
 """Attributes that torch sets on every module, such as its hooks, and the forward that a block replaces."""
 _PLAIN = (bool, int, float, str)
-_CONTAINERS = frozenset({list, dict, set})
+_CONTAINERS = (list, dict, set)
 
 
 class _Writes(TorchDispatchMode):
@@ -64,15 +64,16 @@ class ModelState:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Learn to which of the tensors a forward in this context writes, or gives other data."""
-        known = {name: (each, each.data) for name, each in self._values.items() if _is_dense(each)}
-        writes = _Writes([each for each, _ in known.values()])
+        known = [(name, each, each.data, each._version) for name, each in self._values.items() if _is_dense(each)]
+        writes = _Writes([each for _, each, *_ in known])
         try:
             with writes:
                 yield
         finally:
-            for name, (each, data) in known.items():
+            for name, each, data, version in known:
                 former = writes.before.get(id(each), data)
-                if former.data_ptr() != each.data.data_ptr() and not torch.equal(former, each.data):
+                is_other = former.data_ptr() != each.data.data_ptr() and not torch.equal(former, each.data)
+                if is_other or each._version != version:
                     self._written[name] = each, former
 
     def draws(self) -> bool:
