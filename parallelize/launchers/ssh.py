@@ -192,7 +192,7 @@ class _Host:
             LaunchError: the host cannot be reached.
         """
         own = {each.partition(".")[0] for each, module in sys.modules.items() if is_user_code(each) and module.__spec__}
-        own = {each for each in own & sys.modules.keys() if not each.startswith("_remote_module_")}  # torch writes it
+        own = {each for each in own & sys.modules.keys() if "remote_module_" not in each}  # torch writes it
         self.tell((str(Path.cwd()), sys.path, own))
         versions, self.address, lacking = self.hear()
         for name, ours in _versions().items():
