@@ -153,7 +153,7 @@ class BatchLauncher(Launcher):
     def submit(self, tasks: Sequence[Task], *, at_most: int | None, environ: Mapping[str, str]) -> list[Any]:
         """Submit calls of one function with one layout; return one job per call, in the same order.
 
-        A job has `id`, `state`, `done()`, `logs()`, `cancel()` and `result()`.
+        A job has `id`, `state`, `done()`, `cancel()` and `result()`; one of Slurm has `logs()`, too.
 
         Args:
             tasks: the calls, at least one.

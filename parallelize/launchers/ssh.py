@@ -75,7 +75,7 @@ class SSHLauncher(BatchLauncher):
         hosts: names as for `ssh`, such as "gpu1" or "me@gpu1", the first with rank 0; "gpu1:8" uses 8 GPUs there.
         python: path of the interpreter on the hosts; None: that of this program.
         env: environment variables of the ranks, besides those that a login on the host has.
-        ssh: the command, with options: `("ssh", "-p", "2222")`, `("gcloud", "compute", "ssh")`.
+        ssh: the command, with options, such as `("ssh", "-p", "2222")`.
     """
 
     name = "ssh"
@@ -225,7 +225,6 @@ def _connected(name: str, launcher: SSHLauncher) -> Iterator[_Host]:
         own.sendall(json.dumps(dict(launcher.env)).encode() + b"\n")
         with process, Connection(own.detach()) as connection:
             yield _Host(name, python, process, connection, words)
-            connection.close()
 
 
 def _result(call: NodeCall, hosts: Sequence[_Host]) -> bytes:
@@ -294,11 +293,8 @@ def _obey(commands: Connection) -> None:
 
 def _serve() -> None:
     """Be the agent of one call."""
-    commands, replies, lock = (
-        Connection(os.dup(0), writable=False),
-        Connection(os.dup(1), readable=False),
-        threading.Lock(),
-    )
+    commands, replies = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
+    lock = threading.Lock()  # of the replies
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a descriptor is needed
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)  # what is printed by others than the ranks
