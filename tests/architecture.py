@@ -102,7 +102,7 @@ ROOMS: Mapping[str, int] = {
     "config": 5_753,
     "data": 11_494,
     "hang_detection": 4_470,
-    "launchers": 17_128,
+    "launchers": 17_138,
     "plugins": 1_545,
     "precision": 6_986,
     "runtime": 11_514,

@@ -215,14 +215,15 @@ def _connected(name: str, launcher: SSHLauncher) -> Iterator[_Host]:
     command = [*launcher.ssh, "-T", *options, name, shlex.join([python, "-c", _START])]
     own, given = socket.socketpair()
     number = given.fileno()
-    with tempfile.TemporaryFile() as words, given:
+    with tempfile.TemporaryFile() as words, own, given:
         try:
             # A session of its own: it gets no Ctrl-C from the terminal.
             process = subprocess.Popen(command, stdin=number, stdout=number, stderr=words, start_new_session=True)
         except OSError as exc:
             raise LaunchError(f"no {command[0]}", why=str(exc), fix="install OpenSSH's client") from None
         given.close()
-        own.sendall(json.dumps(dict(launcher.env)).encode() + b"\n")
+        with contextlib.suppress(OSError):  # if ssh has ended already, `hear` finds that
+            own.sendall(json.dumps(dict(launcher.env)).encode() + b"\n")
         with process, Connection(own.detach()) as connection:
             yield _Host(name, python, process, connection, words)
 

@@ -127,6 +127,13 @@ def test_hosts_that_do_not_fit_the_options_are_refused(options: dict[str, Any], 
         distributed(**options)(fail).explain()
 
 
+@pytest.mark.parametrize(("command", "match"), [("no-such-ssh", "no no-such-ssh"), ("false", "ended with code 1")])
+def test_an_ssh_that_does_not_run_is_named(command: str, match: str) -> None:
+    """One that is not installed, and one that ends at once; no socket stays open."""
+    with pytest.raises(LaunchError, match=match):
+        distributed(launcher=SSHLauncher(hosts=["gpu1"], ssh=(command,)), processes=1)(fail)()
+
+
 def test_hosts_give_the_layout() -> None:
     """A text with commas, as in PARALLELIZE_HOSTS, and the number of GPUs of each host."""
     text = distributed(hosts="gpu1:8,gpu2:8")(fail).explain()
