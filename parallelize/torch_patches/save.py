@@ -2,6 +2,7 @@
 
 Each rank writes a file of its own beside the target and renames it, so that no reader meets half a file. Of the ranks
 of a machine, the first to have its n-th version of a path ready renames it, and after it rank 0, whose version stays.
+The others wait for the first, so that each finds a file where it has saved one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def atomic_saves(store: dist.Store, rank: int) -> contextlib.AbstractContextMana
             is_first = True
             with lost:
                 is_first = store.add(key, 1) == 1
-                if rank == 0 and not is_first:
+                if not is_first:
                     store.wait([renamed], _RENAMING)
             if rank == 0 or is_first:
                 temporary.replace(path)
