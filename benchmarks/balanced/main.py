@@ -202,32 +202,80 @@ def recorded_profiles() -> Iterator[list[Profile]]:
         planner.measure_units = measure
 
 
-def best_step(profile: Profile, specs: Sequence[DeviceSpec]) -> float:
-    """Return the seconds of the best step found without a preference for any place, if moving tensors takes no time."""
-    needed = planner.Search(profile, specs, BalancedBackend(microbatches=MICROBATCHES)).needed
-    part, places = profile.samples / MICROBATCHES, [*profile.places, len(profile.units)]
-    phases = [sums(profile.costs[each].at(part), places) for each in ("forward", "backward")]
-    found = []
-    for order in set(itertools.permutations(specs)) if len(specs) < 5 else [specs]:
+def units_s(model: nn.Module, units: Sequence[str], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Time a step on one device; return the seconds of each unit's forward and of its backward.
+
+    A forward lasts until the next unit's begins, a backward until the gradient of the unit's input is known.
+    """
+    begins: list[torch.Event] = []
+    known: dict[int, torch.Event] = {}  # by the unit
+
+    def now() -> torch.Event:
+        event = torch.Event(x.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(x.device))
+        return event
+
+    def enter(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        unit = len(begins)
+        begins.append(now())
+        if args[0].requires_grad:
+            args[0].register_hook(lambda _: known.update({unit: now()}))
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(enter) for name in units]
+    loss = model(x).mean()
+    middle = now()
+    loss.backward()
+    known[0] = now()
+    for hook in hooks:
+        hook.remove()
+    torch.accelerator.synchronize(x.device)
+    forward = [begin.elapsed_time(end) for begin, end in itertools.pairwise([*begins, middle])]
+    backward = dict.fromkeys(range(len(units)), 0.0)
+    since = middle
+    for unit, event in known.items():  # in the order in which they were recorded
+        backward[unit] = since.elapsed_time(event)
+        since = event
+    return torch.tensor(forward).double() / 1e3, torch.tensor([*backward.values()]).double() / 1e3
+
+
+def best_step(found: Result) -> float:
+    """Return the seconds of the best step of all splits, if moving tensors takes no time."""
+    needed = planner.Search(found.profile, found.specs, BalancedBackend(microbatches=MICROBATCHES)).needed
+    places = [*found.profile.places, len(found.profile.units)]
+    phases = [sums(each, places) for each in found.units_s]
+    steps = []
+    for order in set(itertools.permutations(found.specs)) if len(found.specs) < 5 else [found.specs]:
         for power in range(-12, 13):
             seconds = phases[0] + 1.3**power * phases[1]
             bounds = split((seconds / each.speed).masked_fill(needed > each.cap_bytes, math.inf) for each in order)
             if bounds is not None:
                 used = [(each, i, j) for each, (i, j) in zip(order, itertools.pairwise(bounds), strict=True) if i < j]
                 times = [[float(phase[i, j]) / each.speed for each, i, j in used] for phase in phases]
-                found.append(planner.step_s(*times, MICROBATCHES))
-    return min(found)
+                steps.append(planner.step_s(*times, MICROBATCHES))
+    return min(steps)
+
+
+def planned_step(found: Result) -> float:
+    """Return the seconds of GPipe's schedule of the plan's stages, if moving tensors takes no time."""
+    speeds = {each.device: each.speed for each in found.specs}
+    stages = [*zip(found.plan.devices, itertools.pairwise(found.plan.bounds), strict=True)]
+    times = [[float(phase[i:j].sum()) / speeds[device] for device, (i, j) in stages] for phase in found.units_s]
+    return planner.step_s(*times, MICROBATCHES)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds of a step on one device and on several, and the plan."""
+    """Seconds of a step on one device and on several, and the plan.
+
+    `units_s` has the measured seconds of each unit's forward and backward of a micro-batch, on one device.
+    """
 
     unsplit_s: float
     split_s: float
     plan: Plan
     profile: Profile
     specs: list[DeviceSpec]
+    units_s: tuple[Tensor, Tensor]
 
 
 def measure(name: str, devices: list[torch.device], memory: Any = None) -> Result:
@@ -242,7 +290,9 @@ def measure(name: str, devices: list[torch.device], memory: Any = None) -> Resul
         split_s = [seconds_of(lambda: step(model, x), devices) for _ in range(3)][2]
     specs = device_specs(devices, memory=memory, model=model)
     made = plan(model)
-    return Result(unsplit_s, split_s, made, replace(profiles[0], samples=made.samples), specs)
+    # The second one adds its gradients to those of the first, as the micro-batches of a step do.
+    timed = [units_s(model, profiles[0].units, x[: len(x) // MICROBATCHES]) for _ in range(2)][1]
+    return Result(unsplit_s, split_s, made, replace(profiles[0], samples=made.samples), specs, timed)
 
 
 def alone(name: str, found: Result) -> str:
@@ -253,14 +303,13 @@ def alone(name: str, found: Result) -> str:
 
 def row(name: str, what: str, found: Result) -> str:
     """Return a line of the table."""
-    made, speeds = found.plan, [each.speed for each in found.specs]
+    speeds = [each.speed for each in found.specs]
     ideal = ideal_speedup(len(speeds), MICROBATCHES) * sum(speeds) / len(speeds)
     speedup = found.unsplit_s / found.split_s
-    gpipe = planner.step_s(made.forward_s, made.backward_s, MICROBATCHES)
-    best = best_step(found.profile, found.specs)
     return (
         f"| {name} | {what} | {found.unsplit_s * 1e3:.1f} | {found.split_s * 1e3:.1f} | {speedup:.2f}x | {ideal:.2f}x "
-        f"| {100 * speedup / ideal:.0f} % | {100 * gpipe / found.split_s:.0f} % | {100 * best / found.split_s:.0f} % |"
+        f"| {100 * speedup / ideal:.0f} % | {100 * planned_step(found) / found.split_s:.0f} % "
+        f"| {100 * best_step(found) / found.split_s:.0f} % |"
     )
 
 

@@ -212,6 +212,32 @@ class Wide(nn.Module):
         return self.head(x)
 
 
+class Skip(nn.Module):
+    """Adds its input to what its layers make of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(self.first(x))
+
+
+@pytest.mark.gpu2
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_units_of_a_model_that_fits_on_no_device() -> None:
+    """An addition of tensors that are on two devices while the model is profiled does not make its units larger."""
+    found = []
+    for memory in (2**33, 270_000):
+        model = nn.Sequential(Skip(), Skip(), Skip())
+        backend = BalancedBackend(devices=("cuda:0", "cuda:1"), memory=memory, microbatches=2)
+        with parallel_model(model, backend=backend):
+            loss_of(model(torch.randn(16, 64))).backward()
+        found.append(plan(model))
+    assert "fits on one device" not in found[1].why
+    assert len({each.units for each in found}) == 1
+
+
 def allocated(device: int) -> float:
     return torch.cuda.memory_allocated(device) / 2**20
 

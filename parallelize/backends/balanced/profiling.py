@@ -112,6 +112,7 @@ def find_units(model: nn.Module, run: Callable[[], object], *, samples: int) -> 
         versions.extend((name, weakref.ref(each), each._version) for each in tensors)
 
     modules = dict(_visible(model))
+    run()  # begins again if operands meet on another device
     with _calling(modules, enter):
         outputs = tensors_in(run())  # which keep tensors alive
     changing = {name for name, ref, version in versions if ref() is not None and ref()._version != version}
