@@ -102,7 +102,7 @@ class Profile:
 def find_units(model: nn.Module, run: Callable[[], object], *, samples: int) -> Profile:
     """Run a forward of some samples; return its units without costs."""
     calls = Counter[str]()  # in the order of first calls
-    sizes: dict[str, int] = {}  # bytes of the arguments of the first call
+    sizes = dict[str, int]()  # bytes of the arguments of the first call
     versions: list[tuple[str, Any, int]] = []  # of the arguments of each call
 
     def enter(name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -182,7 +182,7 @@ def _costs(
     model: nn.Module, units: Sequence[str], call: Callable[[], Any], device: torch.device
 ) -> dict[tuple[str, str], float]:
     """Run a forward; return the seconds of each unit's "forward", and the bytes that autograd has "saved"."""
-    found: dict[tuple[str, str], float] = defaultdict(float)
+    found = defaultdict[tuple[str, str], float](float)
     laps: list[tuple[str, Any, Any]] = []
     # Each storage counts once, those of parameters never.
     seen = {each.untyped_storage().data_ptr() for each in model.parameters() if each.layout is torch.strided}
