@@ -5,8 +5,11 @@ Workers write their results to files, because not every library returns values.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import select
 import subprocess
 import sys
 import tempfile
@@ -22,6 +25,10 @@ import torch.distributed as dist
 from libraries import LIBRARIES, Library
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "ssh"))
+
+from sshd import Hosts
 
 __all__ = ["BEHAVIOURS", "Behaviour"]
 
@@ -163,6 +170,18 @@ def _fail(_library: str, folder: str) -> None:
     time.sleep(SLEEP_S)
 
 
+def _stop(_library: str, _folder: str) -> None:
+    answer = 42 + dist.get_rank()
+    if dist.get_rank() == 1:
+        breakpoint()
+    assert answer
+
+
+def _address() -> str:
+    """Return this host's address, as the connection has it that reached it."""
+    return os.environ["SSH_CONNECTION"].split()[2]
+
+
 # In the caller
 
 
@@ -245,6 +264,41 @@ def _shuffles_each_epoch(library: str) -> None:
         assert drawn == list(range(96)), f"{len(set(drawn))} of 96 samples in an epoch"
 
 
+def _stops_in_a_rank(library: str) -> None:
+    """Run a program on a terminal, and type at the prompt of pdb as a user does."""
+    program = f"import behaviours\nbehaviours.LIBRARIES[{library!r}].call(2, behaviours._stop, {library!r}, '')"
+    ours, terminal = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    ) as process:
+        os.close(terminal)
+        shown, typed = "", False
+        with contextlib.suppress(OSError):  # the terminal is closed
+            while select.select([ours], [], [], SLEEP_S)[0] and (text := os.read(ours, 4096).decode(errors="replace")):
+                shown += text
+                if not typed and "(Pdb" in shown:
+                    os.write(ours, b"answer\ncontinue\n")
+                    typed = True
+        os.close(ours)
+        process.kill()
+    assert typed, "no prompt"
+    assert "\n43" in shown.replace("\r", ""), "a prompt that cannot be answered"
+    assert process.wait() == 0, "the call ends with an error"
+
+
+def _reaches_hosts(library: str) -> None:
+    """Call a function on two hosts, each a real sshd on an address of this machine."""
+    on_hosts = LIBRARIES[library].on_hosts
+    assert on_hosts is not None
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = Hosts(Path(folder))
+        try:
+            hosts.wait()
+            assert on_hosts(("gpu1", "gpu2"), hosts.config, _address) == ["127.0.0.1", "127.0.0.2"], "other hosts"
+        finally:
+            hosts.close()
+
+
 def _exception_name(text: str) -> str:
     """Return the type of the exception at the end of a traceback."""
     last = (text.strip().splitlines() or ["nothing was run"])[-1]
@@ -313,5 +367,16 @@ BEHAVIOURS = {
         check=_shuffles_each_epoch,
         needs=("loader",),
         test="tests/unit/data/test_shard_loader.py::test_each_iterator_is_the_next_epoch",
+    ),
+    "debugger": Behaviour(
+        expectation="`breakpoint()` in rank 1 stops at a prompt on the caller's terminal",
+        check=_stops_in_a_rank,
+        test="tests/worlds/test_debugger.py::test_ranks_are_debugged_one_after_the_other",
+    ),
+    "hosts": Behaviour(
+        expectation="a call runs on two hosts, by the names that `ssh` has for them",
+        check=_reaches_hosts,
+        needs=("on_hosts",),
+        test="tests/ssh/test_hosts.py::test_a_call_runs_on_both_hosts_as_in_one_process",
     ),
 }

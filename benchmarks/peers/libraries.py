@@ -6,8 +6,10 @@ Each is used as its documentation shows; `None` where it has no such feature.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ class Library:
         loader: returns the object to iterate instead of a DataLoader.
         gathered: `gathered(loader, values)`: gathers per-sample values of all ranks, each sample once.
         snippet: source that defines `call(function)`, for programs that are not in a file.
+        on_hosts: `on_hosts(names, ssh_config, function)`: calls it once on each of the hosts, which `ssh` reaches by a
+            configuration file; returns the values of all ranks.
     """
 
     package: str
@@ -36,6 +40,7 @@ class Library:
     model: Callable[..., Any] | None = None
     loader: Callable[[DataLoader], Any] | None = None
     gathered: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    on_hosts: Callable[[Sequence[str], Path, Callable[[], Any]], list[Any]] | None = None
 
 
 def _ours(processes: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -58,6 +63,14 @@ def _our_loader(loader: DataLoader) -> Any:
     if isinstance(loader.sampler, DistributedSampler):  # a pre-sharded loader has its own tail
         return shard_loader(loader)
     return shard_loader(loader, tail="exact")
+
+
+def _ours_on_hosts(names: Sequence[str], ssh_config: Path, function: Callable[[], Any]) -> list[Any]:
+    from parallelize import SSHLauncher, distributed
+
+    env = {"PYTHONPATH": os.environ["PYTHONPATH"]}
+    launcher = SSHLauncher(hosts=names, ssh=("ssh", "-F", str(ssh_config)), env=env)
+    return distributed(launcher=launcher, processes=1)(function).all_ranks()
 
 
 def _fabric(processes: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -153,6 +166,13 @@ def _torchrunx(processes: int, function: Callable[..., Any], *args: Any) -> Any:
     return launcher.run(function, *args).rank(0)
 
 
+def _torchrunx_on_hosts(names: Sequence[str], ssh_config: Path, function: Callable[[], Any]) -> list[Any]:
+    from torchrunx import Launcher
+
+    launcher = Launcher(hostnames=list(names), workers_per_host=1, ssh_config_file=ssh_config, backend="gloo")
+    return launcher.run(function).index(0)
+
+
 LIBRARIES = {
     "parallelize": Library(
         package="parallelize",
@@ -160,6 +180,7 @@ LIBRARIES = {
         model=_our_model,
         loader=_our_loader,
         gathered=lambda loader, values: loader.gather(values),
+        on_hosts=_ours_on_hosts,
         snippet="from parallelize import distributed\ncall = lambda f: distributed(processes=2)(f)()",
     ),
     "Fabric": Library(
@@ -191,6 +212,7 @@ LIBRARIES = {
     "torchrunx": Library(
         package="torchrunx",
         call=_torchrunx,
+        on_hosts=_torchrunx_on_hosts,
         snippet="from torchrunx import Launcher\n"
         "call = lambda f: Launcher(hostnames=['localhost'], workers_per_host=2, backend='gloo').run(f).rank(0)",
     ),
