@@ -44,7 +44,8 @@ class RankState(NamedTuple):
     Args:
         rank: global rank.
         status: "waiting": idle for seconds in a torch.distributed call, or elsewhere with a pending collective;
-            "returned": the rank makes no further collectives; "running": any other state.
+            "returned": the rank makes no further collectives; "stopped": its user has it in pdb; "running": any other
+            state.
         location: innermost line of the user's program: "train.py:41".
         operation: call on that line: "all_reduce".
         collectives: most recent collectives of each group and all pending ones, oldest first.

@@ -37,14 +37,12 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COLLECTIVES = str(torch.distributed.distributed_c10d.__file__)
 _WAITS = (_OWN + "block/reducer.py", _TORCH + "distributed/_functional_collectives.py")
 _OPERATORS = (_TORCH + "_ops.py", _TORCH + "_library")  # Python frames of a custom operator's call
-_WORKER = _OWN + "worker/main.py"
-_RETURNING = {"_broadcast_value", "gather_values"}  # of worker/in_process.py
 
 
 @functools.cache
 def _library_prefixes() -> tuple[str, ...]:
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return (_OWN, _TORCH, "<frozen", *(folder + os.sep for folder in folders if folder))
+    return (_OWN, _TORCH, "<frozen", *(folder + os.sep for folder in folders))
 
 
 def is_user_code(frame: FrameType) -> bool:
@@ -90,7 +88,7 @@ def operation(stack: Stack) -> str:
         name = frame.f_code.co_name
         if _is_own_or_torch(frame):
             call = frame.f_locals.get("call") if frame.f_code.co_filename.startswith(_OWN) else None
-            if isinstance(call, str) or name in _RETURNING:
+            if isinstance(call, str) or name in {"_broadcast_value", "gather_values"}:
                 return call or "the return of its value"
             if not name.startswith(("_", "<")) and not name.endswith("wrapper"):
                 outermost = name
@@ -112,7 +110,7 @@ def traceback_of(stack: Stack) -> TracebackType | None:
     """Build a traceback from the user's function to the innermost frame, for an error made in another thread."""
     trace = None
     for frame, line in stack:
-        if frame.f_code.co_filename == _WORKER:
+        if frame.f_code.co_filename == _OWN + "worker/main.py":
             break
         trace = TracebackType(trace, frame, frame.f_lasti, line)
     return trace
@@ -127,13 +125,12 @@ def has_other_active_threads(main: int) -> bool:
     frames = [each for ident, each in sys._current_frames().items() if ident not in {main, threading.get_ident()}]
     modules = {each.f_globals.get("__name__", "") for frame in frames for each, _ in traceback.walk_stack(frame)}
     packages = {each.partition(".")[0] for each in modules} - {"parallelize", "torch", *sys.stdlib_module_names}
-    if (
+    return (
         any(each.startswith("torch.distributed") for each in modules)
         or not packages <= packages_distributions().keys()
         or threading.Timer in map(type, threading.enumerate())
-    ):
-        return True
-    return any(
-        name.partition(".")[0] in packages and "torch" in getattr(module, "__dict__", ())
-        for name, module in list(sys.modules.items())
+        or any(
+            name.partition(".")[0] in packages and "torch" in getattr(module, "__dict__", ())
+            for name, module in list(sys.modules.items())
+        )
     )

@@ -5,6 +5,7 @@
     compare-and-set     picks one of the waiting ranks as the judge, which reads the states
     deadlock            every waiting rank ends with the verdict
     none                the judge asks again every 4 s, and whenever a rank begins to wait, or returns
+    a rank in pdb       nothing ends the ranks that wait, as long as the user has it
     30 s, 1 min, ...    rank 0 logs which ranks wait, and where
     timeout - 2 s       the verdict is where all ranks are; later NCCL would abort the process, and gloo name no rank;
                         the longest timeout counts, of the default group and of the groups that the judge waits in
@@ -26,6 +27,7 @@ import contextlib
 import json
 import logging
 import os
+import pdb
 import sys
 import threading
 import time
@@ -112,12 +114,14 @@ class Judge:
     def _judge(self) -> None:
         """Judge when all ranks have answered, or had the time to; ask again after a while."""
         now_s, verdict = time.monotonic(), None
-        waited_s, asked_s = now_s - self._began_s, now_s - self._asked_s
-        for rank in set(range(self.world_size)) - self._states.keys():
+        for rank in range(self.world_size) - self._states.keys():
             if self.store.check([key := f"state/{rank}"]):
                 state = RankState.loads(self.store.get(key))
                 if state.status == "returned" or state.answers >= self.answered:
                     self._states[rank] = state
+        if any(each.status == "stopped" for each in self._states.values()):
+            self._began_s, self._is_judged = now_s, True
+        waited_s, asked_s = now_s - self._began_s, now_s - self._asked_s
         if not self._is_judged and (len(self._states) == self.world_size or asked_s >= _ANSWER_S):
             self._is_judged, verdict = True, find_deadlock(self._states)
         if not verdict and self._is_judged and waited_s >= self._limit_s - _ABORT_MARGIN_S:
@@ -152,28 +156,24 @@ def _end_program(error: SyncError) -> None:
         os._exit(1)
 
 
-class _Seen:
-    """A mark on the frame of a collective: the next call's frame has none, though it may have the same address."""
-
-    def __call__(self, *_: Any) -> None:
-        """Trace nothing: it is called if a debugger is at work."""
-
-
 class Watchdog:
     """Detects hangs of the thread that enters `watch`; inactive outside of that block.
 
     Attributes:
         on_hang: function that ends this process with an error; called in the watchdog thread.
+        has_debugger: whether a user may stop ranks in pdb; then this thread alone ends what waits for too long.
         on_look: function that gets the main thread's stack twice a second and returns facts for the state of this rank.
     """
 
     on_hang: Callable[[SyncError], None] = staticmethod(_end_program)
     on_look: Any = None
+    has_debugger = False
 
     _judge: Judge | None = None
     _stack: Stack | None = None
     _facts: Any = None
     _position: object = None
+    _mark: Any = None
 
     @contextlib.contextmanager
     def watch(self, store: dist.Store, *, timeout_s: Callable[..., float], since_ns: int | None) -> Iterator[None]:
@@ -193,8 +193,7 @@ class Watchdog:
         own_store.set_timeout(timedelta(seconds=10))  # so that a call fails if the store is lost
         judge = Judge(own_store, dist.get_rank(), dist.get_world_size(), timeout_s, self._state)
         self._judge, self._main, self._since_ns = judge, threading.get_ident(), time.time_ns()
-        is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # not typed
-        self._device = torch.cuda.current_device() if is_used else None
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # type: ignore[no-untyped-call]
         self._is_over, self._stack = threading.Event(), None
         self._thread = threading.Thread(target=self._run, args=[judge], name="parallelize-watch", daemon=True)
         self._thread.start()
@@ -234,9 +233,8 @@ class Watchdog:
         return verdict
 
     def _run(self, judge: Judge) -> None:
-        if self._device is not None:  # NCCL's recorder queries events, which would make a context on device 0
-            torch.cuda.set_device(self._device)
-        with contextlib.suppress(RuntimeError):  # the store is lost
+        # NCCL's recorder queries events, which would make a context on device 0. An error: the store is lost.
+        with torch.cuda.device(self._device), contextlib.suppress(RuntimeError):
             while not self._is_over.wait(_CHECK_EVERY_S):
                 self._look()
                 verdict = judge.check(is_waiting=self._status == "waiting")
@@ -245,20 +243,24 @@ class Watchdog:
 
     def _look(self) -> None:
         """Find out whether the main thread waits: for 3 s in one collective, or elsewhere with a pending one."""
-        self._look_at(self._frames())
+        is_stopped = self._look_at(self._frames())
         position = self._here()
         if position != self._position:
             self._position, self._since_s = position, time.monotonic()
-        can_wait = self._is_held or any(begun != completed for begun, completed in progress())
-        is_waiting = can_wait and time.monotonic() - self._since_s >= _WAITS_AFTER_S
-        self._status = "waiting" if is_waiting else "running"
+        is_waiting = time.monotonic() - self._since_s >= _WAITS_AFTER_S and (
+            self._is_held or any(begun != completed for begun, completed in progress())
+        )
+        self._status = "stopped" if is_stopped else "waiting" if is_waiting else "running"
 
-    def _look_at(self, stack: Stack) -> None:
+    def _look_at(self, stack: Stack) -> bool:
+        """Note what the main thread's stack shows; return whether the thread is stopped in pdb."""
         self._is_held = is_in_collective(stack)
         innermost, _ = stack[0]
-        if self._is_held and not isinstance(innermost.f_trace, _Seen):
-            innermost.f_trace = _Seen()
+        if self._is_held and innermost.f_trace is not self._mark:
+            # The next call's frame has no mark, though it may have the same address. It is called under a debugger.
+            self._mark = innermost.f_trace = lambda *_: None
         self._facts = self.on_look and self.on_look(stack)
+        return any(frame.f_code is pdb.Pdb.interaction.__code__ for frame, _ in stack)
 
     def _frames(self) -> Stack:
         """Return the stack of the error that is explained, or the main thread's.

@@ -34,6 +34,9 @@ __all__ = ["bound_device", "default_store", "process_group", "separate_group"]
 
 _log = logging.getLogger("parallelize")
 
+_DEBUGGED = timedelta(days=7)
+"""Timeout of torch's collectives while the watchdog has that of the run: ranks wait for one that is in pdb."""
+
 
 @contextlib.contextmanager
 def process_group(world: World, layout: Layout, watchdog: Watchdog) -> Iterator[None]:
@@ -45,6 +48,7 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog) -> Iterator[
         watchdog: detects hangs if the group has several processes.
     """
     config, since_ns = layout.config, time.time_ns()
+    torch_timeout = _DEBUGGED if watchdog.has_debugger else config.timeout
     if dist.is_initialized():
         with _with_watchdog(watchdog, config.timeout, since_ns=None), replace_group_functions():
             yield
@@ -53,10 +57,10 @@ def process_group(world: World, layout: Layout, watchdog: Watchdog) -> Iterator[
     if config.init_connection is not None:
         config.init_connection(world)
     else:
-        store = _initialize(_reachable(world), layout)
+        store = _initialize(_reachable(world), layout, torch_timeout)
     try:
         with (
-            _timeout_of_new_groups(config.timeout),
+            _timeout_of_new_groups(torch_timeout),
             _with_watchdog(watchdog, config.timeout, since_ns=since_ns),
             replace_group_functions(),
         ):
@@ -87,9 +91,8 @@ def bound_device(world: World, layout: Layout) -> torch.device | None:
     return None if others or device.type == "cpu" or is_gloo else device
 
 
-def _initialize(world: World, layout: Layout) -> dist.Store:
+def _initialize(world: World, layout: Layout, timeout: timedelta) -> dist.Store:
     """Initialize the default group of a run on the run's store, and return its part of the store."""
-    timeout = layout.config.timeout
     # Each group has its own prefix, so that it does not read the keys of an earlier run's. All ranks make their
     # groups in the same order, so their counters agree.
     store = dist.PrefixStore(f"parallelize/{next(_group_ids)}", _store(world, timeout))
@@ -143,7 +146,8 @@ def _longest_timeout(calls: Sequence[Collective], default: timedelta) -> timedel
     for group in wanted:
         for device in group._device_types:
             with contextlib.suppress(RuntimeError, AttributeError):  # not every backend has options
-                found.append(group._get_backend(device).options._timeout)
+                limit = group._get_backend(device).options._timeout
+                found.append(default if limit == _DEBUGGED else limit)
     return max(found, default=default)
 
 

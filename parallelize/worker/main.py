@@ -36,6 +36,7 @@ from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import World
 from parallelize.config.layout import RUN_ID, Layout
 from parallelize.errors import LaunchError, add_note
+from parallelize.hang_detection.watchdog import Watchdog
 from parallelize.runtime.context import Runtime, activate, current
 from parallelize.runtime.user_process_group import replace_group_functions
 from parallelize.worker.debugger import debug_with_caller, inspect_error
@@ -165,6 +166,7 @@ def refuse_during_task_load(name: str) -> None:
 
 def _perform(task: Task, world: World, shutdown: WorkerShutdown, setup: WorkerSetup) -> None:
     changes = Changes(task.stateful, task.data) if world.is_main and task.layout.config.update_modules else None
+    Watchdog.has_debugger = setup.has_keyboard
     with active_run(task.layout.renumbered(), world) as runtime:
         runtime.watchdog.on_hang = shutdown.terminate
         setup.settings.apply_default_device()

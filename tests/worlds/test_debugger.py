@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ pexpect = pytest.importorskip("pexpect")
 TRAIN = """
 import os
 import pdb
+import time
 import torch
 from parallelize import all_reduce, distributed, rank
 
@@ -35,6 +37,13 @@ def train():
     print("at work", os.getpid())
     breakpoint()
     return all_reduce(10 * x).item()
+
+@distributed(processes=2, timeout=6)
+def wait(seconds):
+    if rank() == 1:
+        breakpoint()
+        time.sleep(seconds)
+    return all_reduce(torch.ones(1)).item()
 
 @distributed(processes=2)
 def fail(key):
@@ -110,6 +119,20 @@ def test_ranks_are_debugged_one_after_the_other(start: Callable[..., Any]) -> No
     assert asked(terminal) == first
     terminal.sendline("c")
     terminal.expect_exact("result 35.0")
+    terminal.expect(pexpect.EOF)
+
+
+@pytest.mark.slow
+def test_a_timeout_does_not_count_what_the_user_takes(start: Callable[..., Any]) -> None:
+    """A rank waits for one that is stopped for longer than timeout=; without a debugger the timeout ends the call."""
+    terminal = start("print('result', wait(0)); wait(60)")
+    assert asked(terminal) == 1
+    time.sleep(15)
+    terminal.sendline("c")
+    terminal.expect_exact("result 1.0")
+    assert asked(terminal) == 1
+    terminal.sendline("c")
+    terminal.expect(r"SyncError: rank 0 waits at train.py:\d+ in all_reduce(.|\n)*timeout=6 s is over")
     terminal.expect(pexpect.EOF)
 
 
