@@ -21,7 +21,7 @@ import torch
 import torch.multiprocessing
 import torch.utils._device
 
-__all__ = ["LogSettings", "Settings", "handle_records", "without_log_files"]
+__all__ = ["LogSettings", "Settings", "append_line", "handle_records", "without_log_files"]
 
 # Paths below `torch`: function that returns a setting -> function that sets it. None of them
 # initializes a GPU.
@@ -208,24 +208,24 @@ class LogSettings:
         plain = (each for each in formatters if type(each) is logging.Formatter)
         return cls(loggers, next(plain, None))
 
-    def apply(self, path: Path | None = None) -> None:
-        """Send the records that the caller's handlers would get to the caller, by a file.
+    def apply(self, send: Callable[[str], object] | None = None) -> None:
+        """Send the records that the caller's handlers would get to the caller.
 
         Handlers of modules that this process has imported are removed: the caller has them, too.
         Those that the function adds are this process's own.
 
         Args:
-            path: the file; None: this process of a cluster's job shows the records on stderr.
+            send: sends a line for `handle_records`; None: this process of a cluster's job shows the records on stderr.
         """
-        for each in _loggers().values() if path else ():
+        for each in _loggers().values() if send else ():
             each.handlers.clear()
-        handler = _Forwarder(path) if path else logging.StreamHandler()  # type: ignore[arg-type]  # its queue is a file
-        handler.setFormatter(None if path else self.formatter)
+        handler = _Forwarder(send) if send else logging.StreamHandler()  # type: ignore[arg-type]  # its queue sends
+        handler.setFormatter(None if send else self.formatter)
         for name, (level, propagates, is_disabled, has_handlers) in self.loggers.items():
             logger = logging.getLogger(name)
             logger.setLevel(level)
             logger.propagate, logger.disabled = propagates, is_disabled
-            if has_handlers and (path or logger is logging.root):
+            if has_handlers and (send or logger is logging.root):
                 logger.addHandler(handler)
 
 
@@ -236,9 +236,9 @@ def _loggers() -> dict[str, logging.Logger]:
 
 
 class _Forwarder(QueueHandler):
-    """Appends records to a file, an object of JSON per line, with attributes of text or numbers."""
+    """Sends records, an object of JSON per line, with attributes of text or numbers."""
 
-    queue: Any  # the path
+    queue: Any  # a function
     last: logging.LogRecord | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -248,8 +248,13 @@ class _Forwarder(QueueHandler):
 
     def enqueue(self, record: logging.LogRecord) -> None:
         plain = {key: value for key, value in vars(record).items() if type(value) in (str, int, float)}
-        with contextlib.suppress(OSError), self.queue.open("a") as file:  # a full disk loses records
-            file.write(json.dumps(plain) + "\n")
+        self.queue(json.dumps(plain) + "\n")
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file; a full disk loses it."""
+    with contextlib.suppress(OSError), path.open("a") as file:
+        file.write(line)
 
 
 def handle_records(text: str, *, prefix: str, at_least: int) -> None:

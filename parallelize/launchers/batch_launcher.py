@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -56,11 +56,16 @@ class NodeCall:
             task.write(Path(file.name))
             return cls(Path(file.name).read_bytes(), Settings.capture(), LogSettings.capture())
 
-    def run(self, node: Node) -> bytes:
-        """Make the call on this machine, as a node of it, by the default launcher; return what `outcomes_of` reads."""
+    def run(self, node: Node, send: Callable[[str], object] | None = None) -> bytes:
+        """Make the call on this machine, as a node of it, by the default launcher; return what `outcomes_of` reads.
+
+        Args:
+            node: this machine.
+            send: sends log records, for `handle_records`; None: they are shown on stderr.
+        """
         self.settings.apply()
         self.settings.apply_default_device()
-        self.logs.apply()
+        self.logs.apply(send)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "call")
             path.write_bytes(self.task)

@@ -37,6 +37,7 @@ import torch
 from parallelize.call.pickling import pickled_by_value
 from parallelize.call.reachable import is_user_code
 from parallelize.call.returned import restore
+from parallelize.call.settings import handle_records
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.world import Node
 from parallelize.config.config import Config
@@ -240,6 +241,8 @@ def _result(call: NodeCall, hosts: Sequence[_Host]) -> bytes:
             what, value = hosts[numbers[ready]].hear()
             if what == "outcome":
                 found[numbers[ready]], end = value, min(end, time.monotonic() + _LEAVE_GRACE_S)
+            elif what == "records":
+                handle_records(value, prefix="", at_least=0)
             else:
                 stream = getattr(sys, what)
                 stream.write(value)
@@ -257,7 +260,7 @@ def _tell_all(hosts: Sequence[_Host], what: str) -> None:
 
 
 class _Stream(io.TextIOBase):
-    """Sends what is written to it to the caller, as that of stdout or stderr."""
+    """Sends what is written to it to the caller, as that of stdout, stderr or the loggers."""
 
     def __init__(self, name: str, connection: Connection, lock: threading.Lock) -> None:
         self._name, self._connection, self._lock = name, connection, lock
@@ -308,7 +311,7 @@ def _serve() -> None:
     os.environ["PARALLELIZE_KEY"] = key
     sys.stdout, sys.stderr = (_Stream(name, replies, lock) for name in ("stdout", "stderr"))
     threading.Thread(target=_obey, args=[commands], name="parallelize-ssh", daemon=True).start()
-    outcome = call.run(node)
+    outcome = call.run(node, _Stream("records", replies, lock).write)
     with lock:
         replies.send(("outcome", outcome))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bdb
 import contextlib
 import faulthandler
+import functools
 import io
 import linecache
 import multiprocessing
@@ -30,7 +31,7 @@ from torch import nn
 
 from parallelize.call.pickling import pickle_main_by_value, populate_main
 from parallelize.call.returned import Changes
-from parallelize.call.settings import LogSettings, Settings, without_log_files
+from parallelize.call.settings import LogSettings, Settings, append_line, without_log_files
 from parallelize.call.task import Outcome, Task
 from parallelize.cluster.slurm_allocation import STOP_FILE_VARIABLE
 from parallelize.cluster.world import World
@@ -132,7 +133,8 @@ def run(setup: WorkerSetup, world: World, files: tuple[str, str] | None) -> None
                 _is_loading_task.set(True)
                 task = Task.read(task_path(folder), device=setup.devices[world.local_rank])
                 _is_loading_task.set(False)
-            setup.logs.apply(Path(files[1]).with_suffix(".log") if files else None)
+            send = functools.partial(append_line, Path(files[1]).with_suffix(".log")) if files else None
+            setup.logs.apply(send)
             if task.not_set and world.is_main:
                 text = f"not sent to the workers: {', '.join(task.not_set)}; set it in the function"
                 warnings.warn(text, RuntimeWarning, stacklevel=1)

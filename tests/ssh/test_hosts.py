@@ -51,6 +51,19 @@ def test_a_call_runs_on_both_hosts_as_in_one_process(hosts: Hosts, capfd: pytest
     assert set(re.findall(r"trained by rank \d", capfd.readouterr().out)) == {f"trained by rank {n}" for n in range(4)}
 
 
+def log() -> None:
+    logging.getLogger("mine").log(logging.WARNING if rank() else logging.INFO, "from rank %d", rank())
+
+
+@pytest.mark.slow
+def test_the_callers_loggers_handle_the_records(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
+    """As on one machine: rank 0's, and warnings of other ranks."""
+    caplog.set_level(logging.INFO, "mine")
+    distributed(launcher=launcher(hosts), processes=1)(log)()
+    found = {(each.levelno, each.getMessage()) for each in caplog.records if each.name == "mine"}
+    assert found == {(logging.INFO, "from rank 0"), (logging.WARNING, "[rank 1] from rank 1")}
+
+
 def fail() -> None:
     if rank() == 1:
         raise ValueError("of rank 1")
