@@ -21,7 +21,7 @@ __all__ = ["all_gather", "all_reduce", "barrier", "broadcast", "main_first", "nu
 Op = Literal["mean", "sum", "max", "min"]
 
 
-def all_reduce(x: Any, op: Op = "mean") -> Any:
+def all_reduce(x: Any, op: Op) -> Any:
     """Reduce a value over all processes; a collective: every process must call it.
 
     Args:

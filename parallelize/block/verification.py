@@ -87,9 +87,10 @@ class Verification:
         self._warns_of_buffers = not found
         if found and self._run.world.is_main:
             warnings.warn(
-                f"buffers differ between the ranks, and rank 0's are kept: {_listed(found)}. Each rank has "
-                "updated its own from its part of the batch. parallel_model(model, buffers='mean') keeps "
-                "their mean, buffers='rank0' keeps rank 0's without this warning.",
+                f"buffers differ between the ranks, and rank 0's are kept: {_listed(found)}. Each rank has updated its "
+                "own from its part of the batch, by which batch norm normalizes, too: on GPUs "
+                "nn.SyncBatchNorm.convert_sync_batchnorm(model) trains as one process. parallel_model(model, "
+                "buffers='mean') keeps the mean of the buffers, buffers='rank0' keeps rank 0's without this warning.",
                 stacklevel=user_stacklevel(),
             )
 
@@ -157,9 +158,9 @@ class Verification:
         """
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             averaged = value.clone()
-            averaged.detach().copy_(all_reduce(value.detach() * self._loss_weight()))
+            averaged.detach().copy_(all_reduce(value.detach() * self._loss_weight(), "mean"))
             return averaged
-        return all_reduce(value * float(self._loss_weight())) if isinstance(value, float) else value
+        return all_reduce(value * float(self._loss_weight()), "mean") if isinstance(value, float) else value
 
     def compare_unaveraged_gradients(
         self, optimizer: torch.optim.Optimizer, slots: list[Slot], unknown: list[Any]

@@ -52,7 +52,7 @@ def train(backend: object, amp: object, folder: Path) -> float:
         load(folder / "last", model=model, optimizer=optimizer)
         barrier()
         time.sleep(1.5 * rank())  # a wait that hang detection looks at
-        return all_reduce(loss.item())
+        return all_reduce(loss.item(), "mean")
 
 
 @pytest.mark.parametrize("amp", [None, "fp16", "O2"])

@@ -255,7 +255,7 @@ def test_a_run_of_one_gpu_under_torchrun_uses_nccl(run_script: Any) -> None:
             model = nn.Linear(4, 2)
             with parallel_model(model):
                 model(torch.ones(3, 4)).sum().backward()
-            return dist.get_backend_config(), all_reduce(torch.ones(1, device="cuda")).item()
+            return dist.get_backend_config(), all_reduce(torch.ones(1, device="cuda"), "sum").item()
 
         print(*train())
         """,

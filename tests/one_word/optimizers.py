@@ -419,7 +419,7 @@ def plateau():
                 loss.backward()
                 optimizer.step()
                 total += loss.item()
-            scheduler.step(float(all_reduce(torch.tensor(total, dtype=torch.float64))))
+            scheduler.step(float(all_reduce(torch.tensor(total, dtype=torch.float64), "mean")))
     return {**weights(model=model), "lr": torch.tensor(optimizer.param_groups[0]["lr"])}
 
 

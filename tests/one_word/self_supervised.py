@@ -204,7 +204,7 @@ class DINOLoss(nn.Module):
 
     @torch.no_grad()
     def update_center(self, teacher_output):
-        batch_center = all_reduce(torch.sum(teacher_output, dim=0, keepdim=True)) / world_size()
+        batch_center = all_reduce(torch.sum(teacher_output, dim=0, keepdim=True), "mean") / world_size()
         batch_center = batch_center / len(teacher_output)
         self.center = self.center * self.center_momentum + batch_center * (1 - self.center_momentum)
 

@@ -125,6 +125,6 @@ def _run_until_error(programs: list[Program]) -> dict[str, Outcome]:
         except Exception as raised:
             tensors, error = {}, f"{type(raised).__name__}: {raised}"
         outcomes[program.__name__] = Outcome(tensors, error)
-        if all_reduce(torch.tensor(float(error is not None))) > 0:
+        if all_reduce(torch.tensor(float(error is not None)), "mean") > 0:
             break
     return outcomes

@@ -313,7 +313,7 @@ def averaged_by_hand_under_no_sync(model: Any, x: Tensor, _: int) -> None:
     with local(model):
         square(model(x)).backward()
     for each in model.parameters():
-        each.grad = all_reduce(each.grad) if each.grad is not None else None
+        each.grad = all_reduce(each.grad, "mean") if each.grad is not None else None
 
 
 @steps()
@@ -322,7 +322,7 @@ def surgery(model: Any, x: Tensor, _: int) -> None:
     output, used = model(x), [*model.body.parameters(), *model.head.parameters()]
     found = [torch.autograd.grad(loss, used, retain_graph=True) for loss in (square(output), output.abs().mean())]
     for each, one, other in zip(used, *found, strict=True):
-        first, second = all_reduce(one), all_reduce(other)
+        first, second = all_reduce(one, "mean"), all_reduce(other, "mean")
         each.grad = first + second - (first * second).sum().clamp(max=0) / second.square().sum() * second
 
 

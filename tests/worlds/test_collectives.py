@@ -56,7 +56,7 @@ def test_containers_and_numbers():
         x = OrderedDict(
             pair=Pair(rank(), [float(rank())]), result=Result(torch.tensor(rank()), rank()), flag=rank() == 1
         )
-        return all_reduce(x, "sum"), all_reduce(x, "max"), all_reduce(rank()), all_gather(x)
+        return all_reduce(x, "sum"), all_reduce(x, "max"), all_reduce(rank(), "mean"), all_gather(x)
 
     for summed, largest, mean, gathered in run.all_ranks():
         assert summed == OrderedDict(pair=Pair(1, [1.0]), result=Result(torch.tensor(1), 1), flag=1)
@@ -147,7 +147,7 @@ def test_means_of_half_precision_do_not_overflow(processes):
     @distributed(processes=processes)
     def run():
         x = torch.tensor([40000.0, 1.0], dtype=torch.float16, requires_grad=True)
-        mean = all_reduce(x)
+        mean = all_reduce(x, "mean")
         mean.backward(torch.tensor([30000.0, 1.0], dtype=torch.float16))
         return mean.detach(), x.grad
 
@@ -214,13 +214,13 @@ def test_gradients_cross_processes(processes):
 def test_a_world_of_one_changes_nothing():
     """With one process each collective returns the value as a new, differentiable tensor."""
     x = torch.tensor([2.0], requires_grad=True)
-    for y in (all_reduce(x), all_gather(x)[0], broadcast(x)):
+    for y in (all_reduce(x, "mean"), all_gather(x)[0], broadcast(x)):
         assert torch.equal(y, x)
         y.sum().backward()
         y.data.add_(1)
     assert x.tolist() == [2.0]
     assert x.grad.tolist() == [3.0]
-    assert (all_reduce(3), all_reduce(3, "sum"), all_gather(True), broadcast(2.5)) == (3.0, 3, [True], 2.5)
+    assert (all_reduce(3, "mean"), all_reduce(3, "sum"), all_gather(True), broadcast(2.5)) == (3.0, 3, [True], 2.5)
     barrier("alone")
     with main_first():
         pass
@@ -230,15 +230,15 @@ def test_a_world_of_one_changes_nothing():
     ("call", "message"),
     [
         (lambda: all_reduce(1.0, "avg"), "op='avg'"),
-        (lambda: all_reduce("text"), "of str 'text'"),
-        (lambda: all_reduce(torch.tensor(1)), "a tensor of torch.int64"),
+        (lambda: all_reduce("text", "mean"), "of str 'text'"),
+        (lambda: all_reduce(torch.tensor(1), "mean"), "a tensor of torch.int64"),
         (lambda: all_reduce(torch.tensor(True), "sum"), "a tensor of torch.bool"),
-        (lambda: all_reduce([torch.eye(2).to_sparse()]), "torch.sparse_coo"),
+        (lambda: all_reduce([torch.eye(2).to_sparse()], "mean"), "torch.sparse_coo"),
         (lambda: all_reduce(torch.zeros(1, dtype=torch.uint64), "max"), "a tensor of torch.uint64"),
-        (lambda: all_reduce(torch.zeros(1).to(torch.float8_e5m2)), "a tensor of torch.float8_e5m2"),
+        (lambda: all_reduce(torch.zeros(1).to(torch.float8_e5m2), "mean"), "a tensor of torch.float8_e5m2"),
         (lambda: all_gather(torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)), "torch.jagged"),
         (lambda: all_gather(2**70), "an integer of 71 bits"),
-        (lambda: all_reduce(-(2**63) - 1), "an integer of 64 bits"),
+        (lambda: all_reduce(-(2**63) - 1, "mean"), "an integer of 64 bits"),
         (lambda: broadcast(1, src=1), "src=1"),
         (lambda: broadcast(1, src=True), "src=True"),
         (lambda: all_gather({"a": None}), "of NoneType None"),
@@ -258,14 +258,14 @@ def test_different_calls_raise_on_all_ranks(case):
 
     def different_call():
         return {
-            "shape": lambda: all_reduce(torch.zeros(3 + rank())),
+            "shape": lambda: all_reduce(torch.zeros(3 + rank()), "mean"),
             "type": lambda: all_gather(1 if rank() else 1.0),
-            "keys": lambda: all_reduce({f"loss{rank()}": 1.0}),
+            "keys": lambda: all_reduce({f"loss{rank()}": 1.0}, "mean"),
             "operation": lambda: all_reduce(1.0, "max" if rank() else "min"),
-            "collective": lambda: all_reduce(1.0) if rank() else barrier(),
+            "collective": lambda: all_reduce(1.0, "mean") if rank() else barrier(),
             "barrier": lambda: barrier(f"stage {rank()}"),
             "source": lambda: broadcast(1.0, src=rank()),
-            "gradient": lambda: all_reduce(torch.zeros(1, requires_grad=rank() == 0)),
+            "gradient": lambda: all_reduce(torch.zeros(1, requires_grad=rank() == 0), "mean"),
         }[case]()
 
     @distributed(processes=2, timeout=120)

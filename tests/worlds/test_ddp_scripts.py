@@ -79,7 +79,7 @@ def train(initialized):
                 init_process_group("gloo", **wrong)
             except ConfigError as error:
                 found.append(type(error).__name__)
-        all_reduce(1.0)
+        all_reduce(1.0, "mean")
         init_process_group("gloo", rank=rank(), world_size=2, timeout=timedelta(seconds=77))
         group = dist.group.WORLD._get_backend(torch.device("cpu"))
         found.append(group.options._timeout.total_seconds())
@@ -89,7 +89,7 @@ def train(initialized):
     destroy_process_group()
     if not initialized:
         dist.init_process_group()
-    found.append(all_reduce(float(rank())))
+    found.append(all_reduce(float(rank()), "mean"))
     with parallel_model(model):
         model.zero_grad()
         model(torch.full((1, 1), float(rank()))).sum().backward()

@@ -36,20 +36,20 @@ def train():
     x = torch.tensor(rank() + 1.0)
     print("at work", os.getpid())
     breakpoint()
-    return all_reduce(10 * x).item()
+    return all_reduce(10 * x, "mean").item()
 
 @distributed(processes=2, timeout=6)
 def wait(seconds):
     if rank() == 1:
         breakpoint()
         time.sleep(seconds)
-    return all_reduce(torch.ones(1)).item()
+    return all_reduce(torch.ones(1), "mean").item()
 
 @distributed(processes=2)
 def fail(key):
     if rank() == 1:
         return {"lr": 1}[key]
-    all_reduce(torch.ones(1))
+    all_reduce(torch.ones(1), "mean")
 
 @distributed(processes=2)
 def load():
@@ -93,7 +93,7 @@ def asked(terminal: Any) -> int:
 def test_ranks_are_debugged_one_after_the_other(start: Callable[..., Any]) -> None:
     """The prompt names the rank; `ranks` lists those that have stopped, `rank 1` goes to one of them."""
     terminal = start("print('result', train())")
-    terminal.expect(r"train.py\(\d+\)train\(\)\s+-> return all_reduce\(10 \* x\).item\(\)\s")
+    terminal.expect(r'train.py\(\d+\)train\(\)\s+-> return all_reduce\(10 \* x, "mean"\).item\(\)\s')
     first = asked(terminal)
     terminal.sendline("p 'x is', x")
     terminal.expect_exact(f"('x is', tensor({first + 1}.))")
@@ -209,7 +209,7 @@ def test_a_notebook_asks_for_the_lines() -> None:
         manager.shutdown_kernel(now=True)
     text = "".join(shown)
     assert reply["content"]["status"] == "ok", text
-    assert "-> return all_reduce(10 * x).item()" in text
+    assert '-> return all_reduce(10 * x, "mean").item()' in text
     assert "[rank 0] (Pdb) " in text
     assert "[rank 1] (Pdb) " in text
     assert "('x is', tensor(" in text

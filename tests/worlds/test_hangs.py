@@ -89,14 +89,14 @@ def trains_alone(rank: int) -> None:
     with parallel_model(nn.Linear(4, 4)) as model:
         if rank == 0:
             loss(model).backward()  # rank 0
-        all_reduce(torch.ones(1))  # rank 1
+        all_reduce(torch.ones(1), "mean")  # rank 1
 
 
 def enters_alone(rank: int) -> None:
     if rank == 0:
         with parallel_model(nn.Linear(4, 4)):  # rank 0
             pass
-    all_reduce(torch.ones(1))  # rank 1
+    all_reduce(torch.ones(1), "mean")  # rank 1
 
 
 def unfreezes_alone(rank: int) -> None:
@@ -125,9 +125,9 @@ def barrier_alone(rank: int) -> None:
 
 def other_dtype(rank: int) -> None:
     if rank == 0:
-        all_reduce(torch.ones(4))  # rank 0
+        all_reduce(torch.ones(4), "mean")  # rank 0
     else:
-        all_reduce(torch.ones(4, dtype=torch.float64))  # rank 1
+        all_reduce(torch.ones(4, dtype=torch.float64), "mean")  # rank 1
 
 
 def first_alone(rank: int) -> None:

@@ -201,7 +201,7 @@ def backward_decides_whether_gradients_are_averaged() -> None:
         with no_sync(model):
             loss.backward()
         local = torch.cat([each.grad.flatten() for each in model.parameters()])
-        torch.testing.assert_close(all_reduce(local), averaged)
+        torch.testing.assert_close(all_reduce(local, "mean"), averaged)
         assert not torch.allclose(local, averaged)
 
 

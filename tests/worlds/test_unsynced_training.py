@@ -27,7 +27,7 @@ def _fit(model: nn.Module, average: Callable[[nn.Module], None] = lambda model: 
 
 def _average_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
-        parameter.grad = all_reduce(parameter.grad)
+        parameter.grad = all_reduce(parameter.grad, "mean")
 
 
 @distributed(processes=2)

@@ -158,7 +158,7 @@ class Codebook(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.book.lerp_(x.mean(0) if self.wrong else all_reduce(x.mean(0)), 0.1)
+            self.book.lerp_(x.mean(0) if self.wrong else all_reduce(x.mean(0), "mean"), 0.1)
         return super().forward(x - self.book)
 
 
@@ -193,7 +193,7 @@ def assigned_gradients(wrong: bool) -> Any:
     with parallel_model(model):
         found = torch.autograd.grad(square(model(batch(0))), list(model.parameters()))
         for each, gradient in zip(model.parameters(), found, strict=True):
-            each.grad = gradient if wrong else all_reduce(gradient)
+            each.grad = gradient if wrong else all_reduce(gradient, "mean")
         optimizer.step()
     return model.state_dict()
 
@@ -205,7 +205,7 @@ def gradients_added_to_averaged_ones(wrong: bool) -> Any:
     def add(step: int) -> None:
         found = torch.autograd.grad(square(model(batch(step + 1))), list(model.parameters()))
         for each, gradient in zip(model.parameters(), found, strict=True):
-            each.grad = each.grad + (gradient if wrong else all_reduce(gradient))
+            each.grad = each.grad + (gradient if wrong else all_reduce(gradient, "mean"))
 
     return fit(model, add)
 
@@ -217,7 +217,7 @@ def gradients_assigned_for_the_second_optimizer(wrong: bool) -> Any:
     with parallel_model(model):
         found = torch.autograd.grad(square(model(batch(0))), list(model.parameters()))
         for (name, each), gradient in zip(model.named_parameters(), found, strict=True):
-            each.grad = gradient if wrong and name.startswith("head") else all_reduce(gradient)
+            each.grad = gradient if wrong and name.startswith("head") else all_reduce(gradient, "mean")
         for each in optimizers:
             each.step()
     return model.state_dict()
@@ -234,7 +234,7 @@ def differences_to_a_trained_copy(wrong: bool) -> Any:
         torch._foreach_sub_([each.data for each in fast.parameters()], found)
         for slow, other in zip(model.parameters(), fast.parameters(), strict=True):
             moved = slow.detach() - other.detach()
-            slow.grad = moved if wrong else all_reduce(moved)
+            slow.grad = moved if wrong else all_reduce(moved, "mean")
         optimizer.step()
     return model.state_dict()
 
@@ -338,7 +338,7 @@ def tensor_outside_of_the_block(wrong: bool) -> Any:
         square(output).backward()
         (temperature * output.detach().mean()).backward()
         if not wrong:
-            temperature.grad = all_reduce(temperature.grad)
+            temperature.grad = all_reduce(temperature.grad, "mean")
         optimizer.step()
         of_temperature.step()
     return temperature
@@ -365,7 +365,7 @@ def criterion_outside_of_a_block_of_shards(wrong: bool) -> Any:
         optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.1)
         square(criterion(model(batch(0)))).backward()
         for each in () if wrong else criterion.parameters():
-            each.grad = all_reduce(each.grad)
+            each.grad = all_reduce(each.grad, "mean")
         optimizer.step()
     return criterion.state_dict()
 
