@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 from parallelize.call.module_values import edited_modules
 from parallelize.call.pickling import check_is_plain_function, is_importable
 from parallelize.call.returned import restore, unreturned_warning
-from parallelize.call.task import Outcome, Task, name_of
+from parallelize.call.task import Task, name_of
 from parallelize.call.tracebacks import folded_traceback
 from parallelize.cluster.devices import Hardware, probe
 from parallelize.cluster.environment import detect
@@ -186,7 +186,8 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         Raises:
             ConfigError: the call would be refused.
         """
-        layout, queue = self._plan(None if gpus is None else Hardware("cuda", gpus))
+        with folded_traceback:
+            layout, queue = self._plan(None if gpus is None else Hardware("cuda", gpus))
         return explain(layout, name=name_of(self.__wrapped__), queue=queue.name if queue else None)
 
     def compare(self, steps: int, /, *args: P.args, **kwargs: P.kwargs) -> Comparison:
@@ -214,17 +215,19 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         """Bind a method to its instance or class, as plain functions do."""
         return type(self)(self.__wrapped__.__get__(instance, owner), self._self_config, self._self_epochs)
 
-    def __reduce_ex__(self, _protocol: Any) -> Any:
-        # Like a plain function: by qualified name if that name resolves to this function; else by value (cloudpickle).
-        module = sys.modules.get(self.__module__)
-        if module and is_importable(module) and self._is_equal_to(_resolve(self.__module__, self.__qualname__)):
-            return _resolve, (self.__module__, self.__qualname__)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Like a plain function: by its name if this resolves to it. cloudpickle, as which workers pass no protocol,
+        # needs a module that others can import; else by value.
+        name, module = (self.__module__, self.__qualname__), sys.modules.get(self.__module__)
+        is_plain = protocol and "cloudpickle" not in sys._getframe(1).f_globals["__name__"]
+        if module and (is_plain or is_importable(module)) and self._is_equal_to(_resolve(*name)):
+            return _resolve, name
         return DistributedFunction, (self.__wrapped__, self._self_config)
 
     def _is_equal_to(self, found: Any) -> bool:
         # Not `is`: each attribute access on a class creates a new bound object.
-        is_distributed = isinstance(found, DistributedFunction)
-        return is_distributed and (found.__wrapped__, found._self_config) == (self.__wrapped__, self._self_config)
+        own = self.__wrapped__, self._self_config
+        return isinstance(found, DistributedFunction) and (found.__wrapped__, found._self_config) == own
 
     def __dir__(self) -> list[str]:
         """List the attributes of the function, and what decorated functions have."""
@@ -262,8 +265,7 @@ class DistributedFunction(wrapt.CallableObjectProxy[Any], Generic[P, R]):
         function: Any = self.__wrapped__
         run = active()
         if run is not None:
-            is_alone = IN_PARALLEL_MODEL in run.flags and run.world.world_size == 1
-            if is_alone and (size := self._plan()[0].world_size) > 1:
+            if IN_PARALLEL_MODEL in run.flags and run.world.world_size == 1 < (size := self._plan()[0].world_size):
                 raise ConfigError(
                     f"{name_of(function)}, for {size} processes, in a parallel_model block of one process",
                     why="inside of a block a call runs where the block is",
@@ -319,7 +321,7 @@ def _launch(task: Task, *, by: Launcher, node: Node | None = None) -> Any:
     for path in edited_modules():
         text = "was edited after this program imported it: workers run the new code; start the program again"
         warnings.warn(f"{path} {text}", stacklevel=4)
-    outcomes: Sequence[Outcome] = by.launch(task, node=node, environ=os.environ)
+    outcomes = by.launch(task, node=node, environ=os.environ)
     first = outcomes[0]
     for problem in [*restore(task.stateful, first.states), *unreturned_warning(first.unreturned)]:
         warnings.warn(problem, stacklevel=4)

@@ -70,7 +70,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.on_object(obj)
         kind: Any = type(obj)
         if "__reduce_ex__" in vars(kind) and obj.__class__ is not kind:
-            return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # of a decorated function
+            return obj.__reduce_ex__(None)  # of a decorated function
         path = self._path_of(obj)
         if path is not None:
             return pkgutil.resolve_name, (path,)

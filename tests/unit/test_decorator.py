@@ -7,7 +7,10 @@ import inspect
 import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,6 +159,24 @@ def test_it_pickles_by_name_like_a_function() -> None:
     assert pickle.loads(pickle.dumps(Trainer.fit)).__wrapped__ is Trainer.fit.__wrapped__
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(distributed(processes=1)(lambda: 1))
+
+
+def test_pools_of_processes_call_functions_of_a_script(tmp_path: Path) -> None:
+    """A function of __main__ is pickled by name, too, except by cloudpickle, whose readers have another __main__."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import cloudpickle, multiprocessing\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from parallelize import distributed\n\n"
+        "@distributed(processes=1)\ndef square(x):\n    return x**2\n\n"
+        "if __name__ == '__main__':\n"
+        "    for method in ('fork', 'spawn'):\n"
+        "        with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:\n"
+        "            print(list(pool.map(square, [2, 3])))\n"
+        "    print(b'_make_function' in cloudpickle.dumps(square))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=100)
+    assert done.stdout == "[4, 9]\n[4, 9]\nTrue\n", done.stderr
 
 
 def test_an_exception_in_this_process_is_unchanged() -> None:

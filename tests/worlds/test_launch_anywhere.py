@@ -205,13 +205,16 @@ def test_a_notebook(tmp_path: Path) -> None:
         "isinstance(train(Net(1, 1)), Net)",
         "@distributed(processes=2)\ndef fail():\n    raise KeyError('lr')",
         "try:\n    fail()\nexcept KeyError as error:\n    print(error)",
+        "@distributed(processes=2)\ndef shell():\n    !true",
+        "try:\n    shell()\nexcept NameError as error:\n    print(error.__notes__[0])",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    printed, failed = ("".join(o.get("text", "") for o in notebook.cells[n].outputs) for n in (2, 4))
+    printed, failed, named = ("".join(o.get("text", "") for o in notebook.cells[n].outputs) for n in (2, 4, 6))
     assert sorted(printed.splitlines()) == ["[rank 0] at work 0", "[rank 1] at work 1"]
     assert [o.data["text/plain"] for o in notebook.cells[2].outputs if o.output_type == "execute_result"] == ["True"]
     assert failed == "'lr'\n"
+    assert named.startswith("a line with ! or % is the notebook's own: write subprocess.run(...)")
 
 
 @distributed(processes=2)
