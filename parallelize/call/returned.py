@@ -9,6 +9,7 @@ changed are named.
 from __future__ import annotations
 
 import contextlib
+import logging
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ __all__ = ["Changes", "data_of", "restore", "unreturned_warning"]
 # Attributes of modules and optimizers that come back, or never change.
 _OF_TORCH = frozenset({"training", "defaults", "param_groups", "state"})
 # Not data. What datasets, samplers and loaders count or cache is not the result of a call.
-_IGNORED = (*CODE, types.ModuleType, Dataset, Sampler, DataLoader)
+_IGNORED = (*CODE, types.ModuleType, logging.Filterer, Dataset, Sampler, DataLoader)
 _MAX_BYTES = 2**17  # larger objects are data, and not compared
 _MAX_SHOWN = 5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Callable
@@ -211,6 +212,7 @@ class Trainer:
         self.optimizer = Counting(self.model.parameters(), lr=1.0)
         self.data = Cached()
         self.lock = threading.Lock()
+        self.log = logging.getLogger("of a trainer")
         self._best = SimpleNamespace(loss=1)
 
 
@@ -238,6 +240,7 @@ CHANGES: dict[str, tuple[Callable[[Trainer], object], list[str]]] = {
     "equal nan": (lambda it: setattr(it, "nan", float("nan")), []),
     "dataset": (lambda it: it.data.cache.update({1: 1}), []),
     "weights come back": (lambda it: mask(it.model.weight), []),
+    "logger": (lambda it: it.log.isEnabledFor(len(it.log._cache)), []),  # fills its cache
     "mode comes back": (lambda it: it.model.eval(), []),
     "optimizer comes back": (lambda it: it.optimizer.param_groups[0].update(lr=2.0), []),
 }
