@@ -66,9 +66,9 @@ def _table(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-def program() -> str:
-    """Return the first example as a Markdown block."""
-    return f"```python\n{(ROOT / 'examples/00_quickstart.py').read_text()}```"
+def program(name: str) -> str:
+    """Return an example as a Markdown block."""
+    return f"```python\n{(ROOT / 'examples' / name).read_text()}```"
 
 
 def changed() -> str:
@@ -133,7 +133,8 @@ def written(text: str) -> str:
     """Return the text of a page with the blocks between `<!-- name -->` and `<!-- end -->` regenerated."""
     for name, block in {
         "changed": changed(),
-        "program": program(),
+        "program": program("00_quickstart.py"),
+        "logging": program("17_logging.py"),
         "support": support(),
         "levels": levels(),
         "peers": peers(),

@@ -124,6 +124,20 @@ def test_the_notebook(tmp_path: Path) -> None:
     assert final_accuracy >= 0.85
 
 
+def test_the_notebook_for_kaggle(tmp_path: Path) -> None:
+    """As its users run it, but on the CPU, and so in fp32: the accuracy is that of the weights that come back."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(EXAMPLES / "18_kaggle.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = "".join(each.get("text", "") for cell in notebook.cells for each in cell.get("outputs", ()))
+    assert re.findall(r"^epoch (\d)", printed, re.MULTILINE) == [*"012", *"01"]
+    in_call, here = map(float, re.findall(r"accuracy in the call (\S+), in the notebook (\S+)", printed)[0])
+    assert here >= 0.85
+    assert in_call == here
+    assert (tmp_path / "digits.safetensors").exists()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["accelerate", "lightning"])
 def test_a_migrated_script_learns(name: str, tmp_path: Path) -> None:
@@ -161,8 +175,21 @@ def test_migration_from_ddp_keeps_the_weights(tmp_path: Path) -> None:
 
 
 def test_every_example_is_run() -> None:
-    """Each file of examples/ has a test here, in test_guide_blocks.py or in tests/slurm."""
+    """Each file of examples/ has a test here, in test_guide_blocks.py, in tests/integrations or in tests/slurm."""
     digits = {"01_digits.py", "01_digits_single.py"}
-    named = {"00_quickstart.py", *digits, "03_gpt.py", "04_gan.py", "11_resume.py", "12_notebook.ipynb"}
-    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {*named, "15_ema.py", *MIN_ACCURACY}
+    named = {
+        "00_quickstart.py",
+        *digits,
+        "03_gpt.py",
+        "04_gan.py",
+        "11_resume.py",
+        "12_notebook.ipynb",
+        "18_kaggle.ipynb",
+    }
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {
+        *named,
+        "15_ema.py",
+        "17_logging.py",
+        *MIN_ACCURACY,
+    }
     assert {path.name for path in MIGRATION.iterdir() if path.is_dir()} == {"accelerate", "ddp", "lightning"}
