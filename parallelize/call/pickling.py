@@ -177,6 +177,8 @@ def dump(
         if isinstance(written, Path):
             written.unlink(missing_ok=True)
         name, reason = _find_unpicklable(parts) or ("the call", exc)
+        if "get_ipython" in name:
+            fix = "a line with ! or % is the notebook's own: write subprocess.run(...) in the function"
         text = f"{reason}".strip().partition("\n")[0] or "no reason given"
         why = f"{type(reason).__name__}: {text}"
         raise raises(f"{name} cannot be pickled", why=why, fix=fix) from exc

@@ -216,12 +216,6 @@ def call_function(task: Task) -> Any:
             if error.name == "module" and isinstance(error.obj, nn.Module):
                 add_note(error, "a model in parallel_model is not wrapped: write model instead of model.module")
             raise
-        except NameError as error:
-            if error.name == "get_ipython":
-                add_note(
-                    error, "a line with ! or % is the notebook's own: write subprocess.run(...), or use another cell"
-                )
-            raise
 
 
 @contextlib.contextmanager
