@@ -16,10 +16,12 @@ __all__ = [
     "PAGES",
     "README",
     "ROOT",
+    "SKILL",
     "changed",
     "difference",
     "migrations",
     "proofs",
+    "skill",
     "support",
     "written",
 ]
@@ -29,6 +31,7 @@ README = ROOT / "README.md"
 MIGRATION = ROOT / "examples/13_migration/README.md"
 GUIDES = sorted((ROOT / "examples/guides").glob("*.md"))
 PAGES = [README, MIGRATION, *GUIDES]
+SKILL = ROOT / ".github/skills/parallelize/SKILL.md"
 
 
 def support() -> str:
@@ -129,6 +132,12 @@ def proofs() -> list[str]:
 _SHORT = {"yes": "**yes**", "leaves it to you": "(yours)"}
 
 
+def skill() -> str:
+    """Return the cheat sheet as a skill file for agents that write code."""
+    what = "Run a PyTorch training function on several GPUs or machines with the package parallelize."
+    return f"---\nname: parallelize\ndescription: {what}\n---\n\n{(ROOT / 'examples/guides/cheatsheet.md').read_text()}"
+
+
 def written(text: str) -> str:
     """Return the text of a page with the blocks between `<!-- name -->` and `<!-- end -->` regenerated."""
     for name, block in {
@@ -149,3 +158,5 @@ def written(text: str) -> str:
 if __name__ == "__main__":
     for path in PAGES:
         path.write_text(written(path.read_text()))
+    SKILL.parent.mkdir(parents=True, exist_ok=True)
+    SKILL.write_text(skill())

@@ -30,6 +30,12 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+def test_the_skill_is_the_cheat_sheet() -> None:
+    """Agents read what people read, in fewer than 400 words."""
+    assert readme.SKILL.read_text() == readme.skill()
+    assert len(readme.skill().split()) < 400
+
+
 def test_proofs_exist() -> None:
     """README links to every guide, and the tests that the peers table links to exist."""
     assert all(f"](examples/guides/{path.name})" in readme.README.read_text() for path in readme.GUIDES)

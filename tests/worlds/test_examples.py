@@ -125,7 +125,7 @@ def test_the_notebook(tmp_path: Path) -> None:
 
 
 def test_the_notebook_for_kaggle(tmp_path: Path) -> None:
-    """As its users run it, but on the CPU, and so in fp32: the accuracy is that of the weights that come back."""
+    """As its users run it, but on the CPU, and so in bf16: the accuracy is that of the weights that come back."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(EXAMPLES / "18_kaggle.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
@@ -134,7 +134,7 @@ def test_the_notebook_for_kaggle(tmp_path: Path) -> None:
     assert re.findall(r"^epoch (\d)", printed, re.MULTILINE) == [*"012", *"01"]
     in_call, here = map(float, re.findall(r"accuracy in the call (\S+), in the notebook (\S+)", printed)[0])
     assert here >= 0.85
-    assert in_call == here
+    assert abs(in_call - here) < 0.02  # of bf16 and fp32
     assert (tmp_path / "digits.safetensors").exists()
 
 
